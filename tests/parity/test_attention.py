@@ -1,0 +1,102 @@
+"""Every algorithm against dense float64 attention in one process: out, dq, dk, dv."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.support.ranks import spawn
+from uspft.batch import Segments
+from uspft.comm import Books
+from uspft.kernels import Block
+from uspft.kernels.dense import dense_attention
+from uspft.kernels.torch_cpu import TorchCpu
+from uspft.layout import Layout
+from uspft.mesh import make_mesh
+from uspft.sequence import ALGORITHMS, Heads, Rule, Split, choose, make_plan
+
+LENGTH = 96
+DIM = 8
+HEADS = {"mha": Heads(4, 4, DIM), "gqa": Heads(8, 4, DIM), "mqa": Heads(6, 1, DIM)}
+ROWS = {
+    "one document": [Segments.single(LENGTH)],
+    "packed": [Segments((0, 17, 40, 41, 95), LENGTH)],
+    "micro-batch of unlike rows": [Segments((0, 50, 96), LENGTH), Segments((0, 31), LENGTH)],
+    "all padding": [Segments((0,), LENGTH), Segments.single(LENGTH)],
+}
+
+
+def degrees(world: int) -> list[tuple[str, int, int]]:
+    """(algorithm, Ulysses, ring) of every way to share a row over `world` ranks."""
+    ways = [("ulysses_cp", world, 1), ("ring_cp", 1, world)]
+    ways += [("hybrid_cp", u, world // u) for u in range(1, world + 1) if world % u == 0]
+    return ways if world > 1 else [("whole", 1, 1)]
+
+
+def compare(rank: int, world: int, break_order: bool) -> dict[str, list[float]]:
+    """Largest errors of (out, dq, dk, dv) by case, on this rank's tokens."""
+    errors = {}
+    for name, ulysses, ring in degrees(world):
+        algorithm = choose(name, ulysses, ring)
+        mesh = make_mesh(Layout(ulysses=ulysses, ring=ring), Books())
+        split = Split(mesh.ulysses, mesh.ring, TorchCpu())
+        for (kind, heads), (rows_name, rows) in product(HEADS.items(), ROWS.items()):
+            if algorithm.problems(LENGTH, heads):
+                continue
+            orders = [algorithm.token_order(row) for row in rows]
+            plan = make_plan(rows, orders, ulysses, mesh.ring.index)
+            if break_order:
+                orders = [order[::-1] for order in orders]
+            index = torch.cat(
+                [
+                    torch.arange(a, b) + i * LENGTH
+                    for i, order in enumerate(orders)
+                    for a, b in order[mesh.context.index]
+                ]
+            )
+            errors[f"{name} U{ulysses} R{ring} {kind} {rows_name}"] = _errors(
+                algorithm, plan, split, heads, rows, index
+            )
+    return errors
+
+
+def _errors(algorithm, plan, split, heads, rows, index):  # noqa: ANN001, ANN202, PLR0913
+    torch.manual_seed(0)
+    tokens = LENGTH * len(rows)
+    inputs = [
+        torch.randn(tokens, n, DIM, dtype=torch.float64, requires_grad=True)
+        for n in (heads.query, heads.kv, heads.kv)
+    ]
+    dout = torch.randn(tokens, heads.query, DIM, dtype=torch.float64)
+    documents = [(i * LENGTH + a, i * LENGTH + b) for i, row in enumerate(rows) for a, b in row]
+    squares = [Block(a, b, a, b, True) for a, b in documents]
+    want, _ = dense_attention(*inputs, squares, DIM**-0.5)
+    grads = torch.autograd.grad(want, inputs, dout)
+    mine = [x.detach()[index].requires_grad_() for x in inputs]
+    got = algorithm.attend(tuple(mine), plan, Rule(DIM**-0.5), split)
+    got_grads = torch.autograd.grad(got, mine, dout[index])
+    pairs = zip((got, *got_grads), (want, *grads), strict=True)
+    return [float((g - w[index]).abs().max()) for g, w in pairs]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_algorithm_equals_dense_attention(world: int) -> None:
+    answers = spawn(world, compare, world, False)
+    cases = answers[0]
+    assert len(cases) == {1: 12, 2: 4 * (2 + 3 + 2 + 3), 4: 4 * (2 + 3 + 3 + 2 + 2)}[world]
+    for answer in answers:
+        for case, errors in answer.items():
+            assert max(errors) < 1e-10, f"{case}: out, dq, dk, dv off by {errors}"
+
+
+def test_a_wrong_token_order_is_seen() -> None:
+    for answer in spawn(2, compare, 2, True):
+        for case, errors in answer.items():
+            assert max(errors) > 1e-3, f"{case} did not notice tokens in the wrong order"
+
+
+def test_the_registry_is_covered() -> None:
+    tried = {name for world in (1, 2, 4) for name, _, _ in degrees(world)}
+    assert tried == set(ALGORITHMS)

@@ -1,0 +1,44 @@
+"""Real processes for tests: one spawn, many cases inside."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def spawn(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run work(rank, *args) on `world` gloo processes; what each returned, by rank.
+
+    Raises AssertionError with the first rank's traceback where one raised.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(  # type: ignore[no-untyped-call]
+            _rank, (world, folder, work, args), nprocs=world, start_method="spawn"
+        )
+        answers = [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world)]
+    for rank, (ok, answer) in enumerate(answers):
+        assert ok, f"rank {rank} of {world}:\n{answer}"
+    return [answer for _, answer in answers]
+
+
+def _rank(
+    rank: int, world: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        answer = True, work(rank, *args)
+    except Exception:
+        answer = False, traceback.format_exc()
+    torch.save(answer, Path(folder) / f"{rank}.pt")
+    if answer[0]:
+        dist.barrier()
+        dist.destroy_process_group()

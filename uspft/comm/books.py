@@ -1,0 +1,27 @@
+"""Counts what this rank sends to others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+KINDS = ("all_to_all", "ring", "gather", "tensor", "pipeline", "switch")
+
+
+class Books:
+    """Bytes and messages sent by this rank to other ranks, by kind, since the last `close`."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+
+    def add(self, kind: str, sent_bytes: int, messages: int = 1) -> None:
+        if sent_bytes:
+            self.bytes[kind] += sent_bytes
+            self.messages[kind] += messages
+
+    def close(self) -> dict[str, int]:
+        """The bytes sent by kind, and a fresh page."""
+        page = {kind: self.bytes[kind] for kind in KINDS if self.bytes[kind]}
+        self.bytes.clear()
+        self.messages.clear()
+        return page

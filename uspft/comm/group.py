@@ -1,0 +1,26 @@
+"""A process group as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from uspft.comm.books import Books
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange data, this rank's place among them, and the books that count it.
+
+    handle is None for a group of one.
+    """
+
+    handle: dist.ProcessGroup | None = None
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    books: Books = field(default_factory=Books)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)

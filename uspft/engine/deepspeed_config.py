@@ -1,0 +1,46 @@
+"""Recipe and layout → DeepSpeed's configuration; a pure function."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from uspft.config import Recipe
+    from uspft.layout import Layout
+
+
+def micro_batches(recipe: Recipe, layout: Layout) -> int:
+    """Forward passes per step on each replica; rows that do not fill them leave empty rows."""
+    rows = recipe.training.micro_batch_size * layout.data
+    return math.ceil(recipe.training.global_batch_size / rows)
+
+
+def deepspeed_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
+    """DeepSpeed's dictionary. Ranks that share a row count as data-parallel ones: every rank averages
+    with every other, and the loss is scaled for it (engine/zero.py).
+
+    Accumulation and reduction are float32 whatever the compute type.
+    """
+    micro, steps = recipe.training.micro_batch_size, micro_batches(recipe, layout)
+    zero = {"stage": 1} | dict(recipe.deepspeed.zero_optimization)
+    extra = recipe.deepspeed.model_dump(exclude={"zero_optimization"}, exclude_none=True)
+    config: dict[str, Any] = {
+        "train_batch_size": micro * steps * layout.ranks,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": recipe.training.max_grad_norm or 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "communication_data_type": "fp32",
+        "steps_per_print": 10**9,
+        **extra,
+    }
+    if recipe.model.dtype == "bfloat16":
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    if recipe.model.dtype == "float16":
+        config["fp16"] = {"enabled": True}
+    if recipe.model.dtype != "float32" and zero["stage"] > 0:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config

@@ -1,0 +1,143 @@
+"""ZeRO 0 to 3 behind one step whose loss and gradients are those of one process.
+
+The scale is ours: each rank's loss is (sum over its target tokens) × ranks ÷ (target tokens of the
+step, over all micro-batches and ranks), and DeepSpeed averages gradients over all ranks at every
+stage. Sequence parallelism stays hidden from it, since its own scale depends on the stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from uspft.comm import total
+from uspft.engine.deepspeed_config import deepspeed_config
+
+if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.config import Recipe
+    from uspft.model import CausalLoss
+    from uspft.model.build import Partition
+    from uspft.world import World
+
+
+class NotFinite(Exception):
+    """The loss or the gradient norm is not a finite number; nothing was updated."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: mean over the step's target tokens; grad_norm: before clipping; stop: a rank asked to."""
+
+    loss: float
+    grad_norm: float
+    targets: int
+    stop: bool
+    skipped: bool
+
+
+def partitioner(config: dict[str, Any]) -> Partition | None:
+    """What takes filled parameters apart over all ranks, under ZeRO-3; None at other stages."""
+    if config["zero_optimization"]["stage"] != 3:
+        return None
+
+    def partition(parameters: list[nn.Parameter]) -> None:
+        deepspeed.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=config)
+
+    return partition
+
+
+class ZeroEngine:
+    """A DeepSpeed engine that takes lists of micro-batches."""
+
+    def __init__(self, module: CausalLoss, recipe: Recipe, world: World) -> None:
+        self.module, self.world = module, world
+        self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
+        self._offloads = "offload_optimizer" in recipe.deepspeed.zero_optimization
+        options = recipe.optimizer
+        optimizer = torch.optim.AdamW(
+            _groups(module, options.weight_decay),
+            lr=options.learning_rate,
+            betas=options.betas,
+            eps=options.eps,
+        )
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=deepspeed_config(recipe, world.layout)
+        )
+
+    @property
+    def adam(self) -> torch.optim.Optimizer:
+        """torch's AdamW, whose states DeepSpeed may hold in flat partitions."""
+        optimizer: Any = self.deepspeed.optimizer
+        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        return inner
+
+    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+        """One optimizer step over this rank's micro-batches; collective.
+
+        Raises NotFinite before anything is updated.
+        """
+        tokens, device = self.world.mesh.tokens, self.world.device
+        (targets,) = total([sum(b.targets for b in batches)], tokens, device)
+        scale = tokens.size / max(targets, 1.0)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        for micro, batch in enumerate(batches):
+            loss = self.deepspeed(batch, self.world)
+            loss_sum += loss.detach()
+            self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
+            if micro + 1 < len(batches):
+                self.deepspeed.step()
+        loss_total, stops = total([float(loss_sum), float(stop)], tokens, device)
+        mean = loss_total / max(targets, 1.0)
+        if not math.isfinite(mean):
+            raise NotFinite(f"the loss is {mean}")
+        grad_norm, skipped = self._update()
+        return StepResult(mean, grad_norm, int(targets), stops > 0, skipped)
+
+    def _update(self) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether float16 skipped the update)."""
+        optimizer: Any = self.deepspeed.optimizer
+        norm = None
+        if self.stage == 0 and optimizer is self.adam:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(grads))
+            self._must_be_finite(norm)
+        self.deepspeed.step()
+        if norm is None:
+            norm = float(self.deepspeed.get_global_grad_norm())
+        if getattr(optimizer, "overflow", False):
+            if self.deepspeed.fp16_enabled():
+                return norm, True
+            norm = math.inf
+        self._must_be_finite(norm)
+        return norm, False
+
+    @staticmethod
+    def _must_be_finite(norm: float) -> None:
+        if not math.isfinite(norm):
+            raise NotFinite(f"the gradient norm is {norm}")
+
+    def close(self) -> None:
+        """Release what DeepSpeed hooked into the module."""
+        self.deepspeed.destroy()
+
+
+def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: 1-D parameters are not decayed. Partitioned ones look 1-D: ask for their shape."""
+    decay, plain = [], []
+    for parameter in module.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        (decay if len(shape) > 1 else plain).append(parameter)
+    groups = [
+        {"params": decay, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

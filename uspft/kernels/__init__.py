@@ -1,0 +1,8 @@
+"""One-device attention: (out, lse) and its backward, one signature for every backend."""
+
+from uspft.kernels.blocks import Block, area
+from uspft.kernels.choose import choose_kernel
+from uspft.kernels.kernel import Kernel
+from uspft.kernels.merge import Partial
+
+__all__ = ["Block", "Kernel", "Partial", "area", "choose_kernel"]

@@ -1,0 +1,107 @@
+"""Kernels for CUDA behind the variable-length signature. Not yet run on a GPU: probed at start."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from uspft.kernels.varlen import Varlen, VarlenKernel
+
+
+def torch_flash() -> VarlenKernel:
+    """torch's own flash attention (aten), float16 and bfloat16; nothing to install."""
+    aten = torch.ops.aten
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
+        sizes = (x.cu_q, x.cu_k, x.longest_q, x.longest_k)
+        out = aten._flash_attention_forward(q, k, v, *sizes, 0.0, x.causal, False, scale=scale)
+        return out[0], out[1]
+
+    def backward(
+        qkv: tuple[Tensor, ...], saved: tuple[Tensor, Tensor, Tensor], x: Varlen, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, dout = saved
+        sizes = (x.cu_q, x.cu_k, x.longest_q, x.longest_k)
+        # The generator state only matters with dropout, which is always 0 here.
+        state = torch.zeros(2, dtype=torch.uint64, device=out.device)
+        unused = torch.zeros((), dtype=torch.uint64, device=out.device)
+        grads = aten._flash_attention_backward(
+            dout, *qkv, out, lse, *sizes, 0.0, x.causal, state, unused, scale=scale
+        )
+        return grads[0], grads[1], grads[2]
+
+    return VarlenKernel("torch flash (CUDA)", forward, backward)
+
+
+def flash_attn_2() -> VarlenKernel:
+    """The flash-attn 2 package; raises ImportError where it is not installed."""
+    flash = importlib.import_module("flash_attn.flash_attn_interface")
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = flash._flash_attn_varlen_forward(
+            q, k, v, *x[:4], dropout_p=0.0, softmax_scale=scale, causal=x.causal
+        )
+        return out, lse
+
+    def backward(
+        qkv: tuple[Tensor, ...], saved: tuple[Tensor, Tensor, Tensor], x: Varlen, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, dout = saved
+        dq, dk, dv = (torch.empty_like(t) for t in qkv)
+        flash._flash_attn_varlen_backward(
+            *(dout.contiguous(), *qkv, out, lse, dq, dk, dv),
+            *x[:4],
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=x.causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=False,
+        )
+        return dq, dk, dv
+
+    return VarlenKernel("flash-attn 2", forward, backward)
+
+
+def flash_attn_3() -> VarlenKernel:
+    """The flash-attn 3 package (Hopper); raises ImportError where it is not installed."""
+    flash = importlib.import_module("flash_attn_interface")
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = flash._flash_attn_forward(
+            q,
+            k,
+            v,
+            cu_seqlens_q=x.cu_q,
+            cu_seqlens_k=x.cu_k,
+            max_seqlen_q=x.longest_q,
+            max_seqlen_k=x.longest_k,
+            softmax_scale=scale,
+            causal=x.causal,
+        )
+        return out, lse
+
+    def backward(
+        qkv: tuple[Tensor, ...], saved: tuple[Tensor, Tensor, Tensor], x: Varlen, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, dout = saved
+        dq, dk, dv = (torch.empty_like(t) for t in qkv)
+        flash._flash_attn_backward(
+            *(dout.contiguous(), *qkv, out, lse),
+            cu_seqlens_q=x.cu_q,
+            cu_seqlens_k=x.cu_k,
+            max_seqlen_q=x.longest_q,
+            max_seqlen_k=x.longest_k,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=scale,
+            is_causal=x.causal,
+        )
+        return dq, dk, dv
+
+    return VarlenKernel("flash-attn 3", forward, backward)

@@ -1,0 +1,58 @@
+"""Joining attention over disjoint sets of keys by log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from uspft.kernels.kernel import Part
+
+
+class Partial:
+    """Attention of T queries over the keys seen so far: out in float32 (or wider), lse [h, T].
+
+    A query that has seen no key has out 0 and lse -inf. Joining follows
+    out = Σ out_i · exp(lse_i − lse), lse = log Σ exp(lse_i) (Ring Attention, online softmax).
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        tokens, heads, _ = q.shape
+        self._like = q
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self._out: Tensor | None = None
+        self._lse = torch.full((heads, tokens), -torch.inf, dtype=wide, device=q.device)
+
+    def add(self, parts: Sequence[Part]) -> None:
+        """Join parts, each over keys that its queries have not seen before."""
+        if self._out is None:
+            self._start(parts)
+            return
+        if self._out.dtype != self._lse.dtype:
+            self._out = self._out.to(self._lse.dtype)
+        for q0, q1, out, lse in parts:
+            old = self._lse[:, q0:q1]
+            new = torch.logaddexp(old, lse)
+            keep = (old - new).exp_().t().unsqueeze(-1)
+            gain = (lse - new).exp_().t().unsqueeze(-1)
+            self._out[q0:q1].mul_(keep).add_(out * gain)
+            self._lse[:, q0:q1] = new
+
+    def _start(self, parts: Sequence[Part]) -> None:
+        """The first parts need no arithmetic: no query has seen a key yet."""
+        tokens = len(self._like)
+        if len(parts) == 1 and (parts[0].q0, parts[0].q1) == (0, tokens):
+            self._out, self._lse = parts[0].out, parts[0].lse
+            return
+        self._out = torch.zeros_like(self._like, memory_format=torch.contiguous_format)
+        for q0, q1, out, lse in parts:
+            self._out[q0:q1] = out
+            self._lse[:, q0:q1] = lse
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out [T, h, D] in q's dtype, contiguous; lse [h, T])."""
+        if self._out is None:
+            self._start([])
+        assert self._out is not None
+        return self._out.to(self._like.dtype).contiguous(), self._lse

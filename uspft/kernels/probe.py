@@ -1,0 +1,57 @@
+"""A kernel is believed only after it has agreed with the written-out formula on this device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from uspft.kernels.blocks import Block
+from uspft.kernels.dense import dense_attention
+from uspft.kernels.kernel import Kernel
+from uspft.kernels.merge import Partial
+
+BLOCKS = (Block(0, 40, 0, 40, True), Block(40, 57, 40, 57, True)), (Block(30, 40, 57, 90, False),)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+def probe(
+    kernel: Kernel, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compare forward and backward of a two-call attention with the reference in float64.
+
+    heads: query heads, KV heads, head dim. Raises RuntimeError naming the kernel, the quantity and
+    the error where they differ by more than rounding in dtype.
+    """
+    query_heads, kv_heads, dim = heads
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((57, query_heads), (90, kv_heads), (90, kv_heads), (57, query_heads))
+    wide = [torch.randn(n, h, dim, generator=generator, dtype=torch.float64) for n, h in shapes]
+    q, k, v, dout = (x.to(device, dtype) for x in wide)
+    scale = dim**-0.5
+    partial = Partial(q)
+    for blocks in BLOCKS:
+        partial.add(kernel.forward((q, k, v), blocks, scale))
+    out, lse = partial.result()
+    grads = [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
+    for blocks in BLOCKS:
+        queries, keys = kernel.backward((q, k, v), (out, lse, dout), blocks, scale)
+        for start, stop, (dq,) in queries:
+            grads[0][start:stop] += dq
+        for start, stop, (dk, dv) in keys:
+            grads[1][start:stop] += dk
+            grads[2][start:stop] += dv
+    truth = _truth([x.double() for x in (q, k, v, dout)], scale)
+    for name, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), truth, strict=True):
+        error = float((got.double() - want).abs().max() / want.abs().max())
+        if not error <= TOLERANCE[dtype]:
+            raise RuntimeError(
+                f"attention kernel {kernel.name} is wrong on this machine: {name} is off by "
+                f"{error:.1e} of its largest value ({query_heads} query heads, {kv_heads} KV heads, "
+                f"head dim {dim}, {dtype}); choose another model.attention"
+            )
+
+
+def _truth(inputs: list[Tensor], scale: float) -> list[Tensor]:
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    out, _ = dense_attention(q, k, v, [b for blocks in BLOCKS for b in blocks], scale)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]

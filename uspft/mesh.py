@@ -1,0 +1,49 @@
+"""A layout's named process groups: made once, handed down as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from uspft.comm import Books, Group
+from uspft.layout import Layout
+
+GROUPS = {
+    "ulysses": ("ulysses",),
+    "ring": ("ring",),
+    "context": ("ulysses", "ring"),
+    "tokens": ("ulysses", "ring", "data"),
+}
+"""Group → axes along which its members differ. `tokens`: ranks that together hold a step's tokens."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's groups under one layout."""
+
+    layout: Layout
+    rank: int
+    ulysses: Group
+    ring: Group
+    context: Group
+    tokens: Group
+
+
+def make_mesh(layout: Layout, books: Books, timeout: timedelta | None = None) -> Mesh:
+    """Create the process groups of a layout over all ranks of the default group.
+
+    Collective: every rank calls it, with the same layout, in the same order. A group of one rank
+    has no handle and moves nothing. Raises ValueError where the layout does not fill the world.
+    """
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    if layout.ranks != world:
+        raise ValueError(f"layout {layout.name} is for {layout.ranks} ranks, the world has {world}")
+    mine = {}
+    for name, axes in GROUPS.items():
+        for ranks in layout.groups(axes):
+            handle = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+            if rank in ranks:
+                mine[name] = Group(handle, tuple(ranks), ranks.index(rank), books)
+    return Mesh(layout, rank, **mine)

@@ -1,0 +1,68 @@
+"""The one hook into transformers: an attention function that hands q, k, v to the bound algorithm.
+
+transformers calls it by name; the algorithm and the plan travel with the call as `uspft=`, so the
+function keeps no state and two worlds can use one model. No mask is built: transformers makes none
+for an implementation that registers no mask function.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import AttentionInterface
+
+from uspft.sequence import Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from uspft.sequence import Plan
+    from uspft.world import World
+
+NAME = "uspft"
+IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal"}
+"""Arguments that change nothing here: positions are in q and k already, attention is causal."""
+
+
+class Bound:
+    """What one forward call hands to every attention layer."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world, self.plan = world, plan
+
+
+def attention(  # noqa: PLR0913 - transformers' signature
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    uspft: Bound | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention across ranks: query [1, H, T, D], key and value [1, G, T, D] → [1, T, H, D].
+
+    Raises RuntimeError, naming it, for anything that it would have to ignore.
+    """
+    unknown = sorted(k for k, v in rest.items() if v is not None and k not in IGNORED)
+    for name, value_given in (("attention_mask", attention_mask), ("dropout", dropout)):
+        if value_given is not None and not isinstance(value_given, float | int):
+            unknown.append(name)
+        elif value_given:
+            unknown.append(name)
+    if unknown:
+        raise RuntimeError(
+            f"{type(module).__name__} asks attention for {', '.join(unknown)}, "
+            "which uspft does not support"
+        )
+    if uspft is None:
+        raise RuntimeError(f"{type(module).__name__} was called without a plan (uspft=)")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = uspft.world.attend((q, k, v), uspft.plan, Rule(scaling))
+    return out[None], None
+
+
+AttentionInterface.register(NAME, attention)

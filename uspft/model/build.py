@@ -1,0 +1,82 @@
+"""Recipe → model: on meta first, then each parameter filled and, under ZeRO-3, partitioned at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from uspft.model.attention import NAME
+from uspft.model.weights import Weights
+
+BATCH_BYTES = 1 << 28
+"""Parameters whole at one time on a rank while a ZeRO-3 model is filled (or one, if it is larger)."""
+
+Partition = Callable[[list[nn.Parameter]], None]
+
+
+def build_model(
+    config: Any,
+    dtype: torch.dtype,
+    weights: Callable[[nn.Module], Weights],
+    *,
+    fill: bool,
+    partition: Partition | None = None,
+) -> Any:
+    """A causal language model whose attention is uspft's, in training mode.
+
+    fill: read values on this rank; otherwise parameters are left for the engine's broadcast from
+    rank 0. partition, where given, is called with parameters as soon as they are filled and takes
+    their memory away (ZeRO-3). Raises WeightsError.
+    """
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    model.config.use_cache = False
+    source = weights(model)
+    places = _places(model)
+    pending: list[nn.Parameter] = []
+    for (name, owners), shape in places:
+        values = source.read(name, shape).to(dtype) if fill else torch.empty(shape, dtype=dtype)
+        parameter = nn.Parameter(values.contiguous())
+        for module, attribute in owners:
+            setattr(module, attribute, parameter)
+        pending.append(parameter)
+        if partition and _bytes(pending) >= BATCH_BYTES:
+            partition(pending)
+            pending = []
+    if partition and pending:
+        partition(pending)
+    return model.train()
+
+
+def _places(
+    model: nn.Module,
+) -> list[tuple[tuple[str, list[tuple[nn.Module, str]]], torch.Size]]:
+    """Every parameter's first name and shape, and all places it stands in: tied ones have several."""
+    found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
+    shapes: dict[int, torch.Size] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            found.setdefault(id(parameter), (name, []))[1].append((module, attribute))
+            shapes[id(parameter)] = parameter.shape
+    return [(place, shapes[key]) for key, place in found.items()]
+
+
+def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def parameter_count(model: nn.Module, *, embedding: bool = True) -> int:
+    """Number of parameters, tied ones once; without the embedding look-up where it is not tied."""
+    counts = {id(p): getattr(p, "ds_numel", p.numel()) for p in model.parameters()}
+    if not embedding:
+        table: Any = model.get_input_embeddings()  # type: ignore[operator]
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        if table.weight is not head.weight:
+            counts.pop(id(table.weight))
+    return sum(counts.values())

@@ -1,0 +1,100 @@
+"""Cross-entropy from hidden states, tile by tile: logits are never whole in memory.
+
+Shapes: T tokens with a target, d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100
+LOGITS = 1 << 27
+"""Elements of one tile's logits under `loss_tile_tokens: auto` (512 MiB in float32)."""
+SMALLEST = 256
+"""Tokens below which a tile's products no longer fill a GPU."""
+
+
+def tile_tokens(wish: str | int, vocabulary: int) -> int | None:
+    """Tokens per tile for `memory.loss_tile_tokens`: auto, none (None: all at once) or a number."""
+    if wish == "none":
+        return None
+    return max(SMALLEST, LOGITS // vocabulary) if wish == "auto" else int(wish)
+
+
+class Head(nn.Module):
+    """The output projection and the loss in one module, so that ZeRO-3 gathers its weight once."""
+
+    def __init__(self, projection: nn.Linear, tile: int | None) -> None:
+        super().__init__()
+        self.weight = projection.weight
+        self.register_parameter("bias", projection.bias)
+        self.tile = tile
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Sum of the cross-entropy of every token that has a target, float32 (float64 for float64).
+
+        hidden [T', d]; labels [T'] int64, -100 where there is no target. No target at all gives 0,
+        still attached to the graph.
+        """
+        chosen = (labels != IGNORE).nonzero().squeeze(1)
+        rows = hidden.index_select(0, chosen)
+        loss: Tensor = _TiledCrossEntropy.apply(
+            rows, self.weight, self.bias, labels[chosen], self.tile or max(1, len(rows))
+        )
+        return loss
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    """Gradients are worked out with the loss, since they only wait for one scalar factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int
+    ) -> Tensor:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=rows.device)
+        training = any(ctx.needs_input_grad[:2])
+        grads = _Gradients(rows, weight, bias, wide) if training else None
+        for start in range(0, len(rows), tile):
+            part, target = rows[start : start + tile], labels[start : start + tile]
+            logits = nn.functional.linear(part, weight, bias).to(wide)
+            lse = torch.logsumexp(logits, -1, keepdim=True)
+            loss += (lse - logits.gather(1, target[:, None])).sum()
+            if grads:
+                slope = logits.sub_(lse).exp_()
+                slope.scatter_add_(1, target[:, None], slope.new_full((len(part), 1), -1.0))
+                grads.add(start, part, slope.to(rows.dtype))
+        if grads:
+            ctx.save_for_backward(*grads.result())
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, *bias = (g.mul(factor.to(g.dtype)) for g in ctx.saved_tensors)
+        return rows, weight, bias[0] if bias else None, None, None
+
+
+class _Gradients:
+    """Gradients of rows, weight and bias, the latter two summed in float32 or wider."""
+
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -> None:
+        self._weight = weight
+        self._d_rows = torch.empty_like(rows)
+        self._d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        self._d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+
+    def add(self, start: int, part: Tensor, slope: Tensor) -> None:
+        """Add one tile: part [t, d], slope = d loss / d logits [t, V]."""
+        self._d_rows[start : start + len(part)] = slope @ self._weight
+        self._d_weight += slope.t() @ part
+        if self._d_bias is not None:
+            self._d_bias += slope.sum(0)
+
+    def result(self) -> list[Tensor]:
+        grads = [self._d_rows, self._d_weight.to(self._weight.dtype)]
+        return grads if self._d_bias is None else [*grads, self._d_bias.to(self._weight.dtype)]

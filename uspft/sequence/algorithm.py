@@ -1,0 +1,126 @@
+"""The seam: what a sequence-parallel algorithm must say about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from uspft.batch import Segments
+from uspft.comm import Group
+from uspft.kernels import Kernel
+from uspft.sequence.plan import Plan
+
+Run = tuple[int, int]
+"""Consecutive positions [start, stop) of a row."""
+
+
+class Heads(NamedTuple):
+    """Query heads, KV heads and head dim of one attention layer."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How scores become weights: softmax(scale · q·k)."""
+
+    scale: float
+
+
+@dataclass(frozen=True)
+class Split:
+    """What attention needs beside tensors: this rank's groups and its one-device kernel."""
+
+    ulysses: Group
+    ring: Group
+    kernel: Kernel
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the busiest rank sends for one layer, forward and backward, in bytes by kind."""
+
+    all_to_all: int = 0
+    ring: int = 0
+
+
+class Algorithm(Protocol):
+    """One way to split a row over ulysses × ring ranks. Dataclass fields are its options."""
+
+    name: str
+    megatron_name: str
+    splits: str
+    """What it splits, for the README's table."""
+    ulysses: int
+    ring: int
+
+    def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
+        """Why it cannot run here: (recipe key, what is wrong, remedy) each."""
+        ...
+
+    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+        """The positions that each context rank holds, in its order; together the row, each once.
+
+        Context rank = Ulysses index + ulysses × ring index.
+        """
+        ...
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+    ) -> Tensor:
+        """Attention out [T, H, D] of this rank's tokens, differentiable.
+
+        q [T, H, D], k and v [T, G, D] hold all heads of the rank's own T tokens.
+        """
+        ...
+
+    def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
+        """Bytes for one row of one document."""
+        ...
+
+
+def rows_must_divide(row_tokens: int, parts: int, why: str) -> list[tuple[str, str, str]]:
+    """The problem of a row that `parts` does not divide, naming the next length that it does."""
+    if row_tokens % parts == 0:
+        return []
+    longer = -(-row_tokens // parts) * parts
+    return [
+        (
+            "data.sequence_length",
+            f"{row_tokens} tokens do not split into {parts} equal parts ({why})",
+            f"the next length that does is {longer}",
+        )
+    ]
+
+
+def heads_must_divide(heads: Heads, ulysses: int) -> list[tuple[str, str, str]]:
+    """The problem of heads that a Ulysses degree does not divide."""
+    key = "parallel_config.ulysses_degree_in_cp"
+    if heads.query % ulysses:
+        fits = [n for n in range(1, heads.query + 1) if heads.query % n == 0 == heads.kv % n]
+        return [
+            (
+                key,
+                f"a Ulysses degree of {ulysses} does not divide the model's {heads.query} query heads",
+                f"degrees that divide query and KV heads: {_listing(fits)}",
+            )
+        ]
+    if heads.kv % ulysses:
+        fits = [n for n in range(1, heads.kv + 1) if heads.query % n == 0 == heads.kv % n]
+        return [
+            (
+                key,
+                f"a Ulysses degree of {ulysses} does not divide the model's {heads.kv} KV heads",
+                f"write one of {_listing(fits)} and leave the rest to the ring (hybrid_cp, ring_cp)",
+            )
+        ]
+    return []
+
+
+def _listing(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

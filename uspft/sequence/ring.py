@@ -1,0 +1,46 @@
+"""Zigzag ring attention: keys and values travel, queries stay (arXiv 2310.01889, 2405.07719)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from uspft.batch import Segments
+from uspft.sequence.algorithm import Cost, Heads, Rule, Split, rows_must_divide
+from uspft.sequence.blockwise import attend_blocks
+from uspft.sequence.order import zigzag
+from uspft.sequence.plan import Plan, Run
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Rank i of R holds chunks i and 2R − 1 − i of a row cut in 2R: equal causal work."""
+
+    ring: int
+    ulysses: int = 1
+    name = "ring_cp"
+    megatron_name = "p2p"
+    splits = "tokens"
+
+    def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
+        return rows_must_divide(row_tokens, 2 * self.ring, "two for each rank of the ring")
+
+    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+        return zigzag(segments.length, 1, self.ring)
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+    ) -> Tensor:
+        return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
+
+    def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
+        return Cost(ring=ring_elements(row_tokens // self.ring, heads, self.ring) * element_bytes)
+
+
+def ring_elements(tokens: int, heads: Heads, ring: int) -> int:
+    """Elements sent by a ring rank of `tokens` tokens, forward and backward.
+
+    K and V forward, again backward, dK and dV home: 3 · (R − 1) · 2 · G · tokens · D.
+    """
+    return 3 * (ring - 1) * 2 * heads.kv * tokens * heads.dim

@@ -1,0 +1,71 @@
+"""DeepSpeed Ulysses: heads are split while attention runs, tokens elsewhere (arXiv 2309.14509)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from uspft.batch import Segments
+from uspft.sequence.algorithm import Cost, Heads, Rule, Split, heads_must_divide, rows_must_divide
+from uspft.sequence.blockwise import attend_blocks
+from uspft.sequence.heads import gather_heads, scatter_heads
+from uspft.sequence.order import zigzag
+from uspft.sequence.plan import Plan, Run
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Consecutive tokens on each rank; an all-to-all before attention and one after."""
+
+    ulysses: int
+    ring: int = 1
+    name = "ulysses_cp"
+    megatron_name = "a2a"
+    splits = "heads"
+
+    def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
+        return heads_must_divide(heads, self.ulysses) + rows_must_divide(
+            row_tokens, self.ulysses, "one for each rank"
+        )
+
+    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+        return zigzag(segments.length, self.ulysses, 1)
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+    ) -> Tensor:
+        return attend_over_heads(qkv, plan, rule, split)
+
+    def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
+        elements = exchange_elements(row_tokens // self.ulysses, heads, self.ulysses)
+        return Cost(all_to_all=elements * element_bytes)
+
+
+def attend_over_heads(
+    qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+) -> Tensor:
+    """Ulysses exchange around blockwise attention: out [t, H, D] of q [t, H, D], k and v [t, G, D]."""
+    if split.ulysses.size == 1:
+        return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
+    size, first = split.ulysses.size, split.ring.index * split.ulysses.size
+    tokens = plan.tokens[first : first + size]
+    qkv = scatter_heads(qkv, tokens, split.ulysses)
+    if plan.sorting is None:
+        out = attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
+        return gather_heads(out, tokens, split.ulysses)
+    index = torch.tensor(plan.sorting, device=qkv[0].device)
+    q, k, v = (x.index_select(0, index) for x in qkv)
+    out = attend_blocks((q, k, v), plan, rule.scale, split.ring, split.kernel)
+    received = torch.empty_like(index)
+    received[index] = torch.arange(len(index), device=index.device)
+    return gather_heads(out.index_select(0, received), tokens, split.ulysses)
+
+
+def exchange_elements(tokens: int, heads: Heads, ulysses: int) -> int:
+    """Elements that a rank of `tokens` tokens sends in both exchanges, forward and backward.
+
+    q, k, v and out once each way: 2 · (U − 1) / U · (2H + 2G) · tokens · D.
+    """
+    return 2 * tokens * heads.dim * (2 * heads.query + 2 * heads.kv) * (ulysses - 1) // ulysses

@@ -1,0 +1,46 @@
+"""USP: Ulysses outside, zigzag ring inside, so the ring carries 1/U of the heads (arXiv 2405.07719)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from uspft.batch import Segments
+from uspft.sequence.algorithm import Cost, Heads, Rule, Split, heads_must_divide, rows_must_divide
+from uspft.sequence.order import zigzag
+from uspft.sequence.plan import Plan, Run
+from uspft.sequence.ring import ring_elements
+from uspft.sequence.ulysses import attend_over_heads, exchange_elements
+
+
+@dataclass(frozen=True)
+class Usp:
+    """ulysses × ring ranks share a row; degree 1 of either gives the other alone."""
+
+    ulysses: int
+    ring: int
+    name = "hybrid_cp"
+    megatron_name = "a2a+p2p"
+    splits = "heads, then tokens"
+
+    def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
+        parts = 2 * self.ring * self.ulysses if self.ring > 1 else self.ulysses
+        return heads_must_divide(heads, self.ulysses) + rows_must_divide(
+            row_tokens, parts, f"2 × ring {self.ring} × Ulysses {self.ulysses}"
+        )
+
+    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+        return zigzag(segments.length, self.ulysses, self.ring)
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+    ) -> Tensor:
+        return attend_over_heads(qkv, plan, rule, split)
+
+    def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
+        tokens = row_tokens // (self.ulysses * self.ring)
+        share = Heads(heads.query // self.ulysses, heads.kv // self.ulysses, heads.dim)
+        ring = ring_elements(tokens * self.ulysses, share, self.ring)
+        exchange = exchange_elements(tokens, heads, self.ulysses)
+        return Cost(all_to_all=exchange * element_bytes, ring=ring * element_bytes)
