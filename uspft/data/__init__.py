@@ -1,0 +1,21 @@
+"""Data: sources, tokenise, pack, and the endless stream of rows.
+
+Reading order: sources (which files) → records (what is in them) → tokenise, chat (ids and labels)
+→ reading (all of it, on threads) → cache (once, in a folder) → corpus → packing → stream (rows).
+"""
+
+from uspft.data.cache import prepare
+from uspft.data.corpus import Corpus
+from uspft.data.faults import DataError
+from uspft.data.sources import not_checked, source_problems
+from uspft.data.stream import Row, RowStream
+
+__all__ = [
+    "Corpus",
+    "DataError",
+    "Row",
+    "RowStream",
+    "not_checked",
+    "prepare",
+    "source_problems",
+]

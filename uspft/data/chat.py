@@ -1,0 +1,182 @@
+"""Conversations to text and back: the template's marks say what is trained, never a text search.
+
+A template marks the assistant's part with {% generation %} … {% endgeneration %}. Rendering gives
+the text and the marked spans in characters; `tokenise_spans` gives the tokens that are exactly
+those spans.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from uspft.data.faults import SampleFault
+
+MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+Spans = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text; spans are [start, stop) in characters, rising and apart."""
+
+    text: str
+    spans: Spans
+
+
+def render(messages: list[dict[str, str]], template: str, special: dict[str, str]) -> Rendered:
+    """The conversation through the template. Not for threads: transformers tracks marks in place.
+
+    Raises SampleFault when the template refuses, or its marks do not hold the assistant's text.
+    """
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    marked = MARK.search(template) is not None
+    try:
+        texts, indices = render_jinja_template(
+            conversations=[messages],
+            chat_template=template,
+            return_assistant_tokens_mask=marked,
+            **special,
+        )
+    except (TemplateError, TypeError) as error:
+        remedy = "mend the record, or choose another data.chat_template"
+        raise SampleFault(f"the chat template refuses it: {error}; {remedy}") from error
+    spans = _joined(indices[0]) if marked else []
+    if marked:
+        _require_assistant(messages, texts[0], spans)
+    return Rendered(texts[0], spans)
+
+
+def tokenise_spans(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
+    """Token ids of the text, and the token ranges that decode to exactly the marked spans.
+
+    The text is tokenised whole where its tokens respect the spans' bounds: these are the tokens
+    that inference sees. Where a token holds characters of both sides (a template without special
+    tokens around the answer, an answer that starts with the prompt's last character), the text is
+    cut at the bounds and the pieces are tokenised apart, which is what inference does too: prompt
+    first, answer after. backend is a tokenizers.Tokenizer. Raises SampleFault when neither decodes
+    to the text: the tokenizer loses something.
+    """
+    whole = backend.encode_batch([rendered.text], add_special_tokens=False)[0]
+    ranges = _ranges(whole.offsets, rendered.spans)
+    if _decodes(backend, whole.ids, ranges, rendered):
+        return whole.ids, ranges
+    ids, ranges = _apart(backend, rendered)
+    if _decodes(backend, ids, ranges, rendered):
+        return ids, ranges
+    remedy = "use a tokenizer that can write this text (model.tokenizer)"
+    raise SampleFault(f"the trained tokens do not decode to the assistant's text; {remedy}")
+
+
+def _ranges(offsets: list[tuple[int, int]], spans: Spans) -> Spans:
+    """A token is in the span that its last character is in.
+
+    By ends and not by starts: the byte tokens of one character share its offsets, and byte-level
+    post-processors trim leading spaces off a token's start. `_decodes` refuses what straddles.
+    """
+    ranges: Spans = []
+    token, count = 0, len(offsets)
+    for start, stop in spans:
+        while token < count and offsets[token][1] <= start:
+            token += 1
+        first = token
+        while token < count and offsets[token][1] <= stop:
+            token += 1
+        ranges.append((first, token))
+    return ranges
+
+
+def _apart(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
+    ids: list[int] = []
+    ranges: Spans = []
+    for start, stop, trained in _pieces(rendered):
+        piece = _encode_piece(backend, rendered.text[start:stop], start == 0)
+        if trained:
+            ranges.append((len(ids), len(ids) + len(piece)))
+        ids += piece
+    return ids, ranges
+
+
+def _pieces(rendered: Rendered) -> Iterator[tuple[int, int, bool]]:
+    at = 0
+    for start, stop in rendered.spans:
+        if at < start:
+            yield at, start, False
+        yield start, stop, True
+        at = stop
+    if at < len(rendered.text):
+        yield at, len(rendered.text), False
+
+
+def _encode_piece(backend: Any, text: str, first: bool) -> list[int]:
+    """A piece as it stands inside a text.
+
+    Metaspace tokenizers (Llama 2) begin every text with a space that is not there: such a piece is
+    tokenised behind a line feed, whose tokens are then taken off.
+    """
+    alone = backend.encode_batch([text], add_special_tokens=False)[0].ids
+    if first:
+        return alone
+    feed, after = backend.encode_batch(["\n", "\n" + text], add_special_tokens=False)
+    if backend.decode(feed.ids + alone, skip_special_tokens=False) == "\n" + text:
+        return alone
+    behind = after.ids[len(feed.ids) :]
+    return behind if after.ids[: len(feed.ids)] == feed.ids else alone
+
+
+def _decodes(backend: Any, ids: list[int], ranges: Spans, rendered: Rendered) -> bool:
+    """Whether each range decodes to its span, read behind what precedes it.
+
+    Behind: a decoder strips the first token's space, so a range is never decoded alone. The
+    context goes back to the last span's end, where a character ends for certain.
+    """
+    back = 0
+    for (first, stop), (start, end) in zip(ranges, rendered.spans, strict=True):
+        before = backend.decode(ids[back:first], skip_special_tokens=False)
+        through = backend.decode(ids[back:stop], skip_special_tokens=False)
+        got, want = through[len(before) :], rendered.text[start:end]
+        if not through.startswith(before) or not _same_text(got, want):
+            return False
+        back = stop
+    return True
+
+
+def _same_text(got: str, want: str) -> bool:
+    """Equal, or equal once normalised: Qwen's tokenizers compose characters (NFC) first."""
+    if got == want:
+        return True
+    return unicodedata.normalize("NFKC", got) == unicodedata.normalize("NFKC", want)
+
+
+def _joined(spans: Spans) -> Spans:
+    """Spans without empty ones, those that touch made one."""
+    joined: Spans = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
+
+
+def _require_assistant(messages: list[dict[str, str]], text: str, spans: Spans) -> None:
+    """Refuses marks that stand beside the assistant's text, as they do inside a Jinja macro."""
+    marked = "".join(text[start:stop] for start, stop in spans)
+    at = 0
+    for message in messages:
+        if message["role"] != "assistant":
+            continue
+        # Templates of reasoning models leave earlier turns' thoughts out.
+        for content in (message["content"], message["content"].rpartition("</think>")[2]):
+            found = marked.find(content.strip(), at)
+            if found >= 0:
+                at = found + len(content.strip())
+                break
+        else:
+            remedy = "move the {% generation %} marks of data.chat_template around the answer"
+            raise SampleFault(f"the template's marks leave out an assistant message; {remedy}")

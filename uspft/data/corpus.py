@@ -1,0 +1,129 @@
+"""Tokenised samples in a folder: written once, then mapped into memory by every rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from uspft.data.faults import DataError
+from uspft.data.tokenise import Tokens
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+TOKENS, LABELS, OFFSETS, ORIGINS = "tokens.int32", "labels.int32", "offsets.int64", "origins.int64"
+META, REPORT = "corpus.json", "report.json"
+
+
+@dataclass(frozen=True)
+class SourceSpan:
+    """Samples [first, stop) come from one source, weight times an epoch."""
+
+    first: int
+    stop: int
+    weight: float
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Sample i is tokens[offsets[i] : offsets[i + 1]], its labels likewise.
+
+    tokens, labels: int32, mapped, read-only; labels are unshifted, -100 = not trained, and so is
+    the first of each sample. offsets: int64, one more than samples. origins: int64 (file, line).
+    """
+
+    tokens: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    origins: NDArray[np.int64]
+    files: tuple[str, ...]
+    sources: tuple[SourceSpan, ...]
+    overlong: str
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Corpus:
+        """The corpus that `prepare` wrote to folder. Raises DataError when it is damaged."""
+        folder = Path(folder)
+        try:
+            meta = json.loads((folder / META).read_text(encoding="utf-8"))
+            samples, tokens = meta["samples"], meta["tokens"]
+            return cls(
+                _mapped(folder / TOKENS, np.dtype(np.int32), tokens),
+                _mapped(folder / LABELS, np.dtype(np.int32), tokens),
+                _mapped(folder / OFFSETS, np.dtype(np.int64), samples + 1),
+                _mapped(folder / ORIGINS, np.dtype(np.int64), 2 * samples).reshape(-1, 2),
+                tuple(meta["files"]),
+                tuple(SourceSpan(*span) for span in meta["sources"]),
+                meta["overlong"],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            what = f"the tokenised data in it is damaged ({error})"
+            raise DataError([f"{folder}: {what}; delete the folder, it is made again"]) from error
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, int64."""
+        return np.diff(self.offsets)
+
+    def origin(self, sample: int) -> str:
+        """'FILE:LINE' that the sample was read from."""
+        file, line = self.origins[sample].tolist()
+        return f"{self.files[file]}:{line}"
+
+    def sample(self, index: int) -> Tokens:
+        """Ids and unshifted labels of one sample."""
+        first, stop = self.offsets[index : index + 2].tolist()
+        return Tokens(self.tokens[first:stop], self.labels[first:stop])
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    if path.stat().st_size != count * dtype.itemsize:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes")
+    return np.memmap(path, dtype, mode="r", shape=(count,)) if count else np.zeros(0, dtype)
+
+
+class CorpusWriter:
+    """Appends samples to a folder that no reader knows yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokens = (folder / TOKENS).open("wb")
+        self._labels = (folder / LABELS).open("wb")
+        self._offsets = [0]
+        self._origins: list[tuple[int, int]] = []
+
+    def __enter__(self) -> CorpusWriter:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._tokens.close()
+        self._labels.close()
+
+    def __len__(self) -> int:
+        return len(self._origins)
+
+    def add(self, sample: Tokens, file: int, line: int) -> None:
+        self._tokens.write(sample.ids.tobytes())
+        self._labels.write(sample.labels.tobytes())
+        self._offsets.append(self._offsets[-1] + len(sample.ids))
+        self._origins.append((file, line))
+
+    def finish(self, files: list[str], sources: list[SourceSpan], overlong: str) -> None:
+        """Writes the index; from here on the folder can be opened."""
+        np.array(self._offsets, np.int64).tofile(self._folder / OFFSETS)
+        np.array(self._origins, np.int64).tofile(self._folder / ORIGINS)
+        meta = {
+            "samples": len(self),
+            "tokens": self._offsets[-1],
+            "files": files,
+            "sources": [[s.first, s.stop, s.weight] for s in sources],
+            "overlong": overlong,
+        }
+        (self._folder / META).write_text(json.dumps(meta), encoding="utf-8")

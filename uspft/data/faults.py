@@ -1,0 +1,45 @@
+"""What is wrong with the data, as lines that name file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SHOWN_LINES = 20
+
+
+class DataError(Exception):
+    """The data is wrong; lines are 'FILE:LINE: what; remedy', ready to be printed."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = list(lines)
+        super().__init__("\n".join(self.lines))
+
+
+class SampleFault(Exception):
+    """One sample is wrong: its text is 'what; remedy', the reader knows where."""
+
+
+class Faults:
+    """Collects faults of a whole reading: the first 20 in words, the others counted."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._more = 0
+
+    def add(self, where: str, what: str) -> None:
+        """where: 'FILE:LINE' or a key of the recipe; what: 'what is wrong; remedy'."""
+        if len(self._lines) < SHOWN_LINES:
+            # A name or a value may hold a line break, and a fault is one line.
+            shown = (c if c.isprintable() else repr(c)[1:-1] for c in f"{where}: {what}")
+            self._lines.append("".join(shown))
+        else:
+            self._more += 1
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def raise_any(self) -> None:
+        """Raises DataError when there was a fault."""
+        if self._lines:
+            more = [f"... and {self._more} more"] if self._more else []
+            raise DataError(self._lines + more)

@@ -1,0 +1,76 @@
+"""A data set of the Hugging Face hub: loaded whole, named and hashed like a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from uspft.data.faults import DataError
+
+if TYPE_CHECKING:
+    from uspft.config import Source
+
+_HASH_RECORDS = 1000
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """One split of a hub data set; line n is record n, from 1."""
+
+    dataset: Any  # datasets.Dataset
+    shown: str
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.dataset.column_names)
+
+    def records(self, columns: list[str]) -> Iterator[dict[str, Any]]:
+        """The records with these columns only: who trains on a hub data set cannot edit it."""
+        yield from self.dataset.select_columns(columns)
+
+    def digest(self) -> str:
+        """blake2b of every record, through Arrow's stream format."""
+        import pyarrow as pa  # type: ignore[import-untyped]
+
+        sink = _HashSink()
+        writer = None
+        for table in self.dataset.with_format("arrow").iter(batch_size=_HASH_RECORDS):
+            writer = writer or pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema)
+            writer.write_table(table)
+        return sink.hash.hexdigest()
+
+
+class _HashSink:
+    """A file, as far as pyarrow can tell, that only hashes."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.hash = blake2b(digest_size=16)
+
+    def write(self, content: Any) -> int:
+        self.hash.update(content)
+        return len(content)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def load_split(source: Source) -> HubSplit:
+    """source.path's split (default train), from the hub or datasets' own cache.
+
+    Raises DataError with what `datasets` said when it cannot be had.
+    """
+    from datasets import load_dataset
+
+    split = source.split or "train"
+    try:
+        dataset = load_dataset(source.path, source.name, split=split)
+    except Exception as error:  # datasets, hub and network each have their own kinds
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        remedy = "check the id, name and split, and the network, or use a local path"
+        line = f"data: hub data set {source.path} ({split}): {first}; {remedy}"
+        raise DataError([line]) from error
+    return HubSplit(dataset, f"{source.path}/{split}")

@@ -1,0 +1,79 @@
+"""Which documents share a row: best-fit-decreasing inside windows, or one document a row."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+WINDOW_SAMPLES = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of one epoch: row r holds documents [bounds[r], bounds[r + 1]).
+
+    samples, starts: int64, one entry a document, in row order: the sample and the token in it that
+    the document begins at. bounds: int64, one entry more than there are rows.
+    """
+
+    samples: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    @property
+    def rows(self) -> int:
+        return len(self.bounds) - 1
+
+
+def plan_rows(
+    order: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int, packing: str
+) -> Plan:
+    """Rows of `capacity` tokens from samples in this order; lengths[i] is that of order[i].
+
+    A sample longer than a row is cut into consecutive documents. O(n log n) for n samples.
+    """
+    pieces = -(-lengths // capacity)
+    samples = np.repeat(order, pieces)
+    first = np.cumsum(pieces) - pieces
+    starts = (np.arange(len(samples)) - np.repeat(first, pieces)) * capacity
+    if packing == "none":
+        return Plan(samples, starts, np.arange(len(samples) + 1))
+    sizes = np.minimum(np.repeat(lengths, pieces) - starts, capacity)
+    windows = [int(first[i]) for i in range(0, len(order), WINDOW_SAMPLES)] + [len(samples)]
+    documents: list[int] = []
+    bounds = [0]
+    for begin, end in pairwise(windows):
+        for row in best_fit(sizes[begin:end].tolist(), capacity):
+            documents += (begin + document for document in row)
+            bounds.append(len(documents))
+    chosen = np.array(documents, np.int64)
+    return Plan(samples[chosen], starts[chosen], np.array(bounds, np.int64))
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Best-fit-decreasing: rows of indices into lengths, each rising, rows by their first index.
+
+    The longest goes first (of equals, the earlier) into the row that it fills best (of equals, the
+    one opened earlier). Source: Johnson et al., SIAM J. Comput. 3(4), 1974.
+    """
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted; full rows leave the list
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        at = bisect_left(free, (length, 0))
+        if at < len(free):
+            left, row = free.pop(at)
+            rows[row].append(index)
+        else:
+            left, row = capacity, len(rows)
+            rows.append([index])
+        if left > length:
+            insort(free, (left - length, row))
+    return sorted((sorted(row) for row in rows), key=lambda row: row[0])

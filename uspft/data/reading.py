@@ -1,0 +1,136 @@
+"""Records through the tokenizer, in order, on as many threads as the recipe's `data.workers`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from uspft.data.chat import Rendered
+from uspft.data.faults import SampleFault
+from uspft.data.hub import HubSplit
+from uspft.data.records import BadRecord, Record, read
+from uspft.data.sources import SourceFile
+from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
+
+_BATCH_SIZE = 1 << 20  # bytes of files; one thread's work
+_BATCH_RECORDS = 512
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file or hub split of source number `source`, with the format that the recipe declares."""
+
+    source: int
+    declared: str
+    content: SourceFile | HubSplit
+
+    @property
+    def size(self) -> int:
+        """Bytes of a file, records of a hub split."""
+        if isinstance(self.content, HubSplit):
+            return len(self.content.dataset)
+        return self.content.path.stat().st_size
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One tokenised sample and the part and line that it comes from."""
+
+    part: int
+    line: int
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Records to tokens; no tokenizer is needed for tokenized records."""
+
+    tokeniser: TextTokeniser | None
+    vocab_size: int
+
+    def rendered(self, record: Record) -> Record | Rendered:
+        """The part that must stay on one thread. Raises SampleFault."""
+        return self.tokeniser.rendered(record) if self.tokeniser else record
+
+    def tokens(self, sample: Record | Rendered) -> Tokens:
+        """The part for any thread: ids below vocab_size and labels. Raises SampleFault."""
+        if isinstance(sample, Record) and sample.format == "tokenized":
+            return given_tokens(sample, self.vocab_size)
+        if self.tokeniser is None:
+            raise SampleFault("its format needs a tokenizer; set model.tokenizer")
+        tokens = self.tokeniser.tokens(sample)
+        require_vocabulary(tokens, self.vocab_size)
+        return tokens
+
+
+@dataclass(frozen=True)
+class _Item:
+    part: int
+    line: int
+    where: str
+    content: Record | Rendered | BadRecord
+
+
+@dataclass
+class Batch:
+    """Samples and faults in reading order; size is the bytes or hub records they came from."""
+
+    samples: list[Sample | BadRecord]
+    size: int
+
+
+def tokenised(parts: list[Part], encoder: Encoder, workers: int) -> Iterator[Batch]:
+    """All parts' samples in order, whatever the number of workers; memory for a few batches.
+
+    Threads suffice: the tokenizer runs outside Python's lock, and starts without a new process.
+    """
+    pending: deque[Future[Batch]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
+        try:
+            for items, size in _batches(parts, encoder):
+                pending.append(pool.submit(_encoded, items, size, encoder))
+                if len(pending) > 2 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _batches(parts: list[Part], encoder: Encoder) -> Iterator[tuple[list[_Item], int]]:
+    items: list[_Item] = []
+    size = 0
+    for number, part in enumerate(parts):
+        for record in read(part.content, part.declared):
+            items.append(_rendered(number, part, record, encoder))
+            size += record.size if isinstance(record, Record) else 0
+            if size >= _BATCH_SIZE or len(items) >= _BATCH_RECORDS:
+                yield items, size
+                items, size = [], 0
+    if items:
+        yield items, size
+
+
+def _rendered(number: int, part: Part, record: Record | BadRecord, encoder: Encoder) -> _Item:
+    if isinstance(record, BadRecord):
+        return _Item(number, 0, record.where, record)
+    where = f"{part.content.shown}:{record.line}"
+    try:
+        return _Item(number, record.line, where, encoder.rendered(record))
+    except SampleFault as fault:
+        return _Item(number, record.line, where, BadRecord(where, str(fault)))
+
+
+def _encoded(items: list[_Item], size: int, encoder: Encoder) -> Batch:
+    samples: list[Sample | BadRecord] = []
+    for item in items:
+        if isinstance(item.content, BadRecord):
+            samples.append(item.content)
+            continue
+        try:
+            samples.append(Sample(item.part, item.line, encoder.tokens(item.content)))
+        except SampleFault as fault:
+            samples.append(BadRecord(item.where, str(fault)))
+    return Batch(samples, size)

@@ -1,0 +1,232 @@
+"""From a file or a hub split to checked records; every fault names file and line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from uspft.data.faults import SampleFault
+from uspft.data.hub import HubSplit
+from uspft.data.sources import SourceFile
+
+ROLES = ("system", "user", "assistant", "tool")
+FIELDS = {  # format: (required, optional)
+    "messages": (("messages",), ()),
+    "prompt_completion": (("prompt", "completion"), ()),
+    "text": (("text",), ()),
+    "tokenized": (("input_ids",), ("labels",)),
+}
+_SHOW = "data/README.md shows the formats"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sample as read: fields are checked for names and types, not yet for token ids."""
+
+    line: int
+    format: str
+    fields: dict[str, Any]
+    size: int  # bytes in the file; 1 for a hub record
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that cannot be used: where 'FILE:LINE', what 'what is wrong; remedy'."""
+
+    where: str
+    what: str
+
+
+def read(content: SourceFile | HubSplit, declared: str) -> Iterator[Record | BadRecord]:
+    """The records of a file or a hub split, in order.
+
+    declared: the recipe's format; 'auto' is decided by the first record's fields.
+    """
+    if isinstance(content, HubSplit):
+        yield from _read_hub(content, declared)
+        return
+    try:
+        yield from _read_whole(content) if content.whole else _read_lines(content, declared)
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}; mend it or leave it out"
+        yield BadRecord(content.shown, what)
+
+
+def _read_hub(split: HubSplit, declared: str) -> Iterator[Record | BadRecord]:
+    """Columns that are no field of the format are left out: no user can edit them."""
+    try:
+        known = _format_of(split.columns) if declared == "auto" else declared
+    except SampleFault as fault:
+        yield BadRecord(split.shown, str(fault))
+        return
+    required, optional = FIELDS[known]
+    missing = [name for name in required if name not in split.columns]
+    if missing:
+        what = f"no column {', '.join(missing)}; choose another data.format"
+        yield BadRecord(split.shown, what)
+        return
+    columns = [name for name in required + optional if name in split.columns]
+    for number, fields in enumerate(split.records(columns), 1):
+        try:
+            yield Record(number, known, checked(fields, known), 1)
+        except SampleFault as fault:
+            yield BadRecord(f"{split.shown}:{number}", str(fault))
+
+
+def first_format(file: SourceFile | HubSplit, declared: str) -> str | None:
+    """The format the records will have; None when the first record does not tell."""
+    if isinstance(file, SourceFile) and file.whole:
+        return "text"
+    if declared != "auto":
+        return declared
+    try:
+        if isinstance(file, HubSplit):
+            return _format_of(file.columns)
+    except SampleFault:
+        return None
+    records = (item for item in read(file, "auto") if isinstance(item, Record))
+    first = next(records, None)
+    return None if first is None else first.format
+
+
+def _read_whole(file: SourceFile) -> Iterator[Record | BadRecord]:
+    content = file.path.read_bytes()
+    try:
+        text = content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        if not file.library:
+            line = content.count(b"\n", 0, error.start) + 1
+            yield BadRecord(f"{file.shown}:{line}", _not_utf8(error))
+        return
+    if text:
+        yield Record(1, "text", {"text": text}, len(content))
+    elif not file.library:
+        yield BadRecord(f"{file.shown}:1", "the file is empty; remove it or leave it out")
+
+
+def _read_lines(file: SourceFile, declared: str) -> Iterator[Record | BadRecord]:
+    known = None if declared == "auto" else declared
+    empty_line = 0
+    with file.path.open("rb") as handle:
+        for number, raw in enumerate(handle, 1):
+            if not raw.strip():
+                empty_line = empty_line or number
+                continue
+            if empty_line:
+                what = "an empty line before a record; remove it"
+                yield BadRecord(f"{file.shown}:{empty_line}", what)
+                empty_line = 0
+            try:
+                fields = _parse(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+                known = known or _format_of(fields)
+                yield Record(number, known, checked(fields, known), len(raw))
+            except SampleFault as fault:
+                yield BadRecord(f"{file.shown}:{number}", str(fault))
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise SampleFault(_not_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        hint = "write JSON Lines: one object a line, no list around them"
+        raise SampleFault(f"broken JSON ({error.msg}, column {error.colno}); {hint}") from error
+    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+        raise SampleFault(f"broken JSON ({type(error).__name__}); {_SHOW}") from error
+    if not isinstance(fields, dict):
+        raise SampleFault(f"a {_kind(fields)}, not an object; write one object a line")
+    return fields
+
+
+def _format_of(names: Iterable[str]) -> str:
+    """The one format whose required fields are all there."""
+    names = list(names)
+    fitting = [name for name, (required, _) in FIELDS.items() if set(required) <= set(names)]
+    if len(fitting) == 1:
+        return fitting[0]
+    shown = ", ".join(names) or "none"
+    what = "no format has the fields" if not fitting else f"{' and '.join(fitting)} both fit fields"
+    raise SampleFault(f"{what} {shown}; set data.format, {_SHOW}")
+
+
+def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
+    """fields, when names and types are those of the format; raises SampleFault otherwise."""
+    required, optional = FIELDS[known]
+    allowed = required + optional
+    for name in fields:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, 1)
+            remedy = f"did you mean {near[0]}?" if near else f"{known} has {', '.join(allowed)}"
+            raise SampleFault(f"unknown field {name!r}; {remedy}")
+    for name in required:
+        if name not in fields:
+            raise SampleFault(f"no field {name!r}, which {known} needs; {_SHOW}")
+    for name, value in fields.items():
+        _CHECKS[name](name, value)
+    if known == "tokenized" and len(fields.get("labels", fields["input_ids"])) != len(
+        fields["input_ids"]
+    ):
+        counts = f"{len(fields['labels'])} labels for {len(fields['input_ids'])} input_ids"
+        raise SampleFault(f"{counts}; give each token one label, -100 where not trained")
+    if not any(fields[name] for name in required):
+        raise SampleFault(f"an empty sample ({', '.join(required)}); remove the record")
+    return fields
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise SampleFault(f"{name} is a {_kind(value)}; write a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SampleFault(f"{name} holds half of a surrogate pair; write whole characters") from (
+            error
+        )
+
+
+def _check_ids(name: str, value: Any) -> None:
+    if not isinstance(value, list):
+        raise SampleFault(f"{name} is a {_kind(value)}; write a list of integers")
+    if any(type(item) is not int for item in value):  # True is an int to isinstance
+        bad = next(item for item in value if type(item) is not int)
+        raise SampleFault(f"{name} holds a {_kind(bad)} ({bad!r:.40}); write integers")
+
+
+def _check_messages(name: str, value: Any) -> None:
+    if not isinstance(value, list):
+        raise SampleFault(f"{name} is a {_kind(value)}; write a list of {{role, content}}")
+    for i, message in enumerate(value):
+        where = f"{name}[{i}]"
+        if not isinstance(message, dict):
+            raise SampleFault(f"{where} is a {_kind(message)}; write {{role, content}}")
+        if set(message) != {"role", "content"}:
+            odd = ", ".join(sorted(set(message) ^ {"role", "content"}))
+            raise SampleFault(f"{where} has or lacks {odd}; write role and content, no more")
+        if message["role"] not in ROLES:
+            raise SampleFault(
+                f"{where} has the role {message['role']!r:.40}; write one of {', '.join(ROLES)}"
+            )
+        _check_text(f"{where}.content", message["content"])
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "messages": _check_messages,
+    "prompt": _check_text,
+    "completion": _check_text,
+    "text": _check_text,
+    "input_ids": _check_ids,
+    "labels": _check_ids,
+}
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 (byte 0x{error.object[error.start]:02x}); save it as UTF-8"
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

@@ -1,0 +1,142 @@
+"""From the recipe's `train:` to a sorted list of files; reads nothing but listings."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from uspft.config import DataBlock, Source
+
+FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
+STDLIB = "python:stdlib"
+JSON_LINES = frozenset({".jsonl", ".json", ".ndjson"})
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE_SUFFIX = re.compile(r"\.[A-Za-z]{1,10}$")
+_BINARY = re.compile(
+    r"\.(7z|arrow|avro|bin|bz2|db|docx?|feather|gif|gz|h5|hdf5|idx|jpe?g|mindrecord|np[yz]|orc"
+    r"|parquet|pdf|pickle|pkl|png|pth?|pyc|safetensors|so|sqlite|tar|tgz|tfrecord|xlsx?|xz|zip|zst)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file to read: `shown` names it as the user wrote it, `whole` means one text sample."""
+
+    path: Path
+    shown: str
+    whole: bool
+    library: bool = False  # the standard library's: what is not UTF-8 or empty is skipped
+
+
+def source_problems(data: DataBlock) -> list[tuple[str, str, str]]:
+    """Faults of data.train and data.eval that file listings show, as (key, what, remedy)."""
+    problems: list[tuple[str, str, str]] = []
+    for key, source in _keyed(data):
+        declared = source.format or data.format
+        if declared not in FORMATS:
+            what = f"unknown format {declared!r}"
+            problems.append((f"{key}.format", what, f"write one of {', '.join(FORMATS)}"))
+        if is_hub_id(source.path):
+            continue
+        for name in ("name", "split"):
+            if getattr(source, name) is not None:
+                what = f"{name} {getattr(source, name)!r} means nothing for files"
+                problems.append((f"{key}.{name}", what, "leave it out; only a hub data set has it"))
+        found = _listing_problems(source.path, declared)
+        problems += [(f"{key}.path", what, remedy) for what, remedy in found]
+    return problems
+
+
+def not_checked(data: DataBlock) -> list[str]:
+    """What cannot be known without a network: one line for each hub data set."""
+    return [
+        f"{key}: hub data set {source.path} (needs the network)"
+        for key, source in _keyed(data)
+        if is_hub_id(source.path)
+    ]
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether path reads as org/name: it is on no disk here and has no file's extension."""
+    if not _HUB_ID.fullmatch(path) or Path(path).exists():
+        return False
+    return not Path(path).parent.is_dir() and not _FILE_SUFFIX.search(path)
+
+
+def list_files(name: str, declared: str) -> list[SourceFile]:
+    """The files of a source that is no hub data set, in reading order; [] when none is there.
+
+    name: its path, as the recipe says; declared: its format.
+    """
+    if name == STDLIB:
+        return list(_standard_library())
+    path = Path(name).expanduser()
+    if path.is_file():
+        found = [path]
+    elif path.is_dir():
+        found = sorted(_below(path), key=lambda p: p.relative_to(path).as_posix())
+    else:
+        names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
+        found = [Path(name) for name in names if Path(name).is_file()]
+    may_be_whole = declared in ("auto", "text")
+    return [
+        SourceFile(p, str(p), may_be_whole and p.suffix.lower() not in JSON_LINES) for p in found
+    ]
+
+
+def _keyed(data: DataBlock) -> Iterator[tuple[str, Source]]:
+    for block in ("train", "eval"):
+        sources = getattr(data, block, None) or ()
+        for i, source in enumerate(sources):
+            yield (f"data.{block}" if len(sources) == 1 else f"data.{block}[{i}]"), source
+
+
+def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
+    if path.startswith("python:") and path != STDLIB:
+        yield f"unknown source {path!r}", f"write {STDLIB}, a path or a hub id"
+        return
+    if path == STDLIB and declared not in ("auto", "text"):
+        yield f"{STDLIB} is text, not {declared}", "leave the format out"
+        return
+    files = list_files(path, declared)
+    if not files:
+        if glob.has_magic(path):
+            yield f"{path} matches no file", "correct the pattern"
+        elif Path(path).expanduser().is_dir():
+            yield f"the folder {path} holds no file", "name a folder with data, or a file"
+        else:
+            yield f"{path} does not exist", "name a file, a folder, a glob or a hub id (org/name)"
+    for file in files:
+        if _BINARY.fullmatch(file.path.suffix):
+            yield (
+                f"{file.shown} is a {file.path.suffix} file, which is not read",
+                "convert it to JSON Lines (data/README.md shows the formats)",
+            )
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__"]
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
+
+
+def _standard_library() -> Iterator[SourceFile]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS]
+        found += [Path(parent, name) for name in names if name.endswith(".py")]
+    for path in sorted(found, key=lambda p: p.relative_to(root).as_posix()):
+        shown = f"{STDLIB}/{path.relative_to(root).as_posix()}"
+        yield SourceFile(path, shown, whole=True, library=True)

@@ -1,0 +1,147 @@
+"""The endless stream of rows: any row by its index, the same on every machine."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from uspft.batch import Segments
+from uspft.data.corpus import Corpus
+from uspft.data.packing import Plan, plan_rows
+from uspft.data.tokenise import NOT_TRAINED
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_KEPT_PLANS = 2
+_PADDING_ID = 0  # never attended to, never a target
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row of S = sequence_length tokens; arrays int64 [S].
+
+    labels are shifted, once and here: labels[t] is the token after position t in its document, -100
+    where there is none (a document's last position, padding) or it is not trained. positions
+    restart at each document and are 0 in padding. samples: the corpus index of each document.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    segments: Segments
+    samples: tuple[int, ...]
+
+
+class RowStream:
+    """Rows of a corpus as a function of (packing, shuffle, seed) and the row's index alone."""
+
+    def __init__(
+        self, corpus: Corpus, sequence_length: int, packing: str, shuffle: bool, seed: int
+    ) -> None:
+        """Raises ValueError for a packing that is none, or samples that only `split` would cut."""
+        if packing not in ("none", "best_fit"):
+            raise ValueError(f"packing {packing!r} is neither none nor best_fit")
+        self._lengths = corpus.lengths
+        if corpus.overlong != "split" and int(self._lengths.max()) > sequence_length:
+            longest = int(self._lengths.argmax())
+            raise ValueError(f"{corpus.origin(longest)}: longer than {sequence_length} tokens")
+        self._corpus = corpus
+        self._length = sequence_length
+        self._packing = packing
+        self._shuffle = shuffle
+        self._seed = seed
+        whole = all(float(s.weight).is_integer() for s in corpus.sources)
+        self._same_plan = whole and not shuffle
+        self._same_count = whole and (packing == "none" or not shuffle)
+        self._plans: OrderedDict[int, Plan] = OrderedDict()
+        self._ends: list[int] = []  # rows up to and with each epoch, as far as known
+
+    def rows_in_epoch(self, epoch: int) -> int:
+        return self._plan(0 if self._same_count else epoch).rows
+
+    def rows_in(self, epochs: int) -> int:
+        """Rows in the first `epochs` epochs together."""
+        if self._same_count:
+            return epochs * self.rows_in_epoch(0)
+        while len(self._ends) < epochs:
+            before = self._ends[-1] if self._ends else 0
+            self._ends.append(before + self.rows_in_epoch(len(self._ends)))
+        return self._ends[epochs - 1] if epochs else 0
+
+    def steps_in_epochs(self, epochs: int, rows_per_step: int) -> int:
+        """ceil(rows ÷ rows_per_step): the last step may be shorter."""
+        return -(-self.rows_in(epochs) // rows_per_step)
+
+    def row(self, index: int) -> Row:
+        """The index-th row of the stream, from 0. Raises IndexError below 0."""
+        if index < 0:
+            raise IndexError(f"row {index} of a stream that starts at 0")
+        epoch, at = self._place(index)
+        plan = self._plan(epoch)
+        first, stop = plan.bounds[at : at + 2].tolist()
+        return self._filled(plan.samples[first:stop].tolist(), plan.starts[first:stop].tolist())
+
+    def _place(self, index: int) -> tuple[int, int]:
+        if self._same_count:
+            return divmod(index, self.rows_in_epoch(0))
+        while not self._ends or self._ends[-1] <= index:
+            self.rows_in(len(self._ends) + 1)
+        epoch = bisect_right(self._ends, index)
+        return epoch, index - (self._ends[epoch - 1] if epoch else 0)
+
+    def _filled(self, samples: list[int], starts: list[int]) -> Row:
+        input_ids = np.full(self._length, _PADDING_ID, np.int64)
+        labels = np.full(self._length, NOT_TRAINED, np.int64)
+        positions = np.zeros(self._length, np.int64)
+        bounds = [0]
+        for sample, start in zip(samples, starts, strict=True):
+            tokens = self._corpus.sample(sample)
+            ids = tokens.ids[start : start + self._length]
+            begin, end = bounds[-1], bounds[-1] + len(ids)
+            input_ids[begin:end] = ids
+            # Shifted inside the document: its last position has no target.
+            labels[begin : end - 1] = tokens.labels[start + 1 : start + len(ids)]
+            positions[begin:end] = np.arange(len(ids))
+            bounds.append(end)
+        segments = Segments(tuple(bounds), self._length)
+        return Row(input_ids, labels, positions, segments, tuple(samples))
+
+    def _plan(self, epoch: int) -> Plan:
+        """The epoch's plan; two are kept, for a step may span two epochs."""
+        epoch = 0 if self._same_plan else epoch
+        if epoch not in self._plans:
+            order = self._order(epoch)
+            self._plans[epoch] = plan_rows(order, self._lengths[order], self._length, self._packing)
+            if len(self._plans) > _KEPT_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(epoch)
+        return self._plans[epoch]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """Sample indices of one epoch: each source weight times, a fraction going round in turn."""
+        parts = []
+        for number, source in enumerate(self._corpus.sources):
+            samples = source.stop - source.first
+            if not samples:
+                continue
+            count = max(1, round(source.weight * samples))
+            turn = np.arange(samples)
+            if self._shuffle and count % samples:
+                turn = _permutation(samples, self._seed, number, 1)
+            parts.append(source.first + turn[(epoch * count + np.arange(count)) % samples])
+        order = np.concatenate(parts)
+        return order[_permutation(len(order), self._seed, epoch)] if self._shuffle else order
+
+
+def _permutation(count: int, *seed: int) -> NDArray[np.int64]:
+    """A permutation that depends on the seed alone.
+
+    From raw bits, whose stream numpy guarantees over versions and machines; Generator's is not.
+    """
+    bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(count)
+    return np.argsort(bits, kind="stable")

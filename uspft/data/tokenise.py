@@ -1,0 +1,171 @@
+"""From records to token ids and labels, with the special tokens each format asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from uspft.data.chat import MARK, Rendered, render, tokenise_spans
+from uspft.data.faults import DataError, SampleFault
+from uspft.data.records import Record
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from uspft.config import DataBlock
+
+NOT_TRAINED = -100
+_MARKED = "data/templates/ has marked ones: chatml.jinja (Qwen), llama3.jinja"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One sample; ids and labels int32 of one length, labels unshifted, -100 = not trained."""
+
+    ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+
+
+class TextTokeniser:
+    """A Hugging Face tokenizer with the project's rules for special tokens; threads may share it.
+
+    Goes to the Rust tokenizer underneath: the Python class changes shared state as it encodes.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, train_on: str) -> None:
+        self.backend = tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.eos: int | None = tokenizer.eos_token_id
+        self.template = template
+        self.trains_all = train_on == "all"
+        self._special = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
+        probe = self.backend.encode("a").ids
+        self._adds_eos = bool(probe) and probe[-1] == self.eos
+
+    def identity(self) -> str:
+        """A hash of all that turns text into tokens here."""
+        versions = f"{version('tokenizers')} {version('transformers')}"
+        parts = (self.backend.to_str(), str(self.template), str(self.eos), versions)
+        named = (*parts, str(sorted(self._special.items())), str(self.trains_all))
+        return blake2b("\0".join(named).encode(), digest_size=16).hexdigest()
+
+    def problems(self, formats: set[str]) -> list[str]:
+        """Why these formats cannot be tokenised, as 'key: what; remedy'."""
+        lines = []
+        if self.eos is None and formats & {"text", "prompt_completion"}:
+            lines.append(
+                "model.tokenizer: it has no EOS token, which text and completions end in;"
+                " set eos_token in its tokenizer_config.json"
+            )
+        if "messages" in formats:
+            if self.template is None:
+                what = "the tokenizer has no chat template"
+                lines.append(f"data.chat_template: {what}; name a Jinja file, {_MARKED}")
+            elif not self.trains_all and not MARK.search(self.template):
+                what = "the template has no {% generation %} marks around the assistant's text"
+                lines.append(f"data.chat_template: {what}; name one that has, {_MARKED}")
+        return lines
+
+    def rendered(self, record: Record) -> Record | Rendered:
+        """What only one thread may do: a conversation becomes text. Raises SampleFault."""
+        if record.format != "messages":
+            return record
+        return render(record.fields["messages"], self.template or "", self._special)
+
+    def tokens(self, sample: Record | Rendered) -> Tokens:
+        """Ids and labels of one sample. Raises SampleFault."""
+        if isinstance(sample, Rendered):
+            return self._conversation(sample)
+        if sample.format == "text":
+            ids = self._ids(sample.fields["text"], special=True)
+            ids = ids if self._adds_eos else [*ids, self.eos]
+            return made_tokens(ids, ids)
+        prompt = self._ids(sample.fields["prompt"], special=True)
+        if self._adds_eos:
+            prompt = prompt[:-1]
+        completion = [*self._ids(sample.fields["completion"], special=False), self.eos]
+        start = prompt if self.trains_all else [NOT_TRAINED] * len(prompt)
+        return made_tokens(prompt + completion, start + completion)
+
+    def _conversation(self, sample: Rendered) -> Tokens:
+        if self.trains_all:
+            ids = self._ids(sample.text, special=False)
+            return made_tokens(ids, ids)
+        ids, ranges = tokenise_spans(self.backend, sample)
+        labels = [NOT_TRAINED] * len(ids)
+        for first, stop in ranges:
+            labels[first:stop] = ids[first:stop]
+        return made_tokens(ids, labels)
+
+    def _ids(self, text: str, special: bool) -> list[Any]:
+        # A batch of one: unlike `encode`, it lets other threads run meanwhile.
+        return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+
+def made_tokens(ids: list[int], labels: list[int]) -> Tokens:
+    """Tokens whose first label is masked: nothing before a document predicts its first token."""
+    if not ids:
+        raise SampleFault("an empty sample (no tokens); remove the record")
+    tokens = Tokens(np.array(ids, np.int32), np.array(labels, np.int32))
+    tokens.labels[0] = NOT_TRAINED
+    return tokens
+
+
+def given_tokens(record: Record, vocab_size: int) -> Tokens:
+    """A tokenized record's own ids and labels (default: the ids), in range. Raises SampleFault."""
+    ids = record.fields["input_ids"]
+    labels = record.fields.get("labels", ids)
+    allowed = f"0 … {vocab_size - 1}"
+    if bad := [i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size]:
+        remedy = "tokenise with the model's tokenizer"
+        raise SampleFault(f"input_ids holds {bad[0]}, the vocabulary is {allowed}; {remedy}")
+    for label in labels:
+        if label != NOT_TRAINED and not 0 <= label < vocab_size:
+            raise SampleFault(f"labels holds {label}; write -100 or an id in {allowed}")
+    return made_tokens(ids, labels)
+
+
+def require_vocabulary(tokens: Tokens, vocab_size: int) -> None:
+    """Raises SampleFault when the tokenizer gives an id that the model has not."""
+    largest = int(tokens.ids.max())
+    if largest >= vocab_size:
+        what = f"the tokenizer gives id {largest}, the model has {vocab_size}"
+        raise SampleFault(f"{what}; set model.tokenizer to the model's own")
+
+
+def load_tokeniser(path: str | None, data: DataBlock) -> TextTokeniser:
+    """The tokenizer at path with data's template and train_on. Raises DataError."""
+    if path is None:
+        what = "no tokenizer, which every format but tokenized needs"
+        raise DataError([f"model.tokenizer: {what}; name a folder or a hub id"])
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # from_pretrained has no kind of its own
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        remedy = "name a folder that holds a tokenizer.json, or a hub id"
+        line = f"model.tokenizer: none can be loaded from {path}: {first}; {remedy}"
+        raise DataError([line]) from error
+    if not tokenizer.is_fast:
+        what = f"{path} is a slow tokenizer, which knows no offsets"
+        raise DataError([f"model.tokenizer: {what}; save it as tokenizer.json first"])
+    return TextTokeniser(tokenizer, _template(data, tokenizer), data.train_on)
+
+
+def _template(data: DataBlock, tokenizer: Any) -> str | None:
+    if data.chat_template is None:
+        own = tokenizer.chat_template
+        return own.get("default") if isinstance(own, dict) else own
+    try:
+        template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot read {data.chat_template}: {error}"
+        raise DataError([f"data.chat_template: {what}; name a Jinja file, {_MARKED}"]) from error
+    return template
