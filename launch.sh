@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Start uspft: make .venv where it is missing or not current, then become `python -m uspft VERB …`.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
+       ./launch.sh VERB TARGET [key.path=value ...]
+       ./launch.sh --install [--dev]                       make .venv and stop
+
+  train      the run
+  check      everything that can be known before a process starts; writes nothing
+  plan       memory, bytes on the wire and seconds per step, predicted
+  inspect    rows as the model will see them
+  verify     every legal layout against one process
+  export     checkpoint -> Hugging Face folder
+  convert    MindSpore Transformers YAML -> recipe
+  calibrate  this cluster's links and products -> hardware file
+  report     output folder -> one HTML page
+
+environment: USPFT_PYTHON=/path/to/python   use that environment, install nothing
+             NNODES NODE_RANK MASTER_ADDR MASTER_PORT   several hosts; start this on each
+TEXT
+}
+
+refuse() {
+  printf 'launch.sh: %s\n' "$*" >&2
+  exit 2
+}
+
+# The first Python that is new enough and can make an environment.
+find_python() {
+  local name too_old='' no_venv=''
+  for name in python3 python3.14 python3.13 python3.12 python3.11; do
+    command -v "$name" >/dev/null || continue
+    if ! "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      too_old=${too_old:-$name}
+    elif ! "$name" -c 'import venv, ensurepip' 2>/dev/null; then
+      no_venv=${no_venv:-$name}
+    else
+      command -v "$name"
+      return
+    fi
+  done
+  if [ -n "$no_venv" ]; then
+    name=$("$no_venv" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+    refuse "$no_venv ($name) cannot make an environment: its venv module is missing." \
+      "Install it: apt-get install $name-venv (Debian, Ubuntu); elsewhere it is part of Python."
+  fi
+  refuse "needs Python 3.11 or newer${too_old:+; $too_old is older (or does not run)}." \
+    "Install it: apt-get install python3.11 python3.11-venv (Debian, Ubuntu)," \
+    "or dnf install python3.11 (Fedora, RHEL)," \
+    "or conda create -n uspft python=3.11 and USPFT_PYTHON=/path/to/that/python"
+}
+
+# Complete and current, told without starting Python: install.py writes the same text as the stamp.
+is_current() {
+  local stamp digest python=$root/.venv/bin/python
+  [ -x "$python" ] && [ -f "$root/.venv/pyvenv.cfg" ] || return 1
+  { read -r stamp <"$root/.venv/$1"; } 2>/dev/null || return 1
+  digest=$(cat "$root/constraints.txt" "$root/pyproject.toml" "$root/install.py" | sha256sum)
+  [ "$stamp" = "${digest%% *} $(readlink -f "$python")" ]
+}
+
+self=$(readlink -f "${BASH_SOURCE[0]}")
+root=${self%/*}
+given=("$@")
+
+[ $# -gt 0 ] || { usage >&2; exit 2; }
+dev='' stamp=.uspft-stamp
+case $1 in
+  -h | --help) usage; exit 0 ;;
+  --install)
+    [ "${2:-}" != --dev ] || { dev=--dev stamp=.uspft-stamp-dev; shift; }
+    [ $# = 1 ] || refuse "--install takes nothing but --dev, not: $2"
+    set -- --install
+    ;;
+  train | check | plan | inspect | verify | export | convert | calibrate | report) ;;
+  *) set -- train "$@" ;;
+esac
+for word; do
+  case $word in
+    --hostfile | --hostfile=*)
+      refuse "--hostfile is not available yet." \
+        "Start launch.sh on every host with NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT set." ;;
+  esac
+done
+
+if [ -n "${USPFT_PYTHON:-}" ]; then
+  python=$USPFT_PYTHON
+  version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+    refuse "USPFT_PYTHON=$python does not run."
+  case $version in
+    2.* | 3.? | 3.10) refuse "USPFT_PYTHON=$python is Python $version; uspft needs 3.11 or newer." ;;
+  esac
+  PYTHONDONTWRITEBYTECODE=1 "$python" "$root/install.py" --check $dev
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+else
+  python=$root/.venv/bin/python
+  if ! is_current "$stamp"; then
+    [ -z "${USPFT_INSTALLED:-}" ] || refuse "installed, and yet $root/.venv is not complete." \
+      "Remove that folder and start again."
+    base=$(find_python)
+    USPFT_INSTALLED=1 exec "$base" "$root/install.py" $dev --then "$self" "${given[@]}"
+  fi
+fi
+unset USPFT_INSTALLED
+
+[ "$1" != --install ] || exit 0
+[ "$1" != check ] || export PYTHONDONTWRITEBYTECODE=1
+# The caller's directory is no place to import from: a folder `datasets` there would win.
+export PYTHONSAFEPATH=1
+exec "$python" -m uspft "$@"
