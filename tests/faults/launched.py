@@ -1,0 +1,147 @@
+"""Supervisors as real processes: started on a small script, looked at from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SUPERVISOR = """
+import os, pathlib, sys
+from uspft.launcher import LaunchError, LocalRanks, hosts_from, run_ranks
+try:
+    ranks = LocalRanks(int(sys.argv[2]), hosts_from(os.environ))
+    logs = pathlib.Path(sys.argv[1]).parent / "logs"
+    sys.exit(run_ranks([sys.executable, sys.argv[1]], ranks, environment=os.environ, log_dir=logs))
+except LaunchError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+# What every rank does first; `mark` leaves a file that the test can wait for.
+RANK = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from uspft.launcher import ERROR_FILE, report_exception
+rank, folder = int(os.environ["RANK"]), Path(__file__).parent
+def mark(name, text=""):
+    (folder / f"{name}-{rank}").write_text(str(text))
+def report(error, code=1):
+    try:
+        raise error
+    except Exception as raised:
+        report_exception(os.environ[ERROR_FILE], rank, raised, code)
+    sys.exit(code)
+def save_when_stopped():
+    count = []
+    signal.signal(signal.SIGTERM, lambda *_: count.append(1))
+    mark("ready")
+    while not count:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    mark("saved", len(count))
+    sys.exit(130)
+child = subprocess.Popen(["sleep", "600"])
+mark("pid", f"{os.getpid()} {child.pid}")
+"""
+
+
+@dataclass
+class Launched:
+    """A supervisor under test."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def end(self, within: float = 20.0) -> tuple[int, str]:
+        """Wait for the end; return exit code and stderr. Nothing of it may be left."""
+        try:
+            _, shown = self.process.communicate(timeout=within)
+            self.assert_nothing_left()
+        finally:
+            self.process.kill()
+            for pid in filter(runs, self.pids()):
+                os.kill(pid, signal.SIGKILL)
+        return self.process.returncode, shown
+
+    def pids(self) -> list[int]:
+        """Return the ranks' processes and their children."""
+        return [
+            int(word) for path in self.folder.glob("pid-*") for word in path.read_text().split()
+        ]
+
+    def assert_nothing_left(self) -> None:
+        """Fail when a rank, or what it started, still runs."""
+        until = time.monotonic() + 5
+        pids = self.pids()
+        assert pids
+        while left := [pid for pid in pids if runs(pid)]:
+            assert time.monotonic() < until, f"left behind: {left}"
+            time.sleep(0.02)
+
+    def wait_for(self, name: str, count: int) -> None:
+        """Wait until `count` ranks left their mark."""
+        until = time.monotonic() + 20
+        while len(list(self.folder.glob(f"{name}-*"))) < count:
+            assert time.monotonic() < until and self.process.poll() is None, f"no {name}"
+            time.sleep(0.01)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the supervisor alone."""
+        self.process.send_signal(number)
+
+
+def runs(pid: int) -> bool:
+    """Tell whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def launch(folder: Path, ranks: int, script: str, **environment: str) -> Launched:
+    """Start a supervisor of `ranks` ranks that run the script."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "rank.py"
+    program.write_text(RANK + textwrap.dedent(script))
+    dropped = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(program), str(ranks)],
+        env={**kept, "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return Launched(process, folder)
+
+
+def launch_hosts(folder: Path, ranks: int, script: str, count: int = 2) -> list[Launched]:
+    """Start as many supervisors on this machine, each as one host of a run."""
+    hosts = {"NNODES": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(two_free_ports())}
+    return [
+        launch(folder / f"host{host}", ranks, script, **hosts, NODE_RANK=str(host))
+        for host in range(count)
+    ]
+
+
+def two_free_ports() -> int:
+    """Return a port that is free together with the next one."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port

@@ -1,0 +1,94 @@
+"""Why a run failed: what the ranks leave behind, and which of it is the cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+ERROR_FILE = "USPFT_ERROR_FILE"  # where a rank is told to write its error
+WRONG_INPUT = 2  # exit code of a rank that found the data wrong
+LAST_LINES = 20
+
+# What a rank says when another one is gone: gloo, NCCL, the store, a collective's time-out.
+CONSEQUENCES = re.compile(
+    r"connection (was likely )?closed|connection reset|connection refused|broken pipe"
+    r"|remote process exited|ncclRemoteError|communicator was aborted|pair closure"
+    r"|timed out waiting|collective operation time-?out|failed to pass monitoredBarrier"
+    r"|failed to (recv|send)|(recv|send)(Value|Bytes|Vector) failed|socket timeout",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed; time in seconds of this host's clock."""
+
+    rank: int
+    time: float
+    summary: str
+    details: str
+    code: int = 1
+    consequence: bool = False
+
+
+def report_exception(path: str | Path, rank: int, error: BaseException, code: int = 1) -> None:
+    """Leave an exception for the supervisor, which prints it once; the rank then exits `code`.
+
+    With code 2, wrong input, the user is shown the message alone.
+    """
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    found = {
+        "rank": rank,
+        "time": time.time(),
+        "code": code,
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    aside.write_text(json.dumps(found))
+    aside.replace(path)
+
+
+def from_error_file(path: Path, status: int | None) -> Failure | None:
+    """Read what a rank left; None when it left nothing."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if WRONG_INPUT in (status, found["code"]):
+        return Failure(found["rank"], found["time"], found["message"], "", WRONG_INPUT)
+    return Failure(
+        rank=found["rank"],
+        time=found["time"],
+        summary=f"{found['type']}: {found['message']}",
+        details=found["traceback"].rstrip(),
+        consequence=bool(CONSEQUENCES.search(found["message"])),
+    )
+
+
+def from_status(rank: int, ended: float, status: int, log: Path) -> Failure:
+    """Describe a rank that ended without leaving an error, from its exit status and its log."""
+    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    # gloo and NCCL abort a process whose peer is gone; so does a failed assertion in C++.
+    consequence = status == -signal.SIGABRT or any(map(CONSEQUENCES.search, lines))
+    shown = "\n".join(f"    {line}" for line in lines) or "    (it printed nothing)"
+    details = f"  the end of {log}:\n{shown}" if rank else "  what it printed stands above"
+    if status > 0:
+        code = WRONG_INPUT if status == WRONG_INPUT else 1
+        return Failure(rank, ended, f"exit code {status}", details, code, consequence)
+    if status == -signal.SIGKILL:
+        return Failure(rank, ended, "killed (SIGKILL), probably out of memory", details)
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    return Failure(rank, ended, f"killed by {name}", details, consequence=consequence)
+
+
+def root_cause(failures: list[Failure]) -> Failure:
+    """Return the failure that the others follow from: the earliest that is not about a peer."""
+    return min(failures, key=lambda failure: (failure.consequence, failure.time))

@@ -1,0 +1,146 @@
+"""The hosts of one run: what NNODES and its like say, and the interface that leads to them."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_PORT = 65535
+SIOCGIFCONF, INTERFACE_BYTES = 0x8912, 40  # Linux, 64 bit: struct ifreq
+
+
+class LaunchError(ValueError):
+    """What the environment says about hosts is wrong; the text names variable and value."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of one run; port 0 means that a free one is found (one host only)."""
+
+    count: int = 1
+    index: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+
+    @property
+    def watch_port(self) -> int:
+        """The port on which the first host's supervisor listens to the others."""
+        return self.port + 1
+
+
+@dataclass(frozen=True)
+class LocalRanks:
+    """The ranks that this host starts."""
+
+    count: int
+    hosts: Hosts = Hosts()
+
+    @property
+    def world(self) -> int:
+        """The ranks of all hosts together."""
+        return self.count * self.hosts.count
+
+    @property
+    def first(self) -> int:
+        """The global number of this host's first rank."""
+        return self.count * self.hosts.index
+
+
+def hosts_from(environment: Mapping[str, str]) -> Hosts:
+    """Read NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, as torchrun names them.
+
+    Raises LaunchError with a line for every variable that is missing or wrong.
+    """
+    slurm_nodes = environment.get("SLURM_NNODES", "1")
+    if "NNODES" not in environment:
+        if "SLURM_JOB_ID" in environment and slurm_nodes != "1":
+            raise LaunchError(
+                f"SLURM_NNODES={slurm_nodes}: reading the hosts from SLURM is not available yet; "
+                "set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on every host"
+            )
+        return Hosts()
+    problems: list[str] = []
+
+    def number(name: str, low: int, high: int) -> int:
+        text = environment.get(name, "")
+        if text.isascii() and text.isdigit() and low <= int(text) <= high:
+            return int(text)
+        if not text:
+            problems.append(f"{name} is not set; with NNODES it must be, on every host")
+        else:
+            problems.append(f"{name}={text}: must be a whole number from {low} to {high}")
+        return low
+
+    count = number("NNODES", 1, MAX_PORT)
+    if count == 1 and not problems:
+        return Hosts()
+    index = number("NODE_RANK", 0, MAX_PORT if problems else count - 1)
+    port = number("MASTER_PORT", 1, MAX_PORT - 1)
+    address = environment.get("MASTER_ADDR", "")
+    if not address:
+        problems.append("MASTER_ADDR is not set; it is the name or address of host 0")
+    else:
+        try:
+            resolve(address)
+        except OSError as error:
+            problems.append(f"MASTER_ADDR={address}: this host cannot resolve it ({error})")
+    if problems:
+        raise LaunchError("\n".join(problems))
+    return Hosts(count, index, address, port)
+
+
+def resolve(address: str) -> tuple[socket.AddressFamily, str]:
+    """Return family and numeric address of a host; raises OSError when it has none."""
+    found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    family, _, _, _, place = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0]
+    return family, str(place[0])
+
+
+def interface_to(address: str) -> str | None:
+    """Return the network interface that leads to an address, or that carries it; None: unknown.
+
+    The kernel's route decides: connecting a datagram socket sends nothing, and names this side.
+    """
+    try:
+        family, place = resolve(address)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((place, 9))
+            here = str(probe.getsockname()[0])
+        return carriers_v4().get(here) if family == socket.AF_INET else carriers_v6().get(here)
+    except OSError:
+        return None
+
+
+def carriers_v4() -> dict[str, str]:
+    """Return this host's IPv4 addresses, second ones included, and the interface of each."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        room = array.array("B", bytes(INTERFACE_BYTES * 256))
+        asked = bytearray(struct.pack("iL", len(room), room.buffer_info()[0]))
+        fcntl.ioctl(probe, SIOCGIFCONF, asked)
+    filled = room.tobytes()[: struct.unpack("iL", asked)[0]]
+    entries = [filled[at : at + INTERFACE_BYTES] for at in range(0, len(filled), INTERFACE_BYTES)]
+    # A second address may stand under a label, eth0:1; gloo wants the interface.
+    return {
+        socket.inet_ntoa(entry[20:24]): entry[:16].split(b"\0")[0].decode().split(":")[0]
+        for entry in entries
+    }
+
+
+def carriers_v6() -> dict[str, str]:
+    """Return this host's IPv6 addresses and the interface of each."""
+    table = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    return {
+        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])): fields[5] for fields in table
+    }
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

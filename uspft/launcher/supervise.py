@@ -1,0 +1,185 @@
+"""Start one process per rank of this host and see all of them to one common end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from uspft.launcher.failure import WRONG_INPUT, root_cause
+from uspft.launcher.hosts import LocalRanks
+from uspft.launcher.processes import INTERRUPTED, Rank, Terminal, kill_all, start
+from uspft.launcher.watch import Alarm, Watch
+
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 2.0  # how long the ranks are given to say why, after the first one failed
+SAME_SIGNAL_SECONDS = 0.2  # a signal sent to the process and to its group is one signal
+
+
+def say(text: str) -> None:
+    """Print for the user; a closed terminal must not end the ranks."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+class Signals:
+    """Counts SIGINT and SIGTERM while the ranks run."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = -SAME_SIGNAL_SECONDS
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        now = time.monotonic()
+        if now - self.last >= SAME_SIGNAL_SECONDS:
+            self.count += 1
+        self.last = now
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Count signals inside; what handled them before does so again after."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass
+class Supervision:
+    """The state of one run on this host."""
+
+    ranks: list[Rank]
+    watch: Watch
+    signals: Signals
+    terminal: Terminal | None
+    on_stop: str
+    stopping: bool = False
+
+    def follow(self) -> int:
+        """Return the run's exit code once every rank ended; raises nothing of theirs."""
+        while True:
+            alarm = self.look()
+            if alarm and alarm.kind == "failed":
+                return self.follow_alarm(alarm)
+            if self.signals.count >= 2:
+                return self.abandon("stopped at once")
+            if not self.stopping and (alarm or self.signals.count):
+                self.stop(is_own=alarm is None)
+            if self.stopping and any(rank.status == -signal.SIGTERM for rank in self.ranks):
+                return self.abandon("stopped before the run had begun")
+            if any(rank.failure() for rank in self.ranks):
+                return self.fail()
+            if all(rank.status is not None for rank in self.ranks):
+                return self.end()
+            time.sleep(POLL_SECONDS)
+
+    def look(self) -> Alarm | None:
+        """Note what changed on this host, and return what another host says."""
+        for rank in self.ranks:
+            rank.look()
+        if self.terminal:
+            self.terminal.copy()
+        return self.watch.news()
+
+    def stop(self, *, is_own: bool) -> None:
+        """Ask every rank, here and on the other hosts, to save and end."""
+        self.stopping = True
+        if is_own:
+            self.watch.tell("stop")
+        say(f"stopping: {self.on_stop}; again to stop at once")
+        for rank in self.ranks:
+            rank.stop()
+
+    def abandon(self, how: str) -> int:
+        """End at once, here and on the other hosts."""
+        self.watch.tell("failed", f"host {self.watch.host}: {how}", INTERRUPTED)
+        say(f"{how}: nothing was saved")
+        return INTERRUPTED
+
+    def fail(self) -> int:
+        """Give the other ranks a moment to say why, then name the cause, once, everywhere."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            alarm = self.look()
+            failures = [failure for rank in self.ranks if (failure := rank.failure())]
+            cause = root_cause(failures)
+            if alarm and alarm.kind == "failed" and cause.consequence:
+                return self.follow_alarm(alarm)
+            is_settled = all(rank.status is not None for rank in self.ranks)
+            if time.monotonic() > deadline or (is_settled and not self.watch.lines):
+                break
+            # A cause of its own needs no other witness; its rank may be on its way out.
+            if not cause.consequence and time.monotonic() > deadline - SETTLE_SECONDS * 3 / 4:
+                break
+            time.sleep(POLL_SECONDS)
+        headline = f"rank {cause.rank} failed: {cause.summary}"
+        there = f"host {self.watch.host} ended the run ({headline}); its own output has the cause"
+        self.watch.tell("failed", there, cause.code)
+        # Wrong input is told as it is before any rank starts: the message alone.
+        say(headline if cause.code != WRONG_INPUT or cause.details else cause.summary)
+        if cause.details:
+            say(cause.details)
+        return cause.code
+
+    def follow_alarm(self, alarm: Alarm) -> int:
+        """End with the other hosts."""
+        say(alarm.text)
+        return alarm.code
+
+    def end(self) -> int:
+        """Return the code of ranks that all ended well, once the other hosts' have too."""
+        code = max(rank.status or 0 for rank in self.ranks)
+        is_first = self.watch.host == 0
+        if not is_first:
+            self.watch.tell("done")
+        while not self.watch.is_over():
+            alarm = self.watch.news()
+            if alarm and alarm.kind == "failed":
+                return self.follow_alarm(alarm)
+            if self.signals.count >= 2:
+                break
+            time.sleep(POLL_SECONDS)
+        if is_first:
+            self.watch.tell("done")
+        return code
+
+
+def run_ranks(
+    command: Sequence[str],
+    ranks: LocalRanks,
+    *,
+    environment: Mapping[str, str],
+    log_dir: Path,
+    on_stop: str = "saving a checkpoint",
+) -> int:
+    """Run a command as this host's ranks and return the exit code for all of them.
+
+    0 all ended well; 130 stopped; 2 wrong input found by a rank; 1 failed, the cause printed.
+    Must be called from the main thread. Raises LaunchError when the hosts' port is taken.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    watch = Watch(ranks)
+    signals = Signals()
+    started: list[Rank] = []
+    with tempfile.TemporaryDirectory(prefix="uspft-") as error_dir, signals.caught():
+        try:
+            started = start(command, ranks, environment, log_dir.resolve(), Path(error_dir))
+            terminal = Terminal(started[0].log) if ranks.first == 0 else None
+            if ranks.hosts.index:
+                last = ranks.first + ranks.count - 1
+                say(f"host {ranks.hosts.index}: ranks {ranks.first} to {last} write to {log_dir}")
+            supervision = Supervision(started, watch, signals, terminal, on_stop)
+            return supervision.follow()
+        finally:
+            kill_all(started)
+            watch.close()
