@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Everything the project is held to: format, lint, types, imports, tests. All of it runs, whatever fails.
+#   bash tests/run.sh [--full] [pytest arguments]
+set -uo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." || exit 2
+
+chosen="not full"
+[ "${1:-}" != --full ] || { chosen="full or not full"; shift; }
+compgen -G '/dev/nvidia[0-9]*' >/dev/null || chosen="($chosen) and not gpu"
+
+./launch.sh --install --dev || exit $?
+python=${USPFT_PYTHON:-.venv/bin/python}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # ranks are many, cores few
+
+failed=()
+phase() {
+  local name=$1 start=$SECONDS
+  shift
+  printf '== %s\n' "$name"
+  "$@" || failed+=("$name")
+  times+="$name $((SECONDS - start)) s  "
+}
+times=''
+phase format "$python" -m ruff format --check --quiet .
+phase lint "$python" -m ruff check --quiet .
+phase types "$python" -m mypy --no-error-summary
+phase imports "$python" -c 'import sys; sys.path.insert(0, "."); from importlinter.cli import lint_imports_command as run; run()'
+phase tests "$python" -m pytest -q -m "$chosen" "$@"
+
+printf '== %s\n' "$times"
+if [ ${#failed[@]} -gt 0 ]; then
+  printf 'FAILED: %s\n' "${failed[*]}"
+  exit 1
+fi
+echo 'all passed'
