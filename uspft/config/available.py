@@ -1,0 +1,177 @@
+"""Features of the contract that come later: asking for one is one problem, by name.
+
+A feature has landed when its row is gone. A row's keys are dropped before anything else is checked,
+so the feature's own rules wait for it, and a default that asks for it is switched off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from uspft.config.blocks import Recipe
+from uspft.config.problems import Finding, join
+from uspft.config.scalars import plain, token_count
+
+Asks = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Later:
+    """A feature; by key what asks for it and, as YAML, the value to write until it is there.
+
+    An empty value means that the key is left out.
+    """
+
+    feature: str
+    keys: Mapping[str, tuple[Asks, str]]
+
+
+def _is(*words: object) -> Asks:
+    return lambda value: any(type(value) is type(word) and value == word for word in words)
+
+
+def _given(value: Any) -> bool:
+    return value is not None
+
+
+def _filled(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _above_one(value: Any) -> bool:
+    return _whole(value) and value > 1
+
+
+def _tiled(value: Any) -> bool:
+    return _whole(value) or value == "auto" or (isinstance(value, str) and bool(token_count(value)))
+
+
+def _rope(*types: str) -> Asks:
+    return lambda value: isinstance(value, dict) and value.get("rope_type") in types
+
+
+def _no_factor(value: Any) -> bool:
+    return _rope("linear", "yarn", "llama3")(value) and value.get("factor") is None
+
+
+_ALGO = "parallel_config.context_parallel_algo"
+_YARN = "{rope_type: yarn, factor: 4.0}"
+
+LATER = (
+    Later("allgather_cp", {_ALGO: (_is("allgather_cp", "colossalai_cp"), "ulysses_cp")}),
+    Later(
+        "planned_cp",
+        {
+            _ALGO: (_is("planned_cp"), "hybrid_cp"),
+            "parallel_config.exchange_stages": (_whole, "auto"),
+        },
+    ),
+    Later("choosing the algorithm (auto)", {_ALGO: (_is("auto"), "hybrid_cp")}),
+    Later(
+        "tensor parallelism",
+        {
+            "parallel_config.model_parallel": (_above_one, "1"),
+            "parallel_config.use_seq_parallel": (_is(True), "false"),
+            "parallel_config.fine_grain_interleave": (_above_one, "1"),
+        },
+    ),
+    Later(
+        "meshslice",
+        {
+            "parallel_config.tensor_parallel_algo": (_is("meshslice"), "megatron"),
+            "parallel_config.tensor_mesh": (_filled, "auto"),
+            "parallel_config.tensor_slices": (_whole, "auto"),
+        },
+    ),
+    Later(
+        "pipeline parallelism",
+        {
+            "parallel_config.pipeline_stage": (_above_one, "1"),
+            "parallel_config.micro_batch_num": (_above_one, "1"),
+            "parallel_config.pp_interleave_num": (_above_one, "1"),
+            "parallel_config.seq_split_num": (_above_one, "1"),
+        },
+    ),
+    Later("hot switching", {"parallel_config.strategies": (_given, "null")}),
+    Later("training an adapter", {"model.adapter": (_given, "null")}),
+    Later("freezing parameters", {"model.freeze": (_filled, "[]")}),
+    Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
+    Later(
+        "rope_scaling of this type",
+        {"model.rope_scaling": (_rope("dynamic", "longrope"), _YARN)},
+    ),
+    Later(
+        "a rope_scaling factor computed from sequence_length",
+        {"model.rope_scaling": (_no_factor, _YARN)},
+    ),
+    Later(
+        "evaluation",
+        {
+            "data.eval": (_given, "null"),
+            "training.eval_every_steps": (_whole, "null"),
+        },
+    ),
+    Later("weighting sources", {"data.train[].weight": (_given, "")}),
+    Later("offloading activations", {"memory.offload_activations": (_is("cpu"), "none")}),
+    Later("tiling the MLP", {"memory.mlp_tile_tokens": (_tiled, "none")}),
+    Later("TensorBoard", {"logging.tensorboard": (_is(True), "false")}),
+    Later("Weights & Biases", {"logging.wandb": (_given, "null")}),
+    Later("the report", {"logging.report": (_is(True), "false")}),
+)
+
+
+def refused(raw: dict[str, Any]) -> tuple[list[Finding], set[str]]:
+    """One finding for each feature asked for, and every key that asks."""
+    findings: list[Finding] = []
+    asking: set[str] = set()
+    values = list(_values(raw, ""))
+    for later in LATER:
+        found = [
+            (key, later.keys[pattern][1])
+            for pattern, key, value in values
+            if pattern in later.keys and later.keys[pattern][0](value)
+        ]
+        if found:
+            what = f"{later.feature} is not available yet"
+            findings.append((found[0][0], what, " and ".join(_instead(*one) for one in found)))
+            asking |= {key for key, _ in found}
+    return findings, asking
+
+
+def settled(raw: dict[str, Any]) -> dict[str, Any]:
+    """The tree with every default that asks for a later feature written out as off."""
+    result = dict(raw)
+    for later in LATER:
+        for pattern, (asks, off) in later.keys.items():
+            block, _, key = pattern.partition(".")
+            kind: Any = Recipe.model_fields[block].annotation
+            field = kind.model_fields.get(key)
+            own = result.get(block, {})
+            absent = isinstance(own, dict) and key not in own
+            if field is not None and absent and not field.is_required() and asks(field.default):
+                result[block] = {**own, key: plain(off)}
+    return result
+
+
+def _instead(key: str, off: str) -> str:
+    name = key.rpartition(".")[2]
+    return f"write `{name}: {off}`" if off else f"leave `{name}` out"
+
+
+def _values(raw: Any, at: str) -> list[tuple[str, str, Any]]:
+    """(pattern, key, value) of everything in the tree, in file order."""
+    found = [(re.sub(r"\[\d+\]", "[]", at), at, raw)] if at else []
+    if isinstance(raw, dict):
+        for key, value in raw.items():
+            found += _values(value, join(at, key))
+    elif isinstance(raw, list):
+        for index, value in enumerate(raw):
+            found += _values(value, f"{at}[{index}]")
+    return found

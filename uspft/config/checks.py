@@ -1,0 +1,297 @@
+"""Checks of single values: each returns the value as the recipe holds it, or raises Fault.
+
+Strict on purpose: nothing is converted but a whole number to a real one, and `128k` where tokens
+are counted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from uspft.config.problems import Fault, Finding, fault, join
+from uspft.config.scalars import meant, plain, token_count
+
+Check = Callable[[Any], Any]
+
+LARGEST = 2**63 - 1
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it."""
+    if isinstance(value, str):
+        return f'the string "{value if len(value) <= 60 else value[:57] + "..."}"'
+    if isinstance(value, dict | list | tuple):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else repr(value)
+
+
+def _among(value: object, words: Sequence[object]) -> bool:
+    return any(type(word) is type(value) and word == value for word in words)
+
+
+def _or(wanted: str, words: Sequence[object]) -> str:
+    """`wanted` with the words that may stand in its place."""
+    names = ["null" if word is None else str(word) for word in words]
+    return " or ".join([wanted, *names])
+
+
+def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The name that a misspelt one most likely means."""
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(text.lower(), list(by_lower), 1, cutoff)
+    return by_lower[near[0]] if near else None
+
+
+def _stray(value: object, wanted: str, words: Sequence[object]) -> Fault:
+    """A value of the wrong type: what it is, and what was most likely meant."""
+    what = f"expected {_or(wanted, words)}, got {shown(value)}"
+    remedy = f"write {_or(wanted, words)}"
+    if isinstance(value, str):
+        near = closest(value, [word for word in words if isinstance(word, str)], 0.7)
+        likely = meant(value)
+        if likely == "write null" and None not in words:
+            likely = "write none" if "none" in words else None
+        if near is not None:
+            remedy = f"did you mean `{near}`?"
+        elif likely is not None:
+            remedy = likely
+        elif isinstance(plain(value), int | float):
+            remedy = f"write {value} without quotes"
+    return fault(what, remedy)
+
+
+def whole(
+    minimum: int = 0,
+    maximum: int = LARGEST,
+    *,
+    also: Sequence[object] = (),
+    unit: str = "",
+    exponent: bool = False,
+) -> Check:
+    """A whole number of at least `minimum`; with `exponent`, 5e8 is one too."""
+    wanted = f"a whole number{unit} of at least {minimum}"
+    if maximum != LARGEST:
+        wanted = f"a whole number{unit} from {minimum} to {maximum}"
+
+    def check(value: Any) -> Any:
+        if _among(value, also):
+            return value
+        if isinstance(value, float) and value.is_integer():
+            if not exponent:
+                what = f"expected a whole number{unit}, got {value!r}"
+                raise fault(what, f"write {int(value)}")
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise _stray(value, wanted, also)
+        if not minimum <= value <= maximum:
+            raise fault(f"is {value}, out of range", f"write {_or(wanted, also)}")
+        return value
+
+    return check
+
+
+def tokens(minimum: int, *, also: Sequence[object] = ()) -> Check:
+    """A number of tokens, where k and m are binary."""
+    number = whole(minimum, also=also, unit=" of tokens (such as 4096 or 128k)")
+
+    def check(value: Any) -> Any:
+        count = token_count(value) if isinstance(value, str) else None
+        return number(value if count is None else count)
+
+    return check
+
+
+def real(
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    also: Sequence[object] = (),
+) -> Check:
+    """A finite number, bounds included (`minimum`, `maximum`) or not (`above`, `below`)."""
+    bounds = [f"above {above:g}"] if above is not None else []
+    bounds += [f"of at least {minimum:g}"] if minimum > -math.inf else []
+    bounds += [f"of at most {maximum:g}"] if maximum < math.inf else []
+    bounds += [f"below {below:g}"] if below is not None else []
+    wanted = " ".join(["a number", " and ".join(bounds)]).rstrip()
+
+    def check(value: Any) -> Any:
+        if _among(value, also):
+            return value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise _stray(value, wanted, also)
+        fits = minimum <= value <= maximum and math.isfinite(value)
+        if (
+            not fits
+            or (above is not None and value <= above)
+            or (below is not None and value >= below)
+        ):
+            raise fault(f"is {value:g}, out of range", f"write {_or(wanted, also)}")
+        return float(value)
+
+    return check
+
+
+def flag(*, also: Sequence[object] = ()) -> Check:
+    """true or false; YAML 1.1's yes and on are strings."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or _among(value, also):
+            return value
+        if _among(value, (0, 1)):
+            raise fault(
+                f"expected true or false, got {value}", f"write {'true' if value else 'false'}"
+            )
+        raise _stray(value, "true or false", also)
+
+    return check
+
+
+def choice(
+    *allowed: str, also: Sequence[object] = (), synonyms: Mapping[str, str] | None = None
+) -> Check:
+    """One of the allowed words; a synonym is read as the word it stands for."""
+    listed = _or(" | ".join(allowed), also)
+
+    def check(value: Any) -> Any:
+        if value in allowed or _among(value, also):
+            return value
+        if not isinstance(value, str):
+            raise fault(f"expected one of {listed}, got {shown(value)}", f"write {listed}")
+        if synonyms and value in synonyms:
+            return synonyms[value]
+        remedy = f"write {listed}"
+        near = closest(value, allowed)
+        if near is not None:
+            remedy = f"did you mean `{near}`? Allowed: {listed}"
+        elif value == "None" and None in also:
+            remedy = "write null"
+        raise fault(f"unknown value `{value}`", remedy)
+
+    return check
+
+
+def text(wanted: str = "a string", *, also: Sequence[object] = ()) -> Check:
+    """A string that is not empty."""
+
+    def check(value: Any) -> Any:
+        if _among(value, also):
+            return value
+        if not isinstance(value, str):
+            what = f"expected {_or(wanted, also)}, got {shown(value)}"
+            quote = isinstance(value, int | float) and not isinstance(value, bool)
+            raise fault(what, f'write "{value}" in quotes' if quote else f"write {wanted}")
+        if not value.strip() or "\0" in value:
+            raise fault("is empty" if "\0" not in value else "holds a zero byte", f"write {wanted}")
+        if value == "None":
+            remedy = "write null" if None in also else f"write {wanted}"
+            raise fault(f'expected {_or(wanted, also)}, got the string "None"', remedy)
+        return value
+
+    return check
+
+
+def path(wanted: str = "a path", *, also: Sequence[object] = ()) -> Check:
+    """A path of the file system, as a Path."""
+    name = text(wanted, also=also)
+
+    def check(value: Any) -> Any:
+        value = str(value) if isinstance(value, Path) else value
+        found = name(value)
+        return Path(found) if isinstance(found, str) else found
+
+    return check
+
+
+def each(
+    item: Check, wanted: str, *, size: int | None = None, also: Sequence[object] = ()
+) -> Check:
+    """A list, each item checked, as a tuple; of `size` items where that is given."""
+
+    def check(value: Any) -> Any:
+        if _among(value, also):
+            return value
+        if not isinstance(value, list | tuple):
+            raise fault(f"expected {_or(wanted, also)}, got {shown(value)}", f"write {wanted}")
+        if size is not None and len(value) != size:
+            raise fault(f"expected {wanted}, got {len(value)} items", f"write {wanted}")
+        results, findings = collect((f"[{i}]", item, entry) for i, entry in enumerate(value))
+        if findings:
+            raise Fault(findings)
+        return tuple(results.values())
+
+    return check
+
+
+def collect(work: Iterable[tuple[str, Check, Any]]) -> tuple[dict[str, Any], list[Finding]]:
+    """Each (key, check, value) checked: the results by key, and every finding."""
+    results: dict[str, Any] = {}
+    findings: list[Finding] = []
+    for key, check, value in work:
+        try:
+            results[key] = check(value)
+        except Fault as error:
+            findings += [(join(key, below), what, remedy) for below, what, remedy in error.findings]
+    return results, findings
+
+
+def table(
+    fields: Mapping[str, Check], *, required: Sequence[str] = (), also: Sequence[object] = ()
+) -> Check:
+    """A mapping of these fields, each checked; stays a dict."""
+
+    def check(value: Any) -> Any:
+        if _among(value, also):
+            return value
+        if not isinstance(value, dict):
+            raise fault(
+                f"expected {_or('a mapping', also)}, got {shown(value)}", "write {key: value}"
+            )
+        known = ((key, fields[key], item) for key, item in value.items() if key in fields)
+        results, findings = collect(known)
+        for key in value:
+            if key not in fields:
+                near = closest(key, list(fields))
+                remedy = f"did you mean `{near}`?" if near else f"known here: {', '.join(fields)}"
+                findings.append((key, f"unknown key `{key}`", remedy))
+        for key in required:
+            if key not in value:
+                findings.append((key, "is missing and has no default", f"write `{key}`"))
+        if findings:
+            raise Fault(findings)
+        return results
+
+    return check
+
+
+def free(*, also: Sequence[object] = ()) -> Check:
+    """A mapping of any keys; only strings that were surely meant as another value are refused."""
+
+    def misread(value: object, at: str) -> list[Finding]:
+        if isinstance(value, dict):
+            return [found for key, item in value.items() for found in misread(item, join(at, key))]
+        if isinstance(value, list):
+            return [found for i, item in enumerate(value) for found in misread(item, f"{at}[{i}]")]
+        remedy = meant(value) if isinstance(value, str) else None
+        return [(at, f"{shown(value)} is no value here", remedy)] if remedy else []
+
+    def check(value: Any) -> Any:
+        if _among(value, also):
+            return value
+        if not isinstance(value, dict):
+            raise fault(
+                f"expected {_or('a mapping', also)}, got {shown(value)}", "write {key: value}"
+            )
+        findings = misread(value, "")
+        if findings:
+            raise Fault(findings)
+        return value
+
+    return check

@@ -1,0 +1,241 @@
+"""A model's sizes from its config.json, read without transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uspft.config.blocks import ModelBlock
+from uspft.config.problems import Finding
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model after model.overrides, and its config as it stands in `raw`.
+
+    `rope` always has `rope_type`; `max_positions` is what the config itself says.
+    """
+
+    model_type: str
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    rope: dict[str, Any] | None
+    tied: bool
+    attention_bias: bool
+    raw: dict[str, Any]
+
+
+def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Finding] | None:
+    """The model's shape, or what is wrong; None where nothing on this machine says it.
+
+    `repo_configs` is the folder whose models/<org>--<name>.json describes a hub model.
+    """
+    key = "model.name_or_path" if model.config is None else "model.config"
+    file = _file(model, repo_configs)
+    if not isinstance(file, Path):
+        return file
+    raw = _json(file, key)
+    if isinstance(raw, list):
+        return raw
+    raw = {**raw, **model.overrides}
+
+    def named(field: str) -> str:
+        return f"model.overrides.{field}" if field in model.overrides else key
+
+    findings = _unsupported(raw, named)
+    if findings:
+        return findings
+    sizes, findings = _sizes(raw, named, file)
+    if findings:
+        return findings
+    return ModelShape(
+        model_type=raw["model_type"],
+        **sizes,
+        rope=_rope(raw),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        # Qwen2 has no such key: its query, key and value projections always have a bias.
+        attention_bias=raw["model_type"] == "qwen2" or bool(raw.get("attention_bias", False)),
+        raw=raw,
+    )
+
+
+def _file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
+    if model.config is not None:
+        file = model.config / "config.json" if model.config.is_dir() else model.config
+        if file.is_file():
+            return file
+        return [("model.config", f"`{file}` does not exist", "name a config.json or its folder")]
+    name = model.name_or_path or ""
+    key = "model.name_or_path"
+    folder = Path(name)
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return folder / "config.json"
+        return [(key, f"the folder `{name}` has no config.json", "name a Hugging Face folder")]
+    if folder.is_file():
+        return [(key, f"`{name}` is a file", "name its folder, or write it as model.config")]
+    if not _HUB_ID.fullmatch(name):
+        return [
+            (key, f"the folder `{name}` does not exist", "name a folder, or org/name of the hub")
+        ]
+    known = repo_configs / "models" / f"{name.replace('/', '--')}.json"
+    return known if known.is_file() else None
+
+
+def _json(file: Path, key: str) -> dict[str, Any] | list[Finding]:
+    try:
+        raw = json.loads(file.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        what = f"{file}:{error.lineno}: is not JSON: {error.msg}"
+        return [(key, what, "mend the file, or name another")]
+    except (OSError, ValueError, RecursionError) as error:
+        return [(key, f"{file}:1: cannot be read: {error}", "mend the file, or name another")]
+    if not isinstance(raw, dict):
+        return [(key, f"{file}:1: is not a JSON object", "name a model's config.json")]
+    return raw
+
+
+def _unsupported(raw: Mapping[str, Any], named: Any) -> list[Finding]:
+    """Traits that would change the mathematics and that uspft does not have: refused by name."""
+    kind = raw.get("model_type")
+    if kind not in MODEL_TYPES:
+        what = f"model_type `{kind}` is not available yet"
+        return [(named("model_type"), what, f"name a model of type {', '.join(MODEL_TYPES)}")]
+    findings: list[Finding] = []
+    layer_types = raw.get("layer_types") or []
+    window = raw.get("sliding_window")
+    other = sorted({str(each) for each in layer_types} - {"full_attention"})
+    if other:
+        what = f"layer_types has {', '.join(other)}, which is not available yet"
+        findings.append((named("layer_types"), what, "name a model with full attention only"))
+    elif raw.get("use_sliding_window") and ("sliding_window" not in raw or window is not None):
+        what = "use_sliding_window is true; sliding-window attention is not available yet"
+        remedy = "write model.overrides.use_sliding_window: false for full attention"
+        findings.append((named("use_sliding_window"), what, remedy))
+    elif kind == "llama" and window is not None:
+        what = f"sliding_window is {window}; sliding-window attention is not available yet"
+        remedy = "write model.overrides.sliding_window: null for full attention"
+        findings.append((named("sliding_window"), what, remedy))
+    if raw.get("attention_dropout"):
+        what = f"attention_dropout is {raw['attention_dropout']}, which is not available yet"
+        remedy = "write model.overrides.attention_dropout: 0.0"
+        findings.append((named("attention_dropout"), what, remedy))
+    if raw.get("quantization_config") is not None:
+        what = "has a quantization_config; training quantised weights is not available yet"
+        findings.append((named("quantization_config"), what, "name the unquantised model"))
+    rope = _rope(raw)
+    if rope is not None and rope["rope_type"] not in _ROPE_TYPES:
+        what = f"rotary positions of type `{rope['rope_type']}` are not available yet"
+        findings.append(
+            (named("rope_scaling"), what, f"name a model with {', '.join(_ROPE_TYPES)}")
+        )
+    return findings
+
+
+def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int], list[Finding]]:
+    fields = {
+        "hidden_size": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "intermediate_size": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "max_positions": "max_position_embeddings",
+    }
+    filled = dict(raw)
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    if filled.get("num_key_value_heads") is None:
+        filled["num_key_value_heads"] = heads
+    derived = filled.get("head_dim") is None
+    if derived and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        filled["head_dim"] = 128 if raw["model_type"] == "qwen3" else max(hidden // heads, 1)
+    sizes: dict[str, int] = {}
+    findings: list[Finding] = []
+    for name, field in fields.items():
+        value = filled.get(field)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            sizes[name] = value
+        elif not (name in ("kv_heads", "head_dim") and raw.get(field) is None):
+            what = f"`{field}` of {file} is {value!r}, not a whole number of at least 1"
+            findings.append((named(field), what, f"write model.overrides.{field}"))
+    if findings:
+        return sizes, findings
+    if sizes["heads"] % sizes["kv_heads"]:
+        heads, kv_heads = sizes["heads"], sizes["kv_heads"]
+        what = f"{heads} attention heads are not a multiple of {kv_heads} key-value heads"
+        findings.append((named("num_key_value_heads"), what, "write a divisor of the heads"))
+    if raw["model_type"] == "llama" and sizes["hidden_size"] % sizes["heads"]:
+        what = f"hidden_size {sizes['hidden_size']} is not a multiple of {sizes['heads']} heads"
+        findings.append((named("hidden_size"), what, "write a multiple of the heads"))
+    return sizes, findings
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Rotary parameters in one form; transformers 5 writes rope_parameters, older two keys."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = dict(given) if isinstance(given, dict) else {"rope_type": given}
+    rope["rope_type"] = rope.pop("rope_type", None) or rope.get("type") or "default"
+    rope.pop("type", None)
+    if rope.get("rope_theta") is None and raw.get("rope_theta") is not None:
+        rope["rope_theta"] = raw["rope_theta"]
+    return rope if given or "rope_theta" in rope else None
+
+
+def check_length(shape: ModelShape, model: ModelBlock, length_tokens: int) -> list[Finding]:
+    """A finding if rows have more positions than the model, with its rope scaling if any."""
+    key, asked = "data.sequence_length", model.rope_scaling
+    own = _reach(shape.rope or {}, shape.max_positions)
+    if asked is None or asked["rope_type"] == "default":
+        reach = max(shape.max_positions, own if asked is None else 0)
+        if length_tokens <= reach:
+            return []
+        factor = math.ceil(length_tokens / shape.max_positions)
+        what = f"is {length_tokens}, and the model has {reach} positions"
+        remedy = (
+            f"write at most {reach}, or model.rope_scaling: {{rope_type: yarn, factor: {factor}.0}}"
+        )
+        return [(key, what, remedy)]
+    reach = _reach(asked, _original(shape))
+    if asked["rope_type"] == "llama3":
+        # Llama 3.1 was trained on more positions than original × factor.
+        reach = max(reach, shape.max_positions)
+    if length_tokens <= reach:
+        return []
+    original = asked.get("original_max_position_embeddings", _original(shape))
+    factor = math.ceil(length_tokens / original)
+    what = (
+        f"is {length_tokens}, and model.rope_scaling reaches {reach} positions "
+        f"({original} x {asked['factor']:g})"
+    )
+    return [(key, what, f"write at most {reach}, or model.rope_scaling.factor: {factor}.0")]
+
+
+def _original(shape: ModelShape) -> int:
+    """The positions that the model was first trained on."""
+    value = (shape.rope or {}).get("original_max_position_embeddings", shape.max_positions)
+    return value if isinstance(value, int) else shape.max_positions
+
+
+def _reach(rope: Mapping[str, Any], positions: int) -> int:
+    """Positions that a scaling reaches from `positions`, or from the original ones it names."""
+    original = rope.get("original_max_position_embeddings", positions)
+    factor = rope.get("factor", 1.0)
+    if not isinstance(original, int) or not isinstance(factor, int | float):
+        return positions
+    return int(original * factor)

@@ -1,0 +1,55 @@
+"""The keys of model.rope_scaling, by type, as Hugging Face names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uspft.config.checks import Check, choice, flag, real, table, whole
+from uspft.config.problems import fault
+
+_THETA: dict[str, Check] = {"rope_theta": real(above=0)}
+_SCALED: dict[str, Check] = {**_THETA, "factor": real(1)}
+_FROM: dict[str, Check] = {"original_max_position_embeddings": whole(1)}
+
+TYPES: dict[str, dict[str, Check]] = {
+    "default": _THETA,
+    "linear": {**_SCALED},
+    "dynamic": {**_SCALED},
+    "yarn": {
+        **_SCALED,
+        **_FROM,
+        "attention_factor": real(above=0),
+        "beta_fast": real(above=0),
+        "beta_slow": real(above=0),
+        "mscale": real(above=0),
+        "mscale_all_dim": real(above=0),
+        "truncate": flag(),
+    },
+    "longrope": {**_SCALED, **_FROM},
+    "llama3": {
+        **_SCALED,
+        **_FROM,
+        "low_freq_factor": real(above=0),
+        "high_freq_factor": real(above=0),
+    },
+}
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_type = choice(*TYPES)
+
+
+def scaling(value: Any) -> dict[str, Any] | None:
+    """A scaling of rotary positions with the keys that its type has; None where none is asked."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or "rope_type" not in value:
+        what = "has no `rope_type`" if isinstance(value, dict) else "expected a mapping or null"
+        raise fault(what, "write {rope_type: yarn, factor: 4.0} or null")
+    kinds = {"rope_type": _type}
+    if value["rope_type"] not in TYPES:
+        return dict(table(kinds)({"rope_type": value["rope_type"]}))
+    kind = value["rope_type"]
+    return dict(table({**kinds, **TYPES[kind]}, required=REQUIRED.get(kind, ()))(value))

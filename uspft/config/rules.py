@@ -1,0 +1,138 @@
+"""Rules between keys that need no world size and no model; each waits for the keys it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
+
+from uspft.config.blocks import Recipe
+from uspft.config.problems import Finding
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule and the keys it reads: with one of them faulty it would only repeat that fault."""
+
+    reads: tuple[str, ...]
+    check: Callable[[Recipe], Iterator[Finding]]
+
+
+def broken(recipe: Recipe, faulty: Set[str]) -> list[Finding]:
+    """What the rules find, those that read a faulty key left out."""
+    return [
+        finding
+        for rule in RULES
+        if not any(_touches(key, bad) for key in rule.reads for bad in faulty)
+        for finding in rule.check(recipe)
+    ]
+
+
+def _touches(key: str, bad: str) -> bool:
+    return key == bad or key.startswith(f"{bad}.") or bad.startswith((f"{key}.", f"{key}["))
+
+
+def _one_model(recipe: Recipe) -> Iterator[Finding]:
+    name, config = recipe.model.name_or_path, recipe.model.config
+    if name is not None and config is not None:
+        what = "stands beside `model.name_or_path`, and only one of them names the model"
+        yield "model.config", what, "keep one and write null for the other"
+    if name is None and config is None:
+        what = "is missing, and so is `model.config`"
+        yield "model.name_or_path", what, "write a Hugging Face folder or hub id, or model.config"
+
+
+def _one_length(recipe: Recipe) -> Iterator[Finding]:
+    steps, epochs = recipe.training.steps, recipe.training.epochs
+    if steps is not None and epochs is not None:
+        what = "stands beside `training.steps`, and only one of them ends the run"
+        yield "training.epochs", what, "keep one and write null for the other"
+    if steps is None and epochs is None:
+        what = "is missing, and so is `training.epochs`"
+        yield "training.steps", what, "write one of them, such as steps: 1000"
+
+
+def _one_warmup(recipe: Recipe) -> Iterator[Finding]:
+    ratio, steps = recipe.lr_schedule.warmup_ratio, recipe.lr_schedule.warmup_steps
+    if ratio is not None and steps is not None:
+        what = "stands beside `lr_schedule.warmup_ratio`, and only one of them can rule"
+        yield "lr_schedule.warmup_steps", what, "keep one and write null for the other"
+    if ratio is None and steps is None:
+        what = "is null, and so is `lr_schedule.warmup_steps`"
+        yield "lr_schedule.warmup_ratio", what, "write 0.0 for no warm-up"
+
+
+def _learning_rates(recipe: Recipe) -> Iterator[Finding]:
+    lowest, peak = recipe.lr_schedule.min_learning_rate, recipe.optimizer.learning_rate
+    if lowest > peak:
+        what = f"is {lowest:g}, above optimizer.learning_rate: {peak:g}"
+        yield "lr_schedule.min_learning_rate", what, f"write at most {peak:g}"
+
+
+def _algorithm(recipe: Recipe) -> Iterator[Finding]:
+    degree = recipe.parallel_config.context_parallel
+    if degree > 1 and recipe.parallel_config.context_parallel_algo is None:
+        what = f"is missing, and context_parallel is {degree}"
+        remedy = "write ulysses_cp, ring_cp or hybrid_cp"
+        yield "parallel_config.context_parallel_algo", what, remedy
+
+
+def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
+    key = "parallel_config.ulysses_degree_in_cp"
+    degree = recipe.parallel_config.context_parallel
+    algorithm = recipe.parallel_config.context_parallel_algo
+    ulysses = recipe.parallel_config.ulysses_degree_in_cp
+    if degree == 1:
+        return
+    divisors = [d for d in range(1, min(degree, 4096) + 1) if degree % d == 0]
+    fitting = f"write one of {', '.join(map(str, divisors))}"
+    if ulysses is None:
+        if algorithm == "hybrid_cp":
+            yield key, "is missing, and context_parallel_algo is hybrid_cp", fitting
+        return
+    implied = {"ulysses_cp": degree, "ring_cp": 1}.get(algorithm or "", ulysses)
+    if ulysses != implied:
+        what = f"is {ulysses}, and with {algorithm} it is {implied}"
+        yield key, what, "leave it out, or write context_parallel_algo: hybrid_cp"
+    elif degree % ulysses:
+        yield key, f"is {ulysses}, which does not divide context_parallel: {degree}", fitting
+
+
+def _evaluation(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.training.eval_every_steps is not None and recipe.data.eval is None:
+        what = "is set, and there is no `data.eval`"
+        yield "training.eval_every_steps", what, "write data.eval, or null here"
+
+
+def _device(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.launch.device == "cpu":
+        if recipe.model.dtype == "float16":
+            what = "is float16, and launch.device is cpu; float16 trains on GPUs only"
+            yield "model.dtype", what, "write float32 or bfloat16"
+        if recipe.model.attention.startswith("flash_attn"):
+            what = f"is {recipe.model.attention}, a GPU kernel, and launch.device is cpu"
+            yield "model.attention", what, "write auto or torch"
+    elif recipe.model.attention.startswith("flash_attn") and recipe.model.dtype == "float32":
+        what = f"is {recipe.model.attention}, which has no float32, and model.dtype is float32"
+        yield "model.attention", what, "write auto or torch, or dtype: bfloat16"
+
+
+RULES = (
+    Rule(("model.name_or_path", "model.config"), _one_model),
+    Rule(("training.steps", "training.epochs"), _one_length),
+    Rule(("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"), _one_warmup),
+    Rule(("lr_schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
+    Rule(
+        ("parallel_config.context_parallel", "parallel_config.context_parallel_algo"),
+        _algorithm,
+    ),
+    Rule(
+        (
+            "parallel_config.context_parallel",
+            "parallel_config.context_parallel_algo",
+            "parallel_config.ulysses_degree_in_cp",
+        ),
+        _ulysses_degree,
+    ),
+    Rule(("training.eval_every_steps", "data.eval"), _evaluation),
+    Rule(("model.dtype", "model.attention", "launch.device"), _device),
+)
