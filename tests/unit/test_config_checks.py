@@ -1,0 +1,74 @@
+"""The check of a single value: what passes, and exactly what is said about what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from uspft.config.checks import choice, each, flag, free, path, real, tokens, whole
+from uspft.config.problems import Fault
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "message"),
+    [
+        (whole(1), "10", 'expected a whole number of at least 1, got the string "10"; '
+         "write 10 without quotes"),
+        (whole(1), "10k", 'expected a whole number of at least 1, got the string "10k"; '
+         "write 10000 or 10240"),
+        (whole(1), "010", 'expected a whole number of at least 1, got the string "010"; write 10'),
+        (whole(1), True, "expected a whole number of at least 1, got true; "
+         "write a whole number of at least 1"),
+        (whole(1), 4.0, "expected a whole number, got 4.0; write 4"),
+        (whole(1), 4.5, "expected a whole number of at least 1, got 4.5; "
+         "write a whole number of at least 1"),
+        (whole(1), 0, "is 0, out of range; write a whole number of at least 1"),
+        (whole(0, 3), 4, "is 4, out of range; write a whole number from 0 to 3"),
+        (whole(1, also=(None,)), "None",
+         'expected a whole number of at least 1 or null, got the string "None"; write null'),
+        (whole(1, also=("auto",)), "Auto",
+         'expected a whole number of at least 1 or auto, got the string "Auto"; '
+         "did you mean `auto`?"),
+        (tokens(1, also=("auto", "none")), "None",
+         "expected a whole number of tokens (such as 4096 or 128k) of at least 1 or auto or none, "
+         'got the string "None"; did you mean `none`?'),
+        (real(above=0), 0, "is 0, out of range; write a number above 0"),
+        (real(0, below=1), 1.0, "is 1, out of range; write a number of at least 0 and below 1"),
+        (real(0), ".nan", 'expected a number of at least 0, got the string ".nan"; '
+         "write a finite number"),
+        (real(0), False, "expected a number of at least 0, got false; "
+         "write a number of at least 0"),
+        (flag(), "on", 'expected true or false, got the string "on"; write true'),
+        (flag(), "No", 'expected true or false, got the string "No"; write false'),
+        (flag(), 1, "expected true or false, got 1; write true"),
+        (choice("ulysses_cp", "ring_cp"), "ulyses_cp",
+         "unknown value `ulyses_cp`; did you mean `ulysses_cp`? Allowed: ulysses_cp | ring_cp"),
+        (choice("a", "b"), 3, "expected one of a | b, got 3; write a | b"),
+        (choice("a", also=(None,)), "None", "unknown value `None`; write null"),
+        (path(also=(None,)), "None",
+         'expected a path or null, got the string "None"; write null'),
+        (path(), 12, 'expected a path, got 12; write "12" in quotes'),
+        (path(), " ", "is empty; write a path"),
+        (each(whole(1), "[rows, cols]", size=2), [1],
+         "expected [rows, cols], got 1 items; write [rows, cols]"),
+        (free(), {"a": ["yes"]}, 'the string "yes" is no value here; write true'),
+        (free(), {"a": "128k"}, 'the string "128k" is no value here; write 128000 or 131072'),
+    ],
+)  # fmt: skip
+def test_messages(check: Any, value: Any, message: str) -> None:
+    with pytest.raises(Fault) as caught:
+        check(value)
+    ((_, what, remedy),) = caught.value.findings
+    assert f"{what}; {remedy}" == message
+
+
+def test_values_that_pass() -> None:
+    assert whole(0)(0) == 0
+    assert tokens(1)("128K") == 131072
+    assert tokens(1)(7) == 7
+    assert whole(1, exponent=True)(5e8) == 500_000_000
+    assert type(real(0)(3)) is float
+    assert real(0, 1)(1) == 1.0
+    assert choice("a", synonyms={"b": "a"})("b") == "a"
+    assert flag()(False) is False

@@ -1,0 +1,62 @@
+"""The room's table of DeepSpeed fields is the one of the DeepSpeed that is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from uspft.config import deepspeed_fields as ours
+from uspft.config.problems import Fault
+
+pytest.importorskip("deepspeed")
+
+
+def names(config: Any, *, aliases: bool = False) -> set[str]:
+    fields = config.model_fields
+    return {(field.alias or name) if aliases else name for name, field in fields.items()}
+
+
+def test_zero_fields_aliases_and_nested_fields() -> None:
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+    from deepspeed.runtime.zero import offload_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+
+    zero = DeepSpeedZeroConfig.model_fields
+    assert set(ours.ZERO) == names(DeepSpeedZeroConfig) | names(DeepSpeedZeroConfig, aliases=True)
+    assert {name: f.alias for name, f in zero.items() if f.alias} == ours.ALIASES
+    deprecated = {n for n, f in zero.items() if (f.json_schema_extra or {}).get("deprecated")}
+    assert deprecated == {*ours.DEPRECATED, "cpu_offload_use_pin_memory"}
+    assert len(zero) == 43
+    assert set(ours.OFFLOAD_PARAM) == names(offload_config.DeepSpeedZeroOffloadParamConfig)
+    assert set(ours.OFFLOAD_OPTIMIZER) == names(offload_config.DeepSpeedZeroOffloadOptimizerConfig)
+    assert set(ours.ZENFLOW) | {"steps_per_epoch"} == names(ZenFlowConfig)
+    assert set(ours.LEAF_MODULE) == names(DeepSpeedZeroLeafModuleConfig)
+
+
+def test_the_other_accepted_blocks() -> None:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    assert set(ours.COMMS_LOGGER) == names(CommsLoggerConfig)
+    assert set(ours.AIO) == set(AIO_DEFAULT_DICT)
+    assert set(ours.FLOPS_PROFILER) == set(vars(DeepSpeedFlopsProfilerConfig({})))
+
+
+@pytest.mark.parametrize("key", [key for key in ours.ZERO if key != "stage"])
+def test_our_check_and_deepspeed_agree_on_types(key: str) -> None:
+    """What our check lets through, DeepSpeed takes; its defaults pass ours."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for value in (True, 0, 3, -1, 5e8, 0.5, "text", [], {}, None):
+        try:
+            accepted = ours.zero_fields({"stage": 2, key: value})
+        except Fault:
+            continue
+        DeepSpeedZeroConfig(**accepted)
+    name = {alias: name for name, alias in ours.ALIASES.items()}.get(key, key)
+    default = getattr(DeepSpeedZeroConfig(), name, None)
+    if key not in ours.DEPRECATED and key != "leaf_module":
+        ours.zero_fields({key: default})

@@ -1,0 +1,231 @@
+"""A model's sizes from config.json, what is refused by name, and rows longer than its positions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uspft.config import ModelShape, check_length, read_shape
+from uspft.config.blocks import ModelBlock
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+}
+LLAMA = {
+    **{key: QWEN3[key] for key in list(QWEN3)[:9] if key not in ("head_dim",)},
+    "model_type": "llama",
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+def read(folder: Path, config: Any, **model: Any) -> Any:
+    file = folder / "config.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config))
+    return read_shape(ModelBlock.model_validate({"config": str(file), **model}), folder)
+
+
+def shape(folder: Path, config: Any, **model: Any) -> ModelShape:
+    found = read(folder, config, **model)
+    assert isinstance(found, ModelShape), found
+    return found
+
+
+def test_sizes_of_both_generations_of_config(tmp_path: Path) -> None:
+    qwen = shape(tmp_path, QWEN3)
+    assert (qwen.layers, qwen.heads, qwen.kv_heads, qwen.head_dim) == (36, 32, 8, 128)
+    assert (qwen.hidden_size, qwen.intermediate_size, qwen.vocab_size) == (4096, 12288, 151936)
+    assert (qwen.max_positions, qwen.tied, qwen.attention_bias) == (40960, False, False)
+    assert qwen.rope == {"rope_type": "default", "rope_theta": 1000000}
+    assert qwen.raw == QWEN3
+    llama = shape(tmp_path, LLAMA)
+    assert llama.rope == LLAMA["rope_parameters"]
+    assert llama.head_dim == 128
+    old = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    old["rope_parameters"] = {"type": "linear", "factor": 2.0}
+    assert shape(tmp_path, old).kv_heads == 32
+    assert shape(tmp_path, old).rope == {"rope_type": "linear", "factor": 2.0}
+    assert shape(tmp_path, {**QWEN3, "model_type": "qwen2"}).attention_bias is True
+    assert shape(tmp_path, QWEN3, overrides={"num_hidden_layers": 2}).layers == 2
+
+
+def test_the_sizes_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for config in (QWEN3, LLAMA, {**QWEN3, "model_type": "qwen2"}):
+        ours = shape(tmp_path, config)
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert ours.head_dim == getattr(theirs, "head_dim", 4096 // 32)
+        assert ours.kv_heads == theirs.num_key_value_heads
+        assert ours.rope is not None
+        for key, value in ours.rope.items():
+            assert theirs.rope_parameters[key] == value
+
+
+def test_where_a_config_is_looked_for(tmp_path: Path) -> None:
+    def at(**model: Any) -> Any:
+        return read_shape(ModelBlock.model_validate(model), tmp_path / "configs")
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert at(name_or_path="org/name") is None
+    assert at(name_or_path=str(folder)) == [
+        (
+            "model.name_or_path",
+            f"the folder `{folder}` has no config.json",
+            "name a Hugging Face folder",
+        )
+    ]
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    assert at(name_or_path=str(folder)).layers == 36
+    assert at(config=str(folder)).layers == 36
+    (tmp_path / "configs" / "models").mkdir(parents=True)
+    (tmp_path / "configs" / "models" / "org--name.json").write_text(json.dumps(LLAMA))
+    assert at(name_or_path="org/name").model_type == "llama"
+    assert at(config="no/where.json") == [
+        ("model.config", "`no/where.json` does not exist", "name a config.json or its folder")
+    ]
+    assert at(name_or_path="./no/where") == [
+        (
+            "model.name_or_path",
+            "the folder `./no/where` does not exist",
+            "name a folder, or org/name of the hub",
+        )
+    ]
+    assert at(name_or_path=str(folder / "config.json"))[0][0] == "model.name_or_path"
+
+
+def without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != key}
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"model_type": "mixtral"}, "model_type `mixtral` is not available yet"),
+    ({}, "model_type `None` is not available yet"),
+    (
+        {**QWEN3, "use_sliding_window": True, "sliding_window": 4096},
+        "use_sliding_window is true; sliding-window attention is not available yet",
+    ),
+    (
+        {**QWEN3, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types has sliding_attention, which is not available yet",
+    ),
+    (
+        {**LLAMA, "sliding_window": 4096},
+        "sliding_window is 4096; sliding-window attention is not available yet",
+    ),
+    ({**QWEN3, "attention_dropout": 0.1}, "attention_dropout is 0.1, which is not available yet"),
+    (
+        {**QWEN3, "quantization_config": {}},
+        "has a quantization_config; training quantised weights is not available yet",
+    ),
+    (
+        {**QWEN3, "rope_scaling": {"type": "dynamic", "factor": 2}},
+        "rotary positions of type `dynamic` are not available yet",
+    ),
+    (
+        {**QWEN3, "num_key_value_heads": 5},
+        "32 attention heads are not a multiple of 5 key-value heads",
+    ),
+    ({**LLAMA, "hidden_size": 100}, "hidden_size 100 is not a multiple of 32 heads"),
+    (
+        without(QWEN3, "vocab_size"),
+        "`vocab_size` of FILE is None, not a whole number of at least 1",
+    ),
+    (
+        {**QWEN3, "hidden_size": "4096"},
+        "`hidden_size` of FILE is '4096', not a whole number of at least 1",
+    ),
+    ('{\n"a": 1,\n}', "FILE:3: is not JSON: Illegal trailing comma before end of object"),
+    ("[1]", "FILE:1: is not a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> None:
+    found = read(tmp_path, config)
+    assert isinstance(found, list)
+    ((key, what, remedy),) = found
+    what = what.replace(str(tmp_path / "config.json"), "FILE")
+    if "is not JSON" in message:  # json's own words differ between Python versions
+        message, what = message[:20], what[:20]
+    assert (key, what) == ("model.config", message)
+    assert remedy
+
+
+def test_an_override_is_blamed_itself(tmp_path: Path) -> None:
+    ((key, _, _),) = read(tmp_path, QWEN3, overrides={"num_key_value_heads": 5})
+    assert key == "model.overrides.num_key_value_heads"
+    wrong = {**QWEN3, "attention_dropout": 0.1, "use_sliding_window": True, "sliding_window": 8}
+    assert len(read(tmp_path, wrong)) == 2
+    mended = {"attention_dropout": 0.0, "use_sliding_window": False}
+    assert shape(tmp_path, wrong, overrides=mended).layers == 36
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("config", "scaling", "longest"),
+    [
+        (QWEN3, None, 40960),
+        (QWEN3, {"rope_type": "default"}, 40960),
+        (QWEN3, {"rope_type": "yarn", "factor": 4.0}, 163840),
+        (QWEN3, {"rope_type": "linear", "factor": 1.5}, 61440),
+        (QWEN3, YARN, 131072),
+        ({**QWEN3, "rope_scaling": YARN}, None, 131072),
+        (LLAMA, None, 131072),
+        (LLAMA, {**LLAMA["rope_parameters"]}, 131072),  # type: ignore[dict-item]
+        (LLAMA, {**LLAMA["rope_parameters"], "factor": 32.0}, 262144),  # type: ignore[dict-item]
+    ],
+)
+def test_the_longest_row(tmp_path: Path, config: Any, scaling: Any, longest: int) -> None:
+    model = ModelBlock.model_validate({"name_or_path": "x", "rope_scaling": scaling})
+    found = shape(tmp_path, config, rope_scaling=scaling)
+    assert check_length(found, model, longest) == []
+    ((key, what, _),) = check_length(found, model, longest + 1)
+    assert key == "data.sequence_length"
+    assert str(longest + 1) in what and str(longest) in what
+
+
+def test_a_row_that_is_too_long_says_what_to_write(tmp_path: Path) -> None:
+    plain = ModelBlock.model_validate({"name_or_path": "x"})
+    assert check_length(shape(tmp_path, QWEN3), plain, 131072) == [
+        (
+            "data.sequence_length",
+            "is 131072, and the model has 40960 positions",
+            "write at most 40960, or model.rope_scaling: {rope_type: yarn, factor: 4.0}",
+        )
+    ]
+    scaled = ModelBlock.model_validate({"name_or_path": "x", "rope_scaling": YARN})
+    assert check_length(shape(tmp_path, QWEN3), scaled, 2**18) == [
+        (
+            "data.sequence_length",
+            "is 262144, and model.rope_scaling reaches 131072 positions (32768 x 4)",
+            "write at most 131072, or model.rope_scaling.factor: 8.0",
+        )
+    ]
