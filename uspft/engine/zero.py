@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from uspft.comm import total
-from uspft.engine.deepspeed_config import deepspeed_config
+from uspft.engine.deepspeed_config import deepspeed_config, micro_batches
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
-    from uspft.model import CausalLoss
+    from uspft.model.causal import CausalLoss
     from uspft.model.build import Partition
     from uspft.world import World
 
@@ -59,7 +59,7 @@ class ZeroEngine:
     def __init__(self, module: CausalLoss, recipe: Recipe, world: World) -> None:
         self.module, self.world = module, world
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
-        self._offloads = "offload_optimizer" in recipe.deepspeed.zero_optimization
+        self.passes = micro_batches(recipe, world.layout)
         options = recipe.optimizer
         optimizer = torch.optim.AdamW(
             _groups(module, options.weight_decay),

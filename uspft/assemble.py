@@ -1,0 +1,114 @@
+"""READ FIRST: recipe → run, every part built in the order in which data flows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from uspft.checkpoint.folder import Checkpoint, CheckpointWeights
+from uspft.checkpoint.load import load_state
+from uspft.config import Recipe
+from uspft.data import Corpus, RowStream
+from uspft.data.loader import EMPTY, StepLoader
+from uspft.engine.deepspeed_config import deepspeed_config
+from uspft.engine.zero import ZeroEngine, partitioner
+from uspft.job import Job
+from uspft.kernels import choose_kernel
+from uspft.kernels.probe import probe
+from uspft.layout import Layout, layout_of
+from uspft.model.build import build_model
+from uspft.model.causal import CausalLoss
+from uspft.model.config import model_config
+from uspft.model.loss import tile_tokens
+from uspft.model.weights import FolderWeights, RandomWeights
+from uspft.sequence import Heads
+from uspft.world import World, make_world
+
+
+@dataclass(frozen=True)
+class Run:
+    """Every part of a run, alive."""
+
+    job: Job
+    world: World
+    loader: StepLoader
+    engine: ZeroEngine
+    config: Any
+    first_step: int
+
+
+def assemble(job: Job, device: torch.device) -> Run:
+    """Build a run on this rank; collective. torch.distributed and DeepSpeed are already up."""
+    recipe = job.recipe
+    config = model_config(recipe.model)
+    dtype = getattr(torch, recipe.model.dtype)
+    layout = this_layout(recipe)
+
+    kernel = choose_kernel(recipe.model.attention, dtype, device)
+    world = make_world(layout, recipe.parallel_config.context_parallel_algo, kernel, device)
+    probe(kernel, _local_heads(config, layout), dtype, device)
+
+    loader = make_loader(job, world)
+
+    checkpoint = Checkpoint.open(job.resume_from) if job.resume_from else None
+    model = build_model(
+        config,
+        dtype,
+        lambda empty: _weights(recipe, checkpoint, empty, config),
+        fill=world.mesh.rank == 0,
+        partition=partitioner(deepspeed_config(recipe, layout)),
+    )
+    if recipe.memory.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
+
+    engine = ZeroEngine(CausalLoss(model, tile), recipe, world)
+    if checkpoint:
+        empty = loader.batch([EMPTY] * recipe.training.micro_batch_size)
+        load_state(engine, checkpoint, empty)
+    return Run(job, world, loader, engine, config, checkpoint.step if checkpoint else 0)
+
+
+def this_layout(recipe: Recipe) -> Layout:
+    """The layout of a resolved recipe."""
+    layout = layout_of(recipe.parallel_config, None)
+    assert isinstance(layout, Layout)  # the check before the run has refused everything else
+    return layout
+
+
+def make_loader(job: Job, world: World) -> StepLoader:
+    """The rows of the run; with `epochs`, they end with the last one."""
+    data, training = job.recipe.data, job.recipe.training
+    stream = RowStream(
+        Corpus.open(job.corpus), data.sequence_length, data.packing, data.shuffle, job.recipe.seed
+    )
+    return StepLoader(
+        stream,
+        world,
+        row_tokens=data.sequence_length,
+        rows_per_step=training.global_batch_size,
+        rows_per_batch=training.micro_batch_size,
+        last_row=stream.rows_in(training.epochs) if training.epochs else None,
+    )
+
+
+def _local_heads(config: Any, layout: Layout) -> Heads:
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Heads(
+        config.num_attention_heads // layout.ulysses,
+        config.num_key_value_heads // layout.ulysses,
+        dim,
+    )
+
+
+def _weights(recipe: Recipe, checkpoint: Checkpoint | None, empty: Any, config: Any) -> Any:
+    if checkpoint:
+        return CheckpointWeights(checkpoint)
+    if recipe.model.config is not None:
+        std = getattr(config, "initializer_range", math.sqrt(1 / config.hidden_size))
+        return RandomWeights(empty, recipe.seed, std)
+    return FolderWeights(Path(recipe.model.name_or_path or ""))

@@ -1,0 +1,117 @@
+"""A checkpoint on disk: state.json, and float32 tensors by parameter name in safetensors files.
+
+    checkpoints/step-00000500/
+        state.json                 step, tensors → file, what a resumed run must agree with
+        model/                     config.json and the tokenizer's files
+        part-00003-00000.safetensors   weight/<name>, exp_avg/<name>, exp_avg_sq/<name>, whole tensors
+    checkpoints/latest             name of the newest complete one
+
+Whole tensors by name, spread over the ranks that wrote them: any layout and stage can read them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+FORMAT = 1
+LATEST = "latest"
+
+
+class CheckpointError(Exception):
+    """A checkpoint is missing, incomplete or of another format."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint folder."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Raises CheckpointError where the folder is not a complete checkpoint."""
+        try:
+            state = json.loads((folder / "state.json").read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{folder} is not a complete checkpoint: {error}") from error
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"{folder} has format {state.get('format')}, expected {FORMAT}")
+        missing = {f for f in state["files"].values() if not (folder / f).exists()}
+        if missing:
+            raise CheckpointError(f"{folder} lacks {', '.join(sorted(missing))}")
+        return cls(folder, state)
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    def tensor(self, kind: str, name: str) -> Tensor:
+        """One whole tensor, float32, on CPU. Raises CheckpointError."""
+        key = f"{kind}/{name}"
+        if key not in self.state["files"]:
+            raise CheckpointError(f"{self.folder} holds no {key}")
+        with safe_open(self.folder / self.state["files"][key], "pt") as tensors:
+            value: Tensor = tensors.get_tensor(key)
+        return value
+
+    @property
+    def names(self) -> list[str]:
+        """Parameter names, in the model's order."""
+        return [key.removeprefix("weight/") for key in self.state["files"] if key.startswith("weight/")]
+
+
+class CheckpointWeights:
+    """A checkpoint as the source of a model's weights."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        value = self._checkpoint.tensor("weight", name)
+        if value.shape != shape:
+            raise CheckpointError(
+                f"{self._checkpoint.folder}: {name} is {tuple(value.shape)}, the model wants {tuple(shape)}"
+            )
+        return value
+
+
+def folder_of(output: Path, step: int) -> Path:
+    return output / "checkpoints" / f"step-{step:08d}"
+
+
+def newest(output: Path) -> Checkpoint | None:
+    """The newest complete checkpoint of an output folder, or None. Raises CheckpointError."""
+    folders = sorted((output / "checkpoints").glob("step-*"), reverse=True)
+    return Checkpoint.open(folders[0]) if folders else None
+
+
+def delete_older(output: Path, keep: int) -> None:
+    """Keep the newest `keep` checkpoints."""
+    for folder in sorted((output / "checkpoints").glob("step-*"))[:-keep]:
+        shutil.rmtree(folder)
+
+
+def set_aside(output: Path) -> Path | None:
+    """Move what an earlier run left in an output folder to earlier-<time>/ inside it."""
+    left = [entry for entry in output.iterdir() if not entry.name.startswith("earlier-")] if output.is_dir() else []
+    if not left:
+        return None
+    place = output / time.strftime("earlier-%Y%m%d-%H%M%S")
+    number = 1
+    while place.exists():
+        number += 1
+        place = output / (time.strftime("earlier-%Y%m%d-%H%M%S") + f"-{number}")
+    place.mkdir()
+    for entry in left:
+        entry.rename(place / entry.name)
+    return place

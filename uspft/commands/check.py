@@ -1,0 +1,27 @@
+"""`check`: everything that can be known before a process starts; writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from uspft.commands.examine import examine
+from uspft.commands.place import Place
+from uspft.launcher import hosts_from
+
+
+def check(target: Path, overrides: Sequence[str], place: Place) -> int:
+    """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
+    found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
+    recipe, shape = found.recipe, found.shape
+    print(f"{target}: no problem found")
+    stage = recipe.deepspeed.zero_optimization.get("stage", 1)
+    print(f"layout: {found.layout}; ZeRO-{stage}, {recipe.model.dtype} on {recipe.launch.device}")
+    if shape:
+        print(
+            f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "
+            f"{shape.heads} query and {shape.kv_heads} KV heads, vocabulary {shape.vocab_size}"
+        )
+    for thing in found.not_checked:
+        print(f"not checked: {thing}")
+    return 0

@@ -1,0 +1,116 @@
+"""`rank`: one process of a run, started by `train` and never by hand."""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import subprocess
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from uspft import __version__
+from uspft.commands.place import Place
+from uspft.job import Job
+
+TIMEOUT = timedelta(minutes=30)
+"""After it a collective that waits for a lost rank fails, with the rank and the collective named."""
+LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+
+
+def rank(folder: Path, place: Place) -> int:
+    """Be one rank of the job in `folder`. Raises what the run raises."""
+    environment = place.environment
+    number, local = int(environment["RANK"]), int(environment["LOCAL_RANK"])
+    asked: list[int] = []
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda signum, frame: asked.append(signum))
+    job = Job.read(folder)
+    device = _device(job.recipe.launch.device, local)
+    _quiet()
+    _join(environment, device)
+
+    from uspft.assemble import assemble
+    from uspft.engine.quarantine import prepare_deepspeed
+    from uspft.loop import Interrupted, train
+
+    prepare_deepspeed()
+    if number == 0:
+        _describe_environment(job, device)
+    run = assemble(job, device)
+    code = 0
+    try:
+        train(run, lambda: bool(asked))
+    except Interrupted:
+        code = 130
+    # In order, or gloo may abort a process whose work is done.
+    run.engine.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return code
+
+
+def _device(kind: str, local: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _quiet() -> None:
+    """Silence what means nothing to a user of uspft; errors still come through."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _join(environment: Mapping[str, str], device: torch.device) -> None:
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    where = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    dist.init_process_group(
+        backend,
+        init_method=where,
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _describe_environment(job: Job, device: torch.device) -> None:
+    """environment.json: what one needs to know to run it again."""
+    output = job.recipe.output_dir
+    assert output is not None
+    found: dict[str, Any] = {
+        "command": job.command,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {"uspft": __version__} | {name: version(name) for name in LIBRARIES},
+        "ranks": dist.get_world_size(),
+        "gpus": [],
+        "git_commit": _git_commit(),
+    }
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
+    (output / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _git_commit() -> str | None:
+    """The commit of uspft's own checkout, where it is one."""
+    asked = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return asked.stdout.strip() or None

@@ -1,0 +1,101 @@
+"""Step → this rank's micro-batches: which rows its replica takes, and its share of their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from uspft.batch import Batch, Segments
+from uspft.data.stream import Row, RowStream
+from uspft.data.tokenise import NOT_TRAINED
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from uspft.world import World
+
+EMPTY = -1
+"""Index of a row of padding alone: it keeps ranks in step where the rows of a step run out."""
+
+
+class StepLoader:
+    """Batches as a function of the step's number alone: there is no position to lose.
+
+    Step i (from 1) takes rows [(i − 1)·B, i·B) of the stream, B = rows_per_step, or what `last_row`
+    leaves of them. Every rank of a row reads the same row and keeps its own tokens.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        stream: RowStream,
+        world: World,
+        *,
+        row_tokens: int,
+        rows_per_step: int,
+        rows_per_batch: int,
+        last_row: int | None = None,
+    ) -> None:
+        self._stream, self._world, self._row_tokens = stream, world, row_tokens
+        self._rows_per_step, self._rows_per_batch = rows_per_step, rows_per_batch
+        self._last_row = last_row
+
+    def rows_of(self, step: int) -> range:
+        """Indices of the rows of a step."""
+        first = (step - 1) * self._rows_per_step
+        stop = first + self._rows_per_step
+        return range(first, stop if self._last_row is None else min(stop, self._last_row))
+
+    def batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of a step: their number is the same on every rank and step."""
+        rows = self.rows_of(step)
+        each = self._rows_per_batch
+        per_pass = each * self._world.layout.data
+        passes = -(-self._rows_per_step // per_pass)
+        found = []
+        for number in range(passes):
+            first = number * per_pass + self._world.replica * each
+            found.append(
+                self.batch(
+                    [rows[i] if i < len(rows) else EMPTY for i in range(first, first + each)]
+                )
+            )
+        return found
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """This rank's share of the rows with these indices."""
+        rows = [self._row(i) for i in indices]
+        plan, held = self._world.share([row.segments for row in rows])
+
+        def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
+            whole = np.concatenate(arrays)
+            kept = np.concatenate([whole[start:stop] for start, stop in held] or [whole[:0]])
+            return torch.from_numpy(kept).to(self._world.device, non_blocking=True)
+
+        labels = mine([row.labels for row in rows])
+        return Batch(
+            input_ids=mine([row.input_ids for row in rows])[None],
+            position_ids=mine([row.positions for row in rows])[None],
+            labels=labels,
+            targets=int((labels != NOT_TRAINED).sum()),
+            plan=plan,
+            rows=tuple(indices),
+        )
+
+    def _row(self, index: int) -> Row:
+        if index != EMPTY:
+            return self._stream.row(index)
+        zeros = np.zeros(self._row_tokens, np.int64)
+        return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), self._row_tokens), ())
+
+    def fingerprint(self, batch: Batch) -> int:
+        """48 bits of what the whole rows of a batch hold; the same on all ranks that share them."""
+        digest = hashlib.blake2b(digest_size=6)
+        for index in batch.rows:
+            row = self._row(index)
+            for array in (row.input_ids, row.labels, row.positions):
+                digest.update(array.tobytes())
+        return int.from_bytes(digest.digest(), "little")

@@ -1,0 +1,162 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from uspft.assemble import Run
+from uspft.checkpoint.export import export_folder
+from uspft.checkpoint.save import save_checkpoint
+from uspft.comm import KINDS, largest, total
+from uspft.engine.state import read_state
+from uspft.engine.zero import NotFinite, StepResult
+from uspft.metrics import Journal, RunDisplay, peak_flops, peak_memory_bytes, step_flops
+from uspft.model.build import parameter_count
+from uspft.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from uspft.batch import Batch
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; what it had done is saved."""
+
+
+def train(run: Run, stop: Callable[[], bool]) -> None:
+    """Run all steps that are left, then export.
+
+    stop: asked before each step on every rank; one rank's yes stops all after the step under way,
+    which is saved. Raises Interrupted then, NotFinite with step and rows before a bad update.
+    """
+    recipe, steps = run.job.recipe, run.job.steps
+    first_rank = run.world.mesh.rank == 0
+    output = recipe.output_dir
+    assert output is not None
+    journal = Journal(output / "metrics.jsonl")
+    if run.first_step and first_rank:
+        journal.cut_back(run.first_step)
+    meter = Meter(run)
+    with RunDisplay(steps, run.first_step, speaks=first_rank) as display:
+        for step in range(run.first_step + 1, steps + 1):
+            started = time.perf_counter()
+            batches = run.loader.batches(step)
+            if step == run.first_step + 1:
+                _same_rows(run, batches)
+            rate = learning_rate(step, steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
+            try:
+                result = run.engine.step(batches, rate, stop())
+            except NotFinite as error:
+                rows = run.loader.rows_of(step)
+                raise NotFinite(
+                    f"step {step}, rows {rows.start} to {rows.stop - 1}: {error}; nothing was updated"
+                ) from None
+            record = {"step": step, "learning_rate": rate} | meter.record(
+                step, batches, result, time.perf_counter() - started
+            )
+            if first_rank:
+                if step % recipe.logging.every_steps == 0 or step == steps:
+                    journal.write(record)
+                display.step(record)
+            every = recipe.checkpoint.every_steps
+            if every and (step % every == 0 or step == steps) or result.stop:
+                keep = recipe.checkpoint.keep_last
+                save_checkpoint(run.engine, output, step, keep, lambda at: describe(run, at / "model"))
+            if result.stop and step < steps:
+                raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
+    if recipe.export.huggingface:
+        export_run(run)
+
+
+def export_run(run: Run) -> None:
+    """Write OUTPUT/hf from the live engine; collective."""
+    output = run.job.recipe.output_dir
+    assert output is not None
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in run.engine.module.named().items():
+            yield name, read_state(run.engine, parameter, "weight")
+
+    if run.world.mesh.rank == 0:
+        dtype = getattr(torch, run.job.recipe.model.dtype)
+        export_folder(tensors(), dtype, lambda at: describe(run, at), output / "hf")
+    else:
+        for _ in tensors():
+            pass
+
+
+def describe(run: Run, folder: Path) -> dict[str, Any]:
+    """Write the model's config and tokenizer; returns what a resumed run must agree with."""
+    run.config.save_pretrained(folder)
+    if run.job.tokenizer:
+        AutoTokenizer.from_pretrained(run.job.tokenizer).save_pretrained(folder)
+    return run.job.identity
+
+
+def _same_rows(run: Run, batches: list[Batch]) -> None:
+    """Every rank that shares a row must have read the same one."""
+    world = run.world
+    for batch in batches:
+        seen = float(run.loader.fingerprint(batch))
+        highest, lowest = largest([seen, -seen], world.mesh.context, world.device)
+        if highest != -lowest:
+            raise RuntimeError(
+                f"the ranks that share rows {batch.rows} read different rows (rank {world.mesh.rank}: "
+                f"{int(seen):x}): do all hosts see the same data files?"
+            )
+
+
+class Meter:
+    """Turns a step's result into the record of metrics.jsonl; collective, two small reductions."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._parameters = parameter_count(run.engine.module.model, embedding=False)
+        name = torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else ""
+        self._peak = peak_flops(name)
+        run.world.books.close()
+
+    def record(self, step: int, batches: list[Batch], result: StepResult, seconds: float) -> dict[str, Any]:
+        world, layout = self._run.world, self._run.world.layout
+        work = sum(batch.plan.areas[world.mesh.ring.index] for batch in batches) / layout.ulysses
+        sent = world.books.close()
+        tokens = world.mesh.tokens
+        (pairs,) = total([work], tokens, world.device)
+        memory, busiest, *bytes_sent = largest(
+            [peak_memory_bytes(world.device), work, *(sent.get(kind, 0) for kind in KINDS)],
+            tokens,
+            world.device,
+        )
+        rows = len(self._run.loader.rows_of(step))
+        row_tokens = rows * self._run.job.recipe.data.sequence_length
+        record = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+            "rows": rows,
+            "tokens": row_tokens,
+            "target_tokens": result.targets,
+            "step_seconds": seconds,
+            "tokens_per_second": row_tokens / seconds,
+            "mfu": self._mfu(row_tokens, pairs, seconds),
+            "peak_memory_bytes": int(memory),
+            "comm_bytes": {k: int(b) for k, b in zip(KINDS, bytes_sent, strict=True) if b},
+            "attention_balance": busiest * tokens.size / pairs if pairs else 1.0,
+            "strategy": layout.name,
+        }
+        return record | ({"skipped": True} if result.skipped else {})
+
+    def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
+        if self._peak is None:
+            return None
+        config = self._run.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, config.num_attention_heads, dim)
+        flops = step_flops(self._parameters, tokens, int(pairs), shape)
+        return flops / (seconds * self._peak * self._run.world.layout.ranks)

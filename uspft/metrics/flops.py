@@ -1,0 +1,46 @@
+"""Model FLOPs of a step, for MFU. Recomputation is not counted."""
+
+from __future__ import annotations
+
+PEAK_BF16 = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "B100": 1.75e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L20": 119.5e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+"""Dense 16-bit matrix FLOP/s from the makers' data sheets, by a part of the device's name, longest
+names first where one is part of another."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The device's 16-bit peak, or None where it is not known (a CPU, a new GPU)."""
+    for part, peak in PEAK_BF16.items():
+        if part in device_name:
+            return peak
+    return None
+
+
+def step_flops(parameters: int, tokens: int, attention_pairs: int, heads: tuple[int, int, int]) -> float:
+    """Forward and backward FLOPs of a step.
+
+    parameters: without the embedding look-up; attention_pairs: visible (query, key) pairs of one
+    layer, so documents count, causal half; heads: layers, query heads, head dim. 6 per parameter and
+    token; 12 · heads · dim per pair and layer (two products forward, four backward, 2 each).
+    """
+    layers, query_heads, dim = heads
+    return 6.0 * parameters * tokens + 12.0 * layers * query_heads * dim * attention_pairs

@@ -1,0 +1,34 @@
+"""metrics.jsonl: one object per logged step, appended as it happens; a step stands there once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Appends to a file that is complete up to its last line after any crash."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def cut_back(self, step: int) -> None:
+        """Drop what came after a checkpoint's step, and note the resumption."""
+        kept = []
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the torn last line of a killed run
+                if record.get("step", record.get("resumed_from_step", 0)) <= step:
+                    kept.append(line + "\n")
+        aside = self._path.with_suffix(".tmp")
+        aside.write_text("".join(kept))
+        aside.replace(self._path)
+        self.write({"resumed_from_step": step})
+
+    def write(self, record: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
