@@ -205,7 +205,10 @@ def add_project(root: Path, python: Path) -> None:
     # Relative, so that it holds under another mount point too.
     (packages / "uspft.pth").write_text(os.path.relpath(root, packages) + "\n")
     command = python.with_name("uspft")
-    command.write_text('#!/bin/sh\nexec "$(dirname "$0")/python" -P -m uspft "$@"\n')
+    command.write_text(
+        "#!/bin/sh\nexport PYTHONSAFEPATH=1\n"  # the caller's folder is no place to import from
+        'exec "$(dirname "$0")/python" -m uspft "$@"\n'
+    )
     command.chmod(0o755)
     say("compiling the project")
     compileall.compile_dir(root / "uspft", quiet=2)

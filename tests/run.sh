@@ -24,7 +24,7 @@ times=''
 phase format "$python" -m ruff format --check --quiet .
 phase lint "$python" -m ruff check --quiet .
 phase types "$python" -m mypy --no-error-summary
-phase imports "$python" -c 'import sys; sys.path.insert(0, "."); from importlinter.cli import lint_imports_command as run; run()'
+phase imports "$python" -c 'from importlinter.cli import lint_imports_command as run; run()' --no-logo
 phase tests "$python" -m pytest -q -m "$chosen" "$@"
 
 printf '== %s\n' "$times"
