@@ -72,6 +72,12 @@ def test_the_interface_that_leads_to_an_address() -> None:
         assert interface_to(address) == name and name in here
 
 
+def test_the_interface_of_the_default_route() -> None:
+    table = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    defaults = {fields[0] for fields in table if fields[1] == fields[7] == "00000000"}
+    assert interface_to("198.51.100.7") in (defaults or {None})
+
+
 def test_ranks_are_numbered_over_hosts_and_told_the_interface(tmp_path: Path) -> None:
     script = """
     mark("env", f'{os.environ["LOCAL_RANK"]} {os.environ["WORLD_SIZE"]} '
