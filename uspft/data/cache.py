@@ -26,7 +26,7 @@ from uspft.data.sources import is_hub_id, list_files, source_problems
 from uspft.data.tokenise import NOT_TRAINED, TextTokeniser, Tokens, load_tokeniser
 
 if TYPE_CHECKING:
-    from uspft.config import DataBlock
+    from uspft.config.blocks import DataBlock
 
 
 VERSION = 1  # raise it with every change that gives other tokens for the same data

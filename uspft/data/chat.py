@@ -17,6 +17,7 @@ from uspft.data.faults import SampleFault
 
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
+_LEADS = ("\n", ".", "a")
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,18 @@ def _encode_piece(backend: Any, text: str, first: bool) -> list[int]:
     """A piece as it stands inside a text.
 
     Metaspace tokenizers (Llama 2) begin every text with a space that is not there: such a piece is
-    tokenised behind a line feed, whose tokens are then taken off.
+    tokenised behind a lead, whose tokens are then taken off; several, for one may merge with it.
     """
-    alone = backend.encode_batch([text], add_special_tokens=False)[0].ids
+    alone: list[int] = backend.encode_batch([text], add_special_tokens=False)[0].ids
     if first:
         return alone
-    feed, after = backend.encode_batch(["\n", "\n" + text], add_special_tokens=False)
-    if backend.decode(feed.ids + alone, skip_special_tokens=False) == "\n" + text:
-        return alone
-    behind = after.ids[len(feed.ids) :]
-    return behind if after.ids[: len(feed.ids)] == feed.ids else alone
+    for lead in _LEADS:
+        before, both = backend.encode_batch([lead, lead + text], add_special_tokens=False)
+        if backend.decode(before.ids + alone, skip_special_tokens=False) == lead + text:
+            return alone
+        if both.ids[: len(before.ids)] == before.ids:
+            return list(both.ids[len(before.ids) :])
+    return alone
 
 
 def _decodes(backend: Any, ids: list[int], ranges: Spans, rendered: Rendered) -> bool:

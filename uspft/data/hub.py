@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uspft.data.faults import DataError
 
 if TYPE_CHECKING:
-    from uspft.config import Source
+    from uspft.config.blocks import Source
 
 _HASH_RECORDS = 1000
 

@@ -17,7 +17,7 @@ from uspft.data.records import Record
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from uspft.config import DataBlock
+    from uspft.config.blocks import DataBlock
 
 NOT_TRAINED = -100
 _MARKED = "data/templates/ has marked ones: chatml.jinja (Qwen), llama3.jinja"
@@ -44,7 +44,11 @@ class TextTokeniser:
         self.eos: int | None = tokenizer.eos_token_id
         self.template = template
         self.trains_all = train_on == "all"
-        self._special = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
+        self._special = {
+            name: str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+            if not isinstance(token, list)  # a template knows single tokens: bos_token, eos_token
+        }
         probe = self.backend.encode("a").ids
         self._adds_eos = bool(probe) and probe[-1] == self.eos
 
