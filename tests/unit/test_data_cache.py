@@ -1,0 +1,144 @@
+"""The cache of tokenised data: its key, writers at once, and that workers change nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.data_cases import (
+    CHAT,
+    TEMPLATES,
+    TOKENIZER,
+    block,
+    changed_tokenizer,
+    faults_of,
+    source,
+    write_lengths,
+    write_lines,
+)
+from uspft.data import Corpus, DataError, cache, prepare
+
+
+def test_the_number_of_workers_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uspft.data.reading._BATCH_RECORDS", 3)
+    path = write_lines(tmp_path / "a.jsonl", ({"text": f"{i} " * (i % 40 + 1)} for i in range(200)))
+    corpora, threads = [], []
+    started = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        threads[-1] += thread.name.startswith("tokenise")
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for workers in (0, 1, 4):
+        threads.append(0)
+        folder = tmp_path / f"cache{workers}"
+        corpora.append(prepare(block(path, workers=workers), str(TOKENIZER), 8192, folder))
+    assert threads == [1, 1, 4]
+    assert len({folder.name for folder in corpora}) == 1
+    for name in ("tokens.int32", "labels.int32", "offsets.int64", "origins.int64", "corpus.json"):
+        first, *others = ((folder / name).read_bytes() for folder in corpora)
+        assert all(other == first for other in others)
+
+
+def test_faults_come_in_file_order_whatever_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uspft.data.reading._BATCH_RECORDS", 2)
+    ids = [{"input_ids": [5]}, {"input_ids": [99]}, {"input_ids": "x"}] * 5
+    path = write_lines(tmp_path / "a.jsonl", ids)
+    found = [faults_of(tmp_path, block(path, workers=w), None, 10) for w in (1, 3)]
+    assert found[0] == found[1]
+    wrong = [n for n in range(1, 16) if n % 3 != 1]
+    assert [line.split(": ")[0] for line in found[0]] == [f"{path}:{n}" for n in wrong]
+
+
+def test_the_second_time_nothing_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    path = write_lines(tmp_path / "a.jsonl", [CHAT] * 3)
+
+    def note(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    folder = prepare(block(path), str(TOKENIZER), 8192, tmp_path / "cache", note)
+    size = path.stat().st_size
+    assert seen[-1] == (size, size) and len(seen) >= 1
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+    monkeypatch.setattr(cache, "_build", None)
+    assert prepare(block(path), str(TOKENIZER), 8192, tmp_path / "cache") == folder
+
+
+def test_the_key_is_all_that_changes_the_tokens_and_no_more(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [CHAT])
+
+    def key(**changes: Any) -> str:
+        tokenizer = changes.pop("tokenizer", TOKENIZER)
+        size = changes.pop("size", 8192)
+        train = changes.pop("train", source(path))
+        return prepare(block(train, **changes), str(tokenizer), size, tmp_path / "cache").name
+
+    first = key()
+    same = [key(shuffle=False), key(packing="none"), key(workers=1), key(sequence_length=999)]
+    assert set(same) == {first}
+    bos = changed_tokenizer(tmp_path / "t", (TEMPLATES / "chatml.jinja").read_text(), eos_token="x")
+    others = [
+        key(train_on="all"),
+        key(chat_template=str(TEMPLATES / "llama3.jinja")),
+        key(overlong="truncate"),
+        key(overlong="truncate", sequence_length=999),
+        key(tokenizer=bos),
+        key(size=9000),
+        key(train=source(path, weight=2)),
+        key(train=source(path, format="messages")),
+    ]
+    stat = path.stat()
+    other = {"messages": [*CHAT["messages"][:1], {"role": "assistant", "content": "Howdy"}]}
+    write_lines(path, [other])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    others.append(key())
+    assert len({first, *others}) == 1 + len(others)
+
+
+def test_two_may_prepare_the_same_at_once(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", ({"text": f"{i} " * 50} for i in range(300)))
+    folders: list[Path] = []
+    work = threading.Barrier(3)
+
+    def run() -> None:
+        work.wait()
+        folders.append(prepare(block(path), str(TOKENIZER), 8192, tmp_path / "cache"))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 3 and len(set(folders)) == 1
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [folders[0].name]
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    path = write_lengths(tmp_path / "a.jsonl", [3])
+    (tmp_path / "cache").write_text("a file")
+    (line,) = faults_of(tmp_path, block(path), None, 10_000)
+    assert line.startswith("data.cache_dir: cannot write ")
+
+
+def test_a_damaged_corpus_is_refused(tmp_path: Path) -> None:
+    folder = prepare(
+        block(write_lengths(tmp_path / "a.jsonl", [3])), None, 9999, tmp_path / "cache"
+    )
+    (folder / "tokens.int32").write_bytes(b"1234")
+    with pytest.raises(DataError, match="damaged"):
+        Corpus.open(folder)
+    with pytest.raises(DataError, match="delete the folder"):
+        Corpus.open(tmp_path / "nowhere")

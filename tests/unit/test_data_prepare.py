@@ -1,0 +1,239 @@
+"""Preparing data once: special tokens, the cache's key, long samples, what is reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.support.data_cases import (
+    CHAT,
+    SAMPLES,
+    TEMPLATES,
+    TOKENIZER,
+    block,
+    changed_tokenizer,
+    faults_of,
+    source,
+    write_lengths,
+    write_lines,
+)
+from uspft.data import Corpus, DataError, RowStream, prepare
+
+EOS = 0
+
+
+def corpus_of(tmp_path: Path, data: Any, tokenizer: Path = TOKENIZER, size: int = 8192) -> Corpus:
+    return Corpus.open(prepare(data, str(tokenizer), size, tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("single", "before", "after"),
+    [("$A", [], [EOS]), ("<|im_start|> $A", [2], [EOS]), ("$A <|endoftext|>", [], [EOS])],
+    ids=["none", "BOS", "EOS"],
+)
+def test_special_tokens(tmp_path: Path, single: str, before: list[int], after: list[int]) -> None:
+    tokenizer = changed_tokenizer(tmp_path / "tokenizer", single=single)
+    plain = AutoTokenizer.from_pretrained(TOKENIZER)
+    text, prompt, completion = (plain(t).input_ids for t in ("def f", "2 + 2 = ", "4"))
+    path = write_lines(tmp_path / "t.jsonl", [{"text": "def f"}])
+    sample = corpus_of(tmp_path, block(path), tokenizer).sample(0)
+    assert sample.ids.tolist() == before + text + after
+    assert sample.labels.tolist() == [-100, *(before + text + after)[1:]]
+    path = write_lines(tmp_path / "p.jsonl", [{"prompt": "2 + 2 = ", "completion": "4"}])
+    sample = corpus_of(tmp_path, block(path), tokenizer).sample(0)
+    assert sample.ids.tolist() == before + prompt + completion + after
+    masked = [-100] * len(before + prompt)
+    assert sample.labels.tolist() == masked + completion + after
+    sample = corpus_of(tmp_path, block(path, train_on="all"), tokenizer).sample(0)
+    assert sample.labels.tolist() == [-100, *sample.ids.tolist()[1:]]
+
+
+def test_train_on_all_trains_every_token_of_a_conversation(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [CHAT])
+    sample = corpus_of(tmp_path, block(path, train_on="all")).sample(0)
+    assert sample.labels.tolist() == [-100, *sample.ids.tolist()[1:]]
+    unmarked = changed_tokenizer(tmp_path / "t", "{{ messages[0].content }}")
+    assert len(corpus_of(tmp_path, block(path, train_on="all"), unmarked)) == 1
+
+
+def test_a_template_without_marks_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [CHAT])
+    for template, what in ((None, "no chat template"), ("{{ messages }}", "no {% generation %}")):
+        tokenizer = changed_tokenizer(tmp_path / "t", template)
+        (line,) = faults_of(tmp_path, block(path), tokenizer)
+        assert line.startswith("data.chat_template: ") and what in line
+        assert "data/templates/" in line and "chatml.jinja" in line and "llama3.jinja" in line
+    marked = str(TEMPLATES / "chatml.jinja")
+    assert len(corpus_of(tmp_path, block(path, chat_template=marked), tokenizer)) == 1
+    (line,) = faults_of(tmp_path, block(path, chat_template=str(tmp_path / "none.jinja")))
+    assert line.startswith("data.chat_template: cannot read ")
+
+
+def test_tokenizers_that_will_not_do(tmp_path: Path) -> None:
+    text = write_lines(tmp_path / "a.jsonl", [{"text": "hi"}])
+    (line,) = faults_of(tmp_path, block(text), None)
+    assert line.startswith("model.tokenizer: no tokenizer")
+    (line,) = faults_of(tmp_path, block(text), tmp_path)
+    assert line.startswith("model.tokenizer: none can be loaded from ")
+    (line,) = faults_of(tmp_path, block(text), changed_tokenizer(tmp_path / "t", eos_token=None))
+    assert line.startswith("model.tokenizer: it has no EOS token")
+    (line,) = faults_of(tmp_path, block(text), size=50)
+    assert line.startswith(f"{text}:1: the tokenizer gives id") and "50" in line
+
+
+def test_tokenized_needs_no_tokenizer(tmp_path: Path) -> None:
+    path = write_lengths(tmp_path / "a.jsonl", [3])
+    assert len(Corpus.open(prepare(block(path), None, 2000, tmp_path / "cache"))) == 1
+
+
+def test_all_formats_together_and_where_they_came_from(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, block(SAMPLES))
+    counts = {"document.txt": 1, "messages.jsonl": 4, "prompt_completion.jsonl": 3}
+    counts |= {"text.jsonl": 3, "tokenized.jsonl": 2}
+    want = [f"{SAMPLES / name}:{i + 1}" for name, n in counts.items() for i in range(n)]
+    assert [corpus.origin(i) for i in range(len(corpus))] == want
+    assert corpus.offsets.dtype == np.int64 and corpus.offsets[-1] == len(corpus.tokens)
+
+
+LONG = [5, 12, 4, 9]
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report = json.loads((folder / "report.json").read_text())
+    assert report.pop("seconds") >= 0
+    return dict(report)
+
+
+def prepared(tmp_path: Path, overlong: str, lengths: list[int], row: int) -> Path:
+    path = write_lengths(tmp_path / "a.jsonl", lengths)
+    data = block(path, overlong=overlong, sequence_length=row)
+    return prepare(data, None, 100_000, tmp_path / "cache")
+
+
+def test_an_overlong_sample_is_an_error_with_its_length_and_remedies(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, "error", [*LONG, 12_345], 8)
+    first, second, third = caught.value.lines
+    path = tmp_path / "a.jsonl"
+    assert first.startswith(f"{path}:2: 12 tokens, a row has 8; ")
+    assert second.startswith(f"{path}:4: 9 tokens") and "12,345 tokens" in third
+    for remedy in ("truncate", "drop", "split", "data.overlong", "data.sequence_length"):
+        assert remedy in first
+    # A longer row takes the same tokens, and is still checked.
+    assert prepared(tmp_path, "error", [*LONG, 12_345], 12_345).is_dir()
+    with pytest.raises(DataError):
+        prepared(tmp_path, "error", [*LONG, 12_345], 12_344)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("overlong", "lengths", "targets", "counted"),
+    [
+        ("truncate", [5, 8, 4, 8], 21, {"truncated": 2}),
+        ("drop", [5, 4], 7, {"dropped": 2}),
+        ("split", LONG, 24, {"split": 2}),  # 30 tokens, 6 documents
+    ],
+)
+def test_rules_for_overlong_samples(
+    tmp_path: Path, overlong: str, lengths: list[int], targets: int, counted: dict[str, int]
+) -> None:
+    folder = prepared(tmp_path, overlong, LONG, 8)
+    corpus = Corpus.open(folder)
+    assert corpus.lengths.tolist() == lengths
+    assert all(s.ids[0] % 1000 == 0 for s in map(corpus.sample, range(len(corpus))))
+    report = report_of(folder)
+    (note,) = report.pop("notes")
+    assert note.startswith("2 samples longer than a row") and f"overlong: {overlong}" in note
+    assert report == {
+        **dict.fromkeys(("dropped", "truncated", "split", "without_targets"), 0),
+        "samples": len(lengths),
+        "tokens": sum(lengths),
+        "target_tokens": targets,
+        "longest": 12,
+        **counted,
+    }
+
+
+def test_samples_without_a_trained_token_are_kept_and_reported(tmp_path: Path) -> None:
+    records = [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [3]}]
+    path = write_lines(tmp_path / "a.jsonl", [*records, {"input_ids": [4, 5]}])
+    folder = prepare(block(path), None, 10, tmp_path / "cache")
+    report = report_of(folder)
+    assert (report["samples"], report["target_tokens"], report["without_targets"]) == (3, 1, 2)
+    assert report["notes"][0].startswith("2 samples without a trained token")
+
+
+def test_a_data_set_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (line,) = faults_of(tmp_path, block(tmp_path / "empty.jsonl"))
+    assert "no sample is left, nothing was read; " in line
+    long = write_lengths(tmp_path / "long.jsonl", [9, 9])
+    (line,) = faults_of(tmp_path, block(long, overlong="drop", sequence_length=8), None, 10_000)
+    assert "no sample is left, all 2 were dropped; " in line
+    masked = write_lines(tmp_path / "m.jsonl", [{"input_ids": [1, 2], "labels": [1, -100]}])
+    (line,) = faults_of(tmp_path, block(masked), None, 10)
+    assert "no token of any sample is trained; " in line
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_source_may_be_empty_beside_others(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    full = write_lengths(tmp_path / "full.jsonl", [3, 3])
+    data = block(empty, full, empty, source(full, weight=2), empty)
+    corpus = Corpus.open(prepare(data, None, 10_000, tmp_path / "cache"))
+    spans = [(s.first, s.stop, s.weight) for s in corpus.sources]
+    assert spans == [(0, 0, 1), (0, 2, 1), (2, 2, 1), (2, 4, 2), (4, 4, 1)]
+    assert RowStream(corpus, 3, "none", True, 0).rows_in_epoch(0) == 6
+
+
+def test_listing_faults_come_before_any_reading(tmp_path: Path) -> None:
+    lines = faults_of(tmp_path, block(tmp_path / "a.txt", tmp_path / "b.txt"))
+    assert lines[0].startswith("data.train[0].path: ") and lines[1].startswith("data.train[1].path")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_hub_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+    records = [{"id": i, **CHAT} for i in range(3)]
+
+    def load(*where: Any, split: str) -> datasets.Dataset:
+        asked.append((*where, split))
+        if where[0] == "no/network":
+            raise ConnectionError("cannot reach the hub\nat all")
+        return datasets.Dataset.from_list(records)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    folders = [
+        prepare(block(source("org/name", name="en", split=s)), str(TOKENIZER), 8192, tmp_path / "c")
+        for s in (None, "test", "test")
+    ]
+    assert asked == [("org/name", "en", "train"), *[("org/name", "en", "test")] * 2]
+    assert folders[1] == folders[2] != folders[0]
+    corpus = Corpus.open(folders[1])
+    assert len(corpus) == 3 and corpus.origin(2) == "org/name/test:3"
+    records[1] = {"id": 1, "messages": [*CHAT["messages"], *CHAT["messages"]]}
+    again = prepare(block(source("org/name", name="en")), str(TOKENIZER), 8192, tmp_path / "c")
+    assert again != folders[0]
+    (line,) = faults_of(tmp_path, block(source("org/name", format="text")))
+    assert line == "org/name/train: no column text; choose another data.format"
+    (line,) = faults_of(tmp_path, block("no/network"))
+    assert line.startswith("data: hub data set no/network (train): cannot reach the hub; ")
+
+
+def test_the_shipped_tokenizer(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    assert len(tokenizer) == 8192 and tokenizer.is_fast
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token) == (EOS, 1, None)
+    assert tokenizer.encode("<|im_start|><|im_end|>") == [2, 3]
+    assert tokenizer.chat_template == (TEMPLATES / "chatml.jinja").read_text()
+    assert sum(f.stat().st_size for f in TOKENIZER.iterdir()) < 700_000
+    text = "def f(x: int) -> str:\n\treturn 'é漢🙂'  # \x00\r\n"
+    assert tokenizer.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text

@@ -1,0 +1,163 @@
+"""Every wrong record is named with file and line, in words that say what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.data_cases import SAMPLES, block, write_lines
+from uspft.data import DataError, prepare
+from uspft.data.records import FIELDS, Record, first_format, read
+from uspft.data.sources import SourceFile, list_files
+
+GOOD: dict[str, Any] = {
+    "messages": {"messages": [{"role": "user", "content": "a"}]},
+    "prompt_completion": {"prompt": "a", "completion": "b"},
+    "text": {"text": "a"},
+    "tokenized": {"input_ids": [1, 2]},
+}
+BROKEN = [
+    ("text", '{"text": "a"', "broken JSON"),
+    ("text", '[{"text": "a"}]', "a list, not an object"),
+    ("text", "[", "one object a line"),
+    ("text", '"a"', "a string, not an object"),
+    ("text", "[" * 100_000, "broken JSON"),
+    ("text", '{"text": 3}', "text is a number; write a string"),
+    ("text", '{"text": null}', "text is a null"),
+    ("text", '{"text": ""}', "an empty sample"),
+    ("text", '{"text": "\\ud83d"}', "surrogate"),
+    ("text", {"txt": "a"}, "unknown field 'txt'; did you mean text?"),
+    ("text", {"text": "a", "id": 3}, "unknown field 'id'; text has text"),
+    ("prompt_completion", {"prompt": "a"}, "no field 'completion', which prompt_completion needs"),
+    ("prompt_completion", {"prompt": "", "completion": ""}, "an empty sample"),
+    ("messages", {"messages": "hello"}, "messages is a string"),
+    ("messages", {"messages": []}, "an empty sample"),
+    ("messages", {"messages": ["hello"]}, "messages[0] is a string"),
+    ("messages", {"messages": [{"role": "user"}]}, "messages[0] has or lacks content"),
+    ("messages", {"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; write one of"),
+    ("messages", {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content is a"),
+    ("messages", {"messages": [{"role": "user", "content": "a", "x": 1}]}, "has or lacks x"),
+    ("tokenized", {"input_ids": "1 2"}, "input_ids is a string"),
+    ("tokenized", {"input_ids": [1, 2.0]}, "input_ids holds a number (2.0); write integers"),
+    ("tokenized", {"input_ids": [1, True]}, "input_ids holds a boolean"),
+    ("tokenized", {"input_ids": []}, "an empty sample"),
+    ("tokenized", {"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids"),
+    ("tokenized", {"input_ids": [1, 2], "labels": None}, "labels is a null"),
+    ("tokenized", {"input_ids": [1, 99]}, "input_ids holds 99, the vocabulary is 0 … 9"),
+    ("tokenized", {"input_ids": [-1, 1]}, "input_ids holds -1"),
+    ("tokenized", {"input_ids": [1, 2], "labels": [-100, -1]}, "labels holds -1; write -100"),
+    ("tokenized", {"input_ids": [1, 2], "labels": [-100, 10]}, "labels holds 10"),
+]
+
+
+def lines_of(tmp_path: Path, data: Any) -> list[str]:
+    from tests.support.data_cases import TOKENIZER
+
+    with pytest.raises(DataError) as caught:
+        prepare(data, str(TOKENIZER), 10, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir()), "a failed preparation left something"
+    return caught.value.lines
+
+
+@pytest.mark.parametrize(("known", "record", "want"), BROKEN, ids=[w[:30] for _, _, w in BROKEN])
+def test_a_wrong_record_is_named(tmp_path: Path, known: str, record: Any, want: str) -> None:
+    good = GOOD["tokenized"] if known == "tokenized" else GOOD[known]
+    path = write_lines(tmp_path / "a.jsonl", [good, record, good])
+    found = [item for item in read(*_read_arguments(path)) if not isinstance(item, Record)]
+    if known == "tokenized" and not found:  # ids are checked where the vocabulary is known
+        (line,) = lines_of(tmp_path, block(path))
+    else:
+        (line,) = [f"{bad.where}: {bad.what}" for bad in found]
+    assert line.startswith(f"{path}:2: ") and want in line and "; " in line
+
+
+def _read_arguments(path: Path) -> tuple[SourceFile, str]:
+    (file,) = list_files(str(path), "auto")
+    return file, "auto"
+
+
+def test_every_format_is_known_by_its_first_record(tmp_path: Path) -> None:
+    for known, record in GOOD.items():
+        path = write_lines(tmp_path / f"{known}.jsonl", [record])
+        assert first_format(*_read_arguments(path)) == known
+        (sample,) = read(*_read_arguments(path))
+        assert isinstance(sample, Record) and sample.fields == record and sample.line == 1
+    assert set(GOOD) == set(FIELDS)
+
+
+@pytest.mark.parametrize("record", [{"a": 1}, {}, {"text": "a", "input_ids": [1]}])
+def test_fields_that_tell_no_format(tmp_path: Path, record: Any) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [record])
+    (bad,) = read(*_read_arguments(path))
+    assert not isinstance(bad, Record) and "set data.format" in bad.what
+    assert first_format(*_read_arguments(path)) is None
+
+
+def test_a_declared_format_wins_over_the_fields(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [GOOD["text"]])
+    (line,) = lines_of(tmp_path, block(path, format="tokenized"))
+    assert line.startswith(f"{path}:1: unknown field 'text'")
+
+
+def test_blank_lines_are_fine_at_the_end_alone(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [GOOD["text"], "", "  ", ""])
+    assert len(list(read(*_read_arguments(path)))) == 1
+    path = write_lines(tmp_path / "a.jsonl", [GOOD["text"], "", "", GOOD["text"]])
+    good, bad, _ = read(*_read_arguments(path))
+    assert isinstance(good, Record) and not isinstance(bad, Record)
+    assert bad.where == f"{path}:2" and "empty line" in bad.what
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    for name, content, line in (
+        ("a.txt", b"one\ntwo\nthr\xffee\n", 3),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', 2),
+    ):
+        (tmp_path / name).write_bytes(content)
+        bad = list(read(*_read_arguments(tmp_path / name)))[-1]
+        assert not isinstance(bad, Record)
+        assert bad.where == f"{tmp_path / name}:{line}" and "not UTF-8 (byte 0xff)" in bad.what
+
+
+def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
+    for name, content in (("a.txt", "\ufeffhi\r\n"), ("a.jsonl", '\ufeff{"text": "hi\\r\\n"}\n')):
+        (tmp_path / name).write_bytes(content.encode())
+        (record,) = read(*_read_arguments(tmp_path / name))
+        assert isinstance(record, Record) and record.fields == {"text": "hi\r\n"}
+
+
+def test_the_library_may_hold_what_a_user_may_not(tmp_path: Path) -> None:
+    for name, content in (("a.py", b"\xff"), ("b.py", b"")):
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert not list(read(SourceFile(path, name, whole=True, library=True), "auto"))
+        (bad,) = read(SourceFile(path, name, whole=True), "auto")
+        assert not isinstance(bad, Record) and bad.where == f"{name}:1"
+
+
+def test_twenty_lines_and_the_rest_counted(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [GOOD["text"], *[{"text": 1}] * 25])
+    lines = lines_of(tmp_path, block(path, format="text"))
+    assert [line.split(": ")[0] for line in lines[:20]] == [f"{path}:{i}" for i in range(1, 21)]
+    assert "the tokenizer gives id" in lines[0]  # vocabulary 10
+    assert lines[20:] == ["... and 6 more"]
+
+
+def test_a_fault_is_one_line(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"a\nb": 1}])
+    (line,) = lines_of(tmp_path, block(path))
+    assert "\n" not in line
+
+
+def test_the_shipped_samples_are_good() -> None:
+    found = {}
+    for file in list_files(str(SAMPLES), "auto"):
+        records = list(read(file, "auto"))
+        assert records and all(isinstance(r, Record) for r in records)
+        found[file.path.name] = first_format(file, "auto")
+    assert found == {
+        "document.txt": "text",
+        **{f"{name}.jsonl": name for name in FIELDS},
+    }

@@ -1,0 +1,163 @@
+"""Rows: what a position sees as its target, and which rows come in which order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.data_cases import block, source, write_lengths, write_lines
+from uspft.data import Corpus, Row, RowStream, prepare
+
+VOCABULARY = 1_000_000
+
+
+def corpus_of(path: Path, **fields: object) -> Corpus:
+    cache = path.parent / "cache"
+    return Corpus.open(prepare(block(path, **fields), None, VOCABULARY, cache))
+
+
+def joined(lists: Iterable[Iterable[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+def slow_row(documents: list[list[int]], labels: list[list[int]], length: int) -> dict[str, object]:
+    """A row from lists: each document's labels shifted alone, then laid end to end."""
+    ids = joined(documents)
+    targets = joined([*one[1:], -100] for one in labels)
+    positions = joined(range(len(d)) for d in documents)
+    rest = length - len(ids)
+    bounds = [0]
+    for document in documents:
+        bounds.append(bounds[-1] + len(document))
+    return {
+        "input_ids": ids + [0] * rest,
+        "labels": targets + [-100] * rest,
+        "positions": positions + [0] * rest,
+        "bounds": tuple(bounds),
+    }
+
+
+def shown(row: Row) -> dict[str, object]:
+    arrays = {n: getattr(row, n) for n in ("input_ids", "labels", "positions")}
+    assert all(a.dtype == np.int64 for a in arrays.values())
+    return {**{n: a.tolist() for n, a in arrays.items()}, "bounds": row.segments.bounds}
+
+
+def test_labels_are_shifted_inside_each_document(tmp_path: Path) -> None:
+    documents = [[11, 12, 13], [21, 22], [31, 32, 33, 34]]
+    labels = [[11, -100, 13], [21, 22], [-100, -100, 33, 34]]
+    records = [{"input_ids": i, "labels": x} for i, x in zip(documents, labels, strict=True)]
+    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", records))
+    row = RowStream(corpus, 12, "best_fit", False, 0).row(0)
+    assert shown(row) == slow_row(documents, labels, 12)
+    assert row.samples == (0, 1, 2)
+    assert row.segments.length == 12
+    # Seen to fail: a shift over the whole row makes 21 the target of 13.
+    over_the_row = [*joined(labels)[1:], -100, -100, -100, -100]
+    assert row.labels.tolist() != over_the_row
+    assert over_the_row[2] == 21 and row.labels[2] == -100
+
+
+def test_the_first_label_of_a_sample_is_masked_in_the_corpus(tmp_path: Path) -> None:
+    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6]}]))
+    assert corpus.tokens.tolist() == [5, 6]
+    assert corpus.labels.tolist() == [-100, 6]
+    assert corpus.tokens.dtype == corpus.labels.dtype == np.int32
+    assert not corpus.tokens.flags.writeable
+
+
+def test_a_split_sample_restarts_in_each_piece(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2, 3, 4, 5, 6, 7]}])
+    corpus = corpus_of(path, overlong="split", sequence_length=3)
+    stream = RowStream(corpus, 3, "none", False, 0)
+    want = [slow_row([d], [d], 3) for d in ([1, 2, 3], [4, 5, 6], [7])]
+    assert [shown(stream.row(i)) for i in range(3)] == want
+    assert [stream.row(i).samples for i in range(3)] == [(0,)] * 3
+
+
+def test_rows_in_file_order_epoch_after_epoch(tmp_path: Path) -> None:
+    corpus = corpus_of(write_lengths(tmp_path / "a.jsonl", [3, 3, 3]))
+    stream = RowStream(corpus, 4, "none", False, 0)
+    assert [stream.row(i).samples[0] for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert stream.rows_in(2) == 6
+    assert [stream.steps_in_epochs(n, 4) for n in (1, 2, 3)] == [1, 2, 3]
+    assert stream.rows_in(0) == 0
+    with pytest.raises(IndexError):
+        stream.row(-1)
+
+
+def test_each_epoch_has_every_sample_once_in_its_own_order(tmp_path: Path) -> None:
+    corpus = corpus_of(write_lengths(tmp_path / "a.jsonl", [1 + i % 7 for i in range(50)]))
+    stream = RowStream(corpus, 8, "best_fit", True, 3)
+    orders, first = [], 0
+    for epoch in range(3):
+        rows = range(first, first + stream.rows_in_epoch(epoch))
+        orders.append([s for i in rows for s in stream.row(i).samples])
+        first = rows.stop
+        assert sorted(orders[-1]) == list(range(50))
+    assert first == stream.rows_in(3)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_the_shuffle_is_the_seeds_alone(tmp_path: Path) -> None:
+    corpus = corpus_of(write_lengths(tmp_path / "a.jsonl", [2] * 6))
+    order = [RowStream(corpus, 2, "none", True, 1).row(i).samples[0] for i in range(12)]
+    # Written down once: other machines and later versions must give the same.
+    assert order == [2, 0, 1, 4, 5, 3, 1, 3, 5, 0, 2, 4]
+    other = [RowStream(corpus, 2, "none", True, 2).row(i).samples[0] for i in range(12)]
+    assert other != order
+
+
+def test_random_access_equals_reading_on(tmp_path: Path) -> None:
+    corpus = corpus_of(write_lengths(tmp_path / "a.jsonl", [1 + i % 5 for i in range(23)]))
+    forward = RowStream(corpus, 6, "best_fit", True, 9)
+    rows = [shown(forward.row(i)) for i in range(60)]
+    for index in (59, 0, 31, 59, 7):
+        assert shown(RowStream(corpus, 6, "best_fit", True, 9).row(index)) == rows[index]
+    assert len(forward._plans) <= 2
+
+
+def test_a_far_row_is_found_at_once_where_epochs_are_alike(tmp_path: Path) -> None:
+    corpus = corpus_of(write_lengths(tmp_path / "a.jsonl", [1, 2, 3]))
+    for packing, shuffle in (("none", True), ("best_fit", False)):
+        stream = RowStream(corpus, 3, packing, shuffle, 0)
+        stream.row(10**12)
+        assert not stream._ends
+
+
+def test_weights_are_times_an_epoch(tmp_path: Path) -> None:
+    twice = write_lengths(tmp_path / "twice.jsonl", [2] * 3)
+    half = write_lengths(tmp_path / "half.jsonl", [2] * 4)
+    data = block(source(twice, weight=2), source(half, weight=0.5))
+    corpus = Corpus.open(prepare(data, None, VOCABULARY, tmp_path / "cache"))
+    for shuffle in (False, True):
+        stream = RowStream(corpus, 2, "none", shuffle, 5)
+        assert [stream.rows_in_epoch(e) for e in range(2)] == [8, 8]
+        epochs = [[stream.row(8 * e + i).samples[0] for i in range(8)] for e in range(2)]
+        for epoch in epochs:
+            count = Counter(epoch)
+            assert [count[i] for i in range(3)] == [2, 2, 2]
+            assert sum(count[i] for i in range(3, 7)) == 2
+        # The half that was left out comes in the next epoch.
+        assert sorted(i for epoch in epochs for i in epoch if i > 2) == [3, 4, 5, 6]
+
+
+def test_a_row_without_any_target_is_all_masked(tmp_path: Path) -> None:
+    records = [{"input_ids": [7, 8], "labels": [-100, -100]}, {"input_ids": [9, 10]}]
+    corpus = corpus_of(write_lines(tmp_path / "a.jsonl", records))
+    row = RowStream(corpus, 4, "none", False, 0).row(0)
+    assert row.labels.tolist() == [-100] * 4
+    assert row.segments.bounds == (0, 2)
+
+
+def test_samples_that_no_rule_cuts_are_refused(tmp_path: Path) -> None:
+    corpus = corpus_of(write_lengths(tmp_path / "a.jsonl", [2, 5]))
+    with pytest.raises(ValueError, match=r"a\.jsonl:2"):
+        RowStream(corpus, 4, "none", False, 0)
+    with pytest.raises(ValueError, match="packing"):
+        RowStream(corpus, 8, "first_fit", False, 0)
