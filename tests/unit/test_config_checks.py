@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from uspft.config import RecipeError, load
 from uspft.config.checks import choice, each, flag, free, path, real, tokens, whole
 from uspft.config.problems import Fault
 
@@ -72,3 +75,58 @@ def test_values_that_pass() -> None:
     assert real(0, 1)(1) == 1.0
     assert choice("a", synonyms={"b": "a"})("b") == "a"
     assert flag()(False) is False
+
+
+# Key: what still passes at each end, and the nearest values that do not.
+BOUNDS = {
+    "seed": ([0, 2**63 - 1], [-1, 2**63]),
+    "data.sequence_length": ([2], [1]),
+    "data.workers": ([0], [-1]),
+    "parallel_config.data_parallel": ([1], [0]),
+    "parallel_config.context_parallel": ([1], [0]),
+    "parallel_config.ulysses_degree_in_cp": ([1], [0]),
+    "optimizer.learning_rate": ([1e-30], [0]),
+    "optimizer.eps": ([1e-30], [0]),
+    "optimizer.weight_decay": ([0], [-1e-9]),
+    "optimizer.betas": ([[0, 0.999]], [[0, 1], [-1e-9, 0]]),
+    "lr_schedule.warmup_ratio": ([0, 1], [-1e-9, 1.0001]),
+    "lr_schedule.warmup_steps": ([0], [-1]),
+    "lr_schedule.min_learning_rate": ([0], [-1e-9]),
+    "training.steps": ([1], [0]),
+    "training.epochs": ([], [0]),
+    "training.global_batch_size": ([1], [0]),
+    "training.micro_batch_size": ([1], [0]),
+    "training.max_grad_norm": ([1e-9], [0]),
+    "memory.loss_tile_tokens": ([1], [0]),
+    "checkpoint.every_steps": ([1, None], [0]),
+    "checkpoint.keep_last": ([1], [0]),
+    "logging.every_steps": ([1], [0]),
+    "launch.processes": ([1], [0]),
+    "deepspeed.zero_optimization.stage": ([0, 3], [-1, 4]),
+    "deepspeed.zero_optimization.reduce_bucket_size": ([1], [0]),
+    "deepspeed.zero_optimization.sub_group_size": ([0], [-1]),
+    "deepspeed.aio.block_size": ([1], [0]),
+    "deepspeed.flops_profiler.module_depth": ([-1], [-2]),
+    "model.rope_scaling": (
+        [{"rope_type": "linear", "factor": 1}],
+        [{"rope_type": "linear", "factor": 0.99}],
+    ),
+}
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_bounds(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(
+        "model: {name_or_path: x}\ndata: {train: x, sequence_length: 8}\n"
+        "training: {steps: 3, global_batch_size: 2}\n"
+    )
+    inside, outside = BOUNDS[key]
+    for value in inside:
+        load(file, [f"{key}={json.dumps(value)}"])
+    for value in outside:
+        with pytest.raises(RecipeError) as caught:
+            load(file, [f"{key}={json.dumps(value)}"])
+        (problem,) = caught.value.problems
+        assert problem.key.startswith(key)
+        assert "out of range" in problem.what

@@ -72,6 +72,10 @@ def test_sizes_of_both_generations_of_config(tmp_path: Path) -> None:
     assert shape(tmp_path, old).rope == {"rope_type": "linear", "factor": 2.0}
     assert shape(tmp_path, {**QWEN3, "model_type": "qwen2"}).attention_bias is True
     assert shape(tmp_path, QWEN3, overrides={"num_hidden_layers": 2}).layers == 2
+    assert shape(tmp_path, {**QWEN3, "tie_word_embeddings": True}).tied is True
+    assert shape(tmp_path, without(QWEN3, "tie_word_embeddings")).tied is False
+    assert shape(tmp_path, without(QWEN3, "rope_theta")).rope is None
+    assert shape(tmp_path, {**QWEN3, "num_hidden_layers": 1}).layers == 1
 
 
 def test_the_sizes_are_those_of_transformers(tmp_path: Path) -> None:
@@ -151,6 +155,14 @@ REFUSED: list[tuple[Any, str]] = [
         {**QWEN3, "num_key_value_heads": 5},
         "32 attention heads are not a multiple of 5 key-value heads",
     ),
+    (
+        {**LLAMA, "num_attention_heads": 0},
+        "`num_attention_heads` of FILE is 0, not a whole number of at least 1",
+    ),
+    (
+        {**LLAMA, "num_key_value_heads": 0},
+        "`num_key_value_heads` of FILE is 0, not a whole number of at least 1",
+    ),
     ({**LLAMA, "hidden_size": 100}, "hidden_size 100 is not a multiple of 32 heads"),
     (
         without(QWEN3, "vocab_size"),
@@ -193,6 +205,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ("config", "scaling", "longest"),
     [
         (QWEN3, None, 40960),
+        ({key: value for key, value in QWEN3.items() if key != "rope_theta"}, None, 40960),
         (QWEN3, {"rope_type": "default"}, 40960),
         (QWEN3, {"rope_type": "yarn", "factor": 4.0}, 163840),
         (QWEN3, {"rope_type": "linear", "factor": 1.5}, 61440),

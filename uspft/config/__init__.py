@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from uspft.config.blocks import Recipe
+from uspft.config.blocks import (
+    CheckpointBlock,
+    DataBlock,
+    DeepSpeedBlock,
+    ExportBlock,
+    LaunchBlock,
+    LoggingBlock,
+    MemoryBlock,
+    ModelBlock,
+    OptimizerBlock,
+    ParallelBlock,
+    Recipe,
+    ScheduleBlock,
+    Source,
+    TrainingBlock,
+)
 from uspft.config.loading import Loaded, dump, load
 from uspft.config.model_shape import ModelShape, check_length, read_shape
 from uspft.config.problems import Finding, Origins, Problem, RecipeError
 
 __all__ = [
+    "CheckpointBlock",
+    "DataBlock",
+    "DeepSpeedBlock",
+    "ExportBlock",
     "Finding",
+    "LaunchBlock",
     "Loaded",
+    "LoggingBlock",
+    "MemoryBlock",
+    "ModelBlock",
     "ModelShape",
+    "OptimizerBlock",
     "Origins",
+    "ParallelBlock",
     "Problem",
     "Recipe",
     "RecipeError",
+    "ScheduleBlock",
+    "Source",
+    "TrainingBlock",
     "check_length",
     "dump",
     "load",
