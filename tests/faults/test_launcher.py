@@ -212,3 +212,25 @@ def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:
     run.wait_for("pid", 3)
     run.send(signal.SIGKILL)
     assert run.end(within=10)[0] == -signal.SIGKILL
+
+
+def test_the_cause_among_real_collectives(tmp_path: Path) -> None:
+    script = """
+    import torch, torch.distributed as dist
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        for step in range(1000):
+            if rank == 2 and step == 20:
+                dist.destroy_process_group()  # what the others then say comes before the cause
+                time.sleep(1.0)
+                report(ValueError("boom"))
+            dist.all_reduce(torch.ones(1000))
+    except RuntimeError as error:
+        mark("consequence", error)
+        report(error)
+    """
+    code, shown = launch(tmp_path, 4, script).end(within=60)
+    assert code == 1 and shown.count("failed: ") == 1
+    assert "rank 2 failed: ValueError: boom" in shown
+    assert list(tmp_path.glob("consequence-*"))
