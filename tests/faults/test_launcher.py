@@ -28,6 +28,7 @@ def test_all_ranks_end_well(tmp_path: Path) -> None:
     out, shown = run.process.communicate(timeout=20)
     assert run.process.returncode == 0
     run.assert_nothing_left()
+    assert len(run.pids()) == 6  # three ranks, a child each
     assert (out, shown) == ("out of 0\n", "err of 0\n")
     assert (tmp_path / "logs/rank-0.log").read_text() == "err of 0\n"
     assert (tmp_path / "logs/rank-2.log").read_text() == "out of 2\nerr of 2\n"
