@@ -21,9 +21,9 @@ class Job:
     corpus: Path
     steps: int
     identity: dict[str, Any]
-    resume_from: Path | None
-    tokenizer: str | None
-    command: str
+    resume_from: Path | None = None
+    tokenizer: str | None = None
+    command: str = ""
 
     def write(self, folder: Path) -> None:
         (folder / "recipe.yaml").write_text(dump(self.recipe))

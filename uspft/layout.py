@@ -50,8 +50,12 @@ class Layout:
 
     def groups(self, axes: Collection[str]) -> list[list[int]]:
         """Every set of ranks that differ only along `axes`, each in rank order."""
-        fixed = [range(1) if a in axes else range(d) for a, d in zip(AXES, self.degrees, strict=True)]
-        free = [range(d) if a in axes else range(1) for a, d in zip(AXES, self.degrees, strict=True)]
+        fixed = [
+            range(1) if a in axes else range(d) for a, d in zip(AXES, self.degrees, strict=True)
+        ]
+        free = [
+            range(d) if a in axes else range(1) for a, d in zip(AXES, self.degrees, strict=True)
+        ]
         strides = [prod(self.degrees[:i]) for i in range(len(AXES))]
 
         def rank(place: tuple[int, ...]) -> int:

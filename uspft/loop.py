@@ -68,7 +68,9 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             every = recipe.checkpoint.every_steps
             if every and (step % every == 0 or step == steps) or result.stop:
                 keep = recipe.checkpoint.keep_last
-                save_checkpoint(run.engine, output, step, keep, lambda at: describe(run, at / "model"))
+                save_checkpoint(
+                    run.engine, output, step, keep, lambda at: describe(run, at / "model")
+                )
             if result.stop and step < steps:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
     if recipe.export.huggingface:
@@ -119,11 +121,15 @@ class Meter:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._parameters = parameter_count(run.engine.module.model, embedding=False)
-        name = torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else ""
+        name = (
+            torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else ""
+        )
         self._peak = peak_flops(name)
         run.world.books.close()
 
-    def record(self, step: int, batches: list[Batch], result: StepResult, seconds: float) -> dict[str, Any]:
+    def record(
+        self, step: int, batches: list[Batch], result: StepResult, seconds: float
+    ) -> dict[str, Any]:
         world, layout = self._run.world, self._run.world.layout
         work = sum(batch.plan.areas[world.mesh.ring.index] for batch in batches) / layout.ulysses
         sent = world.books.close()

@@ -67,7 +67,9 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         """Parameter names, in the model's order."""
-        return [key.removeprefix("weight/") for key in self.state["files"] if key.startswith("weight/")]
+        return [
+            key.removeprefix("weight/") for key in self.state["files"] if key.startswith("weight/")
+        ]
 
 
 class CheckpointWeights:
@@ -103,7 +105,11 @@ def delete_older(output: Path, keep: int) -> None:
 
 def set_aside(output: Path) -> Path | None:
     """Move what an earlier run left in an output folder to earlier-<time>/ inside it."""
-    left = [entry for entry in output.iterdir() if not entry.name.startswith("earlier-")] if output.is_dir() else []
+    left = (
+        [entry for entry in output.iterdir() if not entry.name.startswith("earlier-")]
+        if output.is_dir()
+        else []
+    )
     if not left:
         return None
     place = output / time.strftime("earlier-%Y%m%d-%H%M%S")

@@ -61,7 +61,9 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
         findings += shape
         shape = None
     elif shape is None:
-        open_questions.append(f"the sizes of model {recipe.model.name_or_path} (not on this machine)")
+        open_questions.append(
+            f"the sizes of model {recipe.model.name_or_path} (not on this machine)"
+        )
     if ranks is None and device == "cuda" and recipe.launch.processes == "auto":
         ranks = max(1, torch.cuda.device_count()) * hosts
     if ranks is None and recipe.launch.processes != "auto":
@@ -132,15 +134,17 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
         ]
     if device == "cpu" and recipe.model.attention.startswith("flash"):
         return [
-            ("model.attention", f"{recipe.model.attention} runs on GPUs only", "write auto or torch")
+            (
+                "model.attention",
+                f"{recipe.model.attention} runs on GPUs only",
+                "write auto or torch",
+            )
         ]
     return []
 
 
 def _algorithm(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    algorithm = choose(
-        recipe.parallel_config.context_parallel_algo, layout.ulysses, layout.ring
-    )
+    algorithm = choose(recipe.parallel_config.context_parallel_algo, layout.ulysses, layout.ring)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)

@@ -19,6 +19,8 @@ def prepare_deepspeed() -> None:
     logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # torch 2.13 warns on every call of collectives that DeepSpeed uses under their older names.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*|deepspeed.*")
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"torch\.distributed.*|deepspeed.*"
+    )
     warnings.filterwarnings("ignore", category=UserWarning, module=r"deepspeed.*")
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)

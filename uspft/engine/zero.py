@@ -70,6 +70,17 @@ class ZeroEngine:
         self.deepspeed, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=deepspeed_config(recipe, world.layout)
         )
+        if self.stage < 3:
+            self._make_moments()
+
+    def _make_moments(self) -> None:
+        """Give Adam its states now: DeepSpeed finds moments by parameter only for those groups that
+        have them after the first group's first step (stages 1 and 2, 0.19.8)."""
+        for group in self.adam.param_groups:
+            for parameter in group["params"]:
+                zeros = [torch.zeros_like(parameter) for _ in range(2)]
+                state = {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+                self.adam.state[parameter] = state
 
     @property
     def adam(self) -> torch.optim.Optimizer:

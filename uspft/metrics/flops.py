@@ -35,7 +35,9 @@ def peak_flops(device_name: str) -> float | None:
     return None
 
 
-def step_flops(parameters: int, tokens: int, attention_pairs: int, heads: tuple[int, int, int]) -> float:
+def step_flops(
+    parameters: int, tokens: int, attention_pairs: int, heads: tuple[int, int, int]
+) -> float:
     """Forward and backward FLOPs of a step.
 
     parameters: without the embedding look-up; attention_pairs: visible (query, key) pairs of one

@@ -82,7 +82,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
 class _Gradients:
     """Gradients of rows, weight and bias, the latter two summed in float32 or wider."""
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -> None:
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype
+    ) -> None:
         self._weight = weight
         self._d_rows = torch.empty_like(rows)
         self._d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)

@@ -9,13 +9,20 @@ from uspft.sequence.ulysses import Ulysses
 from uspft.sequence.usp import Usp
 from uspft.sequence.whole import Whole
 
-ALGORITHMS = {
-    cls.name: cls
-    for cls in (Whole, Ulysses, Ring, Usp)
-}
+ALGORITHMS = {cls.name: cls for cls in (Whole, Ulysses, Ring, Usp)}
 """Recipe name → algorithm. Tests and the README's table iterate over it."""
 
-__all__ = ["ALGORITHMS", "Algorithm", "Cost", "Heads", "Plan", "Rule", "Split", "choose", "make_plan"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Cost",
+    "Heads",
+    "Plan",
+    "Rule",
+    "Split",
+    "choose",
+    "make_plan",
+]
 
 
 def choose(name: str | None, ulysses: int, ring: int) -> Algorithm:

@@ -80,9 +80,7 @@ def _scatter(
     return received.view(sum(tokens), width, dim).split(shares, dim=1)
 
 
-def _gather(
-    tensors: Sequence[Tensor], tokens: tuple[int, ...], group: Group
-) -> tuple[Tensor, ...]:
+def _gather(tensors: Sequence[Tensor], tokens: tuple[int, ...], group: Group) -> tuple[Tensor, ...]:
     """Each tensor [T, n, D] → [t, N, D]."""
     members, own = group.size, tokens[group.index]
     dim = tensors[0].shape[-1]

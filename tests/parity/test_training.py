@@ -1,0 +1,200 @@
+"""Three steps of the project's own loop against plain transformers in one process.
+
+Every algorithm × 1, 2, 4 processes × ZeRO 0, 1, 2, 3 and 3 with everything partitioned × packed or
+not × 1 or 2 micro-batches, float32. One spawn per number of processes, many engines inside.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.support.models import Documents, Reference, make_documents, make_model, reference
+from tests.support.ranks import spawn
+from uspft.sequence import ALGORITHMS
+
+ROW, STEPS, RATE, CLIP = 48, 3, 1e-3, 0.5
+ZERO: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero3 whole": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+PLAIN_ROWS = [[48], [47], [20], [33], [48], [5], [41], [30]]
+PACKED_ROWS = [[31, 17], [48], [20, 28], [40, 8], [33, 15], [25, 23], [29, 19], [26, 22], [45, 3]]
+"""Lengths that best-fit packing joins in one way only."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: which layout, stage, packing and number of micro-batches."""
+
+    algorithm: str
+    ulysses: int
+    ring: int
+    world: int
+    zero: str
+    packed: bool
+    passes: int
+
+    @property
+    def rows(self) -> int:
+        return self.passes * self.world // (self.ulysses * self.ring)
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        if self.algorithm == "whole":
+            return {}
+        own = {"ulysses_degree_in_cp": self.ulysses} if self.algorithm == "hybrid_cp" else {}
+        context = self.ulysses * self.ring
+        return {"context_parallel": context, "context_parallel_algo": self.algorithm, **own}
+
+
+def cases(world: int) -> list[Case]:
+    layouts = {
+        1: [("whole", 1, 1)],
+        2: [("whole", 1, 1), ("ulysses_cp", 2, 1), ("ring_cp", 1, 2), ("hybrid_cp", 2, 1)],
+        4: [("ulysses_cp", 4, 1), ("ring_cp", 1, 4), ("hybrid_cp", 2, 2), ("ring_cp", 1, 2)],
+    }[world]
+    found = product(layouts, ZERO, (False, True), (1, 2))
+    return [Case(*layout, world, zero, packed, passes) for layout, zero, packed, passes in found]
+
+
+def row_documents(data: dict[bool, Documents], packed: bool) -> list[list[Any]]:
+    """The documents of each row, in the order of the rows."""
+    waiting = iter(data[packed].documents)
+    return [[next(waiting) for _ in row] for row in (PACKED_ROWS if packed else PLAIN_ROWS)]
+
+
+def run_case(case: Case, folder: Path, data: dict[bool, Documents], extra: Any = None) -> Any:
+    """Losses, norms, targets and final parameters of one case, through load, assemble and train."""
+    from uspft.assemble import assemble
+    from uspft.commands.examine import examine
+    from uspft.data import prepare
+    from uspft.engine.quarantine import prepare_deepspeed
+    from uspft.engine.state import read_state
+    from uspft.job import Job
+    from uspft.loop import train
+
+    prepare_deepspeed()
+    rank = torch.distributed.get_rank()
+    out = folder / f"{rank}"
+    recipe = {
+        "output_dir": str(out),
+        "model": {"name_or_path": str(folder / "model"), "dtype": "float32"},
+        "data": {
+            "train": str(data[case.packed].path),
+            "sequence_length": ROW,
+            "packing": "best_fit" if case.packed else "none",
+            "shuffle": False,
+        },
+        "parallel_config": case.parallel,
+        "deepspeed": {"zero_optimization": ZERO[case.zero]},
+        "optimizer": {"learning_rate": RATE, "weight_decay": 1.0},
+        "lr_schedule": {"type": "constant", "warmup_ratio": 0.0},
+        "training": {"steps": STEPS, "global_batch_size": case.rows, "max_grad_norm": CLIP},
+        "memory": {"gradient_checkpointing": case.passes == 2},
+        "checkpoint": {"every_steps": None, "resume": "never"},
+        "export": {"huggingface": False},
+        "launch": {"device": "cpu", "processes": case.world},
+        **(extra or {}),
+    }
+    out.mkdir(exist_ok=True)
+    path = out / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    found = examine(path, [], 1, None)
+    corpus = prepare(found.recipe.data, None, 97, folder / "cache")
+    run = assemble(Job(found.recipe, corpus, STEPS, {}), torch.device("cpu"))
+    (out / "metrics.jsonl").unlink(missing_ok=True)
+    train(run, lambda: False)
+    end = {
+        name: read_state(run.engine, parameter, "weight").clone()
+        for name, parameter in run.engine.module.named().items()
+    }
+    run.engine.close()
+    if rank:
+        return None
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return records, end
+
+
+def work(rank: int, folder: Path, world: int, data: dict[bool, Documents]) -> dict[Case, Any]:
+    torch.set_grad_enabled(True)
+    return {case: run_case(case, folder, data) for case in cases(world)}
+
+
+def mismatch(got: Any, want: Reference) -> list[str]:
+    """What differs by more than rounding."""
+    records, end = got
+    found = []
+    for record, loss, norm, targets in zip(
+        records, want.losses, want.grad_norms, want.targets, strict=True
+    ):
+        if record["target_tokens"] != targets:
+            found.append(f"targets {record['target_tokens']} != {targets}")
+        if abs(record["loss"] - loss) > 1e-5 * loss:
+            found.append(f"loss {record['loss']} != {loss}")
+        if abs(record["grad_norm"] - norm) > 1e-4 * norm:
+            found.append(f"grad_norm {record['grad_norm']} != {norm}")
+    assert end.keys() == want.end.keys()
+    for name, value in end.items():
+        moved = (want.end[name] - want.start[name]).norm()
+        off = (value - want.end[name]).norm() / moved
+        if off > 2e-3:
+            found.append(f"{name} is off by {off:.1e} of its change")
+    return found
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("training")
+    make_model(folder / "model", "llama")
+    data = {
+        False: make_documents(folder / "plain.jsonl", sum(PLAIN_ROWS, []), masked=[0.0, 0.9, 0.4]),
+        True: make_documents(
+            folder / "packed.jsonl", sum(PACKED_ROWS, []), masked=[0.0, 0.95, 0.3]
+        ),
+    }
+    return folder, data
+
+
+@pytest.fixture(scope="module")
+def references(setting: Any) -> Any:
+    folder, data = setting
+    made: dict[tuple[bool, int], Reference] = {}
+
+    def get(packed: bool, rows: int) -> Reference:
+        if (packed, rows) not in made:
+            every = row_documents(data, packed)
+            stream = [every[i % len(every)] for i in range(STEPS * rows)]
+            steps = [sum(stream[i : i + rows], []) for i in range(0, STEPS * rows, rows)]
+            made[packed, rows] = reference(folder / "model", steps, rate=RATE, clip=CLIP)
+        return made[packed, rows]
+
+    return get
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_training_equals_one_process(world: int, setting: Any, references: Any) -> None:
+    folder, data = setting
+    answers = spawn(world, work, folder, world, data)[0]
+    assert len(answers) == {1: 20, 2: 80, 4: 80}[world]
+    wrong = {}
+    for case, got in answers.items():
+        found = mismatch(got, references(case.packed, case.rows))
+        if found:
+            wrong[case] = found
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+
+def test_the_registry_is_covered() -> None:
+    assert {case.algorithm for world in (1, 2, 4) for case in cases(world)} == set(ALGORITHMS)

@@ -1,0 +1,53 @@
+"""The project as its users start it: ./launch.sh, with the Python that runs the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Nothing is installed, no network is asked, two cores are shared by all ranks."""
+    own = {"USPFT_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **own, **extra}
+
+
+def start(recipe: dict[str, Any], folder: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a recipe; its output folder is folder/out."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(folder / "out"), **recipe}))
+    return subprocess.Popen(
+        ["./launch.sh", str(path), *words],
+        cwd=ROOT,
+        env=environment(XDG_CACHE_HOME=str(folder / "cache")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+
+
+def living_ranks(folder: Path) -> list[int]:
+    """Processes of this user whose environment or command names the folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(folder).encode() in text:
+                found.append(int(entry.name))
+    return found

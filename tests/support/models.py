@@ -1,0 +1,108 @@
+"""Tiny models, their data, and plain transformers in one process to compare with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+VOCABULARY = 97
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def make_model(folder: Path, kind: str, *, heads: int = 4, kv_heads: int = 4, **extra: Any) -> Path:
+    """A two-layer model with random biases and norms, so that a dropped gradient shows."""
+    name, own = ARCHITECTURES[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **{**own, **extra},
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Token ids and unshifted labels of each document, as a tokenized JSON Lines file."""
+
+    path: Path
+    documents: list[tuple[list[int], list[int]]]
+
+
+def make_documents(path: Path, lengths: list[int], *, masked: list[float]) -> Documents:
+    """Documents whose first `masked` share has no target: some ranks may have none at all."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for i, length in enumerate(lengths):
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        cut = int(masked[i % len(masked)] * length)
+        found.append((ids, [-100] * cut + ids[cut:]))
+    lines = [json.dumps({"input_ids": ids, "labels": labels}) for ids, labels in found]
+    path.write_text("\n".join(lines) + "\n")
+    return Documents(path, found)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process of plain transformers gives."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    targets: list[int]
+    start: dict[str, torch.Tensor]
+    end: dict[str, torch.Tensor]
+
+
+def reference(
+    model: Path, steps: list[list[tuple[list[int], list[int]]]], *, rate: float, clip: float
+) -> Reference:
+    """Each document alone; loss = sum over all targets of a step ÷ their number; AdamW, decay 1.0."""
+    net = transformers.AutoModelForCausalLM.from_pretrained(
+        model, attn_implementation="eager", dtype=torch.float32
+    ).train()
+    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    groups = [
+        {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 1.0},
+        {"params": [p for p in net.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms, counts = [], [], []
+    for documents in steps:
+        targets = sum(label != -100 for _, labels in documents for label in labels[1:])
+        adam.zero_grad()
+        loss = 0.0
+        for ids, labels in documents:
+            logits = net(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+            part = F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum") / targets
+            part.backward()
+            loss += part.item()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), clip)))
+        losses.append(loss)
+        counts.append(targets)
+        adam.step()
+    end = {name: p.detach().clone() for name, p in net.named_parameters()}
+    return Reference(losses, norms, counts, start, end)

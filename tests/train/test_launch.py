@@ -1,0 +1,177 @@
+"""Whole runs through launch.sh: the numbers, what is written, and what happens when something dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.launch import living_ranks, records, start
+from tests.support.models import Documents, make_documents, make_model, reference
+
+PACKED = [[60, 36], [96], [50, 46], [91, 5]]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
+    folder = tmp_path_factory.mktemp("launch")
+    make_model(folder / "model", "qwen2", heads=4, kv_heads=2)
+    return folder, make_documents(folder / "d.jsonl", sum(PACKED, []), masked=[0.0, 0.9, 0.4])
+
+
+def recipe(setting: tuple[Path, Documents], **blocks: Any) -> dict[str, Any]:
+    folder, data = setting
+    base: dict[str, Any] = {
+        "model": {"name_or_path": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(data.path), "sequence_length": 96, "shuffle": False},
+        "optimizer": {"learning_rate": 1e-3, "weight_decay": 1.0},
+        "lr_schedule": {"type": "constant", "warmup_ratio": 0.0},
+        "training": {"steps": 2, "global_batch_size": 2, "max_grad_norm": 0.5},
+        "checkpoint": {"every_steps": None},
+        "launch": {"device": "cpu"},
+    }
+    return {key: {**base.get(key, {}), **blocks.get(key, {})} for key in {**base, **blocks}}
+
+
+HYBRID = {"context_parallel": 4, "context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}
+RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+
+
+@pytest.mark.parametrize(("parallel", "stage"), [(HYBRID, 3), (RING, 1)])
+def test_metrics_and_model_are_those_of_one_process(
+    setting: tuple[Path, Documents], tmp_path: Path, parallel: dict[str, Any], stage: int
+) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    process = start(recipe(setting, parallel_config=parallel, deepspeed=zero), tmp_path)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    waiting = iter(setting[1].documents)
+    rows = [[next(waiting) for _ in row] for row in PACKED]
+    steps = [rows[0] + rows[1], rows[2] + rows[3]]
+    want = reference(setting[0] / "model", steps, rate=1e-3, clip=0.5)
+    for record, loss, norm, targets in zip(
+        records(tmp_path), want.losses, want.grad_norms, want.targets, strict=True
+    ):
+        assert record["loss"] == pytest.approx(loss, rel=1e-5)
+        assert record["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert record["target_tokens"] == targets
+        assert record["tokens"] == 2 * 96  # a row counts once, however many ranks share it
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/hf")
+    for name, value in model.state_dict().items():
+        if name in want.end:
+            moved = (want.end[name] - want.start[name]).norm()
+            assert (value - want.end[name]).norm() <= 2e-3 * moved, name
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "recipe.yaml",
+        "metrics.jsonl",
+        "environment.json",
+        "hf",
+        "logs",
+    }
+    assert "each row shared by" in out and "done: loss" in out
+    assert json.loads((tmp_path / "out/environment.json").read_text())["versions"]["torch"]
+
+
+def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(
+    setting: tuple[Path, Documents], tmp_path: Path
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    runs = recipe(setting, parallel_config=RING, training={"steps": 25})
+    runs["data"]["shuffle"] = True
+    for folder in (whole, cut):
+        folder.mkdir()
+    process = start(runs, whole)
+    assert process.wait(200) == 0, process.communicate()
+    process = start(runs, cut)
+    _wait_for(lambda: (cut / "out/metrics.jsonl").exists() and len(records(cut)) >= 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert not living_ranks(cut)
+    stopped = records(cut)[-1]["step"]
+    assert stopped < 25
+    assert (cut / "out/checkpoints/latest").read_text() == f"step-{stopped:08d}\n"
+    process = start(runs, cut)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert f"going on from {cut}/out/checkpoints/step-{stopped:08d}" in out
+    again = [r for r in records(cut) if "loss" in r]
+    assert {"resumed_from_step": stopped} in records(cut)
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in again] == [
+        (r["step"], r["loss"], r["grad_norm"]) for r in records(whole)
+    ]
+
+
+def test_a_finished_run_says_so_and_exports_from_its_checkpoint(
+    setting: tuple[Path, Documents], tmp_path: Path
+) -> None:
+    runs = recipe(setting, checkpoint={"every_steps": 1, "keep_last": 1})
+    process = start(runs, tmp_path)
+    assert process.wait(200) == 0, process.communicate()
+    assert [p.name for p in (tmp_path / "out/checkpoints").glob("step-*")] == ["step-00000002"]
+    again = start(runs, tmp_path)
+    out, _ = again.communicate(timeout=100)
+    assert again.returncode == 0
+    assert "all 2 steps are done" in out and "checkpoint.resume=never" in out
+    anew = start(runs, tmp_path, "checkpoint.resume=never")
+    assert anew.wait(200) == 0
+    assert list((tmp_path / "out").glob("earlier-*/checkpoints/step-00000002/state.json"))
+
+    from uspft.__main__ import main
+
+    assert main(["export", str(tmp_path / "out"), f"to={tmp_path / 'exported'}"]) == 0
+    ends = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / place).state_dict()
+        for place in ("out/hf", "exported")
+    ]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
+    setting: tuple[Path, Documents], tmp_path: Path
+) -> None:
+    runs = recipe(setting, parallel_config=RING, optimizer={"learning_rate": 1e30})
+    process = start(runs, tmp_path)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert err.count(" failed: ") == 1
+    assert "step 2, rows 2 to 3" in err and "nothing was updated" in err
+    assert [record["step"] for record in records(tmp_path)] == [1]
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(
+    setting: tuple[Path, Documents], tmp_path: Path
+) -> None:
+    runs = recipe(setting, parallel_config=RING, training={"steps": 100_000})
+    process = start(runs, tmp_path)
+    _wait_for(
+        lambda: (tmp_path / "out/metrics.jsonl").exists() and len(records(tmp_path)) >= 1, process
+    )
+    victim = next(pid for pid in living_ranks(tmp_path) if _rank_of(pid) == "1")
+    os.kill(victim, signal.SIGKILL)
+    died = time.monotonic()
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 1
+    assert time.monotonic() - died < 30
+    assert "rank 1" in err and "killed" in err
+    assert not living_ranks(tmp_path)
+
+
+def _rank_of(pid: int) -> str:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((v[5:].decode() for v in variables if v.startswith(b"RANK=")), "")
+
+
+def _wait_for(true: Any, process: Any, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)

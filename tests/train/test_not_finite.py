@@ -1,0 +1,73 @@
+"""A gradient norm that is not finite stops the run at every stage, and no parameter has moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.test_training import ROW, STEPS, ZERO, Case
+from tests.support.models import make_documents, make_model
+from tests.support.ranks import spawn
+
+
+def work(rank: int, folder: Path, data: Path) -> dict[str, tuple[str, bool]]:
+    import yaml
+
+    from uspft.assemble import assemble
+    from uspft.commands.examine import examine
+    from uspft.data import prepare
+    from uspft.engine.quarantine import prepare_deepspeed
+    from uspft.engine.state import read_state
+    from uspft.engine.zero import NotFinite
+    from uspft.job import Job
+    from uspft.loop import train
+
+    prepare_deepspeed()
+    answers = {}
+    for name, zero in ZERO.items():
+        case = Case("ring_cp", 1, 2, 2, name, False, 1)
+        recipe = {
+            "output_dir": str(folder / name),
+            "model": {"name_or_path": str(folder / "model"), "dtype": "float32"},
+            "data": {"train": str(data), "sequence_length": ROW, "packing": "none"},
+            "parallel_config": case.parallel,
+            "deepspeed": {"zero_optimization": zero},
+            "training": {"steps": STEPS, "global_batch_size": 1},
+            "checkpoint": {"every_steps": None},
+            "export": {"huggingface": False},
+            "launch": {"device": "cpu"},
+        }
+        path = folder / f"{name}-{rank}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        found = examine(path, [], 1, None).recipe
+        (folder / name).mkdir(exist_ok=True)
+        corpus = prepare(found.data, None, 97, folder / f"cache-{rank}")
+        run = assemble(Job(found, corpus, STEPS, {}), torch.device("cpu"))
+        parameters = run.engine.module.named()
+        before = [read_state(run.engine, p, "weight").clone() for p in parameters.values()]
+        if rank == 1:  # one rank's gradient of one parameter is enough
+            bias = next(p for n, p in parameters.items() if n.endswith("layers.1.mlp.up_proj.bias"))
+            bias.register_hook(lambda grad: grad * torch.inf)
+        said = ""
+        try:
+            train(run, lambda: False)
+        except NotFinite as error:
+            said = str(error)
+        after = [read_state(run.engine, p, "weight") for p in parameters.values()]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        answers[name] = said, same
+        run.engine.close()
+    return answers
+
+
+@pytest.mark.timeout(200)
+def test_no_parameter_moves(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "llama")
+    data = make_documents(tmp_path / "d.jsonl", [48, 40], masked=[0.2])
+    for answer in spawn(2, work, tmp_path, data.path):
+        assert answer.keys() == ZERO.keys()
+        for name, (said, same) in answer.items():
+            assert "step 1, rows 0 to 0" in said and "gradient norm" in said, f"{name}: {said}"
+            assert same, f"{name}: parameters moved"

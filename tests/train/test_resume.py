@@ -1,0 +1,105 @@
+"""A run stopped after step k and started again goes on bit for bit, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.support.models import make_documents, make_model
+from tests.support.ranks import spawn
+
+ROW, STEPS = 32, 5
+STAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "zero0": ({"stage": 0}, "float32"),
+    "zero1": ({"stage": 1}, "float32"),
+    "zero2": ({"stage": 2}, "float32"),
+    "zero3": ({"stage": 3}, "float32"),
+    "zero3 whole": ({"stage": 3, "stage3_param_persistence_threshold": 0}, "float32"),
+    "zero2 offload": ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "float32"),
+    "zero3 offload": ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "float32"),
+    "zero1 bf16": ({"stage": 1}, "bfloat16"),
+    "zero3 bf16": ({"stage": 3}, "bfloat16"),
+}
+
+
+def segment(recipe: dict[str, Any], folder: Path, name: str, stop_after: int | None) -> None:
+    """Run a recipe until it ends or stop_after steps are done, as the command would."""
+    from uspft.assemble import assemble
+    from uspft.checkpoint.folder import newest
+    from uspft.commands.examine import examine
+    from uspft.data import prepare
+    from uspft.engine.quarantine import prepare_deepspeed
+    from uspft.job import Job
+    from uspft.loop import Interrupted, train
+
+    prepare_deepspeed()
+    rank = torch.distributed.get_rank()
+    path = folder / f"{name}-{rank}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    found = examine(path, [], 1, None)
+    corpus = prepare(found.recipe.data, None, 97, folder / f"cache-{rank}")
+    torch.distributed.barrier()
+    left = newest(Path(recipe["output_dir"]))
+    torch.distributed.barrier()
+    Path(recipe["output_dir"]).mkdir(exist_ok=True)
+    job = Job(found.recipe, corpus, STEPS, {}, left.folder if left else None)
+    run = assemble(job, torch.device("cpu"))
+    asked = iter(range(STEPS + 1))
+    try:
+        train(run, lambda: stop_after is not None and next(asked) + 1 >= stop_after)
+    except Interrupted:
+        assert stop_after
+    run.engine.close()
+
+
+def work(rank: int, folder: Path, data: Path) -> dict[str, Any]:
+    answers = {}
+    for name, (zero, dtype) in STAGES.items():
+        for way in ("straight", "resumed"):
+            recipe = {
+                "output_dir": str(folder / f"{name}-{way}"),
+                "model": {"name_or_path": str(folder / "model"), "dtype": dtype},
+                "data": {"train": str(data), "sequence_length": ROW, "packing": "none"},
+                "parallel_config": {"context_parallel": 2, "context_parallel_algo": "ring_cp"},
+                "deepspeed": {"zero_optimization": zero},
+                "optimizer": {"learning_rate": 1e-3},
+                "training": {"steps": STEPS, "global_batch_size": 2},
+                "checkpoint": {"every_steps": None},
+                "export": {"huggingface": True},
+                "launch": {"device": "cpu"},
+            }
+            if way == "resumed":
+                segment(recipe, folder, name, 2)
+            segment(recipe, folder, name, None)
+        if rank == 0:
+            answers[name] = [
+                [json.loads(line) for line in (folder / f"{name}-{way}/metrics.jsonl").open()]
+                for way in ("straight", "resumed")
+            ]
+    return answers
+
+
+@pytest.mark.timeout(600)
+def test_a_resumed_run_repeats_the_losses_bit_for_bit(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    make_model(tmp_path / "model", "llama", heads=4, kv_heads=2)
+    data = make_documents(tmp_path / "d.jsonl", [30, 32, 11, 25, 19, 32, 8], masked=[0.0, 0.5])
+    answers = spawn(2, work, tmp_path, data.path)[0]
+    assert answers.keys() == STAGES.keys()
+    for name, (straight, resumed) in answers.items():
+        assert [r for r in resumed if "resumed_from_step" in r] == [{"resumed_from_step": 2}]
+        steps = [r for r in resumed if "loss" in r]
+        assert [r["step"] for r in steps] == list(range(1, STEPS + 1)), name
+        for key in ("loss", "grad_norm", "learning_rate", "target_tokens"):
+            assert [r[key] for r in steps] == [r[key] for r in straight], f"{name}: {key}"
+        ends = [
+            load_file(tmp_path / f"{name}-{w}/hf/model.safetensors")
+            for w in ("straight", "resumed")
+        ]
+        assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0]), name
