@@ -1,4 +1,4 @@
-"""A job: what a command hands to the ranks, through files in a folder that lives as long as the run."""
+"""A job: what a command hands to the ranks, in a folder that lives as long as the run."""
 
 from __future__ import annotations
 

@@ -55,9 +55,8 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                 result = run.engine.step(batches, rate, stop())
             except NotFinite as error:
                 rows = run.loader.rows_of(step)
-                raise NotFinite(
-                    f"step {step}, rows {rows.start} to {rows.stop - 1}: {error}; nothing was updated"
-                ) from None
+                where = f"step {step}, rows {rows.start} to {rows.stop - 1}"
+                raise NotFinite(f"{where}: {error}; nothing was updated") from None
             record = {"step": step, "learning_rate": rate} | meter.record(
                 step, batches, result, time.perf_counter() - started
             )
@@ -66,7 +65,8 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                     journal.write(record)
                 display.step(record)
             every = recipe.checkpoint.every_steps
-            if every and (step % every == 0 or step == steps) or result.stop:
+            due = every and (step % every == 0 or step == steps)
+            if due or result.stop:
                 keep = recipe.checkpoint.keep_last
                 save_checkpoint(
                     run.engine, output, step, keep, lambda at: describe(run, at / "model")
@@ -110,8 +110,8 @@ def _same_rows(run: Run, batches: list[Batch]) -> None:
         highest, lowest = largest([seen, -seen], world.mesh.context, world.device)
         if highest != -lowest:
             raise RuntimeError(
-                f"the ranks that share rows {batch.rows} read different rows (rank {world.mesh.rank}: "
-                f"{int(seen):x}): do all hosts see the same data files?"
+                f"the ranks that share rows {batch.rows} read different rows (rank "
+                f"{world.mesh.rank}: {int(seen):x}): do all hosts see the same data files?"
             )
 
 

@@ -16,7 +16,7 @@ GROUPS = {
     "context": ("ulysses", "ring"),
     "tokens": ("ulysses", "ring", "data"),
 }
-"""Group → axes along which its members differ. `tokens`: ranks that together hold a step's tokens."""
+"""Group → axes along which its members differ. `tokens`: all that hold a step's tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""World = a layout made live: groups, the bound algorithm, the kernel. Several may be alive at once."""
+"""World = a layout made live: groups, algorithm, kernel. Several may be alive at once."""
 
 from __future__ import annotations
 

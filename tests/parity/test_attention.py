@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -57,12 +58,13 @@ def compare(rank: int, world: int, break_order: bool) -> dict[str, list[float]]:
                 ]
             )
             errors[f"{name} U{ulysses} R{ring} {kind} {rows_name}"] = _errors(
-                algorithm, plan, split, heads, rows, index
+                algorithm, plan, split, rows, (heads, index)
             )
     return errors
 
 
-def _errors(algorithm, plan, split, heads, rows, index):  # noqa: ANN001, ANN202, PLR0913
+def _errors(algorithm: Any, plan: Any, split: Split, rows: list[Segments], at: Any) -> list[float]:
+    heads, index = at
     torch.manual_seed(0)
     tokens = LENGTH * len(rows)
     inputs = [

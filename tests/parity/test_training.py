@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ import pytest
 import torch
 import yaml
 
-from tests.support.models import Documents, Reference, make_documents, make_model, reference
+from tests.support.models import (
+    ARCHITECTURES,
+    Documents,
+    Reference,
+    make_documents,
+    make_model,
+    reference,
+)
 from tests.support.ranks import spawn
 from uspft.sequence import ALGORITHMS
 
@@ -44,6 +51,12 @@ class Case:
     zero: str
     packed: bool
     passes: int
+
+    @property
+    def model(self) -> str:
+        """Which architecture: all take turns."""
+        turn = list(ZERO).index(self.zero) + self.packed + 2 * self.passes + self.ring
+        return list(ARCHITECTURES)[turn % len(ARCHITECTURES)]
 
     @property
     def rows(self) -> int:
@@ -74,7 +87,7 @@ def row_documents(data: dict[bool, Documents], packed: bool) -> list[list[Any]]:
     return [[next(waiting) for _ in row] for row in (PACKED_ROWS if packed else PLAIN_ROWS)]
 
 
-def run_case(case: Case, folder: Path, data: dict[bool, Documents], extra: Any = None) -> Any:
+def run_case(case: Case, folder: Path, data: dict[bool, Documents]) -> Any:
     """Losses, norms, targets and final parameters of one case, through load, assemble and train."""
     from uspft.assemble import assemble
     from uspft.commands.examine import examine
@@ -89,7 +102,7 @@ def run_case(case: Case, folder: Path, data: dict[bool, Documents], extra: Any =
     out = folder / f"{rank}"
     recipe = {
         "output_dir": str(out),
-        "model": {"name_or_path": str(folder / "model"), "dtype": "float32"},
+        "model": {"name_or_path": str(folder / case.model), "dtype": "float32"},
         "data": {
             "train": str(data[case.packed].path),
             "sequence_length": ROW,
@@ -105,7 +118,6 @@ def run_case(case: Case, folder: Path, data: dict[bool, Documents], extra: Any =
         "checkpoint": {"every_steps": None, "resume": "never"},
         "export": {"huggingface": False},
         "launch": {"device": "cpu", "processes": case.world},
-        **(extra or {}),
     }
     out.mkdir(exist_ok=True)
     path = out / "recipe.yaml"
@@ -156,11 +168,14 @@ def mismatch(got: Any, want: Reference) -> list[str]:
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("training")
-    make_model(folder / "model", "llama")
+    for kind in ARCHITECTURES:
+        make_model(folder / kind, kind)
     data = {
-        False: make_documents(folder / "plain.jsonl", sum(PLAIN_ROWS, []), masked=[0.0, 0.9, 0.4]),
+        False: make_documents(
+            folder / "plain.jsonl", list(chain(*PLAIN_ROWS)), masked=[0.0, 0.9, 0.4]
+        ),
         True: make_documents(
-            folder / "packed.jsonl", sum(PACKED_ROWS, []), masked=[0.0, 0.95, 0.3]
+            folder / "packed.jsonl", list(chain(*PACKED_ROWS)), masked=[0.0, 0.95, 0.3]
         ),
     }
     return folder, data
@@ -169,15 +184,15 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def references(setting: Any) -> Any:
     folder, data = setting
-    made: dict[tuple[bool, int], Reference] = {}
+    made: dict[tuple[str, bool, int], Reference] = {}
 
-    def get(packed: bool, rows: int) -> Reference:
-        if (packed, rows) not in made:
+    def get(model: str, packed: bool, rows: int) -> Reference:
+        if (model, packed, rows) not in made:
             every = row_documents(data, packed)
             stream = [every[i % len(every)] for i in range(STEPS * rows)]
-            steps = [sum(stream[i : i + rows], []) for i in range(0, STEPS * rows, rows)]
-            made[packed, rows] = reference(folder / "model", steps, rate=RATE, clip=CLIP)
-        return made[packed, rows]
+            steps = [list(chain(*stream[i : i + rows])) for i in range(0, STEPS * rows, rows)]
+            made[model, packed, rows] = reference(folder / model, steps, rate=RATE, clip=CLIP)
+        return made[model, packed, rows]
 
     return get
 
@@ -190,7 +205,7 @@ def test_training_equals_one_process(world: int, setting: Any, references: Any) 
     assert len(answers) == {1: 20, 2: 80, 4: 80}[world]
     wrong = {}
     for case, got in answers.items():
-        found = mismatch(got, references(case.packed, case.rows))
+        found = mismatch(got, references(case.model, case.packed, case.rows))
         if found:
             wrong[case] = found
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())

@@ -80,7 +80,7 @@ class Reference:
 def reference(
     model: Path, steps: list[list[tuple[list[int], list[int]]]], *, rate: float, clip: float
 ) -> Reference:
-    """Each document alone; loss = sum over all targets of a step ÷ their number; AdamW, decay 1.0."""
+    """Each document alone; loss = sum over a step's targets ÷ their number; AdamW, decay 1.0."""
     net = transformers.AutoModelForCausalLM.from_pretrained(
         model, attn_implementation="eager", dtype=torch.float32
     ).train()

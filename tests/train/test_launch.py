@@ -1,4 +1,4 @@
-"""Whole runs through launch.sh: the numbers, what is written, and what happens when something dies."""
+"""Whole runs through launch.sh: numbers, files, and what happens when something dies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ PACKED = [[60, 36], [96], [50, 46], [91, 5]]
 def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
     folder = tmp_path_factory.mktemp("launch")
     make_model(folder / "model", "qwen2", heads=4, kv_heads=2)
-    return folder, make_documents(folder / "d.jsonl", sum(PACKED, []), masked=[0.0, 0.9, 0.4])
+    return folder, make_documents(folder / "d.jsonl", list(chain(*PACKED)), masked=[0.0, 0.9, 0.4])
 
 
 def recipe(setting: tuple[Path, Documents], **blocks: Any) -> dict[str, Any]:

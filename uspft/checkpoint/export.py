@@ -55,7 +55,7 @@ def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")
         return
-    where = {}
+    where: dict[str, str] = {}
     for number, sizes in enumerate(shards):
         name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{number}").rename(folder / name)

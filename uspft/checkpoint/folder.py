@@ -3,7 +3,7 @@
     checkpoints/step-00000500/
         state.json                 step, tensors → file, what a resumed run must agree with
         model/                     config.json and the tokenizer's files
-        part-00003-00000.safetensors   weight/<name>, exp_avg/<name>, exp_avg_sq/<name>, whole tensors
+        part-00003-00000.safetensors   weight/<name>, exp_avg/<name>, exp_avg_sq/<name>, whole
     checkpoints/latest             name of the newest complete one
 
 Whole tensors by name, spread over the ranks that wrote them: any layout and stage can read them.
@@ -82,7 +82,8 @@ class CheckpointWeights:
         value = self._checkpoint.tensor("weight", name)
         if value.shape != shape:
             raise CheckpointError(
-                f"{self._checkpoint.folder}: {name} is {tuple(value.shape)}, the model wants {tuple(shape)}"
+                f"{self._checkpoint.folder}: {name} is {tuple(value.shape)}, "
+                f"the model wants {tuple(shape)}"
             )
         return value
 

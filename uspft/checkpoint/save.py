@@ -91,8 +91,8 @@ def _publish(aside: Path, final: Path, state: dict[str, Any]) -> None:
     missing = [name for name in set(state["files"].values()) if not (aside / name).exists()]
     if missing:
         raise CheckpointError(
-            f"{aside} lacks {', '.join(sorted(missing))}: output_dir must lie on a file system that "
-            "all hosts share"
+            f"{aside} lacks {', '.join(sorted(missing))}: output_dir must lie on a file system "
+            "that all hosts share"
         )
     (aside / "state.json").write_text(json.dumps(state))
     shutil.rmtree(final, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The transfers that the algorithms use; forward ones only, their gradients are the algorithms' own."""
+"""The transfers that algorithms use; their gradients are the algorithms' own."""
 
 from __future__ import annotations
 

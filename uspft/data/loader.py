@@ -29,7 +29,7 @@ class StepLoader:
     leaves of them. Every rank of a row reads the same row and keeps its own tokens.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         stream: RowStream,
         world: World,

@@ -17,7 +17,7 @@ def micro_batches(recipe: Recipe, layout: Layout) -> int:
 
 
 def deepspeed_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
-    """DeepSpeed's dictionary. Ranks that share a row count as data-parallel ones: every rank averages
+    """DeepSpeed's dictionary. Ranks that share a row count as data-parallel ones: each averages
     with every other, and the loss is scaled for it (engine/zero.py).
 
     Accumulation and reduction are float32 whatever the compute type.

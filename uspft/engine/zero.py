@@ -22,8 +22,8 @@ from uspft.engine.deepspeed_config import deepspeed_config, micro_batches
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
-    from uspft.model.causal import CausalLoss
     from uspft.model.build import Partition
+    from uspft.model.causal import CausalLoss
     from uspft.world import World
 
 
@@ -33,7 +33,7 @@ class NotFinite(Exception):
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over the step's target tokens; grad_norm: before clipping; stop: a rank asked to."""
+    """loss: mean over the step's targets; grad_norm: before clipping; stop: a rank asked to."""
 
     loss: float
     grad_norm: float
@@ -142,8 +142,9 @@ class ZeroEngine:
 
 
 def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: 1-D parameters are not decayed. Partitioned ones look 1-D: ask for their shape."""
-    decay, plain = [], []
+    """1-D parameters are not decayed. Partitioned ones look 1-D: ask for their shape."""
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for parameter in module.parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)
         (decay if len(shape) > 1 else plain).append(parameter)

@@ -1,4 +1,4 @@
-"""Attention written out with every score in memory: the reference that kernels are probed against."""
+"""Attention with every score in memory: the reference that kernels are probed against."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a one-device attention kernel is. Shapes: T local tokens, h/g local query/KV heads, D head dim."""
+"""What a one-device attention kernel is.
+
+Shapes: T local tokens, h/g local query/KV heads, D head dim.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class Kernel(Protocol):
         blocks: Sequence[Block],
         scale: float,
     ) -> tuple[list[Gradient], list[Gradient]]:
-        """(dq, dk and dv) of these blocks alone, given saved = (out, lse, dout) of whole rows [T, …].
+        """(dq, dk and dv) of these blocks alone, given saved = (out, lse, dout) of all T tokens.
 
         lse and out are the final ones over all keys, which makes block-wise gradients exact
         (FlashAttention-2, algorithm 2).

@@ -46,8 +46,8 @@ def probe(
         if not error <= TOLERANCE[dtype]:
             raise RuntimeError(
                 f"attention kernel {kernel.name} is wrong on this machine: {name} is off by "
-                f"{error:.1e} of its largest value ({query_heads} query heads, {kv_heads} KV heads, "
-                f"head dim {dim}, {dtype}); choose another model.attention"
+                f"{error:.1e} of its largest value ({query_heads} query heads, {kv_heads} KV "
+                f"heads, head dim {dim}, {dtype}); choose another model.attention"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ def _gather(qkv: tuple[Tensor, Tensor, Tensor], call: Sequence[Block]) -> tuple[
 
 def _take(x: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
     """Ranges of tokens laid end to end; no copy where they already are."""
-    if all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False)):
+    if all(a[1] == b[0] for a, b in pairwise(ranges)):
         return x[ranges[0][0] : ranges[-1][1]]
     return torch.cat([x[start:stop] for start, stop in ranges])
 

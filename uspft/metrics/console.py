@@ -1,4 +1,4 @@
-"""What a person sees while the run goes on: on a terminal a live line, elsewhere a line now and then."""
+"""What a person sees of a run: on a terminal a live line, elsewhere a line now and then."""
 
 from __future__ import annotations
 

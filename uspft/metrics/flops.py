@@ -41,8 +41,8 @@ def step_flops(
     """Forward and backward FLOPs of a step.
 
     parameters: without the embedding look-up; attention_pairs: visible (query, key) pairs of one
-    layer, so documents count, causal half; heads: layers, query heads, head dim. 6 per parameter and
-    token; 12 · heads · dim per pair and layer (two products forward, four backward, 2 each).
+    layer, so documents count, causal half; heads: layers, query heads, head dim. 6 per parameter
+    and token; 12 · heads · dim per pair and layer (two products forward, four backward, 2 each).
     """
     layers, query_heads, dim = heads
     return 6.0 * parameters * tokens + 12.0 * layers * query_heads * dim * attention_pairs

@@ -31,7 +31,7 @@ class Bound:
         self.world, self.plan = world, plan
 
 
-def attention(  # noqa: PLR0913 - transformers' signature
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -48,11 +48,7 @@ def attention(  # noqa: PLR0913 - transformers' signature
     Raises RuntimeError, naming it, for anything that it would have to ignore.
     """
     unknown = sorted(k for k, v in rest.items() if v is not None and k not in IGNORED)
-    for name, value_given in (("attention_mask", attention_mask), ("dropout", dropout)):
-        if value_given is not None and not isinstance(value_given, float | int):
-            unknown.append(name)
-        elif value_given:
-            unknown.append(name)
+    unknown += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout != 0.0)
     if unknown:
         raise RuntimeError(
             f"{type(module).__name__} asks attention for {', '.join(unknown)}, "

@@ -1,4 +1,4 @@
-"""Recipe → model: on meta first, then each parameter filled and, under ZeRO-3, partitioned at once."""
+"""Recipe → model: on meta first, then each parameter filled and, under ZeRO-3, split at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uspft.model.attention import NAME
 from uspft.model.weights import Weights
 
 BATCH_BYTES = 1 << 28
-"""Parameters whole at one time on a rank while a ZeRO-3 model is filled (or one, if it is larger)."""
+"""Parameters whole at one time on a rank while a ZeRO-3 model is filled (one, if larger)."""
 
 Partition = Callable[[list[nn.Parameter]], None]
 
@@ -35,6 +35,7 @@ def build_model(
     """
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    model.tie_weights()  # outside: making a parameter empty makes it another object
     model.config.use_cache = False
     source = weights(model)
     places = _places(model)
@@ -56,7 +57,7 @@ def build_model(
 def _places(
     model: nn.Module,
 ) -> list[tuple[tuple[str, list[tuple[nn.Module, str]]], torch.Size]]:
-    """Every parameter's first name and shape, and all places it stands in: tied ones have several."""
+    """Every parameter's first name and shape, and all its places: tied ones have several."""
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     shapes: dict[int, torch.Size] = {}
     for prefix, module in model.named_modules():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -56,8 +55,12 @@ class Algorithm(Protocol):
     megatron_name: str
     splits: str
     """What it splits, for the README's table."""
-    ulysses: int
-    ring: int
+
+    @property
+    def ulysses(self) -> int: ...
+
+    @property
+    def ring(self) -> int: ...
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         """Why it cannot run here: (recipe key, what is wrong, remedy) each."""
@@ -100,27 +103,15 @@ def rows_must_divide(row_tokens: int, parts: int, why: str) -> list[tuple[str, s
 
 def heads_must_divide(heads: Heads, ulysses: int) -> list[tuple[str, str, str]]:
     """The problem of heads that a Ulysses degree does not divide."""
-    key = "parallel_config.ulysses_degree_in_cp"
-    if heads.query % ulysses:
-        fits = [n for n in range(1, heads.query + 1) if heads.query % n == 0 == heads.kv % n]
-        return [
-            (
-                key,
-                f"a Ulysses degree of {ulysses} does not divide the model's {heads.query} query heads",
-                f"degrees that divide query and KV heads: {_listing(fits)}",
-            )
-        ]
-    if heads.kv % ulysses:
-        fits = [n for n in range(1, heads.kv + 1) if heads.query % n == 0 == heads.kv % n]
-        return [
-            (
-                key,
-                f"a Ulysses degree of {ulysses} does not divide the model's {heads.kv} KV heads",
-                f"write one of {_listing(fits)} and leave the rest to the ring (hybrid_cp, ring_cp)",
-            )
-        ]
-    return []
-
-
-def _listing(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+    fits = [n for n in range(1, heads.kv + 1) if heads.query % n == heads.kv % n == 0]
+    kinds = [("query", heads.query), ("KV", heads.kv)]
+    return [
+        (
+            "parallel_config.context_parallel",
+            f"a Ulysses degree of {ulysses} does not divide the model's {count} {kind} heads",
+            f"degrees that do: {', '.join(map(str, fits))}; the ring can take the rest "
+            "(hybrid_cp with ulysses_degree_in_cp, or ring_cp)",
+        )
+        for kind, count in kinds
+        if count % ulysses
+    ][:1]

@@ -23,8 +23,8 @@ def attend_blocks(
 ) -> Tensor:
     """out [T, h, D] of q [T, h, D] over all keys that the plan's blocks name, differentiable.
 
-    Ring attention (arXiv 2310.01889): at step s the keys of rank i − s are at hand and the next ones
-    on their way. Keys travel again in the backward; each partial dK, dV goes straight to its owner,
+    Ring attention (arXiv 2310.01889): at step s the keys of rank i − s are at hand and the next
+    ones on their way. Keys travel again in the backward; each partial dK, dV goes straight home,
     rounded once to the compute type and summed there in float32.
     """
     out: Tensor = _BlockAttention.apply(*qkv, plan, scale, ring, kernel)
@@ -108,11 +108,10 @@ class _Sum:
 
     def add(self, gradients: list[Gradient]) -> None:
         """Add the gradients of ranges of tokens."""
-        tokens = self._shape[-3]
-        if self._sum is None and self._whole is None and len(gradients) == 1:
-            if (gradients[0].start, gradients[0].stop) == (0, tokens):
-                self._whole = gradients[0].tensors
-                return
+        places = [(g.start, g.stop) for g in gradients]
+        if self._sum is None and self._whole is None and places == [(0, self._shape[-3])]:
+            self._whole = gradients[0].tensors
+            return
         total = self.open()
         for start, stop, tensors in gradients:
             for row, tensor in zip(total, tensors, strict=True):

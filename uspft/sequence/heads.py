@@ -1,6 +1,6 @@
 """The Ulysses exchange: from all heads of few tokens to few heads of more tokens, and back.
 
-Shapes: t this rank's tokens, T its ring rank's tokens, H/G query/KV heads, h/g its share, D head dim.
+Shapes: t this rank's tokens, T its ring rank's, H/G query/KV heads, h/g its share, D head dim.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ Order = list[tuple[Run, ...]]
 class Plan:
     """One rank's share of a micro-batch's attention.
 
-    tokens: how many tokens each context rank holds; sorting: for each token of the ring rank in
-    sequence order, where the Ulysses exchange put it (None: already in order); blocks[j]: queries of
-    this ring rank against keys of ring rank j; areas: attention work of each ring rank, in pairs.
+    tokens: how many tokens each context rank holds. sorting: for each token of the ring rank in
+    sequence order, where the Ulysses exchange put it (None: already in order). blocks[j]: queries
+    of this ring rank against keys of ring rank j. areas: attention work of each ring rank, in pairs.
     """
 
     tokens: tuple[int, ...]

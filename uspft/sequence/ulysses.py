@@ -46,7 +46,7 @@ class Ulysses:
 def attend_over_heads(
     qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
 ) -> Tensor:
-    """Ulysses exchange around blockwise attention: out [t, H, D] of q [t, H, D], k and v [t, G, D]."""
+    """Ulysses exchange around blockwise attention: q [t, H, D], k, v [t, G, D] → out [t, H, D]."""
     if split.ulysses.size == 1:
         return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
     size, first = split.ulysses.size, split.ring.index * split.ulysses.size

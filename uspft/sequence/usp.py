@@ -1,4 +1,4 @@
-"""USP: Ulysses outside, zigzag ring inside, so the ring carries 1/U of the heads (arXiv 2405.07719)."""
+"""USP: Ulysses outside, zigzag ring inside: the ring carries 1/U of the heads (2405.07719)."""
 
 from __future__ import annotations
 
