@@ -6,15 +6,12 @@ not × 1 or 2 micro-batches, float32. One spawn per number of processes, many en
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 
 from tests.support.models import (
     ARCHITECTURES,
@@ -25,6 +22,7 @@ from tests.support.models import (
     reference,
 )
 from tests.support.ranks import spawn
+from tests.support.runs import run_recipe, small_recipe
 from uspft.sequence import ALGORITHMS
 
 ROW, STEPS, RATE, CLIP = 48, 3, 1e-3, 0.5
@@ -88,58 +86,22 @@ def row_documents(data: dict[bool, Documents], packed: bool) -> list[list[Any]]:
 
 
 def run_case(case: Case, folder: Path, data: dict[bool, Documents]) -> Any:
-    """Losses, norms, targets and final parameters of one case, through load, assemble and train."""
-    from uspft.assemble import assemble
-    from uspft.commands.examine import examine
-    from uspft.data import prepare
-    from uspft.engine.quarantine import prepare_deepspeed
-    from uspft.engine.state import read_state
-    from uspft.job import Job
-    from uspft.loop import train
-
-    prepare_deepspeed()
-    rank = torch.distributed.get_rank()
-    out = folder / f"{rank}"
-    recipe = {
-        "output_dir": str(out),
-        "model": {"name_or_path": str(folder / case.model), "dtype": "float32"},
-        "data": {
-            "train": str(data[case.packed].path),
-            "sequence_length": ROW,
-            "packing": "best_fit" if case.packed else "none",
-            "shuffle": False,
-        },
-        "parallel_config": case.parallel,
-        "deepspeed": {"zero_optimization": ZERO[case.zero]},
-        "optimizer": {"learning_rate": RATE, "weight_decay": 1.0},
-        "lr_schedule": {"type": "constant", "warmup_ratio": 0.0},
-        "training": {"steps": STEPS, "global_batch_size": case.rows, "max_grad_norm": CLIP},
-        "memory": {"gradient_checkpointing": case.passes == 2},
-        "checkpoint": {"every_steps": None, "resume": "never"},
-        "export": {"huggingface": False},
-        "launch": {"device": "cpu", "processes": case.world},
-    }
-    out.mkdir(exist_ok=True)
-    path = out / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    found = examine(path, [], 1, None)
-    corpus = prepare(found.recipe.data, None, 97, folder / "cache")
-    run = assemble(Job(found.recipe, corpus, STEPS, {}), torch.device("cpu"))
-    (out / "metrics.jsonl").unlink(missing_ok=True)
-    train(run, lambda: False)
-    end = {
-        name: read_state(run.engine, parameter, "weight").clone()
-        for name, parameter in run.engine.module.named().items()
-    }
-    run.engine.close()
-    if rank:
-        return None
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return records, end
+    """Records and final parameters of one case."""
+    recipe = small_recipe(
+        folder / case.model,
+        data[case.packed].path,
+        ROW,
+        data={"packing": "best_fit" if case.packed else "none"},
+        parallel_config=case.parallel,
+        deepspeed={"zero_optimization": ZERO[case.zero]},
+        training={"steps": STEPS, "global_batch_size": case.rows, "max_grad_norm": CLIP},
+        memory={"gradient_checkpointing": case.passes == 2},
+    )
+    name = "-".join(map(str, astuple(case))).replace(" ", "")
+    return run_recipe(recipe, folder / f"runs-{case.world}" / name)
 
 
 def work(rank: int, folder: Path, world: int, data: dict[bool, Documents]) -> dict[Case, Any]:
-    torch.set_grad_enabled(True)
     return {case: run_case(case, folder, data) for case in cases(world)}
 
 

@@ -78,11 +78,19 @@ class Reference:
 
 
 def reference(
-    model: Path, steps: list[list[tuple[list[int], list[int]]]], *, rate: float, clip: float
+    model: Path,
+    steps: list[list[tuple[list[int], list[int]]]],
+    *,
+    rate: float,
+    clip: float,
+    rope: dict[str, Any] | None = None,
 ) -> Reference:
     """Each document alone; loss = sum over a step's targets ÷ their number; AdamW, decay 1.0."""
+    config = transformers.AutoConfig.from_pretrained(model)
+    if rope:
+        config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **rope}
     net = transformers.AutoModelForCausalLM.from_pretrained(
-        model, attn_implementation="eager", dtype=torch.float32
+        model, config=config, attn_implementation="eager", dtype=torch.float32
     ).train()
     start = {name: p.detach().clone() for name, p in net.named_parameters()}
     groups = [

@@ -7,44 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.test_training import ROW, STEPS, ZERO, Case
+from tests.parity.test_training import ROW, ZERO
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
+from tests.support.runs import prepared, small_recipe
 
 
 def work(rank: int, folder: Path, data: Path) -> dict[str, tuple[str, bool]]:
-    import yaml
-
-    from uspft.assemble import assemble
-    from uspft.commands.examine import examine
-    from uspft.data import prepare
-    from uspft.engine.quarantine import prepare_deepspeed
     from uspft.engine.state import read_state
     from uspft.engine.zero import NotFinite
-    from uspft.job import Job
     from uspft.loop import train
 
-    prepare_deepspeed()
     answers = {}
     for name, zero in ZERO.items():
-        case = Case("ring_cp", 1, 2, 2, name, False, 1)
-        recipe = {
-            "output_dir": str(folder / name),
-            "model": {"name_or_path": str(folder / "model"), "dtype": "float32"},
-            "data": {"train": str(data), "sequence_length": ROW, "packing": "none"},
-            "parallel_config": case.parallel,
-            "deepspeed": {"zero_optimization": zero},
-            "training": {"steps": STEPS, "global_batch_size": 1},
-            "checkpoint": {"every_steps": None},
-            "export": {"huggingface": False},
-            "launch": {"device": "cpu"},
-        }
-        path = folder / f"{name}-{rank}.yaml"
-        path.write_text(yaml.safe_dump(recipe))
-        found = examine(path, [], 1, None).recipe
-        (folder / name).mkdir(exist_ok=True)
-        corpus = prepare(found.data, None, 97, folder / f"cache-{rank}")
-        run = assemble(Job(found, corpus, STEPS, {}), torch.device("cpu"))
+        parallel = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+        deepspeed = {"zero_optimization": zero}
+        recipe = small_recipe(
+            folder / "model", data, ROW, parallel_config=parallel, deepspeed=deepspeed
+        )
+        run = prepared(recipe, folder / name)
         parameters = run.engine.module.named()
         before = [read_state(run.engine, p, "weight").clone() for p in parameters.values()]
         if rank == 1:  # one rank's gradient of one parameter is enough

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
+from tests.support.runs import prepared, small_recipe
 
 ROW, STEPS = 32, 5
 STAGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -27,28 +27,11 @@ STAGES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def segment(recipe: dict[str, Any], folder: Path, name: str, stop_after: int | None) -> None:
-    """Run a recipe until it ends or stop_after steps are done, as the command would."""
-    from uspft.assemble import assemble
-    from uspft.checkpoint.folder import newest
-    from uspft.commands.examine import examine
-    from uspft.data import prepare
-    from uspft.engine.quarantine import prepare_deepspeed
-    from uspft.job import Job
+def segment(recipe: dict[str, Any], output: Path, stop_after: int | None) -> None:
+    """Go on with a recipe until it ends or stop_after steps are done, as the command would."""
     from uspft.loop import Interrupted, train
 
-    prepare_deepspeed()
-    rank = torch.distributed.get_rank()
-    path = folder / f"{name}-{rank}.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    found = examine(path, [], 1, None)
-    corpus = prepare(found.recipe.data, None, 97, folder / f"cache-{rank}")
-    torch.distributed.barrier()
-    left = newest(Path(recipe["output_dir"]))
-    torch.distributed.barrier()
-    Path(recipe["output_dir"]).mkdir(exist_ok=True)
-    job = Job(found.recipe, corpus, STEPS, {}, left.folder if left else None)
-    run = assemble(job, torch.device("cpu"))
+    run = prepared(recipe, output, resume=True)
     asked = iter(range(STEPS + 1))
     try:
         train(run, lambda: stop_after is not None and next(asked) + 1 >= stop_after)
@@ -60,27 +43,24 @@ def segment(recipe: dict[str, Any], folder: Path, name: str, stop_after: int | N
 def work(rank: int, folder: Path, data: Path) -> dict[str, Any]:
     answers = {}
     for name, (zero, dtype) in STAGES.items():
-        for way in ("straight", "resumed"):
-            recipe = {
-                "output_dir": str(folder / f"{name}-{way}"),
-                "model": {"name_or_path": str(folder / "model"), "dtype": dtype},
-                "data": {"train": str(data), "sequence_length": ROW, "packing": "none"},
-                "parallel_config": {"context_parallel": 2, "context_parallel_algo": "ring_cp"},
-                "deepspeed": {"zero_optimization": zero},
-                "optimizer": {"learning_rate": 1e-3},
-                "training": {"steps": STEPS, "global_batch_size": 2},
-                "checkpoint": {"every_steps": None},
-                "export": {"huggingface": True},
-                "launch": {"device": "cpu"},
-            }
-            if way == "resumed":
-                segment(recipe, folder, name, 2)
-            segment(recipe, folder, name, None)
-        if rank == 0:
-            answers[name] = [
-                [json.loads(line) for line in (folder / f"{name}-{way}/metrics.jsonl").open()]
-                for way in ("straight", "resumed")
-            ]
+        recipe = small_recipe(
+            folder / "model",
+            data,
+            ROW,
+            model={"dtype": dtype},
+            data={"shuffle": True},
+            parallel_config={"context_parallel": 2, "context_parallel_algo": "ring_cp"},
+            deepspeed={"zero_optimization": zero},
+            training={"steps": STEPS, "global_batch_size": 2},
+            export={"huggingface": True},
+        )
+        segment(recipe, folder / f"{name}-straight", None)
+        segment(recipe, folder / f"{name}-resumed", 2)
+        segment(recipe, folder / f"{name}-resumed", None)
+        answers[name] = [
+            [json.loads(line) for line in (folder / f"{name}-{way}/metrics.jsonl").open()]
+            for way in ("straight", "resumed")
+        ]
     return answers
 
 

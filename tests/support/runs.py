@@ -1,0 +1,75 @@
+"""Runs inside one spawn of ranks, through the project's own load, check, assemble and train."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+VOCABULARY = 97
+
+
+def small_recipe(folder: Path, corpus: Path, row: int, /, **blocks: Any) -> dict[str, Any]:
+    """A recipe for a tiny model in float32 on CPU; blocks are merged into it."""
+    base: dict[str, Any] = {
+        "model": {"name_or_path": str(folder), "dtype": "float32"},
+        "data": {"train": str(corpus), "sequence_length": row, "packing": "none", "shuffle": False},
+        "optimizer": {"learning_rate": 1e-3, "weight_decay": 1.0},
+        "lr_schedule": {"type": "constant", "warmup_ratio": 0.0},
+        "training": {"steps": 3, "global_batch_size": 1, "max_grad_norm": 0.5},
+        "checkpoint": {"every_steps": None},
+        "export": {"huggingface": False},
+        "launch": {"device": "cpu"},
+    }
+    return {key: {**base.get(key, {}), **blocks.get(key, {})} for key in {**base, **blocks}}
+
+
+def prepared(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any:
+    """A Run of this rank, ready to train into output; collective."""
+    from uspft.assemble import assemble
+    from uspft.checkpoint.folder import newest
+    from uspft.commands.examine import examine
+    from uspft.data import prepare
+    from uspft.engine.quarantine import prepare_deepspeed
+    from uspft.job import Job
+
+    prepare_deepspeed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"recipe-{rank}.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(output), **recipe}))
+    found = examine(path, [f"launch.processes={world}"], 1, None).recipe
+    path.unlink()
+    corpus = prepare(found.data, None, VOCABULARY, output.parent / f"cache-{rank}")
+    checkpoint = newest(output) if resume else None
+    dist.barrier()
+    steps = found.training.steps
+    assert steps
+    job = Job(found, corpus, steps, {}, checkpoint.folder if checkpoint else None)
+    return assemble(job, torch.device("cpu"))
+
+
+def run_recipe(
+    recipe: dict[str, Any], output: Path, *, before: Callable[[Any], None] | None = None
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]] | None:
+    """Train; rank 0 gets (records of metrics.jsonl, final master weights). before: sees the Run."""
+    from uspft.engine.state import read_state
+    from uspft.loop import train
+
+    run = prepared(recipe, output)
+    if before:
+        before(run)
+    train(run, lambda: False)
+    end = {
+        name: read_state(run.engine, parameter, "weight").clone()
+        for name, parameter in run.engine.module.named().items()
+    }
+    run.engine.close()
+    if dist.get_rank():
+        return None
+    return [json.loads(line) for line in (output / "metrics.jsonl").open()], end
