@@ -1,0 +1,269 @@
+"""Every recipe passes `check`, every fragment is used, every model's shape counts as published."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from uspft.commands.place import CONFIGS
+from uspft.config import ModelShape, Recipe, load, read_shape
+from uspft.config.blocks import ModelBlock
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.name for path in (ROOT / "recipes").iterdir())
+FRAGMENTS = sorted(
+    path.relative_to(ROOT / "configs").as_posix()
+    for room in ("zero", "parallel")
+    for path in (ROOT / "configs" / room).iterdir()
+)
+MODELS = sorted(path.name for path in (ROOT / "configs/models").iterdir())
+BUILT_FOR = re.compile(r"(?P<model>.+)-(?P<task>[a-z]+)-(?P<layout>[a-z]+)-(?P<length>\d+k)")
+LAYOUTS = {"whole": 1, "ulysses": "ulysses_cp", "ring": "ring_cp", "hybrid": "hybrid_cp"}
+QUICKSTART = "quickstart.yaml"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The processes a recipe is for, and what `check` prints of its layout."""
+
+    ranks: int
+    layout: str
+
+
+# What each recipe is: written here a second time, by hand.
+WANTED = {
+    QUICKSTART: Wanted(4, "each row shared by 4 (Ulysses 2 × ring 2), 1 row at a time; ZeRO-3"),
+    "llama3.1-8b-text-hybrid-128k.yaml": Wanted(
+        8, "each row shared by 8 (Ulysses 4 × ring 2), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "llama3.1-8b-text-hybrid-128k-16gpu.yaml": Wanted(
+        16, "each row shared by 16 (Ulysses 8 × ring 2), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "llama3.1-8b-text-ulysses-64k.yaml": Wanted(
+        2, "each row shared by 2 (Ulysses), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "qwen2.5-7b-chat-ulysses-32k.yaml": Wanted(
+        8, "each row shared by 4 (Ulysses), 2 rows at a time; ZeRO-2, bfloat16 on cuda"
+    ),
+    "qwen3-8b-text-ring-64k.yaml": Wanted(
+        8, "each row shared by 8 (zigzag ring), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "qwen3-0.6b-chat-whole-8k.yaml": Wanted(
+        1, "each row whole on one process, 1 row at a time; ZeRO-1, bfloat16 on cuda"
+    ),
+}
+FOR_GPUS = sorted(set(WANTED) - {QUICKSTART})
+
+# As the models' publishers count them (safetensors on the hub, tied embeddings once).
+PARAMETERS = {
+    "Qwen--Qwen2.5-0.5B.json": 494_032_768,
+    "Qwen--Qwen2.5-1.5B.json": 1_543_714_304,
+    "Qwen--Qwen2.5-7B.json": 7_615_616_512,
+    "Qwen--Qwen2.5-7B-Instruct.json": 7_615_616_512,
+    "Qwen--Qwen2.5-32B.json": 32_763_876_352,
+    "Qwen--Qwen2.5-72B.json": 72_706_203_648,
+    "Qwen--Qwen3-0.6B.json": 596_049_920,
+    "Qwen--Qwen3-1.7B.json": 1_720_574_976,
+    "Qwen--Qwen3-4B.json": 4_022_468_096,
+    "Qwen--Qwen3-8B.json": 8_190_735_360,
+    "Qwen--Qwen3-14B.json": 14_768_307_200,
+    "Qwen--Qwen3-32B.json": 32_762_123_264,
+    "meta-llama--Llama-3.1-8B.json": 8_030_261_248,
+    "meta-llama--Llama-3.1-8B-Instruct.json": 8_030_261_248,
+    "meta-llama--Llama-3.1-70B.json": 70_553_706_496,
+    "meta-llama--Llama-3.2-1B.json": 1_235_814_400,
+}
+
+
+def recipe(name: str) -> Recipe:
+    return load(ROOT / "recipes" / name).recipe
+
+
+def top(name: str) -> str:
+    """The comment that a recipe begins with, as one line."""
+    lines = []
+    for line in (ROOT / "recipes" / name).read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").strip())
+    return " ".join(lines)
+
+
+def bases(path: Path) -> list[Path]:
+    """What a recipe or fragment lists under `base:`, and what that lists in its turn."""
+    listed = [path.parent / name for name in yaml.safe_load(path.read_text()).get("base", [])]
+    return listed + [below for found in listed for below in bases(found)]
+
+
+def test_the_files_are_found() -> None:
+    assert set(RECIPES) == set(WANTED)
+    assert set(MODELS) == {*PARAMETERS, "quickstart.json"}
+    assert len(MODELS) == 17
+    assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 5 + ["zero"] * 4
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project beside an empty home, where nobody else writes."""
+    folder = tmp_path_factory.mktemp("copy")
+    (folder / "home").mkdir()
+    for name in ("uspft", "configs", "recipes", "data"):
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / "project" / name, ignore=unwanted)
+    return folder
+
+
+def check(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `check` without a network or a GPU; everything it might write lies under `copy`."""
+    dropped = ("HF_", "XDG_", "NNODES", "SLURM_", "USPFT_", "PYTHONPATH")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    own = {"HOME": str(copy / "home"), "TMPDIR": str(copy / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "uspft", "check", *words],
+        cwd=copy / "project",
+        env={**kept, **own, **offline},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int] | None]:
+    """Every folder below, and every file with its size and the time it was last written."""
+    found = {}
+    for path in folder.rglob("*"):
+        state = path.stat()
+        found[str(path)] = (state.st_size, state.st_mtime_ns) if path.is_file() else None
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_passes_check(copy: Path, name: str) -> None:
+    before = listing(copy)
+    ranks = ["--ranks", "16"] if name.endswith("-16gpu.yaml") else []
+    done = check(copy, f"recipes/{name}", *ranks)
+    assert (done.returncode, done.stderr) == (0, "")
+    wanted = WANTED[name]
+    processes = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}"
+    assert f"layout: {processes}, {wanted.layout}" in done.stdout
+    assert "no problem found" in done.stdout
+    assert "\nmodel: " in done.stdout and "not checked" not in done.stdout, "no shape for its model"
+    assert listing(copy) == before
+
+
+def test_a_recipe_that_does_not_fit_is_seen(copy: Path) -> None:
+    done = check(copy, "recipes/llama3.1-8b-text-hybrid-128k-16gpu.yaml")
+    assert done.returncode == 2
+    assert "does not divide the 8 processes" in done.stderr
+    done = check(copy, "recipes/qwen3-8b-text-ring-64k.yaml", "model.rope_scaling=null")
+    assert done.returncode == 2
+    assert "is 65536, and the model has 40960 positions" in done.stderr
+
+
+def test_a_written_file_is_seen(copy: Path) -> None:
+    before = listing(copy)
+    (copy / "home/.cache").mkdir()
+    assert listing(copy) != before
+    (copy / "home/.cache").rmdir()
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_a_recipe_says_what_it_is(name: str) -> None:
+    said = top(name)
+    assert "It has not been run at that size." in said
+    assert f"./launch.sh recipes/{name}" in said
+    assert re.search(rf"\b{WANTED[name].ranks} GPUs?\b", said)
+
+
+def test_the_quickstart_says_how_to_start_it() -> None:
+    assert f"./launch.sh recipes/{QUICKSTART}" in top(QUICKSTART)
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_a_recipe_is_named_after_what_it_holds(name: str) -> None:
+    built = BUILT_FOR.match(name)
+    assert built is not None
+    found = recipe(name)
+    model = (found.model.name_or_path or "").split("/")[1].lower().removesuffix("-instruct")
+    assert model.replace("llama-", "llama") == built["model"]
+    assert found.data.format == {"text": "text", "chat": "messages"}[built["task"]]
+    assert (found.data.chat_template is not None) == (built["task"] == "chat")
+    parallel = found.parallel_config
+    split = parallel.context_parallel if built["layout"] == "whole" else None
+    assert (split or parallel.context_parallel_algo) == LAYOUTS[built["layout"]]
+    assert found.data.sequence_length == int(built["length"].removesuffix("k")) * 1024
+    assert name in (f"{built[0]}.yaml", f"{built[0]}-{WANTED[name].ranks}gpu.yaml")
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_a_recipe_for_gpus_saves_their_memory(name: str) -> None:
+    found = recipe(name)
+    assert (found.model.dtype, found.launch.device) == ("bfloat16", "cuda")
+    assert found.memory.gradient_checkpointing
+    replicas = WANTED[name].ranks // found.parallel_config.context_parallel
+    assert found.training.global_batch_size % replicas == 0, "a step would hold empty rows"
+
+
+def test_the_sixteen_gpus_repeat_the_eight() -> None:
+    eight, sixteen = (recipe(f"llama3.1-8b-text-hybrid-128k{end}.yaml") for end in ("", "-16gpu"))
+    apart = {"output_dir": None, "parallel_config": None}
+    assert eight.model_copy(update=apart) == sixteen.model_copy(update=apart)
+    assert eight.parallel_config != sixteen.parallel_config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_base_of_a_recipe_exists(name: str) -> None:
+    listed = bases(ROOT / "recipes" / name)
+    assert [path for path in listed if not path.is_file()] == []
+    assert name == QUICKSTART or listed
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_every_fragment_is_used(name: str) -> None:
+    used = {path.resolve() for recipe in RECIPES for path in bases(ROOT / "recipes" / recipe)}
+    fragment = ROOT / "configs" / name
+    assert fragment.resolve() in used
+    assert fragment.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_models_shape_has_as_many_parameters_as_published(name: str) -> None:
+    config = AutoConfig.from_pretrained(ROOT / "configs/models" / name, local_files_only=True)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    assert {p.device for p in model.parameters()} == {torch.device("meta")}
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_models_shape_is_read_as_transformers_reads_it(name: str) -> None:
+    hub_id = name.removesuffix(".json").replace("--", "/")
+    shape = read_shape(ModelBlock(name_or_path=hub_id), CONFIGS)
+    assert isinstance(shape, ModelShape)
+    config = AutoConfig.from_pretrained(ROOT / "configs/models" / name, local_files_only=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // shape.heads
+    assert shape.rope == config.rope_parameters
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        head_dim,
+    )
+    assert (shape.layers, shape.hidden_size, shape.max_positions, shape.tied) == (
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.max_position_embeddings,
+        config.tie_word_embeddings,
+    )
