@@ -24,7 +24,7 @@ def spawn(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
             _rank, (world, folder, work, args), nprocs=world, start_method="spawn"
         )
         answers = [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world)]
-    wrong = [f"rank {rank} of {world}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+    wrong = [f"rank {r} of {world}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
     assert not wrong, "\n".join(sorted(wrong, key=lambda text: "Connection closed" in text))
     return [answer for _, answer in answers]
 

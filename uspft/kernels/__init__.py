@@ -2,7 +2,8 @@
 
 from uspft.kernels.blocks import Block, area
 from uspft.kernels.choose import choose_kernel
+from uspft.kernels.grouped import Grouped
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.merge import Partial
 
-__all__ = ["Block", "Kernel", "Partial", "area", "choose_kernel"]
+__all__ = ["Block", "Grouped", "Kernel", "Partial", "area", "choose_kernel"]

@@ -102,7 +102,10 @@ def rows_must_divide(row_tokens: int, parts: int, why: str) -> list[tuple[str, s
 
 
 def heads_must_divide(heads: Heads, ulysses: int) -> list[tuple[str, str, str]]:
-    """The problem of heads that a Ulysses degree does not divide."""
+    """The problem of heads that a Ulysses degree does not divide.
+
+    The exchange itself takes any number of heads; uneven ones wait for their books and benchmarks.
+    """
     fits = [n for n in range(1, heads.kv + 1) if heads.query % n == heads.kv % n == 0]
     kinds = [("query", heads.query), ("KV", heads.kv)]
     return [

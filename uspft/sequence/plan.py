@@ -19,7 +19,7 @@ class Plan:
 
     tokens: how many tokens each context rank holds. sorting: for each token of the ring rank in
     sequence order, where the Ulysses exchange put it (None: already in order). blocks[j]: queries
-    of this ring rank against keys of ring rank j. areas: attention work of each ring rank, in pairs.
+    of this ring rank against keys of ring rank j. areas: work of each ring rank, in pairs.
     """
 
     tokens: tuple[int, ...]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from uspft.batch import Segments
+from uspft.kernels import Grouped
 from uspft.sequence.algorithm import Cost, Heads, Rule, Split, heads_must_divide, rows_must_divide
 from uspft.sequence.blockwise import attend_blocks
-from uspft.sequence.heads import gather_heads, scatter_heads
+from uspft.sequence.heads import gather_heads, scatter_heads, split_heads
 from uspft.sequence.order import zigzag
 from uspft.sequence.plan import Plan, Run
 
@@ -47,25 +48,38 @@ def attend_over_heads(
     qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
 ) -> Tensor:
     """Ulysses exchange around blockwise attention: q [t, H, D], k, v [t, G, D] → out [t, H, D]."""
-    if split.ulysses.size == 1:
-        return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
     size, first = split.ulysses.size, split.ring.index * split.ulysses.size
+    if size == 1:
+        return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
     tokens = plan.tokens[first : first + size]
-    qkv = scatter_heads(qkv, tokens, split.ulysses)
+    query, kv = qkv[0].shape[1], qkv[1].shape[1]
+    shares = split_heads(query, kv, size)
+    groups = shares.groups(split.ulysses.index, query // kv)
+    kernel = split.kernel if len(groups) == 1 else Grouped(split.kernel, groups)
+    q, k, v = scatter_heads(qkv, tokens, split.ulysses)
     if plan.sorting is None:
-        out = attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
-        return gather_heads(out, tokens, split.ulysses)
-    index = torch.tensor(plan.sorting, device=qkv[0].device)
-    q, k, v = (x.index_select(0, index) for x in qkv)
-    out = attend_blocks((q, k, v), plan, rule.scale, split.ring, split.kernel)
+        out = attend_blocks((q, k, v), plan, rule.scale, split.ring, kernel)
+        return gather_heads(out, shares, tokens, split.ulysses)
+    index = torch.tensor(plan.sorting, device=q.device)
+    q, k, v = (x.index_select(0, index) for x in (q, k, v))
+    out = attend_blocks((q, k, v), plan, rule.scale, split.ring, kernel)
     received = torch.empty_like(index)
     received[index] = torch.arange(len(index), device=index.device)
-    return gather_heads(out.index_select(0, received), tokens, split.ulysses)
+    return gather_heads(out.index_select(0, received), shares, tokens, split.ulysses)
 
 
 def exchange_elements(tokens: int, heads: Heads, ulysses: int) -> int:
-    """Elements that a rank of `tokens` tokens sends in both exchanges, forward and backward.
+    """Elements that the busiest of `ulysses` ranks of `tokens` tokens sends, forward and backward.
 
-    q, k, v and out once each way: 2 · (U − 1) / U · (2H + 2G) · tokens · D.
+    Forward: the others' shares of q, k, v, then its own heads of out for the others' tokens;
+    backward the same sizes again, the other way round. 2 · (U − 1) / U · (2H + 2G) · tokens · D
+    where the heads divide.
     """
-    return 2 * tokens * heads.dim * (2 * heads.query + 2 * heads.kv) * (ulysses - 1) // ulysses
+    shares = split_heads(heads.query, heads.kv, ulysses)
+    own = [(b - a, 2 * (d - c)) for (a, b), (c, d) in zip(shares.query, shares.kv, strict=True)]
+    total = sum(q + kv for q, kv in own)
+    busiest = max(
+        (total - q - kv) + (ulysses - 1) * q + (ulysses - 1) * (q + kv) + (heads.query - q)
+        for q, kv in own
+    )
+    return busiest * tokens * heads.dim

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from uspft.batch import Segments
 from uspft.sequence.algorithm import Cost, Heads, Rule, Split, heads_must_divide, rows_must_divide
+from uspft.sequence.heads import split_heads
 from uspft.sequence.order import zigzag
 from uspft.sequence.plan import Plan, Run
 from uspft.sequence.ring import ring_elements
@@ -26,9 +27,8 @@ class Usp:
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         parts = 2 * self.ring * self.ulysses if self.ring > 1 else self.ulysses
-        return heads_must_divide(heads, self.ulysses) + rows_must_divide(
-            row_tokens, parts, f"2 × ring {self.ring} × Ulysses {self.ulysses}"
-        )
+        why = f"2 × ring {self.ring} × Ulysses {self.ulysses}"
+        return heads_must_divide(heads, self.ulysses) + rows_must_divide(row_tokens, parts, why)
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
         return zigzag(segments.length, self.ulysses, self.ring)
@@ -40,7 +40,7 @@ class Usp:
 
     def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
         tokens = row_tokens // (self.ulysses * self.ring)
-        share = Heads(heads.query // self.ulysses, heads.kv // self.ulysses, heads.dim)
-        ring = ring_elements(tokens * self.ulysses, share, self.ring)
+        most = max(b - a for a, b in split_heads(heads.query, heads.kv, self.ulysses).kv)
+        ring = ring_elements(tokens * self.ulysses, heads._replace(kv=most), self.ring)
         exchange = exchange_elements(tokens, heads, self.ulysses)
         return Cost(all_to_all=exchange * element_bytes, ring=ring * element_bytes)

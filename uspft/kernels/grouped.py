@@ -1,0 +1,78 @@
+"""Query heads that share KV heads unevenly, for kernels that want equal shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from uspft.kernels.blocks import Block
+from uspft.kernels.kernel import Gradient, Kernel, Part
+
+Heads = tuple[int, int]
+
+
+class Grouped:
+    """Runs a kernel once for each (query, KV) range of heads, and lays the results side by side.
+
+    Ranges cover all query heads in order; a KV head stands in one range. No range at all (a rank
+    without heads) computes nothing.
+    """
+
+    def __init__(self, kernel: Kernel, groups: Sequence[tuple[Heads, Heads]]) -> None:
+        self.name = kernel.name
+        self._kernel, self._groups = kernel, groups
+
+    def forward(
+        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
+    ) -> list[Part]:
+        calls = [self._kernel.forward(_heads(qkv, group), blocks, scale) for group in self._groups]
+        return [
+            Part(
+                parts[0].q0,
+                parts[0].q1,
+                torch.cat([part.out for part in parts], dim=1),
+                torch.cat([part.lse for part in parts], dim=0),
+            )
+            for parts in zip(*calls, strict=True)
+        ]
+
+    def backward(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        saved: tuple[Tensor, Tensor, Tensor],
+        blocks: Sequence[Block],
+        scale: float,
+    ) -> tuple[list[Gradient], list[Gradient]]:
+        out, lse, dout = saved
+        queries, keys = [], []
+        for group in self._groups:
+            a, b = group[0]
+            part = out[:, a:b], lse[a:b], dout[:, a:b]
+            dq, dkv = self._kernel.backward(_heads(qkv, group), part, blocks, scale)
+            queries.append(dq)
+            keys.append(dkv)
+        return _side_by_side(queries), _side_by_side(keys)
+
+
+def _heads(
+    qkv: tuple[Tensor, Tensor, Tensor], group: tuple[Heads, Heads]
+) -> tuple[Tensor, Tensor, Tensor]:
+    (a, b), (c, d) = group
+    q, k, v = qkv
+    return q[:, a:b], k[:, c:d], v[:, c:d]
+
+
+def _side_by_side(calls: list[list[Gradient]]) -> list[Gradient]:
+    return [
+        Gradient(
+            group[0].start,
+            group[0].stop,
+            tuple(
+                torch.cat(tensors, dim=1)
+                for tensors in zip(*(g.tensors for g in group), strict=True)
+            ),
+        )
+        for group in zip(*calls, strict=True)
+    ]
