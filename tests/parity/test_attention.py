@@ -44,12 +44,13 @@ def degrees(world: int) -> list[tuple[str, int, int]]:
     return ways if world > 1 else [("whole", 1, 1)]
 
 
-def compare(rank: int, world: int, break_order: bool) -> dict[str, list[float]]:
-    """Largest errors of (out, dq, dk, dv) by case, on this rank's tokens."""
-    errors = {}
+def compare(rank: int, world: int, break_order: bool) -> tuple[dict[str, list[float]], Any]:
+    """By case: the largest errors of (out, dq, dk, dv) on this rank's tokens, and what it sent."""
+    errors, sent = {}, {}
     for name, ulysses, ring in degrees(world):
         algorithm = choose(name, ulysses, ring)
-        mesh = make_mesh(Layout(ulysses=ulysses, ring=ring), Books())
+        books = Books()
+        mesh = make_mesh(Layout(ulysses=ulysses, ring=ring), books)
         split = Split(mesh.ulysses, mesh.ring, TorchCpu())
         for (kind, heads), (rows_name, rows) in product(HEADS.items(), ROWS.items()):
             orders = [algorithm.token_order(row) for row in rows]
@@ -63,10 +64,12 @@ def compare(rank: int, world: int, break_order: bool) -> dict[str, list[float]]:
                     for a, b in order[mesh.context.index]
                 ]
             )
-            errors[f"{name} U{ulysses} R{ring} {kind} {rows_name}"] = _errors(
-                algorithm, plan, split, rows, (heads, index)
-            )
-    return errors
+            case = f"{name} U{ulysses} R{ring} {kind} {rows_name}"
+            errors[case] = _errors(algorithm, plan, split, rows, (heads, index))
+            page = books.close()
+            if rows_name == "one document":
+                sent[case] = page, algorithm.cost(LENGTH, heads, element_bytes=8)
+    return errors, sent
 
 
 def _errors(algorithm: Any, plan: Any, split: Split, rows: list[Segments], at: Any) -> list[float]:
@@ -92,17 +95,21 @@ def _errors(algorithm: Any, plan: Any, split: Split, rows: list[Segments], at: A
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_algorithm_equals_dense_attention(world: int) -> None:
     answers = spawn(world, compare, world, False)
-    cases = answers[0]
-    assert len(cases) == len(degrees(world)) * len(HEADS) * len(ROWS)
-    for answer in answers:
-        for case, errors in answer.items():
-            assert max(errors) < 1e-10, f"{case}: out, dq, dk, dv off by {errors}"
+    for errors, _ in answers:
+        assert len(errors) == len(degrees(world)) * len(HEADS) * len(ROWS)
+        for case, off in errors.items():
+            assert max(off) < 1e-10, f"{case}: out, dq, dk, dv off by {off}"
+    for case, (_, cost) in answers[0][1].items():
+        pages = [sent[case][0] for _, sent in answers]
+        for kind in ("all_to_all", "ring"):
+            busiest = max(page.get(kind, 0) for page in pages)
+            assert busiest == getattr(cost, kind), f"{case}: {kind}"
 
 
 def test_a_wrong_token_order_is_seen() -> None:
-    for answer in spawn(2, compare, 2, True):
-        for case, errors in answer.items():
-            assert max(errors) > 1e-3, f"{case} did not notice tokens in the wrong order"
+    for errors, _ in spawn(2, compare, 2, True):
+        for case, off in errors.items():
+            assert max(off) > 1e-3, f"{case} did not notice tokens in the wrong order"
 
 
 def test_the_registry_is_covered() -> None:

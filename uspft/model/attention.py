@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AttentionInterface
 
+from uspft.model.recompute import Kept, attend_once
 from uspft.sequence import Rule
 
 if TYPE_CHECKING:
@@ -25,10 +27,25 @@ IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "
 
 
 class Bound:
-    """What one forward call hands to every attention layer."""
+    """What one forward call hands to every attention layer.
 
-    def __init__(self, world: World, plan: Plan) -> None:
-        self.world, self.plan = world, plan
+    twice: layers are checkpointed, so each is called again before its backward.
+    """
+
+    def __init__(self, world: World, plan: Plan, *, twice: bool) -> None:
+        self._world, self._plan = world, plan
+        self._memory: dict[int, Kept] | None = {} if twice else None
+
+    def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
+        """Attention of one layer: q [T, H, D], k and v [T, G, D] → [T, H, D]."""
+
+        def run(inputs: tuple[Tensor, ...]) -> Tensor:
+            q, k, v = inputs
+            return self._world.attend((q, k, v), self._plan, rule)
+
+        if self._memory is None or not torch.is_grad_enabled():
+            return run(qkv)
+        return attend_once(self._memory, layer, run, qkv)
 
 
 def attention(
@@ -57,8 +74,7 @@ def attention(
     if uspft is None:
         raise RuntimeError(f"{type(module).__name__} was called without a plan (uspft=)")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = uspft.world.attend((q, k, v), uspft.plan, Rule(scaling))
-    return out[None], None
+    return uspft.attend(id(module), (q, k, v), Rule(scaling))[None], None
 
 
 AttentionInterface.register(NAME, attention)

@@ -33,9 +33,7 @@ def build_model(
     rank 0. partition, where given, is called with parameters as soon as they are filled and takes
     their memory away (ZeRO-3). Raises WeightsError.
     """
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
-    model.tie_weights()  # outside: making a parameter empty makes it another object
+    model = empty_model(config, dtype)
     model.config.use_cache = False
     source = weights(model)
     places = _places(model)
@@ -52,6 +50,14 @@ def build_model(
     if partition and pending:
         partition(pending)
     return model.train()
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The model with parameters on meta, tied ones tied, and attention that is uspft's."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    model.tie_weights()  # outside: making a parameter empty makes it another object
+    return model
 
 
 def _places(

@@ -28,7 +28,9 @@ class CausalLoss(nn.Module):
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
-            uspft=Bound(world, batch.plan),
+            uspft=Bound(
+                world, batch.plan, twice=self.training and self.model.is_gradient_checkpointing
+            ),
         ).last_hidden_state
         loss: Tensor = self.head(hidden[0], batch.labels)
         return loss

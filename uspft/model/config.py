@@ -8,24 +8,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig
 
+from uspft.config.checks import closest
+from uspft.config.problems import Fault
+
 if TYPE_CHECKING:
     from uspft.config.blocks import ModelBlock
+
+RULED = {
+    "dtype": "leave it out: `model.dtype` rules it",
+    "torch_dtype": "leave it out: `model.dtype` rules it",
+    "model_type": "name another model",
+}
+"""Fields that model.overrides cannot set, and what to write instead."""
 
 
 def model_config(block: ModelBlock) -> Any:
     """The config of a local folder or config.json, with the recipe's overrides and rope scaling.
 
-    Raises ValueError, naming the key, for an override that the model's config does not have.
+    Raises Fault for one that transformers cannot read, and for each override that does not fit it.
     """
+    key = "model.name_or_path" if block.config is None else "model.config"
     source = Path(block.config or block.name_or_path or "")
-    config = AutoConfig.from_pretrained(source, local_files_only=True)
-    for field, value in block.overrides.items():
-        if not hasattr(config, field):
-            raise ValueError(
-                f"model.overrides.{field}: {type(config).__name__} has no such field; "
-                "look at the model's config.json"
-            )
-        setattr(config, field, value)
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+    except Exception as error:  # transformers has no kind of its own
+        what = f"transformers cannot read the config of `{source}`: {_first_line(error)}"
+        raise Fault([(key, what, "mend its config.json, or name another")]) from error
+    findings = [
+        (f"model.overrides.{field}", *finding)
+        for field, value in block.overrides.items()
+        if (finding := _override(config, field, value))
+    ]
+    if findings:
+        raise Fault(findings)
     if block.rope_scaling:
         known = dict(config.rope_parameters or {})
         scaling = dict(block.rope_scaling)
@@ -33,3 +48,22 @@ def model_config(block: ModelBlock) -> Any:
         config.rope_parameters = {"rope_theta": known.get("rope_theta")} | scaling
     config.dtype = getattr(torch, block.dtype)
     return config
+
+
+def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
+    """Set one field; what is wrong and the remedy where that cannot be."""
+    if field in RULED:
+        return "cannot be overridden", RULED[field]
+    if not hasattr(config, field) or callable(getattr(config, field)):
+        near = closest(field, tuple(config.to_dict()))
+        remedy = f"did you mean `{near}`?" if near else "look at the model's config.json"
+        return f"{type(config).__name__} has no such field", remedy
+    try:
+        setattr(config, field, value)
+    except Exception as error:  # transformers validates some fields, each in its own way
+        return f"cannot be `{value}`: {_first_line(error)}", "write a value that the field takes"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from uspft.config.problems import Fault
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -14,12 +17,12 @@ PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*
 def fetch(recipe: Recipe) -> Recipe:
     """The recipe with hub ids of model and tokenizer replaced by folders, downloaded where needed.
 
-    Raises ValueError, naming the key, where the hub cannot be reached or does not know the model.
+    Raises Fault where the hub cannot be reached or does not know the model.
     """
     update = {}
     for field in ("name_or_path", "tokenizer"):
         name = getattr(recipe.model, field)
-        if name and not Path(name).exists():
+        if name and not os.path.exists(name):
             update[field] = str(_download(name, f"model.{field}"))
     if not update:
         return recipe
@@ -31,9 +34,8 @@ def _download(name: str, key: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
-    except Exception as error:
-        raise ValueError(
-            f"{key}: cannot fetch `{name}` from the Hugging Face hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); "
-            "name a local folder, or run `hf download` where there is a network"
-        ) from error
+    except Exception as error:  # hub, network and disk each have their own kinds
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = f"`{name}` is no folder here, and cannot be had from the Hugging Face hub ({said})"
+        remedy = f"name a folder, or run `hf download {name}` where there is a network"
+        raise Fault([(key, what, remedy)]) from error

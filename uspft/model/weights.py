@@ -11,9 +11,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from uspft.config.problems import InputError
 
-class WeightsError(Exception):
+
+class WeightsError(InputError):
     """A model's files lack a parameter, or hold one of another shape."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.findings = [("model.name_or_path", what, remedy)]
+        super().__init__(f"{what}; {remedy}")
+
+
+_AGAIN = "save weights and config.json together, with save_pretrained"
 
 
 class Weights(Protocol):
@@ -25,37 +34,63 @@ class Weights(Protocol):
 
 
 class FolderWeights:
-    """A Hugging Face folder: model.safetensors, or shards with model.safetensors.index.json."""
+    """A Hugging Face folder: model.safetensors, or shards with model.safetensors.index.json.
+
+    Raises WeightsError where the folder has neither, or one that cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         self._folder = folder
-        if index.exists():
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif single.exists():
-            with safe_open(single, "pt") as tensors:
-                files = dict.fromkeys(tensors.keys(), single.name)
-        else:
-            raise WeightsError(
-                f"{folder} holds no model.safetensors; save the model with "
-                "save_pretrained (safetensors), or write model.config for random weights"
-            )
-        self._files = files
+        self._files = _file_of_each(folder)
 
     def read(self, name: str, shape: torch.Size) -> Tensor:
         if name not in self._files:
-            raise WeightsError(f"{self._folder} holds no parameter {name}")
+            raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
         path = self._folder / self._files[name]
         try:
             with safe_open(path, "pt") as tensors:
                 value: Tensor = tensors.get_tensor(name)
         except Exception as error:
-            raise WeightsError(f"{path}: cannot read {name}: {error}") from error
+            raise _unreadable(path, error) from error
         if value.shape != shape:
-            raise WeightsError(
-                f"{path}: {name} is {tuple(value.shape)}, the model's config says {tuple(shape)}"
-            )
+            what = f"{path}: {name} is {tuple(value.shape)}, the config says {tuple(shape)}"
+            raise WeightsError(what, _AGAIN)
         return value
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every tensor, from the files' headers alone. Raises WeightsError."""
+        found: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(self._files.values())):
+            path = self._folder / file
+            try:
+                with safe_open(path, "pt") as tensors:
+                    names = tensors.keys()
+                    found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+            except Exception as error:  # safetensors has several kinds, none of them exported
+                raise _unreadable(path, error) from error
+        return found
+
+
+def _file_of_each(folder: Path) -> dict[str, str]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        try:
+            return {str(k): str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _unreadable(index, error) from error
+    if not single.exists():
+        remedy = "save the model with save_pretrained, or write model.config for random weights"
+        raise WeightsError(f"{folder} holds no model.safetensors", remedy)
+    try:
+        with safe_open(single, "pt") as tensors:
+            return dict.fromkeys(tensors.keys(), single.name)
+    except Exception as error:
+        raise _unreadable(single, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> WeightsError:
+    said = str(error) or type(error).__name__
+    return WeightsError(f"{path} cannot be read: {said}", "copy or download it again")
 
 
 class RandomWeights:
@@ -84,4 +119,5 @@ class RandomWeights:
             return value
         if len(shape) == 1 and "norm" in type(module).__name__.lower():
             return torch.ones(shape)
-        raise WeightsError(f"no rule to initialise {name} of {type(module).__name__}")
+        what = f"no rule to initialise {name} of {type(module).__name__}"
+        raise WeightsError(what, "name a folder with weights")

@@ -1,0 +1,70 @@
+"""Gradient checkpointing changes neither a gradient nor a byte on the wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import Documents, make_documents, make_model
+from tests.support.ranks import spawn
+from tests.support.runs import run_recipe, small_recipe
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ulysses": {"context_parallel": 2, "context_parallel_algo": "ulysses_cp"},
+    "ring": {"context_parallel": 2, "context_parallel_algo": "ring_cp"},
+    "whole": {},
+}
+
+
+def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
+    found = {}
+    for name, parallel in LAYOUTS.items():
+        for again in (False, True):
+            recipe = small_recipe(
+                folder / "model",
+                data.path,
+                64,
+                parallel_config=parallel,
+                deepspeed={"zero_optimization": {"stage": 3}},
+                training={"steps": 2, "global_batch_size": 4},
+                memory={"gradient_checkpointing": again},
+            )
+            calls: list[int] = []
+            got = run_recipe(recipe, folder / f"{name}-{again}", before=_counting(calls))
+            found[name, again] = got, len(calls)
+    return found
+
+
+def _counting(calls: list[int]) -> Any:
+    """Counts the kernel's forward calls."""
+
+    def before(run: Any) -> None:
+        kernel = run.world.kernel
+        forward = kernel.forward
+
+        def counted(*args: Any) -> Any:
+            calls.append(1)
+            return forward(*args)
+
+        kernel.forward = counted
+
+    return before
+
+
+@pytest.mark.timeout(200)
+def test_attention_is_neither_computed_nor_sent_twice(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "qwen3", heads=4, kv_heads=2)
+    data = make_documents(tmp_path / "d.jsonl", [64, 60, 31, 17], masked=[0.0, 0.4])
+    answers = spawn(2, work, tmp_path, data)[0]
+    for name in LAYOUTS:
+        (plain, ends), plain_calls = answers[name, False]
+        (again, ends_again), calls = answers[name, True]
+        assert calls == plain_calls > 0
+        for one, other in zip(plain, again, strict=True):
+            assert other["comm_bytes"] == one["comm_bytes"]
+            assert other["loss"] == one["loss"] and other["grad_norm"] == one["grad_norm"]
+        assert all(torch.equal(ends[key], ends_again[key]) for key in ends), name
+        assert bool(plain[0]["comm_bytes"]) == (name != "whole")

@@ -1,0 +1,55 @@
+"""Whether a config gives a model, and a folder's weights are that model's; headers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from uspft.config.problems import Fault
+from uspft.model.build import empty_model
+from uspft.model.weights import FolderWeights, WeightsError
+
+
+def require_model(config: Any, key: str) -> Any:
+    """The model of a config, on meta. Raises Fault, naming key, where transformers makes none."""
+    try:
+        return empty_model(config, config.dtype)
+    except Exception as error:  # a field of the config, and transformers has no kind for it
+        what = f"transformers cannot make a model of this config: {type(error).__name__}: {error}"
+        raise Fault([(key, what, "mend its config.json or model.overrides")]) from error
+
+
+def require_fit(model: Any, folder: Path) -> None:
+    """Compare names and shapes in the folder's safetensors files with the model's.
+
+    A tensor that stands for a bias or norm that the model was built without counts too: it would
+    be dropped in silence. Those of layers beyond the model's do not (model.overrides can shorten
+    it), nor do buffers. Raises WeightsError.
+    """
+    held = FolderWeights(folder).shapes()
+    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    modules = dict(model.named_modules())
+    missing = [name for name in wanted if name not in held]
+    other = [
+        f"{name} {held[name]}, config {shape}"
+        for name, shape in wanted.items()
+        if held.get(name, shape) != shape
+    ]
+    unused = []
+    for name in held:
+        owner, _, attribute = name.rpartition(".")
+        if owner in modules and getattr(modules[owner], attribute, None) is None:
+            unused.append(name)
+    for names, what in (
+        (missing, "lacks parameters of the model"),
+        (other, "holds other shapes than its config.json says"),
+        (unused, "holds parameters that its config.json leaves out"),
+    ):
+        if names:
+            remedy = "save weights and config.json together, or correct model.overrides"
+            raise WeightsError(f"{folder} {what}: {_first(names)}", remedy)
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f", and {len(names) - 1} more" if len(names) > 1 else "")
