@@ -11,7 +11,7 @@ import torch
 from tests.support.ranks import spawn
 from uspft.batch import Segments
 from uspft.comm import Books
-from uspft.kernels import Block
+from uspft.kernels import Block, Mask
 from uspft.kernels.dense import dense_attention
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
@@ -82,7 +82,7 @@ def _errors(algorithm: Any, plan: Any, split: Split, rows: list[Segments], at: A
     ]
     dout = torch.randn(tokens, heads.query, DIM, dtype=torch.float64)
     documents = [(i * LENGTH + a, i * LENGTH + b) for i, row in enumerate(rows) for a, b in row]
-    squares = [Block(a, b, a, b, True) for a, b in documents]
+    squares = [Block(a, b, a, b, Mask.CAUSAL) for a, b in documents]
     want, _ = dense_attention(*inputs, squares, DIM**-0.5)
     grads = torch.autograd.grad(want, inputs, dout)
     mine = [x.detach()[index].requires_grad_() for x in inputs]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block
+from uspft.kernels.blocks import Block, Mask
+
+SEEN: dict[Mask, Callable[[Tensor], Tensor]] = {Mask.FULL: torch.clone, Mask.CAUSAL: torch.tril, Mask.FLIPPED: torch.triu}
 
 
 def dense_attention(
@@ -22,7 +24,7 @@ def dense_attention(
     seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
     for block in blocks:
         square = seen[block.q0 : block.q1, block.k0 : block.k1]
-        square |= torch.ones_like(square).tril() if block.causal else torch.ones_like(square)
+        square |= SEEN[block.mask](torch.ones_like(square))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(scores, -1)

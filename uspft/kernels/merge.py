@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,9 +27,12 @@ class Partial:
 
     def add(self, parts: Sequence[Part]) -> None:
         """Join parts, each over keys that its queries have not seen before."""
-        if self._out is None:
+        if self._out is None and all(a.q1 <= b.q0 for a, b in pairwise(parts)):
             self._start(parts)
             return
+        if self._out is None:
+            self._start([])
+            assert self._out is not None
         if self._out.dtype != self._lse.dtype:
             self._out = self._out.to(self._lse.dtype)
         for q0, q1, out, lse in parts:

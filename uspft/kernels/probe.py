@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block
+from uspft.kernels.blocks import Block, Mask
 from uspft.kernels.dense import dense_attention
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.merge import Partial
 
-BLOCKS = (Block(0, 40, 0, 40, True), Block(40, 57, 40, 57, True)), (Block(30, 40, 57, 90, False),)
+BLOCKS = (
+    (Block(0, 40, 0, 40, Mask.CAUSAL), Block(40, 57, 40, 57, Mask.CAUSAL)),
+    (Block(30, 40, 57, 80, Mask.FULL), Block(5, 15, 80, 90, Mask.FLIPPED)),
+)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 

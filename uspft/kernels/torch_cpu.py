@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block
+from uspft.kernels.blocks import Block, Mask
 from uspft.kernels.kernel import Gradient, Part
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -27,9 +27,10 @@ class TorchCpu:
     ) -> list[Part]:
         parts = []
         for block in blocks:
-            q, k, v = _cut(qkv, block)
-            out, lse = _FORWARD(q, k, v, 0.0, block.causal, scale=scale)
-            parts.append(Part(block.q0, block.q1, out[0].transpose(0, 1), lse[0]))
+            q, k, v = (_to_kernel(x, block) for x in _cut(qkv, block))
+            out, lse = _FORWARD(q, k, v, 0.0, block.mask is not Mask.FULL, scale=scale)
+            lse = lse[0].flip(1) if block.mask is Mask.FLIPPED else lse[0]
+            parts.append(Part(block.q0, block.q1, _from_kernel(out, block), lse))
         return parts
 
     def backward(
@@ -39,36 +40,33 @@ class TorchCpu:
         blocks: Sequence[Block],
         scale: float,
     ) -> tuple[list[Gradient], list[Gradient]]:
-        out, lse, dout = saved
         queries, keys = [], []
         for block in blocks:
-            q, k, v = _cut(qkv, block)
             rows = slice(block.q0, block.q1)
-            dq, dk, dv = _BACKWARD(
-                _bhtd(dout[rows]),
-                q,
-                k,
-                v,
-                _bhtd(out[rows]),
-                lse[None, :, rows],
-                0.0,
-                block.causal,
-                scale=scale,
-            )
-            queries.append(Gradient(block.q0, block.q1, (_thd(dq),)))
-            keys.append(Gradient(block.k0, block.k1, (_thd(dk), _thd(dv))))
+            q, k, v = (_to_kernel(x, block) for x in _cut(qkv, block))
+            out, dout = (_to_kernel(x[rows], block) for x in (saved[0], saved[2]))
+            lse = saved[1][None, :, rows]
+            lse = lse.flip(2) if block.mask is Mask.FLIPPED else lse
+            causal = block.mask is not Mask.FULL
+            grads = _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+            dq, dk, dv = (_from_kernel(grad, block) for grad in grads)
+            queries.append(Gradient(block.q0, block.q1, (dq,)))
+            keys.append(Gradient(block.k0, block.k1, (dk, dv)))
         return queries, keys
 
 
 def _cut(qkv: tuple[Tensor, Tensor, Tensor], block: Block) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv
     keys = slice(block.k0, block.k1)
-    return _bhtd(q[block.q0 : block.q1]), _bhtd(k[keys]), _bhtd(v[keys])
+    return q[block.q0 : block.q1], k[keys], v[keys]
 
 
-def _bhtd(x: Tensor) -> Tensor:
+def _to_kernel(x: Tensor, block: Block) -> Tensor:
+    """[T, h, D] → [1, h, T, D], reversed for a flipped block."""
+    x = x.flip(0) if block.mask is Mask.FLIPPED else x
     return x.transpose(0, 1)[None]
 
 
-def _thd(x: Tensor) -> Tensor:
-    return x[0].transpose(0, 1)
+def _from_kernel(x: Tensor, block: Block) -> Tensor:
+    x = x[0].transpose(0, 1)
+    return x.flip(0) if block.mask is Mask.FLIPPED else x

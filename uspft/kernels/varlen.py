@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block
+from uspft.kernels.blocks import Block, Mask
 from uspft.kernels.kernel import Gradient, Part
 
 
@@ -32,7 +32,7 @@ Backward = Callable[
 
 
 class VarlenKernel:
-    """Runs blocks through a variable-length kernel: one call for the causal ones, one for the full.
+    """Runs blocks through a variable-length kernel: one call for each kind of mask.
 
     Not yet run on a GPU.
     """
@@ -48,7 +48,8 @@ class VarlenKernel:
         for call in _calls(blocks):
             q, k, v = _gather(qkv, call)
             out, lse = self._forward(q, k, v, _varlen(call, q.device), scale)
-            parts += [Part(b.q0, b.q1, out[i:j], lse[:, i:j]) for b, i, j in _places(call, "q")]
+            for b, i, j in _places(call, "q"):
+                parts.append(Part(b.q0, b.q1, _way(out[i:j], b), _way(lse[:, i:j], b, 1)))
         return parts
 
     def backward(
@@ -61,32 +62,40 @@ class VarlenKernel:
         queries, keys = [], []
         out, lse, dout = saved
         for call in _calls(blocks):
-            ranges = [(b.q0, b.q1) for b in call]
+            ranges = [(b, b.q0, b.q1) for b in call]
             rows = _take(out, ranges), _take(lse.t(), ranges).t().contiguous(), _take(dout, ranges)
             lengths = _varlen(call, out.device)
             dq, dk, dv = self._backward(_gather(qkv, call), rows, lengths, scale)
-            queries += [Gradient(b.q0, b.q1, (dq[i:j],)) for b, i, j in _places(call, "q")]
-            keys += [Gradient(b.k0, b.k1, (dk[i:j], dv[i:j])) for b, i, j in _places(call, "k")]
+            for b, i, j in _places(call, "q"):
+                queries.append(Gradient(b.q0, b.q1, (_way(dq[i:j], b),)))
+            for b, i, j in _places(call, "k"):
+                keys.append(Gradient(b.k0, b.k1, (_way(dk[i:j], b), _way(dv[i:j], b))))
         return queries, keys
 
 
 def _calls(blocks: Sequence[Block]) -> list[tuple[Block, ...]]:
-    """The causal blocks and the full ones; the kernels take one mask a call."""
-    groups = [tuple(b for b in blocks if b.causal is causal) for causal in (True, False)]
+    """Blocks by mask: the kernels take one a call."""
+    groups = [tuple(b for b in blocks if b.mask is mask) for mask in Mask]
     return [group for group in groups if group]
 
 
 def _gather(qkv: tuple[Tensor, Tensor, Tensor], call: Sequence[Block]) -> tuple[Tensor, ...]:
     q, k, v = qkv
-    keys = [(b.k0, b.k1) for b in call]
-    return _take(q, [(b.q0, b.q1) for b in call]), _take(k, keys), _take(v, keys)
+    keys = [(b, b.k0, b.k1) for b in call]
+    return _take(q, [(b, b.q0, b.q1) for b in call]), _take(k, keys), _take(v, keys)
 
 
-def _take(x: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
+def _take(x: Tensor, ranges: list[tuple[Block, int, int]]) -> Tensor:
     """Ranges of tokens laid end to end; no copy where they already are."""
-    if all(a[1] == b[0] for a, b in pairwise(ranges)):
-        return x[ranges[0][0] : ranges[-1][1]]
-    return torch.cat([x[start:stop] for start, stop in ranges])
+    in_place = all(a[2] == b[1] for a, b in pairwise(ranges))
+    if in_place and ranges[0][0].mask is not Mask.FLIPPED:
+        return x[ranges[0][1] : ranges[-1][2]]
+    return torch.cat([_way(x[start:stop], block) for block, start, stop in ranges])
+
+
+def _way(x: Tensor, block: Block, dim: int = 0) -> Tensor:
+    """Tokens in the order in which a block's mask is causal or full, or back from it."""
+    return x.flip(dim) if block.mask is Mask.FLIPPED else x
 
 
 def _places(call: Sequence[Block], side: str) -> list[tuple[Block, int, int]]:
@@ -106,4 +115,4 @@ def _varlen(call: tuple[Block, ...], device: torch.device) -> Varlen:
     lengths_q = max(b.q1 - b.q0 for b in call)
     lengths_k = max(b.k1 - b.k0 for b in call)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (q, k))
-    return Varlen(cu_q, cu_k, lengths_q, lengths_k, call[0].causal)
+    return Varlen(cu_q, cu_k, lengths_q, lengths_k, call[0].mask is not Mask.FULL)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from uspft.config.checks import closest
-from uspft.config.problems import Fault
+from uspft.config.problems import Fault, said
 
 if TYPE_CHECKING:
     from uspft.config.blocks import ModelBlock
@@ -32,7 +32,7 @@ def model_config(block: ModelBlock) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
     except Exception as error:  # transformers has no kind of its own
-        what = f"transformers cannot read the config of `{source}`: {_first_line(error)}"
+        what = f"transformers cannot read the config of `{source}`: {said(error)}"
         raise Fault([(key, what, "mend its config.json, or name another")]) from error
     findings = [
         (f"model.overrides.{field}", *finding)
@@ -61,9 +61,5 @@ def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
     try:
         setattr(config, field, value)
     except Exception as error:  # transformers validates some fields, each in its own way
-        return f"cannot be `{value}`: {_first_line(error)}", "write a value that the field takes"
+        return f"cannot be `{value}`: {said(error)}", "write a value that the field takes"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from uspft.config.problems import Fault
+from uspft.config.problems import Fault, said
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -35,7 +35,7 @@ def _download(name: str, key: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # hub, network and disk each have their own kinds
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = f"`{name}` is no folder here, and cannot be had from the Hugging Face hub ({said})"
+        why = said(error)
+        what = f"`{name}` is no folder here, and cannot be had from the Hugging Face hub ({why})"
         remedy = f"name a folder, or run `hf download {name}` where there is a network"
         raise Fault([(key, what, remedy)]) from error

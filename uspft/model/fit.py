@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from uspft.config.problems import Fault
+from uspft.config.problems import Fault, said
 from uspft.model.build import empty_model
 from uspft.model.weights import FolderWeights, WeightsError
 
@@ -16,7 +16,8 @@ def require_model(config: Any, key: str) -> Any:
     try:
         return empty_model(config, config.dtype)
     except Exception as error:  # a field of the config, and transformers has no kind for it
-        what = f"transformers cannot make a model of this config: {type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {said(error)}"
+        what = f"transformers cannot make a model of this config: {why}"
         raise Fault([(key, what, "mend its config.json or model.overrides")]) from error
 
 

@@ -2,7 +2,7 @@
 
 A checkpointed layer runs twice. The first time attention runs on a graph of its own, which keeps
 what its backward needs (out, lse, what an exchange brought) but not its inputs: the second run
-makes those again, and the graph takes them from there (LoongTrain's selective checkpointing, 2406.18485).
+makes those again, and the graph takes them from there (selective checkpointing, 2406.18485).
 """
 
 from __future__ import annotations

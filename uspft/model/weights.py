@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from uspft.config.problems import InputError
+from uspft.config.problems import InputError, said
 
 
 class WeightsError(InputError):
@@ -89,8 +89,7 @@ def _file_of_each(folder: Path) -> dict[str, str]:
 
 
 def _unreadable(path: Path, error: Exception) -> WeightsError:
-    said = str(error) or type(error).__name__
-    return WeightsError(f"{path} cannot be read: {said}", "copy or download it again")
+    return WeightsError(f"{path} cannot be read: {said(error)}", "copy or download it again")
 
 
 class RandomWeights:

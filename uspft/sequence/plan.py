@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from uspft.batch import Segments
-from uspft.kernels import Block, area
+from uspft.kernels import Block, Mask, area
 
 Run = tuple[int, int]
 Order = list[tuple[Run, ...]]
@@ -127,7 +127,7 @@ def _blocks(
         if same:
             last = queries.before(stop)
             if first < last:
-                blocks.append(Block(first, last, first, last, True))
+                blocks.append(Block(first, last, first, last, Mask.CAUSAL))
             continue
         for a, b in queries.within(start, stop):
             last = keys.before(a)
@@ -138,5 +138,5 @@ def _blocks(
             if previous and (previous.q1, previous.k0, previous.k1) == (q0, first, last):
                 blocks[-1] = previous._replace(q1=q1)
             else:
-                blocks.append(Block(q0, q1, first, last, False))
+                blocks.append(Block(q0, q1, first, last, Mask.FULL))
     return blocks

@@ -1,0 +1,98 @@
+"""One-device attention: the probe, joins of partial results, masks; and the probe's own control."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from uspft.kernels import Block, Grouped, Mask, Partial, choose_kernel
+from uspft.kernels.dense import dense_attention
+from uspft.kernels.kernel import Part
+from uspft.kernels.probe import probe
+from uspft.kernels.torch_cpu import TorchCpu
+from uspft.kernels.varlen import Varlen, VarlenKernel
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 4, 16), (8, 2, 16), (6, 1, 24)])
+def test_the_cpu_kernel_passes_the_probe(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    probe(TorchCpu(), heads, dtype, CPU)
+
+
+def varlen_on_cpu() -> VarlenKernel:
+    """The variable-length path over a CPU kernel that takes cumulative lengths."""
+
+    def blocks(x: Varlen) -> list[Block]:
+        mask = Mask.CAUSAL if x.causal else Mask.FULL
+        q, k = x.cu_q.tolist(), x.cu_k.tolist()
+        return [Block(q[i], q[i + 1], k[i], k[i + 1], mask) for i in range(len(q) - 1)]
+
+    def forward(q: Any, k: Any, v: Any, x: Varlen, scale: float) -> Any:
+        partial = Partial(q)
+        partial.add(TorchCpu().forward((q, k, v), blocks(x), scale))
+        return partial.result()
+
+    def backward(qkv: Any, saved: Any, x: Varlen, scale: float) -> Any:
+        queries, keys = TorchCpu().backward(qkv, saved, blocks(x), scale)
+        dq = torch.cat([g.tensors[0] for g in queries])
+        return dq, *(torch.cat([g.tensors[i] for g in keys]) for i in range(2))
+
+    return VarlenKernel("varlen on CPU", forward, backward)
+
+
+def test_the_variable_length_path_passes_the_probe() -> None:
+    probe(varlen_on_cpu(), (4, 2, 16), torch.float32, CPU)
+
+
+def test_uneven_head_groups_equal_dense_attention() -> None:
+    q, k, v = (torch.randn(20, n, 8, dtype=torch.float64) for n in (4, 2, 2))
+    square = [Block(0, 20, 0, 20, Mask.CAUSAL)]
+    uneven = Grouped(TorchCpu(), [((0, 1), (0, 1)), ((1, 4), (1, 2))])
+    (part,) = uneven.forward((q, k, v), square, 0.3)
+    spread = torch.tensor([0, 1, 1, 1])
+    want, lse = dense_attention(q, k[:, spread], v[:, spread], square, 0.3)
+    assert torch.allclose(part.out, want) and torch.allclose(part.lse, lse)
+
+
+class Broken(TorchCpu):
+    """A kernel whose scale is a little off."""
+
+    def forward(self, qkv: Any, blocks: Any, scale: float) -> list[Part]:
+        return super().forward(qkv, blocks, scale * 1.01)
+
+
+def test_the_probe_finds_a_broken_kernel() -> None:
+    with pytest.raises(RuntimeError, match="is wrong on this machine: out is off by"):
+        probe(Broken(), (4, 2, 16), torch.float32, CPU)
+
+
+def test_joining_parts_whose_weights_differ_by_more_than_a_float_can_hold() -> None:
+    q = torch.randn(6, 2, 8) * 40
+    k, v = torch.randn(9, 2, 8) * 40, torch.randn(9, 2, 8)
+    partial = Partial(q)
+    for block in (Block(0, 6, 0, 4, Mask.FULL), Block(2, 6, 4, 9, Mask.FULL)):
+        partial.add(TorchCpu().forward((q, k, v), [block], 1.0))
+    blocks = [Block(0, 6, 0, 4, Mask.FULL), Block(2, 6, 4, 9, Mask.FULL)]
+    want, lse = dense_attention(q, k, v, blocks, 1.0)
+    out, got = partial.result()
+    assert torch.allclose(out, want, atol=1e-5) and torch.allclose(got, lse, rtol=1e-5)
+
+
+def test_a_query_without_a_key_has_out_zero_and_lse_minus_infinity() -> None:
+    q = torch.randn(5, 2, 8)
+    partial = Partial(q)
+    partial.add(TorchCpu().forward((q, q, q), [Block(1, 3, 1, 3, Mask.CAUSAL)], 1.0))
+    out, lse = partial.result()
+    assert out[[0, 3, 4]].abs().sum() == 0 and (lse[:, [0, 3, 4]] == -torch.inf).all()
+    assert out[1:3].isfinite().all() and lse[:, 1:3].isfinite().all()
+
+
+def test_kernels_are_chosen_and_refused_by_name() -> None:
+    assert choose_kernel("auto", torch.float32, CPU).name == "torch flash (CPU)"
+    with pytest.raises(ValueError, match="model.attention: flash_attn_2 runs on GPUs only"):
+        choose_kernel("flash_attn_2", torch.bfloat16, CPU)
