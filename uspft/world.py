@@ -14,7 +14,7 @@ from uspft.comm import Books
 from uspft.kernels import Kernel
 from uspft.layout import Layout
 from uspft.mesh import Mesh, make_mesh
-from uspft.sequence import Algorithm, Plan, Rule, Split, choose, make_plan
+from uspft.sequence import Algorithm, Plan, Rule, Split, choose
 
 Run = tuple[int, int]
 
@@ -45,7 +45,7 @@ class World:
         derives everybody's part from the same document bounds: nothing is negotiated.
         """
         orders = [self.algorithm.token_order(row) for row in rows]
-        plan = make_plan(rows, orders, self.layout.ulysses, self.mesh.ring.index)
+        plan = Plan(rows, orders, (self.layout.ulysses, self.mesh.ring.index))
         held, offset = [], 0
         for row, order in zip(rows, orders, strict=True):
             held += [(offset + a, offset + b) for a, b in order[self.mesh.context.index]]

@@ -16,7 +16,7 @@ from uspft.kernels.dense import dense_attention
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.mesh import make_mesh
-from uspft.sequence import ALGORITHMS, Heads, Rule, Split, choose, make_plan
+from uspft.sequence import ALGORITHMS, Heads, Plan, Rule, Split, choose
 
 LENGTH = 96
 DIM = 8
@@ -54,7 +54,7 @@ def compare(rank: int, world: int, break_order: bool) -> tuple[dict[str, list[fl
         split = Split(mesh.ulysses, mesh.ring, TorchCpu())
         for (kind, heads), (rows_name, rows) in product(HEADS.items(), ROWS.items()):
             orders = [algorithm.token_order(row) for row in rows]
-            plan = make_plan(rows, orders, ulysses, mesh.ring.index)
+            plan = Plan(rows, orders, (ulysses, mesh.ring.index))
             if break_order:
                 orders = [order[::-1] for order in orders]
             index = torch.cat(

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from uspft.kernels.blocks import Block, Mask
 
-SEEN: dict[Mask, Callable[[Tensor], Tensor]] = {Mask.FULL: torch.clone, Mask.CAUSAL: torch.tril, Mask.FLIPPED: torch.triu}
+SEEN: dict[Mask, Callable[[Tensor], Tensor]] = {
+    Mask.FULL: torch.clone,
+    Mask.CAUSAL: torch.tril,
+    Mask.FLIPPED: torch.triu,
+}
 
 
 def dense_attention(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from uspft.sequence.algorithm import Algorithm, Cost, Heads, Rule, Split
-from uspft.sequence.plan import Plan, make_plan
+from uspft.sequence.plan import Plan
 from uspft.sequence.ring import Ring
 from uspft.sequence.ulysses import Ulysses
 from uspft.sequence.usp import Usp
@@ -21,7 +21,6 @@ __all__ = [
     "Rule",
     "Split",
     "choose",
-    "make_plan",
 ]
 
 

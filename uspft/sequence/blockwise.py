@@ -84,18 +84,12 @@ def _travel(k: Tensor, v: Tensor, plan: Plan, ring: Group):  # type: ignore[no-u
         source = (ring.index - step) % ring.size
         wait: Callable[[], None] | None = None
         if step + 1 < ring.size:
-            coming = hand.new_empty((2, ring_tokens(plan, (source - 1) % ring.size), *k.shape[1:]))
+            coming = hand.new_empty((2, plan.shares[(source - 1) % ring.size].tokens, *k.shape[1:]))
             wait = shift(hand, coming, 1, ring)
         yield source, hand[0], hand[1]
         if wait:
             wait()
             hand = coming
-
-
-def ring_tokens(plan: Plan, ring_index: int) -> int:
-    """Tokens that a ring rank holds after the Ulysses exchange."""
-    ulysses = len(plan.tokens) // len(plan.blocks)
-    return sum(plan.tokens[ring_index * ulysses : (ring_index + 1) * ulysses])
 
 
 class _Sum:
@@ -146,7 +140,7 @@ class _Returns:
         """Send what this rank found for the keys of `source`; take what another found for ours."""
         if source == self._ring.index:
             return
-        part = _Sum((2, ring_tokens(self._plan, source), *self._k.shape[1:]), self._k)
+        part = _Sum((2, self._plan.shares[source].tokens, *self._k.shape[1:]), self._k)
         part.add(partials)
         leaving = part.open().to(self._k.dtype)
         arriving = leaving.new_empty((2, *self._k.shape))

@@ -1,60 +1,76 @@
-"""What one rank computes for one micro-batch, worked out on the host from document bounds alone."""
+"""What one rank computes and moves for one micro-batch, worked out on the host from document bounds
+alone; every rank derives everybody's part from the same bounds, so nothing is negotiated."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 from uspft.batch import Segments
-from uspft.kernels import Block, Mask, area
+from uspft.kernels import Block
+from uspft.sequence.regions import Run, Share, blocks_between, work_of
 
-Run = tuple[int, int]
 Order = list[tuple[Run, ...]]
 
 
-@dataclass(frozen=True)
 class Plan:
-    """One rank's share of a micro-batch's attention.
+    """One rank's share of a micro-batch's attention. Rows are laid end to end: their documents
+    never meet, so a micro-batch is one packed row.
 
     tokens: how many tokens each context rank holds. sorting: for each token of the ring rank in
-    sequence order, where the Ulysses exchange put it (None: already in order). blocks[j]: queries
-    of this ring rank against keys of ring rank j. areas: work of each ring rank, in pairs.
+    sequence order, where the Ulysses exchange put it (None: already in order). window: keys that a
+    query sees, itself counted, or None for all of its document. What an algorithm does not ask for
+    is not worked out.
     """
 
-    tokens: tuple[int, ...]
-    sorting: tuple[int, ...] | None
-    blocks: tuple[tuple[Block, ...], ...]
-    areas: tuple[int, ...]
+    def __init__(
+        self,
+        rows: Sequence[Segments],
+        orders: Sequence[Order],
+        place: tuple[int, int],
+        window: int | None = None,
+    ) -> None:
+        """place: (Ulysses degree, this rank's place in the ring)."""
+        self._rows, self._orders, self._place = rows, orders, place
+        ulysses, self.ring_index = place
+        self.window = window
+        held = _lay_end_to_end(rows, orders)
+        self.tokens = tuple(sum(stop - start for start, stop in runs) for runs in held)
+        received = [
+            [run for runs in held[first : first + ulysses] for run in runs]
+            for first in range(0, len(held), ulysses)
+        ]
+        self.sorting = _sorting(received[self.ring_index])
+        self.shares = [Share(runs) for runs in received]
+        self.documents, offset = [], 0
+        for row in rows:
+            self.documents += [(offset + start, offset + stop) for start, stop in row]
+            offset += row.length
 
+    def with_window(self, window: int | None) -> Plan:
+        """The same tokens under a sliding window."""
+        if window == self.window:
+            return self
+        return Plan(self._rows, self._orders, self._place, window)
 
-def make_plan(
-    rows: Sequence[Segments], orders: Sequence[Order], ulysses: int, ring_index: int
-) -> Plan:
-    """Plan the attention of a micro-batch: rows[i] is split as orders[i] says.
+    @property
+    def ring(self) -> int:
+        """Ranks that the keys are spread over."""
+        return len(self.shares)
 
-    The rows are laid end to end: their documents never meet, so a micro-batch is one packed row.
-    """
-    held = _lay_end_to_end(rows, orders)
-    received = [
-        [run for runs in held[first : first + ulysses] for run in runs]
-        for first in range(0, len(held), ulysses)
-    ]
-    shares = [sorted(runs) for runs in received]
-    documents, offset = [], 0
-    for row in rows:
-        documents += [(offset + start, offset + stop) for start, stop in row]
-        offset += row.length
-    table = [
-        [tuple(_blocks(mine, theirs, documents, mine is theirs)) for theirs in shares]
-        for mine in shares
-    ]
-    return Plan(
-        tokens=tuple(sum(stop - start for start, stop in runs) for runs in held),
-        sorting=_sorting(received[ring_index]),
-        blocks=tuple(table[ring_index]),
-        areas=tuple(sum(map(area, line)) for line in table),
-    )
+    @cached_property
+    def blocks(self) -> tuple[tuple[Block, ...], ...]:
+        """blocks[j]: this rank's queries against the keys of ring rank j."""
+        return tuple(self.pair(self.ring_index, j) for j in range(self.ring))
+
+    def pair(self, i: int, j: int) -> tuple[Block, ...]:
+        """Blocks of ring rank i's queries against ring rank j's keys."""
+        return tuple(blocks_between(self.shares[i], self.shares[j], self.documents, self.window))
+
+    @cached_property
+    def areas(self) -> tuple[int, ...]:
+        """Attention work of each ring rank, in pairs of query and key."""
+        return tuple(work_of(s.runs, self.documents, self.window) for s in self.shares)
 
 
 def _lay_end_to_end(rows: Sequence[Segments], orders: Sequence[Order]) -> list[list[Run]]:
@@ -81,62 +97,3 @@ def _sorting(received: list[Run]) -> tuple[int, ...] | None:
         for start, stop in sorted(received)
         for place in range(places[start, stop], places[start, stop] + stop - start)
     )
-
-
-class _Share:
-    """Sorted runs of one ring rank, with the local index of each position."""
-
-    def __init__(self, runs: list[Run]) -> None:
-        self.runs = runs
-        self.starts = [start for start, _ in runs]
-        self.local = [0]
-        for start, stop in runs:
-            self.local.append(self.local[-1] + stop - start)
-
-    def before(self, position: int) -> int:
-        """Number of held tokens before a position = local index of the first one at or after it."""
-        i = bisect_left(self.starts, position)
-        if i == 0:
-            return 0
-        return self.local[i - 1] + min(position, self.runs[i - 1][1]) - self.starts[i - 1]
-
-    def within(self, start: int, stop: int) -> list[Run]:
-        """Runs cut to [start, stop), empty ones left out."""
-        i = max(bisect_left(self.starts, start) - 1, 0)
-        cut = []
-        while i < len(self.runs) and self.starts[i] < stop:
-            a, b = max(start, self.starts[i]), min(stop, self.runs[i][1])
-            if a < b:
-                cut.append((a, b))
-            i += 1
-        return cut
-
-
-def _blocks(
-    mine: list[Run], theirs: list[Run], documents: Sequence[Run], same: bool
-) -> list[Block]:
-    """Blocks of my queries against their keys; queries never overlap, none is empty.
-
-    A document's tokens on one rank are in order, so its own part is one causal square; of another
-    rank's part a run of queries sees the keys before its first position: a prefix, all of it.
-    """
-    queries, keys = _Share(mine), _Share(theirs)
-    blocks: list[Block] = []
-    for start, stop in documents:
-        first = keys.before(start)
-        if same:
-            last = queries.before(stop)
-            if first < last:
-                blocks.append(Block(first, last, first, last, Mask.CAUSAL))
-            continue
-        for a, b in queries.within(start, stop):
-            last = keys.before(a)
-            if first == last:
-                continue
-            q0, q1 = queries.before(a), queries.before(b)
-            previous = blocks[-1] if blocks else None
-            if previous and (previous.q1, previous.k0, previous.k1) == (q0, first, last):
-                blocks[-1] = previous._replace(q1=q1)
-            else:
-                blocks.append(Block(q0, q1, first, last, Mask.FULL))
-    return blocks

@@ -10,7 +10,8 @@ from uspft.batch import Segments
 from uspft.sequence.algorithm import Cost, Heads, Rule, Split, rows_must_divide
 from uspft.sequence.blockwise import attend_blocks
 from uspft.sequence.order import zigzag
-from uspft.sequence.plan import Plan, Run
+from uspft.sequence.plan import Plan
+from uspft.sequence.regions import Run
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from uspft.sequence.algorithm import Cost, Heads, Rule, Split, heads_must_divide
 from uspft.sequence.blockwise import attend_blocks
 from uspft.sequence.heads import gather_heads, scatter_heads, split_heads
 from uspft.sequence.order import zigzag
-from uspft.sequence.plan import Plan, Run
+from uspft.sequence.plan import Plan
+from uspft.sequence.regions import Run
 
 
 @dataclass(frozen=True)

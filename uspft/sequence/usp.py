@@ -10,7 +10,8 @@ from uspft.batch import Segments
 from uspft.sequence.algorithm import Cost, Heads, Rule, Split, heads_must_divide, rows_must_divide
 from uspft.sequence.heads import split_heads
 from uspft.sequence.order import zigzag
-from uspft.sequence.plan import Plan, Run
+from uspft.sequence.plan import Plan
+from uspft.sequence.regions import Run
 from uspft.sequence.ring import ring_elements
 from uspft.sequence.ulysses import attend_over_heads, exchange_elements
 

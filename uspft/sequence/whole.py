@@ -9,7 +9,8 @@ from torch import Tensor
 from uspft.batch import Segments
 from uspft.sequence.algorithm import Cost, Heads, Rule, Split
 from uspft.sequence.blockwise import attend_blocks
-from uspft.sequence.plan import Plan, Run
+from uspft.sequence.plan import Plan
+from uspft.sequence.regions import Run
 
 
 @dataclass(frozen=True)
