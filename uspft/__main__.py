@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from uspft.config import load
+from uspft.config.checks import closest
+from uspft.config.problems import COMMAND_LINE, InputError
 
 VERBS = ("train", "check", "export")
 LATER = ("plan", "inspect", "verify", "convert", "calibrate", "report")
@@ -16,53 +21,48 @@ USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER]"""
 
 
-class UsageError(ValueError):
-    """The command line is wrong."""
+class UsageError(InputError):
+    """The command line is wrong; one line, as for a recipe."""
+
+    def __init__(self, word: str, what: str, remedy: str) -> None:
+        super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run a command and return its exit code: 0, 1 failed, 2 wrong input, 130 interrupted.
+
+    What is no InputError is a fault of uspft: it comes out with its traceback, exit code 1.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] == "rank":
         return _rank(words[1:])
-    if not words or words[0] in ("-h", "--help"):
-        print(USAGE)
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     try:
         return _run(words)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("stopped before the run had begun", file=sys.stderr)
         return 130
 
 
 def _run(words: list[str]) -> int:
-    from uspft.checkpoint.folder import CheckpointError
-    from uspft.config import RecipeError
-    from uspft.data import DataError
-
     def interrupted(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupted)
-    try:
-        return _command(words)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-    except DataError as error:
-        print("\n".join(error.lines), file=sys.stderr)
-    except (UsageError, CheckpointError, ValueError) as error:
-        print(error, file=sys.stderr)
-    return 2
-
-
-def _command(words: list[str]) -> int:
     verb = words.pop(0) if words[0] in VERBS + LATER else "train"
     if verb in LATER:
-        raise UsageError(f"{verb} is not available yet")
+        raise UsageError(verb, "is not available yet", f"use {', '.join(VERBS[:-1])} or export")
     target, overrides, ranks = _arguments(verb, words)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
     from uspft.commands import Place
 
+    if verb != "export":
+        load(target, overrides)  # a misspelt key is told before seconds of imports
     command = shlex.join(["uspft", verb, *words])
     place = Place(command, dict(os.environ), cache, ranks)
     if verb == "check":
@@ -81,17 +81,24 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], int | None
     for word in waiting:
         if word == "--ranks" or word.startswith("--ranks="):
             if verb != "check":
-                raise UsageError(f"{verb} takes no --ranks; write launch.processes=N")
+                raise UsageError(word, f"{verb} takes no such option", "write launch.processes=N")
             value = word.partition("=")[2] or next(waiting, "")
-            if not (value.isdigit() and int(value)):
-                raise UsageError(f"--ranks {value}: must be a whole number from 1 on")
+            if not (value.isascii() and value.isdigit() and int(value)):
+                raise UsageError("--ranks", f"`{value}` is no number of ranks", "write --ranks 8")
             ranks = int(value)
         elif word.startswith("-"):
-            raise UsageError(f"{word}: unknown option\n{USAGE}")
+            raise UsageError(word, "unknown option", "check takes --ranks N; all take --help")
         else:
             rest.append(word)
-    if not rest or "=" in rest[0]:
-        raise UsageError(f"{verb} needs a target before overrides\n{USAGE}")
+    takes = "export OUTPUT" if verb == "export" else f"{verb} RECIPE.yaml"
+    if not rest:
+        raise UsageError(verb, "needs a target", f"write uspft {takes}")
+    if "=" in rest[0] and not os.path.exists(rest[0]):
+        raise UsageError(rest[0], "comes before the target", f"write uspft {takes} {rest[0]}")
+    if verb != "export" and re.fullmatch(r"\w+", rest[0]) and not os.path.exists(rest[0]):
+        near = closest(rest[0], VERBS + LATER)
+        remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
+        raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)
     return Path(rest[0]), rest[1:], ranks
 
 
@@ -100,6 +107,9 @@ def _rank(words: Sequence[str]) -> int:
     from uspft.commands import Place
     from uspft.launcher import ERROR_FILE, report_exception
 
+    if ERROR_FILE not in os.environ or not words:
+        print(UsageError("rank", "is what train starts", "write uspft train"), file=sys.stderr)
+        return 2
     try:
         from uspft.commands.rank import rank
 

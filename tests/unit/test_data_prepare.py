@@ -83,7 +83,25 @@ def test_tokenizers_that_will_not_do(tmp_path: Path) -> None:
     (line,) = faults_of(tmp_path, block(text), changed_tokenizer(tmp_path / "t", eos_token=None))
     assert line.startswith("model.tokenizer: it has no EOS token")
     (line,) = faults_of(tmp_path, block(text), size=50)
-    assert line.startswith(f"{text}:1: the tokenizer gives id") and "50" in line
+    assert line.startswith("model.tokenizer: the tokenizer has 8,192 tokens") and " 50;" in line
+
+
+def test_a_token_beyond_the_vocabulary_is_a_fault_where_a_sample_holds_it(tmp_path: Path) -> None:
+    tokenizer = changed_tokenizer(tmp_path / "t", pad_token="<|new|>")
+    text = write_lines(tmp_path / "a.jsonl", [{"text": "hi"}])
+    assert prepare(block(text), str(tokenizer), 8192, tmp_path / "cache")
+    write_lines(text, [{"text": "hi"}, {"text": "hi <|new|>"}])
+    (line,) = faults_of(tmp_path, block(text), tokenizer)
+    assert line.startswith(f"{text}:2: the tokenizer gives id 8192, the model has 8192; ")
+
+
+def test_completion_of_what_has_none(tmp_path: Path) -> None:
+    text = write_lines(tmp_path / "a.jsonl", [{"text": "hi"}])
+    (line,) = faults_of(tmp_path, block(text, train_on="completion"))
+    assert line.startswith("data.train_on: is completion, and text data has none; ")
+    chat = write_lines(tmp_path / "b.jsonl", [CHAT])
+    mixed = block(text, chat, train_on="completion")
+    assert prepare(mixed, str(TOKENIZER), 8192, tmp_path / "cache")
 
 
 def test_tokenized_needs_no_tokenizer(tmp_path: Path) -> None:
@@ -200,6 +218,7 @@ def test_listing_faults_come_before_any_reading(tmp_path: Path) -> None:
 
 def test_hub_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
+    import huggingface_hub
 
     asked: list[Any] = []
     records = [{"id": i, **CHAT} for i in range(3)]
@@ -211,6 +230,7 @@ def test_hub_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_list(records)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     folders = [
         prepare(block(source("org/name", name="en", split=s)), str(TOKENIZER), 8192, tmp_path / "c")
         for s in (None, "test", "test")
@@ -225,7 +245,8 @@ def test_hub_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = faults_of(tmp_path, block(source("org/name", format="text")))
     assert line == "org/name/train: no column text; choose another data.format"
     (line,) = faults_of(tmp_path, block("no/network"))
-    assert line.startswith("data: hub data set no/network (train): cannot reach the hub; ")
+    told = "hub data set no/network (train): cannot reach the hub at all; "
+    assert line.startswith(f"data.train: {told}")
 
 
 def test_the_shipped_tokenizer(tmp_path: Path) -> None:

@@ -138,10 +138,10 @@ def test_the_library_may_hold_what_a_user_may_not(tmp_path: Path) -> None:
 
 
 def test_twenty_lines_and_the_rest_counted(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [GOOD["text"], *[{"text": 1}] * 25])
-    lines = lines_of(tmp_path, block(path, format="text"))
+    path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [99]}, *[{"input_ids": 1}] * 25])
+    lines = lines_of(tmp_path, block(path, format="tokenized"))
     assert [line.split(": ")[0] for line in lines[:20]] == [f"{path}:{i}" for i in range(1, 21)]
-    assert "the tokenizer gives id" in lines[0]  # vocabulary 10
+    assert "input_ids holds 99" in lines[0]
     assert lines[20:] == ["... and 6 more"]
 
 

@@ -22,11 +22,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from uspft.config.problems import InputError
+
 FORMAT = 1
 LATEST = "latest"
 
 
-class CheckpointError(Exception):
+class CheckpointError(InputError):
     """A checkpoint is missing, incomplete or of another format."""
 
 
@@ -40,15 +42,10 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Raises CheckpointError where the folder is not a complete checkpoint."""
-        try:
-            state = json.loads((folder / "state.json").read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{folder} is not a complete checkpoint: {error}") from error
-        if state.get("format") != FORMAT:
-            raise CheckpointError(f"{folder} has format {state.get('format')}, expected {FORMAT}")
-        missing = {f for f in state["files"].values() if not (folder / f).exists()}
+        state = _read_state(folder)
+        missing = sorted(f for f in set(state["files"].values()) if not (folder / f).exists())
         if missing:
-            raise CheckpointError(f"{folder} lacks {', '.join(sorted(missing))}")
+            raise CheckpointError(f"{folder} is not a complete checkpoint: it lacks {missing[0]}")
         return cls(folder, state)
 
     @property
@@ -70,6 +67,23 @@ class Checkpoint:
         return [
             key.removeprefix("weight/") for key in self.state["files"] if key.startswith("weight/")
         ]
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((folder / "state.json").read_text())
+    except OSError as error:
+        why = f"state.json: {error.strerror}"
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {why}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder}/state.json is not JSON: {error}") from error
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(f"{folder}/state.json has format {found}, expected {FORMAT}")
+    for name, kind in (("step", int), ("identity", dict), ("files", dict)):
+        if not isinstance(state.get(name), kind):
+            raise CheckpointError(f"{folder}/state.json has no {name}")
+    return dict(state)
 
 
 class CheckpointWeights:

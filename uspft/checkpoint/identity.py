@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
+
+from uspft.config import as_tree
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -16,14 +19,18 @@ LOOSE = {
 }
 """Keys inside the compared blocks that do not change what is learned."""
 
+CONTENTS = "data.train (contents)"
+"""The name of the prepared data, which changes with all that changes its tokens."""
+SHOWN = 80
 
-def identity_of(recipe: Recipe, corpus: str) -> dict[str, Any]:
+
+def identity_of(recipe: Recipe) -> dict[str, Any]:
     """Key → value of what decides the course of a run: model, data, seed, batch, optimizer.
 
-    corpus: the name of the prepared data, which changes with its contents.
+    As JSON gives it back. The contents of the data, `CONTENTS`, are added once they are known.
     """
-    tree = recipe.model_dump(mode="json")
-    found = {"seed": tree["seed"], "data.train (contents)": corpus}
+    tree = json.loads(json.dumps(as_tree(recipe)))
+    found = {"seed": tree["seed"]}
     for block in ("model", "data", "optimizer"):
         found |= {f"{block}.{key}": value for key, value in tree[block].items()}
     found["training.global_batch_size"] = tree["training"]["global_batch_size"]
@@ -32,14 +39,20 @@ def identity_of(recipe: Recipe, corpus: str) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(key, what is wrong, remedy) for each value that has changed."""
-    return [
-        (
-            key.removesuffix(" (contents)"),
-            f"`{new.get(key)}` differs from `{old.get(key)}` of the checkpoint to go on from"
-            + (" (the data's contents)" if key.endswith(")") else ""),
-            "write that value, another output_dir, or checkpoint.resume=never",
-        )
-        for key in {**old, **new}
-        if old.get(key) != new.get(key)
-    ]
+    """(key, what is wrong, remedy) for each value of new that old has otherwise."""
+    anew = "another output_dir, or checkpoint.resume=never"
+    found = []
+    for key, value in new.items():
+        if key == CONTENTS and old.get(key) != value:
+            what = "gives other tokens than the checkpoint was trained on"
+            remedy = f"put files, tokenizer and library versions back, or write {anew}"
+            found.append(("data.train", what, remedy))
+        elif old.get(key) != value:
+            what = f"is {_shown(value)}, and the checkpoint was trained with {_shown(old.get(key))}"
+            found.append((key, what, f"write that value, {anew}"))
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from uspft.commands.examine import examine
+from uspft.commands.examine import examine, examine_model
 from uspft.commands.place import Place
 from uspft.launcher import hosts_from
 
@@ -14,6 +15,9 @@ def check(target: Path, overrides: Sequence[str], place: Place) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
     found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
     recipe, shape = found.recipe, found.shape
+    if recipe.model.config or os.path.isdir(recipe.model.name_or_path or ""):
+        with found.placed():
+            examine_model(recipe)
     print(f"{target}: no problem found")
     stage = recipe.deepspeed.zero_optimization.get("stage", 1)
     print(f"layout: {found.layout}; ZeRO-{stage}, {recipe.model.dtype} on {recipe.launch.device}")

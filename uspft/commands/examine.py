@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 
 from uspft.commands.place import CONFIGS
 from uspft.config import (
+    Finding,
+    InputError,
     Loaded,
     ModelShape,
     Problem,
@@ -20,13 +24,12 @@ from uspft.config import (
     load,
     read_shape,
 )
+from uspft.config.model_shape import HUB_ID
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.layout import Layout, layout_of
 from uspft.model.loss import tile_tokens
 from uspft.sequence import Heads, choose
-
-Finding = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,16 @@ class Examined:
 
     def problem(self, finding: Finding) -> Problem:
         return self.loaded.origins.problem(*finding)
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """What is raised inside with findings comes out as a RecipeError, each with its place."""
+        try:
+            yield
+        except InputError as error:
+            if not error.findings:
+                raise
+            raise RecipeError(map(self.problem, error.findings)) from error
 
 
 def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None) -> Examined:
@@ -83,6 +96,23 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
     return Examined(loaded, resolved, layout, shape, open_questions)
 
 
+def examine_model(recipe: Recipe) -> Any:
+    """The config of a model that is here, after building it on meta and comparing its weights.
+
+    Raises Fault, WeightsError.
+    """
+    # Seconds of imports, which a recipe that is refused before does without.
+    from uspft.model.config import model_config
+    from uspft.model.fit import require_fit, require_model
+
+    config = model_config(recipe.model)
+    named = recipe.model.config is None
+    model = require_model(config, "model.name_or_path" if named else "model.config")
+    if named:
+        require_fit(model, Path(recipe.model.name_or_path or ""))
+    return config
+
+
 def _resolve(
     recipe: Recipe, layout: Layout, hosts: int, device: str, shape: ModelShape | None
 ) -> Recipe:
@@ -108,17 +138,35 @@ def _resolve(
 
 
 def _files(recipe: Recipe) -> list[Finding]:
-    """Named files that are not there."""
+    """Named files that are not there, and folders that could not be written."""
     found = []
-    named = [("data.chat_template", recipe.data.chat_template)]
-    if recipe.model.tokenizer and recipe.model.tokenizer.startswith((".", "/")):
-        named.append(("model.tokenizer", recipe.model.tokenizer))
-    if recipe.checkpoint.resume not in ("auto", "never"):
-        named.append(("checkpoint.resume", recipe.checkpoint.resume))
-    for key, name in named:
-        if name and not Path(name).exists():
+    resume, tokenizer = recipe.checkpoint.resume, recipe.model.tokenizer
+    named = {
+        "data.chat_template": recipe.data.chat_template,
+        "model.tokenizer": None if tokenizer and HUB_ID.fullmatch(tokenizer) else tokenizer,
+        "checkpoint.resume": None if resume in ("auto", "never") else resume,
+    }
+    for key, name in named.items():
+        if name and not os.path.exists(name):
             found.append((key, f"`{name}` does not exist", "name a file or folder that does"))
+    for key, folder in (
+        ("output_dir", recipe.output_dir),
+        ("data.cache_dir", recipe.data.cache_dir),
+    ):
+        why = folder and _cannot_write(folder)
+        if why:
+            found.append((key, f"`{folder}` cannot be written: {why}", "name another folder"))
     return found
+
+
+def _cannot_write(folder: Path) -> str | None:
+    """Why a folder, made where it is missing, could not be written to."""
+    nearest = folder.absolute()
+    while not os.path.exists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        return f"{nearest} is not a folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission in {nearest}"
 
 
 def _precision(recipe: Recipe, device: str) -> list[Finding]:

@@ -12,21 +12,29 @@ from transformers import AutoConfig
 from uspft.checkpoint.export import export_folder
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest
 from uspft.commands.place import Place
+from uspft.config import InputError
 
 
 def export(target: Path, overrides: Sequence[str], place: Place) -> int:
     """Write hf/ beside checkpoints/. target: an output folder, or one of its checkpoints.
 
-    Override: `to=FOLDER`. Raises ValueError for another override, CheckpointError.
+    Override: `to=FOLDER`. Raises InputError for another override, a folder that holds something
+    already (it would be replaced), or a target that is none; CheckpointError.
     """
     to: Path | None = None
     for word in overrides:
         key, _, value = word.partition("=")
         if key != "to" or not value:
-            raise ValueError(f"{word}: export takes to=FOLDER and nothing else")
-        to = Path(value)
+            what = "export takes to=FOLDER and nothing else"
+            raise InputError(f"command line: {word}: {what}; write to=FOLDER or leave it out")
+        to = Path(value).resolve()
+    if to:
+        _require_room(to)
     checkpoint = _open(target)
     model = checkpoint.folder / "model"
+    if not (model / "config.json").is_file():
+        what = f"{model} holds no config.json"
+        raise CheckpointError(f"command line: {target}: {what}; name another checkpoint")
     destination = to or checkpoint.folder.parent.parent / "hf"
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -37,17 +45,29 @@ def export(target: Path, overrides: Sequence[str], place: Place) -> int:
         shutil.copytree(model, folder, dirs_exist_ok=True)
 
     dtype = AutoConfig.from_pretrained(model, local_files_only=True).dtype
-    export_folder(tensors(), dtype, describe, destination)
+    try:
+        export_folder(tensors(), dtype, describe, destination)
+    except OSError as error:
+        what = f"{destination} cannot be written: {error.strerror}"
+        raise InputError(f"command line: to: {what}; write to=FOLDER") from error
     print(f"step {checkpoint.step} of {checkpoint.folder.parent.parent} → {destination}")
     return 0
 
 
+def _require_room(to: Path) -> None:
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise InputError(f"command line: to: {to} is there already; name a new folder")
+
+
 def _open(target: Path) -> Checkpoint:
-    if (target / "state.json").exists():
-        return Checkpoint.open(target)
-    checkpoint = newest(target)
+    remedy = "name an output folder, or a checkpoint in it"
+    try:
+        if (target / "state.json").exists():
+            return Checkpoint.open(target)
+        checkpoint = newest(target)
+    except CheckpointError as error:
+        raise CheckpointError(f"command line: {target}: {error}; {remedy}") from error
     if checkpoint is None:
-        raise CheckpointError(
-            f"{target} holds no checkpoint; name an output folder or a checkpoint in it"
-        )
+        what = "holds no checkpoint" if target.exists() else "does not exist"
+        raise CheckpointError(f"command line: {target}: {what}; {remedy}")
     return checkpoint

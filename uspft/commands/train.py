@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,32 +11,35 @@ from rich.console import Console
 from rich.progress import Progress
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest, set_aside
-from uspft.checkpoint.identity import differences, identity_of
-from uspft.commands.examine import Examined, examine
+from uspft.checkpoint.identity import CONTENTS, differences, identity_of
+from uspft.commands.examine import examine, examine_model
 from uspft.commands.place import Place
 from uspft.commands.summary import summary
-from uspft.config import Recipe, RecipeError, dump
-from uspft.data import Corpus, RowStream, prepare
+from uspft.config import Fault, Recipe, dump
+from uspft.data import Corpus, RowStream, prepare, read_report
 from uspft.job import Job
 from uspft.launcher import Hosts, LocalRanks, hosts_from, run_ranks
-from uspft.model.config import model_config
 from uspft.model.files import fetch
 
 
 def train(target: Path, overrides: Sequence[str], place: Place) -> int:
-    """Run a recipe. Raises RecipeError, DataError, ValueError before any rank starts."""
+    """Run a recipe. Raises InputError before any rank starts."""
     hosts = hosts_from(place.environment)
     found = examine(target, overrides, hosts.count, place.ranks)
     speaks = hosts.index == 0
     screen = Console(highlight=False, soft_wrap=True, quiet=not speaks)
-    recipe = fetch(found.recipe)
-    output = recipe.output_dir
-    assert output is not None
-    config = model_config(recipe.model)
-    corpus = _prepare(recipe, config.vocab_size, place, screen)
-    steps = _steps(recipe, corpus)
-    identity = identity_of(recipe, corpus.name)
-    checkpoint = _checkpoint(found, identity)
+    with found.placed():
+        recipe = fetch(found.recipe)
+        output = recipe.output_dir
+        assert output is not None
+        config = examine_model(recipe)
+        identity = identity_of(recipe)
+        checkpoint = _checkpoint(recipe, output)
+        _same(checkpoint, identity)
+        corpus = _prepare(recipe, config.vocab_size, place, screen)
+        identity[CONTENTS] = corpus.name
+        _same(checkpoint, identity)
+        steps = _steps(recipe, corpus)
     if checkpoint and checkpoint.step >= steps:
         screen.print(
             f"all {steps} steps are done: checkpoint {checkpoint.folder}, model {output / 'hf'}; "
@@ -46,8 +48,8 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
         )
         return 0
     if speaks:
-        _open_output(output, checkpoint, screen)
-        (output / "recipe.yaml").write_text(dump(recipe))
+        with found.placed():
+            _open_output(recipe, output, checkpoint, screen)
     stage = recipe.deepspeed.zero_optimization.get("stage", 1)
     screen.print(f"layout: {found.layout}; ZeRO-{stage}, {recipe.model.dtype}", markup=False)
     if checkpoint:
@@ -57,7 +59,7 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
         corpus,
         steps,
         identity,
-        resume_from=checkpoint and checkpoint.folder,
+        resume_from=checkpoint.folder if checkpoint else None,
         tokenizer=_with_tokenizer(recipe),
         command=place.command,
     )
@@ -77,7 +79,7 @@ def _prepare(recipe: Recipe, vocabulary: int, place: Place, screen: Console) -> 
             progress.update(task, completed=done, total=total)
 
         folder = prepare(recipe.data, tokenizer_of(recipe), vocabulary, Path(cache), tick)
-    report = json.loads((folder / "report.json").read_text())
+    report = read_report(folder)
     screen.print(
         f"data: {report['samples']:,} samples, {report['tokens']:,} tokens, "
         f"longest {report['longest']:,}",
@@ -112,32 +114,39 @@ def _steps(recipe: Recipe, corpus: Path) -> int:
     return stream.steps_in_epochs(training.epochs or 1, training.global_batch_size)
 
 
-def _checkpoint(found: Examined, identity: dict[str, object]) -> Checkpoint | None:
-    """Where to go on from. Raises RecipeError where the recipe has changed, or the place is none."""
-    recipe, wish = found.recipe, found.recipe.checkpoint.resume
-    assert recipe.output_dir is not None
+def _checkpoint(recipe: Recipe, output: Path) -> Checkpoint | None:
+    """Where to go on from. Raises Fault where the place named is none."""
+    wish = recipe.checkpoint.resume
     if wish == "never":
         return None
     try:
-        checkpoint = newest(recipe.output_dir) if wish == "auto" else Checkpoint.open(Path(wish))
+        return newest(output) if wish == "auto" else Checkpoint.open(Path(wish))
     except CheckpointError as error:
-        finding = ("checkpoint.resume", str(error), "name a complete checkpoint, or write never")
-        raise RecipeError([found.problem(finding)]) from None
-    if checkpoint is None:
-        return None
-    changed = differences(checkpoint.state["identity"], json.loads(json.dumps(identity)))
+        remedy = "name a complete checkpoint, .../checkpoints/step-00000500, or write never"
+        raise Fault([("checkpoint.resume", str(error), remedy)]) from error
+
+
+def _same(checkpoint: Checkpoint | None, identity: dict[str, object]) -> None:
+    """Raises Fault where the recipe has changed since the checkpoint."""
+    changed = differences(checkpoint.state["identity"], identity) if checkpoint else []
     if changed:
-        raise RecipeError([found.problem(finding) for finding in changed])
-    return checkpoint
+        raise Fault(changed)
 
 
-def _open_output(output: Path, checkpoint: Checkpoint | None, screen: Console) -> None:
-    """Make the output folder; what another run left there is moved aside, never deleted."""
+def _open_output(
+    recipe: Recipe, output: Path, checkpoint: Checkpoint | None, screen: Console
+) -> None:
+    """Make the output folder with the resolved recipe; what another run left is moved aside."""
     goes_on = checkpoint and output.resolve() in checkpoint.folder.resolve().parents
-    moved = None if goes_on else set_aside(output)
+    try:
+        moved = None if goes_on else set_aside(output)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "recipe.yaml").write_text(dump(recipe))
+    except OSError as error:
+        what = f"`{output}` cannot be written: {error.strerror}"
+        raise Fault([("output_dir", what, "name another folder")]) from error
     if moved:
         screen.print(f"what an earlier run left is now in {moved}", markup=False)
-    output.mkdir(parents=True, exist_ok=True)
 
 
 def _start(job: Job, hosts: Hosts, place: Place) -> int:

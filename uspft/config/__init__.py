@@ -18,16 +18,18 @@ from uspft.config.blocks import (
     Source,
     TrainingBlock,
 )
-from uspft.config.loading import Loaded, dump, load
+from uspft.config.loading import Loaded, as_tree, dump, load
 from uspft.config.model_shape import ModelShape, check_length, read_shape
-from uspft.config.problems import Finding, Origins, Problem, RecipeError
+from uspft.config.problems import Fault, Finding, InputError, Origins, Problem, RecipeError
 
 __all__ = [
     "CheckpointBlock",
     "DataBlock",
     "DeepSpeedBlock",
     "ExportBlock",
+    "Fault",
     "Finding",
+    "InputError",
     "LaunchBlock",
     "Loaded",
     "LoggingBlock",
@@ -43,6 +45,7 @@ __all__ = [
     "ScheduleBlock",
     "Source",
     "TrainingBlock",
+    "as_tree",
     "check_length",
     "dump",
     "load",

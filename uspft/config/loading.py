@@ -140,15 +140,16 @@ _Dumper.add_representer(str, _string)
 
 def dump(recipe: Recipe) -> str:
     """YAML with every key of the recipe, which load() reads back to an equal one."""
-    data = _simple(recipe)
+    data = as_tree(recipe)
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _simple(value: Any) -> Any:
+def as_tree(value: Any) -> Any:
+    """A recipe, or a part of one, as dicts, lists and scalars: what YAML and JSON can hold."""
     if isinstance(value, BaseModel):
-        return {name: _simple(getattr(value, name)) for name in type(value).model_fields}
+        return {name: as_tree(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, dict):
-        return {key: _simple(item) for key, item in value.items()}
+        return {key: as_tree(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_simple(item) for item in value]
+        return [as_tree(item) for item in value]
     return str(value) if isinstance(value, Path) else value

@@ -14,7 +14,7 @@ from uspft.config.blocks import ModelBlock
 from uspft.config.problems import Finding
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -89,7 +89,7 @@ def _file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
         return [(key, f"the folder `{name}` has no config.json", "name a Hugging Face folder")]
     if folder.is_file():
         return [(key, f"`{name}` is a file", "name its folder, or write it as model.config")]
-    if not _HUB_ID.fullmatch(name):
+    if not HUB_ID.fullmatch(name):
         return [
             (key, f"the folder `{name}` does not exist", "name a folder, or org/name of the hub")
         ]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 COMMAND_LINE = "command line"
+MAX_SAID = 160
 
 Finding = tuple[
     str, str, str
@@ -15,6 +16,12 @@ Finding = tuple[
 def join(at: str, below: str) -> str:
     """The key path of `below` (a key, `[index]` or nothing) inside `at`."""
     return f"{at}.{below}" if at and below and not below.startswith("[") else at + below
+
+
+def said(error: Exception) -> str:
+    """What another library's error says, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_SAID else text[: MAX_SAID - 1] + "…"
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,16 @@ class Problem:
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-class RecipeError(Exception):
+class InputError(ValueError):
+    """What the user gave is wrong; the text says what and what to do, a traceback would not help.
+
+    findings: those that concern keys of the recipe; a command gives each its place.
+    """
+
+    findings: Sequence[Finding] = ()
+
+
+class RecipeError(InputError):
     """Every problem of a recipe at once; as text one line each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
@@ -42,7 +58,7 @@ class RecipeError(Exception):
         super().__init__("\n".join(map(str, self.problems)))
 
 
-class Fault(ValueError):
+class Fault(InputError):
     """What a check raises: findings, their keys relative to the value checked."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:

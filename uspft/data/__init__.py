@@ -5,7 +5,7 @@ Reading order: sources (which files) → records (what is in them) → tokenise,
 """
 
 from uspft.data.cache import prepare
-from uspft.data.corpus import Corpus
+from uspft.data.corpus import Corpus, read_report
 from uspft.data.faults import DataError
 from uspft.data.sources import not_checked, source_problems
 from uspft.data.stream import Row, RowStream
@@ -17,5 +17,6 @@ __all__ = [
     "RowStream",
     "not_checked",
     "prepare",
+    "read_report",
     "source_problems",
 ]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan
-from uspft.data.faults import DataError, Faults
+from uspft.data.faults import DataError, Faults, wrong_key
 from uspft.data.hub import HubSplit, load_split
 from uspft.data.reading import Encoder, Part, tokenised
 from uspft.data.records import BadRecord, first_format
@@ -55,14 +55,21 @@ def prepare(
     Raises DataError.
     """
     parts = _parts(data)
-    formats = {first_format(part.content, part.declared) for part in parts} - {None}
+    formats = {name for part in parts if (name := first_format(part.content, part.declared))}
+    if (
+        data.train_on == "completion"
+        and formats
+        and not formats & {"messages", "prompt_completion"}
+    ):
+        what = f"is completion, and {' and '.join(sorted(formats))} data has none"
+        raise wrong_key("data.train_on", what, "write all, or another data.format")
     tokeniser = None
     if formats - {"tokenized"}:
         tokeniser = load_tokeniser(tokenizer_path, data)
-        if problems := tokeniser.problems({name for name in formats if name}):
-            raise DataError(problems)
+        if findings := tokeniser.problems(formats, vocab_size):
+            raise DataError([], findings)
     folder = Path(cache_dir) / _key(data, parts, tokeniser, vocab_size)
-    if not (folder / META).exists():
+    if not os.path.exists(folder):
         reading = Reading(parts, Encoder(tokeniser, vocab_size))
         _build(folder, data, reading, progress or _silent)
     _require_lengths(Corpus.open(folder), data)
@@ -70,9 +77,8 @@ def prepare(
 
 
 def _parts(data: DataBlock) -> list[Part]:
-    problems = [f"{key}: {what}; {todo}" for key, what, todo in source_problems(data)]
-    if problems:
-        raise DataError(problems)
+    if findings := source_problems(data):
+        raise DataError([], findings)
     parts: list[Part] = []
     for number, source in enumerate(data.train):
         declared = source.format or data.format
@@ -185,7 +191,7 @@ def _build(
     except OSError as error:
         remedy = "name a folder with room that can be written"
         what = f"cannot write {folder.parent}: {error.strerror}"
-        raise DataError([f"data.cache_dir: {what}; {remedy}"]) from error
+        raise wrong_key("data.cache_dir", what, remedy) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -234,10 +240,10 @@ def _require_targets(data: DataBlock, counts: Counts) -> None:
     if not counts.samples:
         why = f"all {counts.dropped} were dropped" if counts.dropped else "nothing was read"
         remedy = "give it data, or a larger data.sequence_length"
-        raise DataError([f"data ({where}): no sample is left, {why}; {remedy}"])
+        raise wrong_key("data.train", f"`{where}`: no sample is left, {why}", remedy)
     if not counts.target_tokens:
         remedy = "check the labels, or data.train_on"
-        raise DataError([f"data ({where}): no token of any sample is trained; {remedy}"])
+        raise wrong_key("data.train", f"`{where}`: no token of any sample is trained", remedy)
 
 
 def _require_lengths(corpus: Corpus, data: DataBlock) -> None:

@@ -60,9 +60,8 @@ class Corpus:
                 tuple(SourceSpan(*span) for span in meta["sources"]),
                 meta["overlong"],
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            what = f"the tokenised data in it is damaged ({error})"
-            raise DataError([f"{folder}: {what}; delete the folder, it is made again"]) from error
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise _damaged(folder, error) from error
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -81,6 +80,20 @@ class Corpus:
         """Ids and unshifted labels of one sample."""
         first, stop = self.offsets[index : index + 2].tolist()
         return Tokens(self.tokens[first:stop], self.labels[first:stop])
+
+
+def read_report(folder: Path) -> dict[str, int]:
+    """What `prepare` counted, by name. Raises DataError where it is damaged."""
+    try:
+        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        return {name: count for name, count in report.items() if isinstance(count, int)}
+    except (OSError, ValueError, AttributeError) as error:
+        raise _damaged(folder, error) from error
+
+
+def _damaged(folder: Path, error: Exception) -> DataError:
+    what = f"the tokenised data in it is damaged ({error})"
+    return DataError([f"{folder}: {what}; delete the folder, it is made again"])
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

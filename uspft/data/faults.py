@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from uspft.config.problems import Finding, InputError
+
 SHOWN_LINES = 20
 
 
-class DataError(Exception):
-    """The data is wrong; lines are 'FILE:LINE: what; remedy', ready to be printed."""
+class DataError(InputError):
+    """The data is wrong; lines are 'FILE:LINE: what; remedy', ready to be printed.
 
-    def __init__(self, lines: Sequence[str]) -> None:
-        self.lines = list(lines)
+    Where the fault is a key of the recipe, the lines are findings, 'key: what; remedy'.
+    """
+
+    def __init__(self, lines: Sequence[str], findings: Sequence[Finding] = ()) -> None:
+        self.findings = list(findings)
+        self.lines = [*lines, *(f"{key}: {what}; {remedy}" for key, what, remedy in findings)]
         super().__init__("\n".join(self.lines))
+
+
+def wrong_key(key: str, what: str, remedy: str) -> DataError:
+    """The error of one key of the recipe."""
+    return DataError([], [(key, what, remedy)])
 
 
 class SampleFault(Exception):

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from uspft.data.faults import DataError
+from uspft.config.problems import said
+from uspft.data.faults import wrong_key
 
 if TYPE_CHECKING:
     from uspft.config.blocks import Source
 
 _HASH_RECORDS = 1000
+_HUB_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,32 @@ def load_split(source: Source) -> HubSplit:
 
     split = source.split or "train"
     try:
+        _ask_hub(source.path)
         dataset = load_dataset(source.path, source.name, split=split)
     except Exception as error:  # datasets, hub and network each have their own kinds
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "check the id, name and split, and the network, or use a local path"
-        line = f"data: hub data set {source.path} ({split}): {first}; {remedy}"
-        raise DataError([line]) from error
+        what = f"hub data set {source.path} ({split}): {said(error)}"
+        raise wrong_key("data.train", what, remedy) from error
     return HubSplit(dataset, f"{source.path}/{split}")
+
+
+def _ask_hub(name: str) -> None:
+    """Raises at once where the hub does not answer; `datasets` alone tries for half a minute."""
+    from huggingface_hub import HfApi, is_offline_mode
+
+    if is_offline_mode():
+        return
+    try:
+        HfApi().dataset_info(name, timeout=_HUB_SECONDS)
+    except Exception:
+        if not _is_cached(name):
+            raise
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return any(repo.repo_id == name for repo in scan_cache_dir().repos)
+    except CacheNotFound:
+        return False

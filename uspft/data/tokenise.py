@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from uspft.config.problems import Finding, said
 from uspft.data.chat import MARK, Rendered, render, tokenise_spans
-from uspft.data.faults import DataError, SampleFault
+from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records import Record
 
 if TYPE_CHECKING:
@@ -59,22 +60,25 @@ class TextTokeniser:
         named = (*parts, str(sorted(self._special.items())), str(self.trains_all))
         return blake2b("\0".join(named).encode(), digest_size=16).hexdigest()
 
-    def problems(self, formats: set[str]) -> list[str]:
-        """Why these formats cannot be tokenised, as 'key: what; remedy'."""
-        lines = []
+    def problems(self, formats: set[str], vocab_size: int) -> list[Finding]:
+        """Why these formats cannot be tokenised for a model of vocab_size."""
+        found = []
+        own = self.backend.get_vocab_size(with_added_tokens=False)
+        if own > vocab_size:
+            # Added tokens may lie beyond: a padding token that no sample holds does no harm.
+            what = f"the tokenizer has {own:,} tokens, the model's vocabulary {vocab_size:,}"
+            found.append(("model.tokenizer", what, "name the model's own"))
         if self.eos is None and formats & {"text", "prompt_completion"}:
-            lines.append(
-                "model.tokenizer: it has no EOS token, which text and completions end in;"
-                " set eos_token in its tokenizer_config.json"
-            )
+            what = "it has no EOS token, which text and completions end in"
+            found.append(("model.tokenizer", what, "set eos_token in its tokenizer_config.json"))
         if "messages" in formats:
             if self.template is None:
                 what = "the tokenizer has no chat template"
-                lines.append(f"data.chat_template: {what}; name a Jinja file, {_MARKED}")
+                found.append(("data.chat_template", what, f"name a Jinja file, {_MARKED}"))
             elif not self.trains_all and not MARK.search(self.template):
                 what = "the template has no {% generation %} marks around the assistant's text"
-                lines.append(f"data.chat_template: {what}; name one that has, {_MARKED}")
-        return lines
+                found.append(("data.chat_template", what, f"name one that has, {_MARKED}"))
+        return found
 
     def rendered(self, record: Record) -> Record | Rendered:
         """What only one thread may do: a conversation becomes text. Raises SampleFault."""
@@ -147,19 +151,18 @@ def load_tokeniser(path: str | None, data: DataBlock) -> TextTokeniser:
     """The tokenizer at path with data's template and train_on. Raises DataError."""
     if path is None:
         what = "no tokenizer, which every format but tokenized needs"
-        raise DataError([f"model.tokenizer: {what}; name a folder or a hub id"])
+        raise wrong_key("model.tokenizer", what, "name a folder or a hub id")
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # from_pretrained has no kind of its own
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "name a folder that holds a tokenizer.json, or a hub id"
-        line = f"model.tokenizer: none can be loaded from {path}: {first}; {remedy}"
-        raise DataError([line]) from error
+        what = f"none can be loaded from {path}: {said(error)}"
+        raise wrong_key("model.tokenizer", what, remedy) from error
     if not tokenizer.is_fast:
         what = f"{path} is a slow tokenizer, which knows no offsets"
-        raise DataError([f"model.tokenizer: {what}; save it as tokenizer.json first"])
+        raise wrong_key("model.tokenizer", what, "save it as tokenizer.json first")
     return TextTokeniser(tokenizer, _template(data, tokenizer), data.train_on)
 
 
@@ -171,5 +174,5 @@ def _template(data: DataBlock, tokenizer: Any) -> str | None:
         template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot read {data.chat_template}: {error}"
-        raise DataError([f"data.chat_template: {what}; name a Jinja file, {_MARKED}"]) from error
+        raise wrong_key("data.chat_template", what, f"name a Jinja file, {_MARKED}") from error
     return template

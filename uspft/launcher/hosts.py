@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from uspft.config.problems import InputError
+
 MAX_PORT = 65535
 SIOCGIFCONF, INTERFACE_BYTES = 0x8912, 40  # Linux, 64 bit: struct ifreq
 
 
-class LaunchError(ValueError):
+class LaunchError(InputError):
     """What the environment says about hosts is wrong; the text names variable and value."""
 
 
