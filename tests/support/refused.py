@@ -27,7 +27,9 @@ class Refused:
 
     def about(self, key: str, *words: str) -> str:
         """The one line about a key, which holds these words and names the key's own line."""
-        (line,) = [line for line in self.lines if f": {key}: " in line]
+        found = [line for line in self.lines if f": {key}: " in line]
+        assert len(found) == 1, self.lines
+        (line,) = found
         match = LINE.fullmatch(line)
         assert match, line
         assert [word for word in words if word not in line] == [], line
@@ -92,6 +94,7 @@ class Ground:
                 capture_output=True,
                 text=True,
                 timeout=120,
+                check=False,
             )
             return done.returncode, done.stdout, done.stderr
 

@@ -1,0 +1,252 @@
+"""Wrong recipes, commands and data: exit 2, one line each with place, key and remedy, no rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.data_cases import CHAT, TOKENIZER
+from tests.support.refused import Ground
+
+PARALLEL = "parallel_config"
+ULYSSES4 = {"context_parallel": 4, "context_parallel_algo": "ulysses_cp"}
+RING2 = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+
+# By what is wrong: changes to the good recipe, YAML after it, the key, words of its line.
+RECIPES: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
+    "misspelt key": (
+        {f"{PARALLEL}.context_paralel": 2},
+        "",
+        f"{PARALLEL}.context_paralel",
+        ("did you mean `context_parallel`?",),
+    ),
+    "heads": (
+        {PARALLEL: ULYSSES4},
+        "",
+        f"{PARALLEL}.context_parallel",
+        ("degree of 4", "2 KV heads", "1, 2"),
+    ),
+    "rows": (
+        {PARALLEL: RING2, "data.sequence_length": 30},
+        "",
+        "data.sequence_length",
+        ("30 tokens", "next", "32"),
+    ),
+    "ranks": (
+        {PARALLEL: RING2, "launch.processes": 3},
+        "",
+        f"{PARALLEL}.context_parallel",
+        ("3 processes", "a multiple of 2"),
+    ),
+    "missing data": ({"data.train": "no.jsonl"}, "", "data.train.path", ("no.jsonl",)),
+    "unknown format": ({"data.format": "csv"}, "", "data.format", ("csv", "prompt_completion")),
+    "tag": (
+        {},
+        "wandb: !!python/object/apply:os.system ['touch pwned']\n",
+        "wandb",
+        ("!!python/object/apply:os.system", "leave it out"),
+    ),
+    "duplicate": ({}, "seed: 43\n", "seed", ("duplicate key", "recipe.yaml:1")),
+    "suffix": ({"training.steps": "10k"}, "", "training.steps", ("10k", "10000", "10240")),
+    "derived": (
+        {"deepspeed.train_batch_size": 8},
+        "",
+        "deepspeed.train_batch_size",
+        ("uspft derives", "training.global_batch_size"),
+    ),
+    "no such DeepSpeed key": (
+        {"deepspeed.zero_optimization": {"stage": 3, "stage3_prefetch": 1}},
+        "",
+        "deepspeed.zero_optimization.stage3_prefetch",
+        ("did you mean `stage3_",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_wrong_recipe(ground: Ground, case: str) -> None:
+    changes, more, key, words = RECIPES[case]
+    ground.write(changes, more)
+    ground.launch().about(key, *words)
+    assert not (ground.folder / "pwned").exists()
+
+
+def test_all_problems_at_once(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    ground.write({"data.train": "no.jsonl", PARALLEL: ULYSSES4, "output_dir": str(ground.path)})
+    for verb in ("train", "check"):
+        found = ground.call(capsys, verb, str(ground.path))
+        assert len(found.lines) == 3
+        found.about("output_dir", str(ground.path), "is not a folder; name another folder")
+        found.about("data.train.path", "no.jsonl")
+
+
+SAMPLES: dict[str, tuple[list[Any], tuple[str, ...]]] = {
+    "overlong": ([{"input_ids": [5] * 9}, {"input_ids": [5] * 33}], (":2: 33 tokens", "overlong")),
+    "broken JSON": ([{"input_ids": [5] * 9}, "{", {"input_ids": [5]}], (":2: broken JSON",)),
+    "vocabulary": ([{"input_ids": [5, 97]}], (":1: input_ids holds 97", "0 … 96")),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_a_wrong_sample_is_named_by_file_and_line(
+    ground: Ground, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    samples, words = SAMPLES[case]
+    data = ground.folder / "bad.jsonl"
+    lines = (text if isinstance(text, str) else json.dumps(text) for text in samples)
+    data.write_text("".join(f"{line}\n" for line in lines))
+    ground.write({"data.train": str(data)})
+    (line,) = ground.launch().lines if case == "overlong" else ground.call(capsys).lines
+    assert line.startswith(str(data) + words[0]) and "; " in line
+    assert all(word in line for word in words[1:])
+
+
+def test_an_empty_data_set(ground: Ground) -> None:
+    (ground.folder / "empty.jsonl").write_text("")
+    ground.write({"data.train": "empty.jsonl"})
+    ground.launch().about("data.train", "empty.jsonl", "no sample is left", "give it data")
+
+
+def test_the_hub_out_of_reach(ground: Ground, tmp_path: Path) -> None:
+    nowhere = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+    }
+    for key, wish in (("model.name_or_path", "org/model"), ("data.train", "org/data")):
+        ground.write({key: wish})
+        began = time.monotonic()
+        found = ground.launch(**nowhere)
+        assert time.monotonic() - began < 20
+        found.about(key, wish, "name a folder" if "model" in key else "use a local path")
+
+
+def data_of(ground: Ground, *records: Any) -> str:
+    path = ground.folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_a_tokenizer_that_will_not_do(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    text = data_of(ground, {"text": "hi"})
+    key = "model.tokenizer"
+    config = {"model": {"config": f"{ground.recipe['model']['name_or_path']}/config.json"}}
+    ground.write({**config, "data.train": text})
+    ground.call(capsys).about(key, "no tokenizer", "every format but tokenized", "name a folder")
+    ground.write({"data.train": text, key: str(TOKENIZER)})
+    ground.call(capsys).about(key, "8,192 tokens", "97", "name the model's own")
+    ground.write({"data.train": text, key: "./tokenizr"})
+    ground.call(capsys).about(key, "`./tokenizr` does not exist")
+    ground.write({"data.train": text})
+    ground.call(capsys).about(key, "none can be loaded from", "tokenizer.json")
+
+
+def test_data_that_does_not_fit_its_format(
+    ground: Ground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sized = {"model.tokenizer": str(TOKENIZER), "model.overrides": {"vocab_size": 8192}}
+    config = f"{ground.recipe['model']['name_or_path']}/config.json"
+    sized |= {"model.name_or_path": None, "model.config": config}
+    text = data_of(ground, {"text": "hi"})
+    ground.write({**sized, "data.train": text, "data.train_on": "completion"})
+    ground.call(capsys).about("data.train_on", "is completion, and text data has none", "all")
+    ground.write({**sized, "data.train": text, "data.format": "messages"})
+    (line,) = ground.call(capsys).lines
+    assert line.startswith(f"{text}:1: unknown field 'text'; ")
+    unmarked = ground.folder / "chat.jinja"
+    unmarked.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    ground.write(
+        {**sized, "data.train": data_of(ground, CHAT), "data.chat_template": str(unmarked)}
+    )
+    ground.call(capsys).about("data.chat_template", "no {% generation %} marks", "chatml.jinja")
+
+
+def test_folders_that_cannot_be_written(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    (ground.folder / "file").write_text("")
+    for key in ("output_dir", "data.cache_dir"):
+        for name in ("file", "file/below/it"):
+            ground.write({key: name})
+            for verb in ("train", "check"):
+                found = ground.call(capsys, verb, str(ground.path))
+                found.about(key, f"`{name}` cannot be written", f"{ground.folder}/file is not")
+    ground.write({"output_dir": "/proc/uspft"})  # only making it tells, for some users
+    ground.call(capsys).about("output_dir", "`/proc/uspft` cannot be written", "name another")
+
+
+WORDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "verb": (["trian", "recipe.yaml"], ("command line: trian: ", "did you mean `train`?")),
+    "later verb": (["plan", "recipe.yaml"], ("command line: plan: is not available yet; ",)),
+    "option": (["recipe.yaml", "--fast"], ("command line: --fast: unknown option; ",)),
+    "ranks": (["recipe.yaml", "--ranks", "2"], ("--ranks: train takes", "launch.processes=N")),
+    "no ranks": (["check", "recipe.yaml", "--ranks", "0"], ("--ranks: `0` is no number of",)),
+    "no target": (["check"], ("command line: check: needs a target; write uspft check RECIPE",)),
+    "override first": (["seed=1", "recipe.yaml"], ("seed=1: comes before the target; ",)),
+    "no equals sign": (["recipe.yaml", "seed"], ("command line: seed: ", "write key.path=value")),
+    "two recipes": (["recipe.yaml", "recipe.yaml"], ("command line: recipe.yaml: ",)),
+    "override": (["recipe.yaml", "sed=1"], ("command line: sed: unknown key `sed`; did you mean",)),
+    "value": (["recipe.yaml", "seed=x"], ("command line: seed: ", '"x"')),
+    "missing recipe": (["nowhere.yaml"], ("nowhere.yaml:1: does not exist; ",)),
+    "folder": (["."], (".:1: is a folder; name a YAML file",)),
+    "export": (["export", "nowhere"], ("command line: nowhere: does not exist; name an output",)),
+    "export what": (["export", "."], ("command line: .: holds no checkpoint; name an output",)),
+    "export how": (["export", ".", "dtype=x"], ("dtype=x: export takes to=FOLDER",)),
+    "rank by hand": (["rank", "folder"], ("command line: rank: is what train starts; ",)),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_a_wrong_command(ground: Ground, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    words, told = WORDS[case]
+    (line,) = ground.call(capsys, *words).lines
+    assert all(part in line for part in told), line
+
+
+def test_a_wrong_command_through_launch(ground: Ground) -> None:
+    (line,) = ground.launch("trian", "recipe.yaml").lines
+    assert "command line: trian: " in line and "did you mean `train`?" in line
+
+
+HOSTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "count": ({"NNODES": "two"}, ("NNODES=two: must be a whole number",)),
+    "place": ({"NNODES": "2", "NODE_RANK": "2"}, ("NODE_RANK=2: ", "from 0 to 1")),
+    "port": ({"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "x"}, ("MASTER_PORT=x: ",)),
+    "rest": ({"NNODES": "2"}, ("NODE_RANK is not set", "MASTER_ADDR is not set", "MASTER_PORT")),
+    "address": (
+        {"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "29500", "MASTER_ADDR": "no.invalid"},
+        ("MASTER_ADDR=no.invalid: this host cannot resolve it",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTS)
+def test_wrong_hosts(
+    ground: Ground,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    variables, told = HOSTS[case]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    said = "\n".join(ground.call(capsys).lines)
+    assert all(part in said for part in told), said
+
+
+def test_a_fault_of_the_program_is_not_the_users(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from uspft.__main__ import main
+    from uspft.commands import train
+
+    def broken(*_: Any) -> None:
+        raise ValueError("a bug")
+
+    assert main([str(ground.path)]) == 1 and ground.started, "the good recipe is refused"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(train, "identity_of", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        main([str(ground.path)])
