@@ -102,6 +102,7 @@ OVERRIDES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "rms_norm_epsilon": (1e-6, ("LlamaConfig has no such field", "did you mean `rms_norm_eps`?")),
     "to_dict": (1, ("LlamaConfig has no such field",)),
     "rms_norm_eps": ("small", ("cannot be `small`",)),
+    "head_dim": (15, ("head_dim 15 is odd", "write an even number")),
     "torch_dtype": ("float32", ("leave it out: `model.dtype` rules it",)),
 }
 
@@ -112,6 +113,18 @@ def test_a_wrong_override(ground: Ground, capsys: pytest.CaptureFixture[str], fi
     ground.write({f"model.overrides.{field}": value})
     for verb in ("train", "check"):
         ground.call(capsys, verb, str(ground.path)).about(f"model.overrides.{field}", *words)
+
+
+def test_another_number_of_layers_is_no_fault(ground: Ground) -> None:
+    from uspft.__main__ import main
+
+    config = ground.path.parent / "config.json"
+    shutil.copy(Path(ground.recipe["model"]["name_or_path"]) / "config.json", config)
+    for layers in (1, 5):
+        overrides = {"num_hidden_layers": layers}
+        random = {"model.name_or_path": None, "model.config": str(config)}
+        ground.write({**random, "model.overrides": overrides})
+        assert main(["check", str(ground.path)]) == 0
 
 
 @pytest.fixture

@@ -173,8 +173,20 @@ def test_folders_that_cannot_be_written(ground: Ground, capsys: pytest.CaptureFi
             for verb in ("train", "check"):
                 found = ground.call(capsys, verb, str(ground.path))
                 found.about(key, f"`{name}` cannot be written", f"{ground.folder}/file is not")
+    ground.write({"output_dir": "a" * 300, "data.train": "b" * 300})
+    found = ground.call(capsys)
+    found.about("output_dir", "File name too long")
+    found.about("data.train.path", "does not exist")
     ground.write({"output_dir": "/proc/uspft"})  # only making it tells, for some users
     ground.call(capsys).about("output_dir", "`/proc/uspft` cannot be written", "name another")
+
+
+def test_more_processes_than_gpus(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    ground.write({"launch": {"device": "cuda", "processes": 4}, "model.dtype": "bfloat16"})
+    ground.call(capsys).about("launch.processes", "4 processes", "2 GPUs; start at most 2")
 
 
 WORDS: dict[str, tuple[list[str], tuple[str, ...]]] = {

@@ -161,6 +161,12 @@ def _files(recipe: Recipe) -> list[Finding]:
 
 def _cannot_write(folder: Path) -> str | None:
     """Why a folder, made where it is missing, could not be written to."""
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return error.strerror
     nearest = folder.absolute()
     while not os.path.exists(nearest):
         nearest = nearest.parent

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -29,6 +30,7 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
     speaks = hosts.index == 0
     screen = Console(highlight=False, soft_wrap=True, quiet=not speaks)
     with found.placed():
+        _require_devices(found.recipe)
         recipe = fetch(found.recipe)
         output = recipe.output_dir
         assert output is not None
@@ -67,6 +69,15 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
     if code == 0 and speaks:
         screen.print(summary(recipe, target), markup=False)
     return code
+
+
+def _require_devices(recipe: Recipe) -> None:
+    """Raises Fault where this host has fewer GPUs than processes; `check` may run elsewhere."""
+    count, wanted = torch.cuda.device_count(), recipe.launch.processes
+    if recipe.launch.device == "cuda" and isinstance(wanted, int) and wanted > count:
+        what = f"{wanted} processes on this host, which has {count} GPUs"
+        remedy = f"start at most {count}" if count else "write launch.device: cpu"
+        raise Fault([("launch.processes", what, f"{remedy}, or start it on a host that has them")])
 
 
 def _prepare(recipe: Recipe, vocabulary: int, place: Place, screen: Console) -> Path:

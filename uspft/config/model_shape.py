@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,18 +77,18 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
 
 def _file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
     if model.config is not None:
-        file = model.config / "config.json" if model.config.is_dir() else model.config
-        if file.is_file():
+        file = model.config / "config.json" if os.path.isdir(model.config) else model.config
+        if os.path.isfile(file):
             return file
         return [("model.config", f"`{file}` does not exist", "name a config.json or its folder")]
     name = model.name_or_path or ""
     key = "model.name_or_path"
     folder = Path(name)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir raises where a name is too long
         if (folder / "config.json").is_file():
             return folder / "config.json"
         return [(key, f"the folder `{name}` has no config.json", "name a Hugging Face folder")]
-    if folder.is_file():
+    if os.path.isfile(folder):
         return [(key, f"`{name}` is a file", "name its folder, or write it as model.config")]
     if not HUB_ID.fullmatch(name):
         return [
@@ -183,6 +184,9 @@ def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int],
     if raw["model_type"] == "llama" and sizes["hidden_size"] % sizes["heads"]:
         what = f"hidden_size {sizes['hidden_size']} is not a multiple of {sizes['heads']} heads"
         findings.append((named("hidden_size"), what, "write a multiple of the heads"))
+    elif sizes["head_dim"] % 2:
+        what = f"head_dim {sizes['head_dim']} is odd, and rotary positions turn pairs"
+        findings.append((named("head_dim"), what, "write an even number"))
     return sizes, findings
 
 

@@ -69,9 +69,9 @@ def not_checked(data: DataBlock) -> list[str]:
 
 def is_hub_id(path: str) -> bool:
     """Whether path reads as org/name: it is on no disk here and has no file's extension."""
-    if not _HUB_ID.fullmatch(path) or Path(path).exists():
+    if not _HUB_ID.fullmatch(path) or os.path.exists(path):
         return False
-    return not Path(path).parent.is_dir() and not _FILE_SUFFIX.search(path)
+    return not os.path.isdir(Path(path).parent) and not _FILE_SUFFIX.search(path)
 
 
 def list_files(name: str, declared: str) -> list[SourceFile]:
@@ -82,9 +82,9 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
     if name == STDLIB:
         return list(_standard_library())
     path = Path(name).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises where a name is too long
         found = [path]
-    elif path.is_dir():
+    elif os.path.isdir(path):
         found = sorted(_below(path), key=lambda p: p.relative_to(path).as_posix())
     else:
         names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
@@ -113,7 +113,7 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     if not files:
         if glob.has_magic(path):
             yield f"{path} matches no file", "correct the pattern"
-        elif Path(path).expanduser().is_dir():
+        elif os.path.isdir(Path(path).expanduser()):
             yield f"the folder {path} holds no file", "name a folder with data, or a file"
         else:
             yield f"{path} does not exist", "name a file, a folder, a glob or a hub id (org/name)"

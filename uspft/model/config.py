@@ -41,6 +41,9 @@ def model_config(block: ModelBlock) -> Any:
     ]
     if findings:
         raise Fault(findings)
+    layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
+    if types and "layer_types" not in block.overrides:
+        config.layer_types = types[:layers] + types[-1:] * (layers - len(types))
     if block.rope_scaling:
         known = dict(config.rope_parameters or {})
         scaling = dict(block.rope_scaling)
