@@ -39,9 +39,11 @@ ROWS = {
 
 def degrees(world: int) -> list[tuple[str, int, int]]:
     """(algorithm, Ulysses, ring) of every way to share a row over `world` ranks."""
-    ways = [("ulysses_cp", world, 1), ("ring_cp", 1, world)]
-    ways += [("hybrid_cp", u, world // u) for u in range(1, world + 1) if world % u == 0]
-    return ways if world > 1 else [("whole", 1, 1)]
+    if world == 1:
+        return [("whole", 1, 1)]
+    pairs = [(u, world // u) for u in range(1, world + 1) if world % u == 0]
+    ways = [("ulysses_cp", world, 1), ("ring_cp", 1, world), ("allgather_cp", 1, world)]
+    return ways + [(name, *pair) for name in ("hybrid_cp", "planned_cp") for pair in pairs]
 
 
 def compare(rank: int, world: int, break_order: bool) -> tuple[dict[str, list[float]], Any]:
@@ -67,8 +69,8 @@ def compare(rank: int, world: int, break_order: bool) -> tuple[dict[str, list[fl
             case = f"{name} U{ulysses} R{ring} {kind} {rows_name}"
             errors[case] = _errors(algorithm, plan, split, rows, (heads, index))
             page = books.close()
-            if rows_name == "one document":
-                sent[case] = page, algorithm.cost(LENGTH, heads, element_bytes=8)
+            if len(rows) == 1:
+                sent[case] = page, algorithm.cost(rows[0], heads, element_bytes=8)
     return errors, sent
 
 
@@ -101,7 +103,7 @@ def test_every_algorithm_equals_dense_attention(world: int) -> None:
             assert max(off) < 1e-10, f"{case}: out, dq, dk, dv off by {off}"
     for case, (_, cost) in answers[0][1].items():
         pages = [sent[case][0] for _, sent in answers]
-        for kind in ("all_to_all", "ring"):
+        for kind in ("all_to_all", "ring", "gather"):
             busiest = max(page.get(kind, 0) for page in pages)
             assert busiest == getattr(cost, kind), f"{case}: {kind}"
 

@@ -23,7 +23,7 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
     return out
 
 
-def shift(x: Tensor, out: Tensor, offset: int, group: Group) -> Callable[[], None]:
+def shift(x: Tensor, out: Tensor, offset: int, group: Group, kind: str) -> Callable[[], None]:
     """Start sending x to the member `offset` further on, and receiving into out from as far back.
 
     An empty x or out is not sent or awaited; both ends must agree on that. Returns the function
@@ -33,7 +33,7 @@ def shift(x: Tensor, out: Tensor, offset: int, group: Group) -> Callable[[], Non
     if x.numel():
         to = group.ranks[(group.index + offset) % group.size]
         ops.append(dist.P2POp(dist.isend, x, to, group=group.handle))
-        group.books.add("ring", x.numel() * x.element_size())
+        group.books.add(kind, x.numel() * x.element_size())
     if out.numel():
         source = group.ranks[(group.index - offset) % group.size]
         ops.append(dist.P2POp(dist.irecv, out, source, group=group.handle))

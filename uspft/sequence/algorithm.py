@@ -11,9 +11,7 @@ from uspft.batch import Segments
 from uspft.comm import Group
 from uspft.kernels import Kernel
 from uspft.sequence.plan import Plan
-
-Run = tuple[int, int]
-"""Consecutive positions [start, stop) of a row."""
+from uspft.sequence.regions import Run
 
 
 class Heads(NamedTuple):
@@ -46,6 +44,7 @@ class Cost:
 
     all_to_all: int = 0
     ring: int = 0
+    gather: int = 0
 
 
 class Algorithm(Protocol):
@@ -82,8 +81,8 @@ class Algorithm(Protocol):
         """
         ...
 
-    def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
-        """Bytes for one row of one document."""
+    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
+        """Bytes for one row with these documents."""
         ...
 
 

@@ -16,6 +16,7 @@ from uspft.comm import Group, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
 from uspft.sequence.plan import Plan
+from uspft.sequence.sums import Sum
 
 
 def attend_blocks(
@@ -55,7 +56,7 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dkv = _Sum(q.shape, q), _Sum((2, *k.shape), k)
+        dq, dkv = Sum(q.shape, q), Sum((2, *k.shape), k)
         returns = _Returns(k, ctx.plan, ctx.ring, dkv)
         for source, keys, values in _travel(k, v, ctx.plan, ctx.ring):
             blocks = ctx.plan.blocks[source]
@@ -85,54 +86,17 @@ def _travel(k: Tensor, v: Tensor, plan: Plan, ring: Group):  # type: ignore[no-u
         wait: Callable[[], None] | None = None
         if step + 1 < ring.size:
             coming = hand.new_empty((2, plan.shares[(source - 1) % ring.size].tokens, *k.shape[1:]))
-            wait = shift(hand, coming, 1, ring)
+            wait = shift(hand, coming, 1, ring, "ring")
         yield source, hand[0], hand[1]
         if wait:
             wait()
             hand = coming
 
 
-class _Sum:
-    """Gradients added up in float32 or wider; what covers everything alone is not copied."""
-
-    def __init__(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> None:
-        self._shape, self._like = tuple(shape), like
-        self._whole: tuple[Tensor, ...] | None = None
-        self._sum: Tensor | None = None
-
-    def add(self, gradients: list[Gradient]) -> None:
-        """Add the gradients of ranges of tokens."""
-        places = [(g.start, g.stop) for g in gradients]
-        if self._sum is None and self._whole is None and places == [(0, self._shape[-3])]:
-            self._whole = gradients[0].tensors
-            return
-        total = self.open()
-        for start, stop, tensors in gradients:
-            for row, tensor in zip(total, tensors, strict=True):
-                row[start:stop] += tensor
-
-    def open(self) -> Tensor:
-        """The sum so far, [n, T, heads, D], to add to in place."""
-        if self._sum is None:
-            wide = torch.promote_types(self._like.dtype, torch.float32)
-            shape = self._shape if len(self._shape) == 4 else (1, *self._shape)
-            self._sum = torch.zeros(shape, dtype=wide, device=self._like.device)
-            for row, tensor in zip(self._sum, self._whole or (), strict=False):
-                row += tensor
-            self._whole = None
-        return self._sum
-
-    def result(self) -> Any:
-        """One tensor, or one for each leading index, in the compute type."""
-        tensors = self._whole if self._whole is not None else tuple(self.open())
-        tensors = tuple(t.to(self._like.dtype) for t in tensors)
-        return tensors if len(self._shape) == 4 else tensors[0]
-
-
 class _Returns:
     """Partial dK, dV on their way to the owners of the keys, one exchange a step."""
 
-    def __init__(self, k: Tensor, plan: Plan, ring: Group, own: _Sum) -> None:
+    def __init__(self, k: Tensor, plan: Plan, ring: Group, own: Sum) -> None:
         self._k, self._plan, self._ring, self._own = k, plan, ring, own
         self._pending: tuple[Callable[[], None], Tensor, Tensor] | None = None
 
@@ -140,13 +104,13 @@ class _Returns:
         """Send what this rank found for the keys of `source`; take what another found for ours."""
         if source == self._ring.index:
             return
-        part = _Sum((2, self._plan.shares[source].tokens, *self._k.shape[1:]), self._k)
+        part = Sum((2, self._plan.shares[source].tokens, *self._k.shape[1:]), self._k)
         part.add(partials)
         leaving = part.open().to(self._k.dtype)
         arriving = leaving.new_empty((2, *self._k.shape))
         self.finish()
         steps = (source - self._ring.index) % self._ring.size
-        self._pending = shift(leaving, arriving, steps, self._ring), leaving, arriving
+        self._pending = shift(leaving, arriving, steps, self._ring, "ring"), leaving, arriving
 
     def finish(self) -> None:
         """Wait for the exchange under way and add what arrived."""

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-Run = tuple[int, int]
+from collections.abc import Sequence
+
+from uspft.batch import Segments
+from uspft.sequence.balance import assign
+from uspft.sequence.regions import Run
 
 
-def zigzag(length: int, ulysses: int, ring: int) -> list[tuple[Run, ...]]:
-    """Causally balanced order: ring rank i holds chunks i and 2R − 1 − i of 2R equal ones.
+def balanced(segments: Segments, ulysses: int, ring: int) -> list[tuple[Run, ...]]:
+    """Equal work for every ring rank, whatever the row's documents.
 
-    Its Ulysses members hold equal consecutive parts of that (USP, algorithm 2). length must be a
-    multiple of 2 · ring · ulysses where ring > 1, of ulysses otherwise.
+    One document: zigzag, ring rank i holds chunks i and 2R − 1 − i of 2R equal ones (USP, algorithm
+    2). Several: chunks are dealt out by their work. The Ulysses members of a ring rank hold equal
+    consecutive parts of its tokens. length must be a multiple of 2 · ring · ulysses where ring > 1,
+    of ulysses otherwise.
     """
-    order = []
-    for i in range(ring):
+    length = segments.length
+    if ring == 1:
+        shares: list[Sequence[Run]] = [((0, length),)]
+    elif len(segments.bounds) == 2 and segments.bounds[1] == length:
         chunk = length // (2 * ring)
-        mirrored = 2 * ring - 1 - i
-        runs = [(i * chunk, (i + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)]
-        if ring == 1:
-            runs = [(0, length)]
-        part = length // (ring * ulysses)
-        order += [_cut(runs, u * part, (u + 1) * part) for u in range(ulysses)]
-    return order
+        mirror = 2 * ring - 1
+        shares = [
+            [(i * chunk, (i + 1) * chunk), ((mirror - i) * chunk, (mirror - i + 1) * chunk)]
+            for i in range(ring)
+        ]
+    else:
+        assignment = assign(segments, ring, ulysses, None)
+        shares = [assignment.runs(rank) for rank in range(ring)]
+    part = length // (ring * ulysses)
+    return [_cut(runs, u * part, (u + 1) * part) for runs in shares for u in range(ulysses)]
 
 
-def _cut(runs: list[Run], first: int, last: int) -> tuple[Run, ...]:
+def _cut(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
     """Tokens [first, last) of runs laid end to end, neighbours joined."""
     cut: list[Run] = []
     at = 0

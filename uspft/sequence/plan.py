@@ -3,14 +3,16 @@ alone; every rank derives everybody's part from the same bounds, so nothing is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
+from typing import Any, TypeVar
 
 from uspft.batch import Segments
 from uspft.kernels import Block
 from uspft.sequence.regions import Run, Share, blocks_between, work_of
 
 Order = list[tuple[Run, ...]]
+Made = TypeVar("Made")
 
 
 class Plan:
@@ -34,6 +36,7 @@ class Plan:
         self._rows, self._orders, self._place = rows, orders, place
         ulysses, self.ring_index = place
         self.window = window
+        self._made: dict[Hashable, Any] = {}
         held = _lay_end_to_end(rows, orders)
         self.tokens = tuple(sum(stop - start for start, stop in runs) for runs in held)
         received = [
@@ -46,6 +49,13 @@ class Plan:
         for row in rows:
             self.documents += [(offset + start, offset + stop) for start, stop in row]
             offset += row.length
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """make(), the first time that an algorithm asks for key; every layer of a step asks."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: Made = self._made[key]
+        return found
 
     def with_window(self, window: int | None) -> Plan:
         """The same tokens under a sliding window."""
@@ -63,9 +73,26 @@ class Plan:
         """blocks[j]: this rank's queries against the keys of ring rank j."""
         return tuple(self.pair(self.ring_index, j) for j in range(self.ring))
 
+    @cached_property
+    def blocks_here(self) -> tuple[Block, ...]:
+        """This rank's queries against its own keys."""
+        return self.pair(self.ring_index, self.ring_index)
+
     def pair(self, i: int, j: int) -> tuple[Block, ...]:
         """Blocks of ring rank i's queries against ring rank j's keys."""
         return tuple(blocks_between(self.shares[i], self.shares[j], self.documents, self.window))
+
+    def parcel(self, i: int, j: int) -> tuple[Run, ...]:
+        """The positions of ring rank j whose keys ring rank i's queries see."""
+        found: list[Run] = []
+        for start, stop in self.documents:
+            for a, _ in self.shares[i].within(start, stop):
+                earliest = start if self.window is None else max(start, a - self.window + 1)
+                if found and found[-1][0] <= earliest <= found[-1][1]:
+                    earliest = found.pop()[0]
+                found.append((earliest, a))
+        held = self.shares[j]
+        return tuple(run for start, stop in found for run in held.within(start, stop))
 
     @cached_property
     def areas(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from uspft.batch import Segments
 from uspft.sequence.algorithm import Cost, Heads, Rule, Split, rows_must_divide
 from uspft.sequence.blockwise import attend_blocks
-from uspft.sequence.order import zigzag
+from uspft.sequence.order import balanced
 from uspft.sequence.plan import Plan
 from uspft.sequence.regions import Run
 
@@ -28,15 +28,17 @@ class Ring:
         return rows_must_divide(row_tokens, 2 * self.ring, "two for each rank of the ring")
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
-        return zigzag(segments.length, 1, self.ring)
+        return balanced(segments, 1, self.ring)
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
     ) -> Tensor:
         return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
 
-    def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
-        return Cost(ring=ring_elements(row_tokens // self.ring, heads, self.ring) * element_bytes)
+    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
+        return Cost(
+            ring=ring_elements(segments.length // self.ring, heads, self.ring) * element_bytes
+        )
 
 
 def ring_elements(tokens: int, heads: Heads, ring: int) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from uspft.batch import Segments
-from uspft.kernels import Grouped
+from uspft.kernels import Grouped, Kernel
 from uspft.sequence.algorithm import Cost, Heads, Rule, Split, heads_must_divide, rows_must_divide
 from uspft.sequence.blockwise import attend_blocks
 from uspft.sequence.heads import gather_heads, scatter_heads, split_heads
-from uspft.sequence.order import zigzag
+from uspft.sequence.order import balanced
 from uspft.sequence.plan import Plan
 from uspft.sequence.regions import Run
 
@@ -33,25 +34,34 @@ class Ulysses:
         )
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
-        return zigzag(segments.length, self.ulysses, 1)
+        return balanced(segments, self.ulysses, 1)
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
     ) -> Tensor:
-        return attend_over_heads(qkv, plan, rule, split)
+        return attend_over_heads(
+            qkv,
+            plan,
+            split,
+            lambda x, kernel: attend_blocks(x, plan, rule.scale, split.ring, kernel),
+        )
 
-    def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
-        elements = exchange_elements(row_tokens // self.ulysses, heads, self.ulysses)
+    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
+        elements = exchange_elements(segments.length // self.ulysses, heads, self.ulysses)
         return Cost(all_to_all=elements * element_bytes)
 
 
+Inner = Callable[[tuple[Tensor, Tensor, Tensor], Kernel], Tensor]
+"""Attention out [T, h, D] of some heads of a ring rank's tokens, with the kernel that fits them."""
+
+
 def attend_over_heads(
-    qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+    qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, split: Split, inner: Inner
 ) -> Tensor:
-    """Ulysses exchange around blockwise attention: q [t, H, D], k, v [t, G, D] → out [t, H, D]."""
+    """Ulysses exchange around attention: q [t, H, D], k, v [t, G, D] → out [t, H, D]."""
     size, first = split.ulysses.size, split.ring.index * split.ulysses.size
     if size == 1:
-        return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
+        return inner(qkv, split.kernel)
     tokens = plan.tokens[first : first + size]
     query, kv = qkv[0].shape[1], qkv[1].shape[1]
     shares = split_heads(query, kv, size)
@@ -59,14 +69,13 @@ def attend_over_heads(
     kernel = split.kernel if len(groups) == 1 else Grouped(split.kernel, groups)
     q, k, v = scatter_heads(qkv, tokens, split.ulysses)
     if plan.sorting is None:
-        out = attend_blocks((q, k, v), plan, rule.scale, split.ring, kernel)
-        return gather_heads(out, shares, tokens, split.ulysses)
+        return gather_heads(inner((q, k, v), kernel), shares, tokens, split.ulysses)
     index = torch.tensor(plan.sorting, device=q.device)
     q, k, v = (x.index_select(0, index) for x in (q, k, v))
-    out = attend_blocks((q, k, v), plan, rule.scale, split.ring, kernel)
     received = torch.empty_like(index)
     received[index] = torch.arange(len(index), device=index.device)
-    return gather_heads(out.index_select(0, received), shares, tokens, split.ulysses)
+    out = inner((q, k, v), kernel).index_select(0, received)
+    return gather_heads(out, shares, tokens, split.ulysses)
 
 
 def exchange_elements(tokens: int, heads: Heads, ulysses: int) -> int:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from uspft.batch import Segments
 from uspft.sequence.algorithm import Cost, Heads, Rule, Split, heads_must_divide, rows_must_divide
+from uspft.sequence.blockwise import attend_blocks
 from uspft.sequence.heads import split_heads
-from uspft.sequence.order import zigzag
+from uspft.sequence.order import balanced
 from uspft.sequence.plan import Plan
 from uspft.sequence.regions import Run
 from uspft.sequence.ring import ring_elements
@@ -32,15 +33,20 @@ class Usp:
         return heads_must_divide(heads, self.ulysses) + rows_must_divide(row_tokens, parts, why)
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
-        return zigzag(segments.length, self.ulysses, self.ring)
+        return balanced(segments, self.ulysses, self.ring)
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
     ) -> Tensor:
-        return attend_over_heads(qkv, plan, rule, split)
+        return attend_over_heads(
+            qkv,
+            plan,
+            split,
+            lambda x, kernel: attend_blocks(x, plan, rule.scale, split.ring, kernel),
+        )
 
-    def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
-        tokens = row_tokens // (self.ulysses * self.ring)
+    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
+        tokens = segments.length // (self.ulysses * self.ring)
         most = max(b - a for a, b in split_heads(heads.query, heads.kv, self.ulysses).kv)
         ring = ring_elements(tokens * self.ulysses, heads._replace(kv=most), self.ring)
         exchange = exchange_elements(tokens, heads, self.ulysses)

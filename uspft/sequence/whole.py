@@ -34,5 +34,5 @@ class Whole:
     ) -> Tensor:
         return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
 
-    def cost(self, row_tokens: int, heads: Heads, element_bytes: int) -> Cost:
+    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
         return Cost()

@@ -1,0 +1,232 @@
+"""Attention whose keys and values go straight to the ranks that need them.
+
+Shapes: T tokens of this ring rank, N tokens received in a stage, g KV heads, D head dim; ring rank
+i, R ring degree. The idea of sending needed ranges only is MagiAttention's (2505.13211) and DCP's
+(2510.10620); here every rank derives all ranges from document bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from uspft.comm import Group, shift
+from uspft.kernels import Block, Kernel, Partial
+from uspft.sequence.plan import Plan
+from uspft.sequence.regions import Run, Share, blocks_between
+from uspft.sequence.sums import Sum
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Who sends what to whom: a plan, in how many stages, trimmed to what is needed or not, and
+    whether received keys stay for the backward (no second fetch) or are fetched again."""
+
+    plan: Plan
+    stages: int
+    trimmed: bool
+    keep: bool
+
+    def parcel(self, to: int, source: int) -> tuple[Run, ...]:
+        """Positions that `source` sends to `to`."""
+        plan = self.plan
+        return plan.parcel(to, source) if self.trimmed else tuple(plan.shares[source].runs)
+
+    @cached_property
+    def distances(self) -> list[list[int]]:
+        """Ring distances of each stage, the nearest first."""
+        far = range(1, self.plan.ring)
+        count = min(self.stages, len(far))
+        return [[d for d in far if (d - 1) * count // len(far) == s] for s in range(count)]
+
+    @cached_property
+    def arrivals(self) -> list[Stage]:
+        """What arrives here, by stage."""
+        return [Stage(self, distances) for distances in self.distances]
+
+    def leaving(self, distance: int) -> list[Run]:
+        """Local index ranges of this rank's tokens for the rank `distance` further on."""
+        me, share = self.plan.ring_index, self.plan.shares[self.plan.ring_index]
+        runs = self.parcel((me + distance) % self.plan.ring, me)
+        return [(share.before(a), share.before(b)) for a, b in runs]
+
+    @property
+    def tokens_sent(self) -> int:
+        """Tokens whose keys and values, or gradients, this rank sends, forward and backward."""
+        given = sum(b - a for stage in self.distances for d in stage for a, b in self.leaving(d))
+        taken = sum(sum(stage.sizes) for stage in self.arrivals)
+        return given * (1 if self.keep else 2) + taken
+
+
+class Stage:
+    """Keys of several ranks, laid out by position, so that a run of queries needs one block."""
+
+    def __init__(self, exchange: Exchange, distances: list[int]) -> None:
+        plan = exchange.plan
+        me = plan.ring_index
+        self.distances = distances
+        self._runs = [exchange.parcel(me, (me - d) % plan.ring) for d in distances]
+        self.sizes = [sum(b - a for a, b in runs) for runs in self._runs]
+        self._share = Share([run for runs in self._runs for run in runs])
+        self.blocks: tuple[Block, ...] = tuple(
+            blocks_between(plan.shares[me], self._share, plan.documents, plan.window)
+        )
+
+    def by_position(self, parcels: list[Tensor]) -> Tensor:
+        """Parcels [2, n, g, D] of each distance → one [2, N, g, D] in the order of positions."""
+        if len(parcels) == 1:
+            return parcels[0]
+        pieces = []
+        for runs, parcel in zip(self._runs, parcels, strict=True):
+            lengths = [b - a for a, b in runs]
+            pieces += list(zip(runs, parcel.split(lengths, dim=1) if runs else [], strict=True))
+        pieces.sort(key=lambda piece: piece[0])
+        return torch.cat([tensor for _, tensor in pieces], dim=1) if pieces else parcels[0]
+
+    def by_source(self, whole: Tensor) -> list[Tensor]:
+        """The inverse: the part of each distance, contiguous."""
+        if len(self._runs) == 1:
+            return [whole]
+        found = []
+        for runs, parcel_tokens in zip(self._runs, self.sizes, strict=True):
+            cuts = [whole[:, self._share.before(a) : self._share.before(b)] for a, b in runs]
+            found.append(torch.cat(cuts, dim=1) if parcel_tokens else whole[:, :0])
+        return found
+
+
+def attend_exchanged(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    exchange: Exchange,
+    scale: float,
+    ring: Group,
+    kernel: Kernel,
+) -> Tensor:
+    """out [T, h, D] of q [T, h, D] over all keys of its documents, differentiable.
+
+    All transfers are posted first; this rank's own blocks hide the first, each stage's blocks the
+    next. Each partial dK, dV goes home once, in the compute type, and is summed there in float32.
+    """
+    out: Tensor = _ExchangedAttention.apply(*qkv, exchange, scale, ring, kernel)
+    return out
+
+
+class _ExchangedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        exchange: Exchange,
+        scale: float,
+        ring: Group,
+        kernel: Kernel,
+    ) -> Tensor:
+        arriving = _Arriving(k, v, exchange, ring)
+        partial = Partial(q)
+        own = exchange.plan.blocks_here
+        partial.add(kernel.forward((q, k, v), own, scale))
+        received = []
+        for stage in exchange.arrivals:
+            keys, values = arriving.wait(stage)
+            partial.add(kernel.forward((q, keys, values), stage.blocks, scale))
+            received += [keys, values] if exchange.keep else []
+        arriving.finish()
+        out, lse = partial.result()
+        ctx.save_for_backward(q, k, v, out, lse, *received)
+        ctx.exchange, ctx.scale, ctx.ring, ctx.kernel = exchange, scale, ring, kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *received = ctx.saved_tensors
+        exchange, kernel = ctx.exchange, ctx.kernel
+        dq, dkv = Sum(q.shape, q), Sum((2, *k.shape), k)
+        saved = (out, lse, dout)
+
+        def own() -> None:
+            blocks = exchange.plan.blocks_here
+            queries, keys = kernel.backward((q, k, v), saved, blocks, ctx.scale)
+            dq.add(queries)
+            dkv.add(keys)
+
+        arriving = None if exchange.keep else _Arriving(k, v, exchange, ctx.ring)
+        if arriving:
+            own()  # hides the second fetch
+        returning = _Returning(k, exchange, ctx.ring)
+        for number, stage in enumerate(exchange.arrivals):
+            pair = arriving.wait(stage) if arriving else received[2 * number : 2 * number + 2]
+            queries, partials = kernel.backward((q, *pair), saved, stage.blocks, ctx.scale)
+            dq.add(queries)
+            returning.send(stage, partials)
+        if arriving:
+            arriving.finish()
+        else:
+            own()  # hides the way home
+        returning.finish(dkv)
+        dk, dv = dkv.result()
+        return dq.result(), dk, dv, None, None, None, None
+
+
+class _Arriving:
+    """Keys and values under way, all posted at once."""
+
+    def __init__(self, k: Tensor, v: Tensor, exchange: Exchange, ring: Group) -> None:
+        self._waits: dict[int, Callable[[], None]] = {}
+        self._parcels: dict[int, Tensor] = {}
+        self._leaving = []
+        for stage in exchange.arrivals:
+            for distance, tokens in zip(stage.distances, stage.sizes, strict=True):
+                cuts = exchange.leaving(distance)
+                out = torch.stack([torch.cat([x[a:b] for a, b in cuts] or [x[:0]]) for x in (k, v)])
+                parcel = k.new_empty((2, tokens, *k.shape[1:]))
+                self._waits[distance] = shift(out, parcel, distance, ring, "gather")
+                self._parcels[distance] = parcel
+                self._leaving.append(out)  # must live until it has left
+
+    def wait(self, stage: Stage) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, g, D] of a stage, once they are here."""
+        for distance in stage.distances:
+            self._waits.pop(distance)()
+        whole = stage.by_position([self._parcels.pop(d) for d in stage.distances])
+        return whole[0], whole[1]
+
+    def finish(self) -> None:
+        self._leaving.clear()
+
+
+class _Returning:
+    """Partial dK, dV on their way home."""
+
+    def __init__(self, k: Tensor, exchange: Exchange, ring: Group) -> None:
+        self._k, self._exchange, self._ring = k, exchange, ring
+        self._pending: list[tuple[Callable[[], None], Tensor, Tensor, list[Run]]] = []
+
+    def send(self, stage: Stage, partials: list[Any]) -> None:
+        """Send a stage's partial gradients to the owners of its keys."""
+        k = self._k
+        total = Sum((2, sum(stage.sizes), *k.shape[1:]), k)
+        total.add(partials)
+        parts = stage.by_source(total.open().to(k.dtype))
+        for distance, part in zip(stage.distances, parts, strict=True):
+            cuts = self._exchange.leaving(distance)
+            home = k.new_empty((2, sum(b - a for a, b in cuts), *k.shape[1:]))
+            part = part.contiguous()
+            wait = shift(part, home, -distance, self._ring, "gather")
+            self._pending.append((wait, part, home, cuts))
+
+    def finish(self, own: Sum) -> None:
+        """Add what others found for this rank's keys."""
+        for wait, _, home, cuts in self._pending:
+            wait()
+            at = 0
+            for a, b in cuts:
+                own.open()[:, a:b] += home[:, at : at + b - a]
+                at += b - a

@@ -1,0 +1,47 @@
+"""Gradients of ranges of tokens, added up in float32 or wider."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uspft.kernels.kernel import Gradient
+
+
+class Sum:
+    """Gradients added up in float32 or wider; what covers everything alone is not copied."""
+
+    def __init__(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> None:
+        self._shape, self._like = tuple(shape), like
+        self._whole: tuple[Tensor, ...] | None = None
+        self._sum: Tensor | None = None
+
+    def add(self, gradients: list[Gradient]) -> None:
+        """Add the gradients of ranges of tokens."""
+        places = [(g.start, g.stop) for g in gradients]
+        if self._sum is None and self._whole is None and places == [(0, self._shape[-3])]:
+            self._whole = gradients[0].tensors
+            return
+        total = self.open()
+        for start, stop, tensors in gradients:
+            for row, tensor in zip(total, tensors, strict=True):
+                row[start:stop] += tensor
+
+    def open(self) -> Tensor:
+        """The sum so far, [n, T, heads, D], to add to in place."""
+        if self._sum is None:
+            wide = torch.promote_types(self._like.dtype, torch.float32)
+            shape = self._shape if len(self._shape) == 4 else (1, *self._shape)
+            self._sum = torch.zeros(shape, dtype=wide, device=self._like.device)
+            for row, tensor in zip(self._sum, self._whole or (), strict=False):
+                row += tensor
+            self._whole = None
+        return self._sum
+
+    def result(self) -> Any:
+        """One tensor, or one for each leading index, in the compute type."""
+        tensors = self._whole if self._whole is not None else tuple(self.open())
+        tensors = tuple(t.to(self._like.dtype) for t in tensors)
+        return tensors if len(self._shape) == 4 else tensors[0]
