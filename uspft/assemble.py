@@ -25,7 +25,7 @@ from uspft.model.causal import CausalLoss
 from uspft.model.config import model_config
 from uspft.model.loss import tile_tokens
 from uspft.model.weights import FolderWeights, RandomWeights
-from uspft.sequence import Heads
+from uspft.sequence import Heads, of_recipe
 from uspft.world import World, make_world
 
 
@@ -49,7 +49,7 @@ def assemble(job: Job, device: torch.device) -> Run:
     layout = this_layout(recipe)
 
     kernel = choose_kernel(recipe.model.attention, dtype, device)
-    world = make_world(layout, recipe.parallel_config.context_parallel_algo, kernel, device)
+    world = make_world(layout, of_recipe(recipe, layout), kernel, device)
     probe(kernel, _local_heads(config, layout), dtype, device)
 
     loader = make_loader(job, world)

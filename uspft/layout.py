@@ -77,7 +77,7 @@ class Layout:
             (True, True): f"each row shared by {self.context} "
             f"(Ulysses {self.ulysses} × ring {self.ring})",
             (True, False): f"each row shared by {self.ulysses} (Ulysses)",
-            (False, True): f"each row shared by {self.ring} (zigzag ring)",
+            (False, True): f"each row shared by {self.ring} (ring)",
             (False, False): "each row whole on one process",
         }[self.ulysses > 1, self.ring > 1]
         replicas = f"{self.data} row{'s' if self.data > 1 else ''} at a time"
@@ -92,7 +92,7 @@ def context_degrees(parallel: ParallelBlock) -> tuple[int, int]:
             return 1, 1
         case "ulysses_cp":
             return ranks, 1
-        case "hybrid_cp":
+        case "hybrid_cp" | "planned_cp":
             ulysses = parallel.ulysses_degree_in_cp or 1
             return ulysses, ranks // ulysses
         case _:

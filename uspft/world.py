@@ -14,7 +14,7 @@ from uspft.comm import Books
 from uspft.kernels import Kernel
 from uspft.layout import Layout
 from uspft.mesh import Mesh, make_mesh
-from uspft.sequence import Algorithm, Plan, Rule, Split, choose
+from uspft.sequence import Algorithm, Plan, Rule, Split
 
 Run = tuple[int, int]
 
@@ -60,7 +60,7 @@ class World:
 
 def make_world(
     layout: Layout,
-    algorithm: str | None,
+    algorithm: Algorithm,
     kernel: Kernel,
     device: torch.device,
     timeout: timedelta | None = None,
@@ -68,4 +68,4 @@ def make_world(
     """Bring a layout to life; collective over the default group, in the same order everywhere."""
     books = Books()
     mesh = make_mesh(layout, books, timeout)
-    return World(mesh, choose(algorithm, layout.ulysses, layout.ring), kernel, books, device)
+    return World(mesh, algorithm, kernel, books, device)

@@ -49,7 +49,7 @@ logging: {report: true}"""
         "Allowed: none | best_fit",
         "r.yaml:4: sead: unknown key `sead`; did you mean `seed`?",
         "r.yaml:5: parallel_config.context_parallel_algo: is missing, and context_parallel is 4; "
-        "write ulysses_cp, ring_cp or hybrid_cp",
+        "write ulysses_cp, ring_cp, hybrid_cp, allgather_cp or planned_cp",
         "r.yaml:6: lr_schedule.min_learning_rate: is 1, above optimizer.learning_rate: 1e-05; "
         "write at most 1e-05",
         "r.yaml:7: training.steps: expected a whole number of at least 1 or null, "
@@ -97,6 +97,9 @@ COMBINATIONS = {
     "planned_cp | auto or null",
     "model: {dtype: float16}\nlaunch: {device: cpu}": "model.dtype: is float16, and "
     "launch.device is cpu; float16 trains on GPUs only; write float32 or bfloat16",
+    "parallel_config: {context_parallel: 4, context_parallel_algo: ring_cp, exchange_stages: 2}": (
+        "parallel_config.exchange_stages: is 2, and only planned_cp exchanges in stages; write auto"
+    ),
     "model: {attention: flash_attn_2}\nlaunch: {device: cpu}": "model.attention: is flash_attn_2, "
     "a GPU kernel, and launch.device is cpu; write auto or torch",
     "model: {attention: flash_attn_2, dtype: float32}": "model.attention: is flash_attn_2, which "
@@ -127,6 +130,8 @@ FINE = [
     CP % "ulysses_cp, ulysses_degree_in_cp: 6",
     CP % "ring_cp, ulysses_degree_in_cp: 1",
     CP % "hybrid_cp, ulysses_degree_in_cp: 3",
+    CP % "planned_cp, exchange_stages: 2",
+    CP % "colossalai_cp",
     "parallel_config: {context_parallel_algo: hybrid_cp}",
     "parallel_config: {context_parallel_algo: ring_cp, ulysses_degree_in_cp: 4}",
     "model: {dtype: float16}",
@@ -162,7 +167,7 @@ def test_rules_of_features_to_come_hold_already() -> None:
         "training.eval_every_steps",
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
-    assert len(RULES) == 8
+    assert len(RULES) == 9
 
 
 DEEPSPEED = {

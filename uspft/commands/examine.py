@@ -29,7 +29,7 @@ from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.layout import Layout, layout_of
 from uspft.model.loss import tile_tokens
-from uspft.sequence import Heads, choose
+from uspft.sequence import Heads, of_recipe
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
 
 
 def _algorithm(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    algorithm = choose(recipe.parallel_config.context_parallel_algo, layout.ulysses, layout.ring)
+    algorithm = of_recipe(recipe, layout)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)

@@ -65,14 +65,6 @@ _ALGO = "parallel_config.context_parallel_algo"
 _YARN = "{rope_type: yarn, factor: 4.0}"
 
 LATER = (
-    Later("allgather_cp", {_ALGO: (_is("allgather_cp", "colossalai_cp"), "ulysses_cp")}),
-    Later(
-        "planned_cp",
-        {
-            _ALGO: (_is("planned_cp"), "hybrid_cp"),
-            "parallel_config.exchange_stages": (_whole, "auto"),
-        },
-    ),
     Later("choosing the algorithm (auto)", {_ALGO: (_is("auto"), "hybrid_cp")}),
     Later(
         "tensor parallelism",

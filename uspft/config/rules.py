@@ -72,7 +72,7 @@ def _algorithm(recipe: Recipe) -> Iterator[Finding]:
     degree = recipe.parallel_config.context_parallel
     if degree > 1 and recipe.parallel_config.context_parallel_algo is None:
         what = f"is missing, and context_parallel is {degree}"
-        remedy = "write ulysses_cp, ring_cp or hybrid_cp"
+        remedy = "write ulysses_cp, ring_cp, hybrid_cp, allgather_cp or planned_cp"
         yield "parallel_config.context_parallel_algo", what, remedy
 
 
@@ -89,12 +89,19 @@ def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
         if algorithm == "hybrid_cp":
             yield key, "is missing, and context_parallel_algo is hybrid_cp", fitting
         return
-    implied = {"ulysses_cp": degree, "ring_cp": 1}.get(algorithm or "", ulysses)
+    implied = {"ulysses_cp": degree, "ring_cp": 1, "allgather_cp": 1}.get(algorithm or "", ulysses)
     if ulysses != implied:
         what = f"is {ulysses}, and with {algorithm} it is {implied}"
         yield key, what, "leave it out, or write context_parallel_algo: hybrid_cp"
     elif degree % ulysses:
         yield key, f"is {ulysses}, which does not divide context_parallel: {degree}", fitting
+
+
+def _exchange_stages(recipe: Recipe) -> Iterator[Finding]:
+    parallel = recipe.parallel_config
+    if parallel.exchange_stages != "auto" and parallel.context_parallel_algo != "planned_cp":
+        what = f"is {parallel.exchange_stages}, and only planned_cp exchanges in stages"
+        yield "parallel_config.exchange_stages", what, "write auto"
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Finding]:
@@ -117,6 +124,10 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
 
 
 RULES = (
+    Rule(
+        ("parallel_config.exchange_stages", "parallel_config.context_parallel_algo"),
+        _exchange_stages,
+    ),
     Rule(("model.name_or_path", "model.config"), _one_model),
     Rule(("training.steps", "training.epochs"), _one_length),
     Rule(("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"), _one_warmup),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
 from uspft.sequence.algorithm import Algorithm, Cost, Heads, Rule, Split
 from uspft.sequence.allgather import AllGather
 from uspft.sequence.plan import Plan
@@ -10,6 +13,10 @@ from uspft.sequence.ring import Ring
 from uspft.sequence.ulysses import Ulysses
 from uspft.sequence.usp import Usp
 from uspft.sequence.whole import Whole
+
+if TYPE_CHECKING:
+    from uspft.config import Recipe
+    from uspft.layout import Layout
 
 ALGORITHMS = {cls.name: cls for cls in (Whole, Ulysses, Ring, Usp, AllGather, Planned)}
 """Recipe name → algorithm. Tests and the README's table iterate over it."""
@@ -23,12 +30,37 @@ __all__ = [
     "Rule",
     "Split",
     "choose",
+    "of_recipe",
 ]
 
 
-def choose(name: str | None, ulysses: int, ring: int) -> Algorithm:
-    """The algorithm that a recipe names, at these degrees; `whole` where nothing is shared."""
+def choose(name: str | None, ulysses: int, ring: int, **options: Any) -> Algorithm:
+    """The algorithm that a recipe names, at these degrees; `whole` where nothing is shared.
+
+    options: those of all algorithms; each takes its own.
+    """
     if ulysses * ring == 1:
         return Whole()
-    algorithm: Algorithm = ALGORITHMS[name or ""](ulysses=ulysses, ring=ring)
+    cls = ALGORITHMS[name or ""]
+    own = {field.name for field in fields(cls)}
+    algorithm: Algorithm = cls(
+        ulysses=ulysses, ring=ring, **{k: v for k, v in options.items() if k in own}
+    )
     return algorithm
+
+
+def of_recipe(recipe: Recipe, layout: Layout) -> Algorithm:
+    """The algorithm of a recipe under a layout.
+
+    Keys that the planned exchange has received stay for the backward, unless memory is short enough
+    for gradient checkpointing.
+    """
+    parallel = recipe.parallel_config
+    stages = 0 if parallel.exchange_stages == "auto" else parallel.exchange_stages
+    return choose(
+        parallel.context_parallel_algo,
+        layout.ulysses,
+        layout.ring,
+        stages=stages,
+        keep=not recipe.memory.gradient_checkpointing,
+    )

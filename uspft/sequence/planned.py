@@ -42,7 +42,16 @@ class Planned:
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         parts = 2 * self.ring * self.ulysses
         why = f"2 × exchange {self.ring} × Ulysses {self.ulysses}"
-        return heads_must_divide(heads, self.ulysses) + rows_must_divide(row_tokens, parts, why)
+        found = heads_must_divide(heads, self.ulysses) + rows_must_divide(row_tokens, parts, why)
+        if self.stages >= max(self.ring, 2):
+            found.append(
+                (
+                    "parallel_config.exchange_stages",
+                    f"{self.stages} stages for the {self.ring - 1} other ranks of the exchange",
+                    f"write auto, or a number up to {max(1, self.ring - 1)}",
+                )
+            )
+        return found
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
         return balanced(segments, self.ulysses, self.ring)
