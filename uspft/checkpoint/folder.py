@@ -11,9 +11,11 @@ Whole tensors by name, spread over the ranks that wrote them: any layout and sta
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,20 +120,18 @@ def delete_older(output: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
-def set_aside(output: Path) -> Path | None:
-    """Move what an earlier run left in an output folder to earlier-<time>/ inside it."""
-    left = (
-        [entry for entry in output.iterdir() if not entry.name.startswith("earlier-")]
-        if output.is_dir()
-        else []
-    )
+def set_aside(output: Path, stays: Collection[str] = ()) -> Path | None:
+    """Move what an earlier run left in an output folder to earlier-<time>/ inside it.
+
+    stays: names that are left alone, since another host may already write there.
+    """
+    entries = output.iterdir() if output.is_dir() else ()
+    left = [e for e in entries if not e.name.startswith("earlier-") and e.name not in stays]
     if not left:
         return None
-    place = output / time.strftime("earlier-%Y%m%d-%H%M%S")
-    number = 1
-    while place.exists():
-        number += 1
-        place = output / (time.strftime("earlier-%Y%m%d-%H%M%S") + f"-{number}")
+    name = time.strftime("earlier-%Y%m%d-%H%M%S")
+    tails = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    place = next(p for p in (output / (name + tail) for tail in tails) if not p.exists())
     place.mkdir()
     for entry in left:
         entry.rename(place / entry.name)

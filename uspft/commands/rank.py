@@ -21,7 +21,7 @@ from uspft.commands.place import Place
 from uspft.job import Job
 
 TIMEOUT = timedelta(minutes=30)
-"""After it a collective that waits for a lost rank fails, with the rank and the collective named."""
+"""After it a collective that waits for a lost rank fails and says which."""
 LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 

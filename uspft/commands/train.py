@@ -51,7 +51,7 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
         return 0
     if speaks:
         with found.placed():
-            _open_output(recipe, output, checkpoint, screen)
+            _open_output(recipe, checkpoint, hosts, screen)
     stage = recipe.deepspeed.zero_optimization.get("stage", 1)
     screen.print(f"layout: {found.layout}; ZeRO-{stage}, {recipe.model.dtype}", markup=False)
     if checkpoint:
@@ -145,12 +145,14 @@ def _same(checkpoint: Checkpoint | None, identity: dict[str, object]) -> None:
 
 
 def _open_output(
-    recipe: Recipe, output: Path, checkpoint: Checkpoint | None, screen: Console
+    recipe: Recipe, checkpoint: Checkpoint | None, hosts: Hosts, screen: Console
 ) -> None:
     """Make the output folder with the resolved recipe; what another run left is moved aside."""
+    output = recipe.output_dir
+    assert output is not None
     goes_on = checkpoint and output.resolve() in checkpoint.folder.resolve().parents
     try:
-        moved = None if goes_on else set_aside(output)
+        moved = None if goes_on else set_aside(output, ["logs"] if hosts.count > 1 else [])
         output.mkdir(parents=True, exist_ok=True)
         (output / "recipe.yaml").write_text(dump(recipe))
     except OSError as error:
@@ -169,6 +171,10 @@ def _start(job: Job, hosts: Hosts, place: Place) -> int:
         return run_ranks(
             [sys.executable, "-m", "uspft", "rank", folder],
             LocalRanks(job.recipe.launch.processes, hosts),
-            environment={**place.environment, "DS_ACCELERATOR": job.recipe.launch.device},
+            environment={
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # a host without a name is no user's concern
+                **place.environment,
+                "DS_ACCELERATOR": job.recipe.launch.device,
+            },
             log_dir=output / "logs",
         )

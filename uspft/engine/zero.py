@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -67,9 +69,10 @@ class ZeroEngine:
             betas=options.betas,
             eps=options.eps,
         )
-        self.deepspeed, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=deepspeed_config(recipe, world.layout)
-        )
+        with redirect_stdout(StringIO()):  # it prints memory tables past its logger
+            self.deepspeed, *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=deepspeed_config(recipe, world.layout)
+            )
         if self.stage < 3:
             self._make_moments()
 
@@ -119,7 +122,8 @@ class ZeroEngine:
         norm = None
         if self.stage == 0 and optimizer is self.adam:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(grads))
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
+            norm = float(torch.stack(norms).norm())
             self._must_be_finite(norm)
         self.deepspeed.step()
         if norm is None:
