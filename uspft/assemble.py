@@ -48,7 +48,7 @@ def assemble(job: Job, device: torch.device) -> Run:
     dtype = getattr(torch, recipe.model.dtype)
     layout = this_layout(recipe)
 
-    kernel = choose_kernel(recipe.model.attention, dtype, device)
+    kernel = choose_kernel(recipe.model.attention, device)
     world = make_world(layout, of_recipe(recipe, layout), kernel, device)
     probe(kernel, _local_heads(config, layout), dtype, device)
 

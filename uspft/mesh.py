@@ -45,5 +45,7 @@ def make_mesh(layout: Layout, books: Books, timeout: timedelta | None = None) ->
         for ranks in layout.groups(axes):
             handle = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
             if rank in ranks:
+                if handle:  # NCCL wants all members at a group's first call; an exchange may not be
+                    dist.barrier(group=handle)
                 mine[name] = Group(handle, tuple(ranks), ranks.index(rank), books)
     return Mesh(layout, rank, **mine)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.support.launch import living_ranks, records, start
@@ -77,6 +78,13 @@ def test_metrics_and_model_are_those_of_one_process(
         "logs",
     }
     assert "each row shared by" in out and "done: loss" in out
+    resolved = (tmp_path / "out/recipe.yaml").read_text()
+    assert [line.strip() for line in resolved.splitlines() if "auto" in line] == ["resume: auto"]
+    (tmp_path / "again").mkdir()
+    again = start(yaml.safe_load(resolved), tmp_path / "again", f"output_dir={tmp_path}/again/out")
+    assert again.wait(200) == 0, again.communicate()
+    repeated = [(r["loss"], r["grad_norm"]) for r in records(tmp_path / "again")]
+    assert repeated == [(r["loss"], r["grad_norm"]) for r in records(tmp_path)]
     assert json.loads((tmp_path / "out/environment.json").read_text())["versions"]["torch"]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from uspft.kernels import Block, Grouped, Mask, Partial, choose_kernel
+from uspft.kernels import Block, Grouped, Mask, Partial, choose, choose_kernel
+from uspft.kernels.choose import kernel_name
 from uspft.kernels.dense import dense_attention
 from uspft.kernels.kernel import Part
 from uspft.kernels.probe import probe
@@ -92,7 +93,14 @@ def test_a_query_without_a_key_has_out_zero_and_lse_minus_infinity() -> None:
     assert out[1:3].isfinite().all() and lse[:, 1:3].isfinite().all()
 
 
-def test_kernels_are_chosen_and_refused_by_name() -> None:
-    assert choose_kernel("auto", torch.float32, CPU).name == "torch flash (CPU)"
-    with pytest.raises(ValueError, match="flash_attn_2 runs on GPUs only"):
-        choose_kernel("flash_attn_2", torch.bfloat16, CPU)
+def test_auto_is_the_fastest_installed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel_name("auto", "cpu") == "torch"
+    assert choose_kernel("torch", CPU).name == "torch flash (CPU)"
+    here: set[str] = set()
+    monkeypatch.setattr(choose, "find_spec", lambda package: package if package in here else None)
+    assert kernel_name("auto", "cuda") == "torch"
+    here.add("flash_attn")
+    assert kernel_name("auto", "cuda") == "flash_attn_2"
+    here.add("flash_attn_interface")
+    assert kernel_name("auto", "cuda") == "flash_attn_3"
+    assert kernel_name("torch", "cuda") == "torch"

@@ -33,6 +33,8 @@ def identity_of(recipe: Recipe) -> dict[str, Any]:
     found = {"seed": tree["seed"]}
     for block in ("model", "data", "optimizer"):
         found |= {f"{block}.{key}": value for key, value in tree[block].items()}
+    for source in found["data.train"]:
+        source.pop("format")  # as data.format: it shows in the contents
     found["training.global_batch_size"] = tree["training"]["global_batch_size"]
     found["training.max_grad_norm"] = tree["training"]["max_grad_norm"]
     return {key: value for key, value in found.items() if key not in LOOSE}

@@ -27,6 +27,7 @@ from uspft.config import (
 from uspft.config.model_shape import HUB_ID
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
+from uspft.kernels.choose import kernel_name
 from uspft.layout import Layout, layout_of
 from uspft.model.loss import tile_tokens
 from uspft.sequence import Heads, of_recipe
@@ -124,12 +125,21 @@ def _resolve(
     tile = recipe.memory.loss_tile_tokens
     if shape and tile == "auto":
         tile = tile_tokens(tile, shape.vocab_size) or "none"
-    attention = recipe.model.attention
-    if device == "cpu":
-        attention = "torch"
+    parallel = recipe.parallel_config
+    stages = None  # what does not apply is null: nothing is left to be chosen
+    if parallel.context_parallel_algo == "planned_cp" and layout.ring > 1:
+        asked = parallel.exchange_stages
+        stages = asked if isinstance(asked, int) else layout.ring - 1
+    degrees = {
+        "data_parallel": layout.data,
+        "exchange_stages": stages,
+        "tensor_mesh": None,
+        "tensor_slices": None,
+    }
+    attention = kernel_name(recipe.model.attention, device)
     return recipe.model_copy(
         update={
-            "parallel_config": block("parallel_config", data_parallel=layout.data),
+            "parallel_config": block("parallel_config", **degrees),
             "launch": block("launch", processes=layout.ranks // hosts, device=device),
             "memory": block("memory", loss_tile_tokens=tile),
             "model": block("model", attention=attention),

@@ -17,8 +17,9 @@ from uspft.commands.examine import examine, examine_model
 from uspft.commands.place import Place
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe, dump
-from uspft.data import Corpus, RowStream, prepare, read_report
+from uspft.data import Corpus, RowStream, formats_of, prepare, read_report
 from uspft.job import Job
+from uspft.kernels.choose import is_installed
 from uspft.launcher import Hosts, LocalRanks, hosts_from, run_ranks
 from uspft.model.files import fetch
 
@@ -31,6 +32,7 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
     screen = Console(highlight=False, soft_wrap=True, quiet=not speaks)
     with found.placed():
         _require_devices(found.recipe)
+        _require_kernel(found.recipe)
         recipe = fetch(found.recipe)
         output = recipe.output_dir
         assert output is not None
@@ -42,6 +44,7 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
         identity[CONTENTS] = corpus.name
         _same(checkpoint, identity)
         steps = _steps(recipe, corpus)
+        recipe = _with_formats(recipe)
     if checkpoint and checkpoint.step >= steps:
         screen.print(
             f"all {steps} steps are done: checkpoint {checkpoint.folder}, model {output / 'hf'}; "
@@ -69,6 +72,14 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
     if code == 0 and speaks:
         screen.print(summary(recipe, target), markup=False)
     return code
+
+
+def _require_kernel(recipe: Recipe) -> None:
+    """Raises Fault where the attention kernel that is asked for is not installed."""
+    name = recipe.model.attention
+    if not is_installed(name):
+        what = f"is {name}, and its package is not installed in {sys.prefix}"
+        raise Fault([("model.attention", what, "install it there, or write auto")])
 
 
 def _require_devices(recipe: Recipe) -> None:
@@ -113,6 +124,18 @@ def _with_tokenizer(recipe: Recipe) -> str | None:
     folder = tokenizer_of(recipe)
     has_one = folder and (Path(folder) / "tokenizer_config.json").exists()
     return str(Path(folder).resolve()) if folder and has_one else None
+
+
+def _with_formats(recipe: Recipe) -> Recipe:
+    """The recipe with the formats that were found in place of `auto`."""
+    data, found = recipe.data, formats_of(recipe.data)
+    if len(set(found)) == 1:
+        data = data.model_copy(update={"format": found[0]})
+    else:
+        pairs = zip(data.train, found, strict=True)
+        train = tuple(s.model_copy(update={"format": s.format or f}) for s, f in pairs)
+        data = data.model_copy(update={"train": train})
+    return recipe.model_copy(update={"data": data})
 
 
 def _steps(recipe: Recipe, corpus: Path) -> int:

@@ -14,6 +14,9 @@ _NONE = (None,)
 
 Count = Annotated[int, PlainValidator(whole(1))]
 CountOrNone = Annotated[int | None, PlainValidator(whole(1, also=_NONE))]
+CountAutoOrNone = Annotated[
+    int | Literal["auto"] | None, PlainValidator(whole(1, also=("auto", None)))
+]
 CountOrAuto = Annotated[int | Literal["auto"], PlainValidator(whole(1, also=("auto",)))]
 Flag = Annotated[bool, PlainValidator(flag())]
 TextOrNone = Annotated[str | None, PlainValidator(text(also=_NONE))]

@@ -12,6 +12,7 @@ from pydantic import Field, PlainValidator, model_validator
 from uspft.config.block import (
     Block,
     Count,
+    CountAutoOrNone,
     CountOrAuto,
     CountOrNone,
     Flag,
@@ -140,15 +141,15 @@ class Degrees(Block):
         ),
     ] = None
     ulysses_degree_in_cp: CountOrNone = None
-    exchange_stages: CountOrAuto = "auto"
+    exchange_stages: CountAutoOrNone = "auto"
     tensor_parallel_algo: Annotated[
         Literal["megatron", "meshslice"], _is(choice("megatron", "meshslice"))
     ] = "megatron"
     tensor_mesh: Annotated[
-        tuple[int, int] | Literal["auto"],
-        _is(each(whole(1), "[rows, cols]", size=2, also=("auto",))),
+        tuple[int, int] | Literal["auto"] | None,
+        _is(each(whole(1), "[rows, cols]", size=2, also=("auto", None))),
     ] = "auto"
-    tensor_slices: CountOrAuto = "auto"
+    tensor_slices: CountAutoOrNone = "auto"
     pipeline_stage: Count = 1
     micro_batch_num: Count = 1
     pp_interleave_num: Count = 1

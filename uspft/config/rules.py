@@ -99,7 +99,7 @@ def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
 
 def _exchange_stages(recipe: Recipe) -> Iterator[Finding]:
     parallel = recipe.parallel_config
-    if parallel.exchange_stages != "auto" and parallel.context_parallel_algo != "planned_cp":
+    if isinstance(parallel.exchange_stages, int) and parallel.context_parallel_algo != "planned_cp":
         what = f"is {parallel.exchange_stages}, and only planned_cp exchanges in stages"
         yield "parallel_config.exchange_stages", what, "write auto"
 

@@ -4,7 +4,7 @@ Reading order: sources (which files) → records (what is in them) → tokenise,
 → reading (all of it, on threads) → cache (once, in a folder) → corpus → packing → stream (rows).
 """
 
-from uspft.data.cache import prepare
+from uspft.data.cache import formats_of, prepare
 from uspft.data.corpus import Corpus, read_report
 from uspft.data.faults import DataError
 from uspft.data.sources import not_checked, source_problems
@@ -15,6 +15,7 @@ __all__ = [
     "DataError",
     "Row",
     "RowStream",
+    "formats_of",
     "not_checked",
     "prepare",
     "read_report",

@@ -90,6 +90,17 @@ def _parts(data: DataBlock) -> list[Part]:
     return parts
 
 
+def formats_of(data: DataBlock) -> list[str]:
+    """The format of each source of data.train; auto where its files have different ones.
+
+    Reads the first record of each file. Raises DataError.
+    """
+    found: list[set[str]] = [set() for _ in data.train]
+    for part in _parts(data):
+        found[part.source].add(first_format(part.content, part.declared) or "auto")
+    return [names.pop() if len(names) == 1 else "auto" for names in found]
+
+
 def _key(
     data: DataBlock, parts: list[Part], tokeniser: TextTokeniser | None, vocab_size: int
 ) -> str:

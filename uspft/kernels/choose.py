@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from uspft.kernels import cuda
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.torch_cpu import TorchCpu
 
-HALF = (torch.float16, torch.bfloat16)
+PACKAGES = {"flash_attn_3": "flash_attn_interface", "flash_attn_2": "flash_attn"}
+"""Kernels from packages, the fastest first."""
 
 
-def choose_kernel(wish: str, dtype: torch.dtype, device: torch.device) -> Kernel:
-    """The fastest installed kernel for `auto`, or the one asked for.
+def kernel_name(wish: str, device: str) -> str:
+    """What `auto` means here: the fastest kernel whose package is installed, else torch's own."""
+    if wish != "auto":
+        return wish
+    names = [] if device == "cpu" else [name for name in PACKAGES if is_installed(name)]
+    return names[0] if names else "torch"
 
-    Raises ValueError, naming the key and a remedy, where the wish cannot be met.
-    """
+
+def is_installed(name: str) -> bool:
+    """Whether a kernel's package can be found; torch's own always is there."""
+    return name not in PACKAGES or find_spec(PACKAGES[name]) is not None
+
+
+def choose_kernel(name: str, device: torch.device) -> Kernel:
+    """The kernel of a resolved name. Raises ImportError where its package does not load."""
     if device.type == "cpu":
-        if wish in ("auto", "torch"):
-            return TorchCpu()
-        raise ValueError(f"model.attention: {wish} runs on GPUs only; write auto or torch")
-    if dtype not in HALF:
-        raise ValueError(
-            f"model.dtype: {dtype} has no flash attention on a GPU; write bfloat16 or float16"
-        )
-    return _cuda_kernel(wish)
-
-
-def _cuda_kernel(wish: str) -> Kernel:
+        return TorchCpu()
     makers = {"flash_attn_3": cuda.flash_attn_3, "flash_attn_2": cuda.flash_attn_2}
-    names = list(makers) if wish == "auto" else [wish]
-    for name in names:
-        if name in makers:
-            try:
-                return makers[name]()
-            except ImportError:
-                continue
-    if wish in ("auto", "torch"):
-        return cuda.torch_flash()
-    raise ValueError(f"model.attention: {wish} is not installed; install it, or write auto")
+    return makers.get(name, cuda.torch_flash)()

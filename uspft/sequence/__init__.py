@@ -56,7 +56,7 @@ def of_recipe(recipe: Recipe, layout: Layout) -> Algorithm:
     for gradient checkpointing.
     """
     parallel = recipe.parallel_config
-    stages = 0 if parallel.exchange_stages == "auto" else parallel.exchange_stages
+    stages = parallel.exchange_stages if isinstance(parallel.exchange_stages, int) else 0
     return choose(
         parallel.context_parallel_algo,
         layout.ulysses,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,12 +70,16 @@ def attend_over_heads(
     q, k, v = scatter_heads(qkv, tokens, split.ulysses)
     if plan.sorting is None:
         return gather_heads(inner((q, k, v), kernel), shares, tokens, split.ulysses)
-    index = torch.tensor(plan.sorting, device=q.device)
+    index, received = plan.once(("sorting", q.device), lambda: _both_ways(plan.sorting, q.device))
     q, k, v = (x.index_select(0, index) for x in (q, k, v))
-    received = torch.empty_like(index)
-    received[index] = torch.arange(len(index), device=index.device)
     out = inner((q, k, v), kernel).index_select(0, received)
     return gather_heads(out, shares, tokens, split.ulysses)
+
+
+def _both_ways(sorting: Sequence[int] | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(index that sorts, index that undoes it), on the device."""
+    index = torch.tensor(sorting, device=device)
+    return index, index.argsort()
 
 
 def exchange_elements(tokens: int, heads: Heads, ulysses: int) -> int:
