@@ -81,7 +81,6 @@ def test_the_tables_of_names_name_keys_that_exist() -> None:
 
 ASKED = {
     "parallel_config": {
-        "context_parallel_algo: auto": "choosing the algorithm (auto)",
         "model_parallel: 2": "tensor parallelism",
         "model_parallel: 2, use_seq_parallel: true": "tensor parallelism",
         "fine_grain_interleave: 2": "tensor parallelism",
@@ -125,7 +124,7 @@ def test_what_is_not_available_is_refused_as_a_whole(tmp_path: Path) -> None:
             assert f": {feature} is not available yet; " in line, line
             features.add(feature)
     assert features == {later.feature for later in LATER}
-    assert len(LATER) == 17
+    assert len(LATER) == 16
     (line,) = lines(tmp_path, "parallel_config: {micro_batch_num: 8, pipeline_stage: 4}")
     assert line.endswith("write `micro_batch_num: 1` and write `pipeline_stage: 1`")
 

@@ -21,6 +21,8 @@ def check(target: Path, overrides: Sequence[str], place: Place) -> int:
     print(f"{target}: no problem found")
     stage = recipe.deepspeed.zero_optimization.get("stage", 1)
     print(f"layout: {found.layout}; ZeRO-{stage}, {recipe.model.dtype} on {recipe.launch.device}")
+    if found.why:
+        print(f"algorithm: {found.why}")
     if shape:
         print(
             f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "

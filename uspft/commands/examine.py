@@ -31,6 +31,7 @@ from uspft.kernels.choose import kernel_name
 from uspft.layout import Layout, layout_of
 from uspft.model.loss import tile_tokens
 from uspft.sequence import Heads, of_recipe
+from uspft.sequence.auto import recommend
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Examined:
     layout: Layout
     shape: ModelShape | None
     not_checked: list[str] = field(default_factory=list)
+    why: str | None = None
+    """What `context_parallel_algo: auto` became, and the reason."""
 
     def problem(self, finding: Finding) -> Problem:
         return self.loaded.origins.problem(*finding)
@@ -78,10 +81,8 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
         open_questions.append(
             f"the sizes of model {recipe.model.name_or_path} (not on this machine)"
         )
-    if ranks is None and device == "cuda" and recipe.launch.processes == "auto":
-        ranks = max(1, torch.cuda.device_count()) * hosts
-    if ranks is None and recipe.launch.processes != "auto":
-        ranks = int(recipe.launch.processes) * hosts
+    ranks = ranks or _ranks(recipe, device, hosts)
+    recipe, why = _settle_algorithm(recipe, shape, (ranks or 0) // hosts)
     layout = layout_of(recipe.parallel_config, ranks)
     if isinstance(layout, Layout):
         findings += _algorithm(recipe, layout, shape)
@@ -94,7 +95,37 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
         raise RecipeError([loaded.origins.problem(*finding) for finding in findings])
     assert isinstance(layout, Layout)
     resolved = _resolve(recipe, layout, hosts, device, shape)
-    return Examined(loaded, resolved, layout, shape, open_questions)
+    return Examined(loaded, resolved, layout, shape, open_questions, why)
+
+
+def _ranks(recipe: Recipe, device: str, hosts: int) -> int | None:
+    """Processes of all hosts together, where the recipe or this machine says."""
+    if recipe.launch.processes != "auto":
+        return int(recipe.launch.processes) * hosts
+    return max(1, torch.cuda.device_count()) * hosts if device == "cuda" else None
+
+
+def _settle_algorithm(
+    recipe: Recipe, shape: ModelShape | None, per_host: int
+) -> tuple[Recipe, str | None]:
+    """The recipe with `context_parallel_algo: auto` replaced by what it means here, and why."""
+    parallel = recipe.parallel_config
+    if parallel.context_parallel_algo != "auto":
+        return recipe, None
+    if parallel.context_parallel == 1:
+        settled = parallel.model_copy(update={"context_parallel_algo": None})
+        return recipe.model_copy(update={"parallel_config": settled}), None
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
+    ranks = parallel.context_parallel
+    packed = recipe.data.packing == "best_fit"
+    choice = recommend(ranks, per_host or ranks, heads, packed=packed)
+    update = {
+        "context_parallel_algo": choice.algorithm,
+        "ulysses_degree_in_cp": choice.ulysses,
+    }
+    settled = parallel.model_copy(update=update)
+    why = f"{choice.algorithm}: {choice.why}"
+    return recipe.model_copy(update={"parallel_config": settled}), why
 
 
 def examine_model(recipe: Recipe) -> Any:

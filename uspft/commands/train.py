@@ -57,6 +57,8 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
             _open_output(recipe, checkpoint, hosts, screen)
     stage = recipe.deepspeed.zero_optimization.get("stage", 1)
     screen.print(f"layout: {found.layout}; ZeRO-{stage}, {recipe.model.dtype}", markup=False)
+    if found.why:
+        screen.print(f"algorithm: {found.why}", markup=False)
     if checkpoint:
         screen.print(f"going on from {checkpoint.folder}", markup=False)
     job = Job(

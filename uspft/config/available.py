@@ -61,11 +61,9 @@ def _no_factor(value: Any) -> bool:
     return _rope("linear", "yarn", "llama3")(value) and value.get("factor") is None
 
 
-_ALGO = "parallel_config.context_parallel_algo"
 _YARN = "{rope_type: yarn, factor: 4.0}"
 
 LATER = (
-    Later("choosing the algorithm (auto)", {_ALGO: (_is("auto"), "hybrid_cp")}),
     Later(
         "tensor parallelism",
         {

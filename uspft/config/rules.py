@@ -89,6 +89,10 @@ def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
         if algorithm == "hybrid_cp":
             yield key, "is missing, and context_parallel_algo is hybrid_cp", fitting
         return
+    if algorithm == "auto":
+        what = f"is {ulysses}, and context_parallel_algo: auto chooses it"
+        yield key, what, "leave it out, or name the algorithm"
+        return
     implied = {"ulysses_cp": degree, "ring_cp": 1, "allgather_cp": 1}.get(algorithm or "", ulysses)
     if ulysses != implied:
         what = f"is {ulysses}, and with {algorithm} it is {implied}"
