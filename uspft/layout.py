@@ -72,12 +72,16 @@ class Layout:
         parts = [f"{a}{d}" for a, d in zip(AXES, self.degrees, strict=True) if d > 1]
         return "-".join(parts) or "single"
 
-    def __str__(self) -> str:
+    def sentence(self, algorithm: str | None) -> str:
+        """What the layout is, for a person; algorithm: the recipe's `context_parallel_algo`."""
+        others = {"allgather_cp": "all-gather", "planned_cp": "exchange"}
+        inner = others.get(algorithm or "", "ring")
+        both = f"Ulysses {self.ulysses} × {inner} {self.ring}"
+        alone = "zigzag ring" if inner == "ring" else inner
         shared = {
-            (True, True): f"each row shared by {self.context} "
-            f"(Ulysses {self.ulysses} × ring {self.ring})",
+            (True, True): f"each row shared by {self.context} ({both})",
             (True, False): f"each row shared by {self.ulysses} (Ulysses)",
-            (False, True): f"each row shared by {self.ring} (ring)",
+            (False, True): f"each row shared by {self.ring} ({alone})",
             (False, False): "each row whole on one process",
         }[self.ulysses > 1, self.ring > 1]
         replicas = f"{self.data} row{'s' if self.data > 1 else ''} at a time"

@@ -97,7 +97,7 @@ COMBINATIONS = {
     "planned_cp | auto or null",
     "model: {dtype: float16}\nlaunch: {device: cpu}": "model.dtype: is float16, and "
     "launch.device is cpu; float16 trains on GPUs only; write float32 or bfloat16",
-    "parallel_config: {context_parallel: 4, context_parallel_algo: auto, ulysses_degree_in_cp: 2}": (
+    CP % "auto, ulysses_degree_in_cp: 2": (
         "parallel_config.ulysses_degree_in_cp: is 2, and context_parallel_algo: auto chooses it; "
         "leave it out, or name the algorithm"
     ),

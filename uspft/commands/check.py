@@ -14,13 +14,12 @@ from uspft.launcher import hosts_from
 def check(target: Path, overrides: Sequence[str], place: Place) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
     found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
-    recipe, shape = found.recipe, found.shape
+    shape = found.shape
     if recipe.model.config or os.path.isdir(recipe.model.name_or_path or ""):
         with found.placed():
             examine_model(recipe)
     print(f"{target}: no problem found")
-    stage = recipe.deepspeed.zero_optimization.get("stage", 1)
-    print(f"layout: {found.layout}; ZeRO-{stage}, {recipe.model.dtype} on {recipe.launch.device}")
+    print(f"layout: {found.sentence}")
     if found.why:
         print(f"algorithm: {found.why}")
     if shape:

@@ -46,6 +46,13 @@ class Examined:
     why: str | None = None
     """What `context_parallel_algo: auto` became, and the reason."""
 
+    @property
+    def sentence(self) -> str:
+        """Layout, ZeRO stage and compute type, for a person."""
+        stage = self.recipe.deepspeed.zero_optimization.get("stage", 1)
+        layout = self.layout.sentence(self.recipe.parallel_config.context_parallel_algo)
+        return f"{layout}; ZeRO-{stage}, {self.recipe.model.dtype} on {self.recipe.launch.device}"
+
     def problem(self, finding: Finding) -> Problem:
         return self.loaded.origins.problem(*finding)
 

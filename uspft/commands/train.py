@@ -55,8 +55,7 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
     if speaks:
         with found.placed():
             _open_output(recipe, checkpoint, hosts, screen)
-    stage = recipe.deepspeed.zero_optimization.get("stage", 1)
-    screen.print(f"layout: {found.layout}; ZeRO-{stage}, {recipe.model.dtype}", markup=False)
+    screen.print(f"layout: {found.sentence}", markup=False)
     if found.why:
         screen.print(f"algorithm: {found.why}", markup=False)
     if checkpoint:
