@@ -14,7 +14,7 @@ from uspft.launcher import hosts_from
 def check(target: Path, overrides: Sequence[str], place: Place) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
     found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
-    shape = found.shape
+    recipe, shape = found.recipe, found.shape
     if recipe.model.config or os.path.isdir(recipe.model.name_or_path or ""):
         with found.placed():
             examine_model(recipe)
