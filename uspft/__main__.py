@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def _run(words: list[str]) -> int:
     command = shlex.join(["uspft", verb, *words])
     place = Place(command, dict(os.environ), cache, ranks)
     if verb == "check":
+        # Importing torch._dynamo makes its cache folder, and check makes none.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
         from uspft.commands.check import check as run
     elif verb == "export":
         from uspft.commands.export import export as run
