@@ -55,7 +55,7 @@ class World:
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule) -> Tensor:
         """Attention out [T, H, D] of this rank's tokens; q [T, H, D], k and v [T, G, D]."""
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel)
-        return self.algorithm.attend(qkv, plan, rule, split)
+        return self.algorithm.attend(qkv, plan.with_window(rule.window), rule, split)
 
 
 def make_world(

@@ -37,6 +37,10 @@ ROWS = {
 }
 
 
+WINDOWS = (None, 1, 11, 60)
+WINDOWED = ("gqa", "28/4")
+
+
 def degrees(world: int) -> list[tuple[str, int, int]]:
     """(algorithm, Ulysses, ring) of every way to share a row over `world` ranks."""
     if world == 1:
@@ -54,9 +58,13 @@ def compare(rank: int, world: int, break_order: bool) -> tuple[dict[str, list[fl
         books = Books()
         mesh = make_mesh(Layout(ulysses=ulysses, ring=ring), books)
         split = Split(mesh.ulysses, mesh.ring, TorchCpu())
-        for (kind, heads), (rows_name, rows) in product(HEADS.items(), ROWS.items()):
+        for (kind, heads), (rows_name, rows), window in product(
+            HEADS.items(), ROWS.items(), WINDOWS
+        ):
+            if window and (kind not in WINDOWED or break_order):
+                continue
             orders = [algorithm.token_order(row) for row in rows]
-            plan = Plan(rows, orders, (ulysses, mesh.ring.index))
+            plan = Plan(rows, orders, (ulysses, mesh.ring.index), window)
             if break_order:
                 orders = [order[::-1] for order in orders]
             index = torch.cat(
@@ -66,10 +74,10 @@ def compare(rank: int, world: int, break_order: bool) -> tuple[dict[str, list[fl
                     for a, b in order[mesh.context.index]
                 ]
             )
-            case = f"{name} U{ulysses} R{ring} {kind} {rows_name}"
+            case = f"{name} U{ulysses} R{ring} {kind} {rows_name} window {window}"
             errors[case] = _errors(algorithm, plan, split, rows, (heads, index))
             page = books.close()
-            if len(rows) == 1:
+            if len(rows) == 1 and window is None:
                 sent[case] = page, algorithm.cost(rows[0], heads, element_bytes=8)
     return errors, sent
 
@@ -84,21 +92,27 @@ def _errors(algorithm: Any, plan: Any, split: Split, rows: list[Segments], at: A
     ]
     dout = torch.randn(tokens, heads.query, DIM, dtype=torch.float64)
     documents = [(i * LENGTH + a, i * LENGTH + b) for i, row in enumerate(rows) for a, b in row]
-    squares = [Block(a, b, a, b, Mask.CAUSAL) for a, b in documents]
-    want, _ = dense_attention(*inputs, squares, DIM**-0.5)
+    reach = plan.window or tokens
+    seen = [
+        Block(p, p + 1, max(a, p - reach + 1), p + 1, Mask.FULL)
+        for a, b in documents
+        for p in range(a, b)
+    ]
+    want, _ = dense_attention(*inputs, seen, DIM**-0.5)
     grads = torch.autograd.grad(want, inputs, dout)
     mine = [x.detach()[index].requires_grad_() for x in inputs]
     got = algorithm.attend(tuple(mine), plan, Rule(DIM**-0.5), split)
     got_grads = torch.autograd.grad(got, mine, dout[index])
     pairs = zip((got, *got_grads), (want, *grads), strict=True)
-    return [float((g - w[index]).abs().max()) for g, w in pairs]
+    return [float((g - w[index]).detach().abs().max()) for g, w in pairs]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_algorithm_equals_dense_attention(world: int) -> None:
     answers = spawn(world, compare, world, False)
     for errors, _ in answers:
-        assert len(errors) == len(degrees(world)) * len(HEADS) * len(ROWS)
+        kinds = len(HEADS) + len(WINDOWED) * (len(WINDOWS) - 1)
+        assert len(errors) == len(degrees(world)) * kinds * len(ROWS)
         for case, off in errors.items():
             assert max(off) < 1e-10, f"{case}: out, dq, dk, dv off by {off}"
     for case, (_, cost) in answers[0][1].items():

@@ -24,9 +24,11 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How scores become weights: softmax(scale · q·k)."""
+    """How scores become weights: softmax(scale · q·k) over the last `window` keys of a document,
+    the query's own counted; None: over all that come before."""
 
     scale: float
+    window: int | None = None
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ class Plan:
         """The same tokens under a sliding window."""
         if window == self.window:
             return self
-        return Plan(self._rows, self._orders, self._place, window)
+        return self.once(
+            ("window", window), lambda: Plan(self._rows, self._orders, self._place, window)
+        )
 
     @property
     def ring(self) -> int:
