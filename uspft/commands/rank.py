@@ -106,11 +106,10 @@ def _describe_environment(job: Job, device: torch.device) -> None:
 
 
 def _git_commit() -> str | None:
-    """The commit of uspft's own checkout, where it is one."""
-    asked = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """The commit of uspft's own checkout, where it is one and there is a git to ask."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
     return asked.stdout.strip() or None

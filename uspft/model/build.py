@@ -34,7 +34,6 @@ def build_model(
     their memory away (ZeRO-3). Raises WeightsError.
     """
     model = empty_model(config, dtype)
-    model.config.use_cache = False
     source = weights(model)
     places = _places(model)
     pending: list[nn.Parameter] = []
