@@ -10,10 +10,12 @@ usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
 
   train      the run
   check      everything that can be known before a process starts; writes nothing
+  export     checkpoint -> Hugging Face folder
+
+to come, refused until then:
   plan       memory, bytes on the wire and seconds per step, predicted
   inspect    rows as the model will see them
   verify     every legal layout against one process
-  export     checkpoint -> Hugging Face folder
   convert    MindSpore Transformers YAML -> recipe
   calibrate  this cluster's links and products -> hardware file
   report     output folder -> one HTML page

@@ -19,7 +19,8 @@ VERBS = ("train", "check", "export")
 LATER = ("plan", "inspect", "verify", "convert", "calibrate", "report")
 USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
-       uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER]"""
+       uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER]
+to come: plan, inspect, verify, convert, calibrate, report"""
 
 
 class UsageError(InputError):
@@ -118,8 +119,8 @@ def _rank(words: Sequence[str]) -> int:
 
         code = rank(Path(words[0]), Place("rank", dict(os.environ)))
     except BaseException as error:
-        report_exception(os.environ[ERROR_FILE], int(os.environ["RANK"]), error)
-        code = 1
+        code = 2 if isinstance(error, InputError) else 1
+        report_exception(os.environ[ERROR_FILE], int(os.environ["RANK"]), error, code)
         sys.stdout.flush()
         os._exit(code)  # other ranks may wait in a collective that this one will never join
     return code

@@ -11,6 +11,7 @@ import torch
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointWeights
 from uspft.checkpoint.load import load_state
+from uspft.comm import largest
 from uspft.config import Recipe
 from uspft.data import Corpus, RowStream
 from uspft.data.loader import EMPTY, StepLoader
@@ -50,6 +51,7 @@ def assemble(job: Job, device: torch.device) -> Run:
 
     kernel = choose_kernel(recipe.model.attention, device)
     world = make_world(layout, of_recipe(recipe, layout), kernel, device)
+    _same_job(job, world)
     probe(kernel, _local_heads(config, layout), dtype, device)
 
     loader = make_loader(job, world)
@@ -71,6 +73,18 @@ def assemble(job: Job, device: torch.device) -> Run:
         empty = loader.batch([EMPTY] * recipe.training.micro_batch_size)
         load_state(engine, checkpoint, empty)
     return Run(job, world, loader, engine, config, checkpoint.step if checkpoint else 0)
+
+
+def _same_job(job: Job, world: World) -> None:
+    """Every rank must run the same thing: hosts may differ in files, overrides or versions."""
+    mine = float(job.fingerprint())
+    highest, lowest = largest([mine, -mine], world.mesh.tokens, world.device)
+    if highest != -lowest:
+        raise RuntimeError(
+            f"this host and another run different things (here {job.fingerprint():x}): recipe, "
+            f"overrides, data ({job.corpus.name}), steps ({job.steps}) or checkpoint "
+            f"({job.resume_from}) differ"
+        )
 
 
 def this_layout(recipe: Recipe) -> Layout:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uspft.config import Recipe, dump, load
+from uspft.config import Recipe, as_tree, dump, load
+
+LOCAL = (
+    ("model", "name_or_path"),
+    ("model", "config"),
+    ("model", "tokenizer"),
+    ("data", "train"),
+    ("data", "chat_template"),
+    ("data", "cache_dir"),
+    ("checkpoint", "resume"),
+)
+"""Keys that name places on a host; what they hold shows in the corpus and the weights."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,16 @@ class Job:
     resume_from: Path | None = None
     tokenizer: str | None = None
     command: str = ""
+
+    def fingerprint(self) -> int:
+        """48 bits of what all ranks must have in common; paths may differ between hosts."""
+        tree = as_tree(self.recipe)
+        for block, key in LOCAL:
+            tree[block].pop(key)
+        tree.pop("output_dir")
+        resumed = self.resume_from and self.resume_from.name
+        whole = json.dumps([tree, self.corpus.name, self.steps, resumed], default=str)
+        return int.from_bytes(hashlib.blake2b(whole.encode(), digest_size=6).digest(), "little")
 
     def write(self, folder: Path) -> None:
         (folder / "recipe.yaml").write_text(dump(self.recipe))

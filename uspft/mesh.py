@@ -10,6 +10,8 @@ import torch.distributed as dist
 from uspft.comm import Books, Group
 from uspft.layout import Layout
 
+TIMEOUT = timedelta(minutes=30)
+"""After it a collective that waits for a lost rank fails; NCCL's own default is shorter."""
 GROUPS = {
     "ulysses": ("ulysses",),
     "ring": ("ring",),
@@ -31,7 +33,7 @@ class Mesh:
     tokens: Group
 
 
-def make_mesh(layout: Layout, books: Books, timeout: timedelta | None = None) -> Mesh:
+def make_mesh(layout: Layout, books: Books, timeout: timedelta = TIMEOUT) -> Mesh:
     """Create the process groups of a layout over all ranks of the default group.
 
     Collective: every rank calls it, with the same layout, in the same order. A group of one rank

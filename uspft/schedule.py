@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleBlock) -
     """
     warmup = schedule.warmup_steps
     if warmup is None:
-        warmup = math.ceil((schedule.warmup_ratio or 0.0) * steps)
+        # As the recipe's decimals say: in binary 0.07 · 100 is more than 7.
+        warmup = math.ceil(Fraction(str(schedule.warmup_ratio or 0)) * steps)
     if step <= warmup:
         return peak * step / warmup
     if schedule.type == "constant":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -63,9 +62,8 @@ def make_world(
     algorithm: Algorithm,
     kernel: Kernel,
     device: torch.device,
-    timeout: timedelta | None = None,
 ) -> World:
     """Bring a layout to life; collective over the default group, in the same order everywhere."""
     books = Books()
-    mesh = make_mesh(layout, books, timeout)
+    mesh = make_mesh(layout, books)
     return World(mesh, algorithm, kernel, books, device)

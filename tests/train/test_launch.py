@@ -129,6 +129,9 @@ def test_a_finished_run_says_so_and_exports_from_its_checkpoint(
     out, _ = again.communicate(timeout=100)
     assert again.returncode == 0
     assert "all 2 steps are done" in out and "checkpoint.resume=never" in out
+    (tmp_path / "out/hf").rename(tmp_path / "lost")  # as if it had died before the export
+    assert start(runs, tmp_path).wait(100) == 0
+    assert (tmp_path / "out/hf/model.safetensors").exists()
     anew = start(runs, tmp_path, "checkpoint.resume=never")
     assert anew.wait(200) == 0
     assert list((tmp_path / "out").glob("earlier-*/checkpoints/step-00000002/state.json"))

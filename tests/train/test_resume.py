@@ -22,6 +22,8 @@ STAGES: dict[str, tuple[dict[str, Any], str]] = {
     "zero3 whole": ({"stage": 3, "stage3_param_persistence_threshold": 0}, "float32"),
     "zero2 offload": ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "float32"),
     "zero3 offload": ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "float32"),
+    "zero0 bf16": ({"stage": 0}, "bfloat16"),
+    "zero2 bf16": ({"stage": 2}, "bfloat16"),
     "zero1 bf16": ({"stage": 1}, "bfloat16"),
     "zero3 bf16": ({"stage": 3}, "bfloat16"),
 }
@@ -51,7 +53,7 @@ def work(rank: int, folder: Path, data: Path) -> dict[str, Any]:
             data={"shuffle": True},
             parallel_config={"context_parallel": 2, "context_parallel_algo": "ring_cp"},
             deepspeed={"zero_optimization": zero},
-            training={"steps": STEPS, "global_batch_size": 2},
+            training={"steps": STEPS, "global_batch_size": 1 if name == "zero0 bf16" else 2},
             export={"huggingface": True},
         )
         segment(recipe, folder / f"{name}-straight", None)

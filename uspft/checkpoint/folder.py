@@ -120,6 +120,14 @@ def delete_older(output: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
+def set_aside_after(output: Path, step: int) -> Path | None:
+    """Move checkpoints of later steps to earlier-<time>/: the run goes on from an older one."""
+    later = [
+        f for f in (output / "checkpoints").glob("step-*") if f.name > folder_of(output, step).name
+    ]
+    return _move(later, output, "checkpoints") if later else None
+
+
 def set_aside(output: Path, stays: Collection[str] = ()) -> Path | None:
     """Move what an earlier run left in an output folder to earlier-<time>/ inside it.
 
@@ -127,12 +135,15 @@ def set_aside(output: Path, stays: Collection[str] = ()) -> Path | None:
     """
     entries = output.iterdir() if output.is_dir() else ()
     left = [e for e in entries if not e.name.startswith("earlier-") and e.name not in stays]
-    if not left:
-        return None
+    return _move(left, output) if left else None
+
+
+def _move(entries: list[Path], output: Path, into: str = "") -> Path:
+    """Move entries to a new folder earlier-<time>/ of the output, or to one inside it."""
     name = time.strftime("earlier-%Y%m%d-%H%M%S")
     tails = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     place = next(p for p in (output / (name + tail) for tail in tails) if not p.exists())
-    place.mkdir()
-    for entry in left:
-        entry.rename(place / entry.name)
+    (place / into).mkdir(parents=True)
+    for entry in entries:
+        entry.rename(place / into / entry.name)
     return place

@@ -81,6 +81,10 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
     findings = _files(recipe) + source_problems(recipe.data) + _precision(recipe, device)
     shape = read_shape(recipe.model, CONFIGS)
     open_questions = list(not_checked(recipe.data))
+    tokenizer = recipe.model.tokenizer or recipe.model.name_or_path
+    if tokenizer and not Path(tokenizer).is_dir():
+        open_questions.append(f"the tokenizer {tokenizer} (not on this machine)")
+    open_questions.append("what is in the data: train reads it before any rank starts")
     if isinstance(shape, list):
         findings += shape
         shape = None
@@ -109,7 +113,8 @@ def _ranks(recipe: Recipe, device: str, hosts: int) -> int | None:
     """Processes of all hosts together, where the recipe or this machine says."""
     if recipe.launch.processes != "auto":
         return int(recipe.launch.processes) * hosts
-    return max(1, torch.cuda.device_count()) * hosts if device == "cuda" else None
+    here = torch.cuda.device_count() if device == "cuda" else 0
+    return here * hosts or None
 
 
 def _settle_algorithm(
@@ -160,9 +165,8 @@ def _resolve(
     def block(name: str, **values: Any) -> Any:
         return getattr(recipe, name).model_copy(update=values)
 
-    tile = recipe.memory.loss_tile_tokens
-    if shape and tile == "auto":
-        tile = tile_tokens(tile, shape.vocab_size) or "none"
+    if shape:
+        recipe = with_tiles(recipe, shape.vocab_size)
     parallel = recipe.parallel_config
     stages = None  # what does not apply is null: nothing is left to be chosen
     if parallel.context_parallel_algo == "planned_cp" and layout.ring > 1:
@@ -179,10 +183,23 @@ def _resolve(
         update={
             "parallel_config": block("parallel_config", **degrees),
             "launch": block("launch", processes=layout.ranks // hosts, device=device),
-            "memory": block("memory", loss_tile_tokens=tile),
             "model": block("model", attention=attention),
         }
     )
+
+
+def output_of(recipe: Recipe) -> Path:
+    """The output folder of a loaded recipe, which always has one."""
+    assert recipe.output_dir is not None
+    return recipe.output_dir
+
+
+def with_tiles(recipe: Recipe, vocabulary: int) -> Recipe:
+    """The recipe with `memory.loss_tile_tokens: auto` as a number."""
+    if recipe.memory.loss_tile_tokens != "auto":
+        return recipe
+    update = {"loss_tile_tokens": tile_tokens("auto", vocabulary)}
+    return recipe.model_copy(update={"memory": recipe.memory.model_copy(update=update)})
 
 
 def _files(recipe: Recipe) -> list[Finding]:
@@ -224,8 +241,9 @@ def _cannot_write(folder: Path) -> str | None:
 
 
 def _precision(recipe: Recipe, device: str) -> list[Finding]:
-    if device == "cpu" and recipe.model.dtype == "float16":
-        return [("model.dtype", "float16 runs on GPUs only", "write bfloat16 or float32")]
+    if recipe.model.dtype == "float16":
+        what = "training in float16 is not available yet"
+        return [("model.dtype", what, "write bfloat16" + (" or float32" * (device == "cpu")))]
     if device == "cuda" and recipe.model.dtype == "float32":
         return [
             (

@@ -29,27 +29,31 @@ def rank(folder: Path, place: Place) -> int:
     """Be one rank of the job in `folder`. Raises what the run raises."""
     environment = place.environment
     number, local = int(environment["RANK"]), int(environment["LOCAL_RANK"])
-    asked: list[int] = []
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda signum, frame: asked.append(signum))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
     job = Job.read(folder)
     device = _device(job.recipe.launch.device, local)
     _quiet()
     _join(environment, device)
 
+    import deepspeed
+
     from uspft.assemble import assemble
     from uspft.engine.quarantine import prepare_deepspeed
     from uspft.loop import Interrupted, train
 
-    prepare_deepspeed()
+    prepare_deepspeed(talks=bool(job.recipe.deepspeed.comms_logger))
     if number == 0:
         _describe_environment(job, device)
     run = assemble(job, device)
+    asked: list[int] = []  # from here on there is something to save
+    signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
     code = 0
     try:
         train(run, lambda: bool(asked))
     except Interrupted:
         code = 130
+    if job.recipe.deepspeed.comms_logger:
+        deepspeed.comm.log_summary()
     # In order, or gloo may abort a process whose work is done.
     run.engine.close()
     dist.barrier()
@@ -75,7 +79,9 @@ def _quiet() -> None:
 
 def _join(environment: Mapping[str, str], device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    where = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    address = environment["MASTER_ADDR"]
+    host = f"[{address}]" if ":" in address else address
+    where = f"tcp://{host}:{environment['MASTER_PORT']}"
     dist.init_process_group(
         backend,
         init_method=where,

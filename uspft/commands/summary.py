@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from uspft.config import Recipe
 
 
-def summary(recipe: Recipe, target: Path) -> str:
+def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
     """A few lines for the end of a run that went well."""
     output = recipe.output_dir
     assert output is not None
@@ -30,29 +32,31 @@ def summary(recipe: Recipe, target: Path) -> str:
     lines.append(f"numbers:    {output / 'metrics.jsonl'}")
     gpus = torch.cuda.device_count()
     if recipe.launch.device == "cpu" and gpus:
-        lines.append(f"on this machine's GPUs: {_on_gpus(recipe, target, gpus)}")
+        words, said = _on_gpus(recipe, gpus), "on this machine's GPUs:"
     else:
-        lines.append(f"try next:   ./launch.sh {target} {_another_layout(recipe)}")
+        words, said = _another_layout(recipe), "try next:  "
+    keys = {word.partition("=")[0] for word in words}
+    kept = [word for word in overrides if word.partition("=")[0] not in keys]
+    lines.append(f"{said} {shlex.join(['./launch.sh', str(target), *kept, *words])}")
     return "\n".join(lines)
 
 
-def _on_gpus(recipe: Recipe, target: Path, gpus: int) -> str:
+def _on_gpus(recipe: Recipe, gpus: int) -> list[str]:
     words = ["launch.device=cuda", f"launch.processes={gpus}", "model.dtype=bfloat16"]
     words.append("parallel_config.data_parallel=auto")
     if gpus % recipe.parallel_config.context_parallel:
         words.append("parallel_config.context_parallel=1")
-    return " ".join(["./launch.sh", str(target), *words, "checkpoint.resume=never"])
+    return [*words, "checkpoint.resume=never"]
 
 
-def _another_layout(recipe: Recipe) -> str:
+def _another_layout(recipe: Recipe) -> list[str]:
     """The same run, split another way: its numbers should not change."""
     parallel = recipe.parallel_config
-    anew = "checkpoint.resume=never"
     if parallel.context_parallel == 1:
-        return f"training.steps={2 * (recipe.training.steps or 100)}"
-    if parallel.context_parallel_algo == "ring_cp":
-        return f"parallel_config.context_parallel_algo=ulysses_cp {anew}"
-    return (
-        "parallel_config.context_parallel_algo=ring_cp "
-        f"parallel_config.ulysses_degree_in_cp=null {anew}"
-    )
+        return [f"training.steps={2 * (recipe.training.steps or 100)}"]
+    other = "planned_cp" if parallel.context_parallel_algo == "ring_cp" else "ring_cp"
+    return [
+        f"parallel_config.context_parallel_algo={other}",
+        "parallel_config.ulysses_degree_in_cp=null",
+        "checkpoint.resume=never",
+    ]

@@ -11,9 +11,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest, set_aside
+from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest, set_aside, set_aside_after
 from uspft.checkpoint.identity import CONTENTS, differences, identity_of
-from uspft.commands.examine import examine, examine_model
+from uspft.commands.examine import Examined, examine, examine_model, output_of, with_tiles
+from uspft.commands.export import export
 from uspft.commands.place import Place
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe, dump
@@ -31,24 +32,14 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
     speaks = hosts.index == 0
     screen = Console(highlight=False, soft_wrap=True, quiet=not speaks)
     with found.placed():
-        _require_devices(found.recipe)
-        _require_kernel(found.recipe)
-        recipe = fetch(found.recipe)
-        output = recipe.output_dir
-        assert output is not None
-        config = examine_model(recipe)
-        identity = identity_of(recipe)
-        checkpoint = _checkpoint(recipe, output)
-        _same(checkpoint, identity)
-        corpus = _prepare(recipe, config.vocab_size, place, screen)
-        identity[CONTENTS] = corpus.name
-        _same(checkpoint, identity)
-        steps = _steps(recipe, corpus)
-        recipe = _with_formats(recipe)
-    if checkpoint and checkpoint.step >= steps:
+        recipe, job, checkpoint = _prepare_job(found, place, screen)
+    output = output_of(recipe)
+    if checkpoint and checkpoint.step >= job.steps:
+        if speaks and recipe.export.huggingface and not (output / "hf").exists():
+            export(checkpoint.folder, [], place)  # the run ended between its last save and this
         screen.print(
-            f"all {steps} steps are done: checkpoint {checkpoint.folder}, model {output / 'hf'}; "
-            "to train anew: checkpoint.resume=never",
+            f"all {job.steps} steps are done: checkpoint {checkpoint.folder}, "
+            f"model {output / 'hf'}; to train anew: checkpoint.resume=never",
             markup=False,
         )
         return 0
@@ -60,19 +51,44 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
         screen.print(f"algorithm: {found.why}", markup=False)
     if checkpoint:
         screen.print(f"going on from {checkpoint.folder}", markup=False)
-    job = Job(
-        recipe,
-        corpus,
-        steps,
-        identity,
-        resume_from=checkpoint.folder if checkpoint else None,
-        tokenizer=_with_tokenizer(recipe),
-        command=place.command,
-    )
     code = _start(job, hosts, place)
     if code == 0 and speaks:
-        screen.print(summary(recipe, target), markup=False)
+        screen.print(summary(recipe, target, overrides), markup=False)
     return code
+
+
+def _prepare_job(
+    found: Examined, place: Place, screen: Console
+) -> tuple[Recipe, Job, Checkpoint | None]:
+    """The recipe as it is written down, what ranks are given, and where they go on from.
+
+    Ranks get folders of this machine in place of hub ids, which say nothing elsewhere.
+    """
+    recipe = found.recipe
+    _require_devices(recipe)
+    _require_kernel(recipe)
+    local = fetch(recipe)
+    config = examine_model(local)
+    identity = identity_of(recipe)
+    checkpoint = _checkpoint(recipe, output_of(recipe))
+    _same(checkpoint, identity)
+    corpus = _prepare(local, config.vocab_size, place, screen)
+    identity[CONTENTS] = corpus.name
+    _same(checkpoint, identity)
+    formats = formats_of(local.data)
+    recipe, local = (
+        with_tiles(_with_formats(r, formats), config.vocab_size) for r in (recipe, local)
+    )
+    job = Job(
+        local,
+        corpus,
+        _steps(recipe, corpus),
+        identity,
+        resume_from=checkpoint.folder if checkpoint else None,
+        tokenizer=_with_tokenizer(local),
+        command=place.command,
+    )
+    return recipe, job, checkpoint
 
 
 def _require_kernel(recipe: Recipe) -> None:
@@ -127,9 +143,9 @@ def _with_tokenizer(recipe: Recipe) -> str | None:
     return str(Path(folder).resolve()) if folder and has_one else None
 
 
-def _with_formats(recipe: Recipe) -> Recipe:
-    """The recipe with the formats that were found in place of `auto`."""
-    data, found = recipe.data, formats_of(recipe.data)
+def _with_formats(recipe: Recipe, found: list[str]) -> Recipe:
+    """The recipe with the sources' formats in place of `auto`."""
+    data = recipe.data
     if len(set(found)) == 1:
         data = data.model_copy(update={"format": found[0]})
     else:
@@ -172,11 +188,13 @@ def _open_output(
     recipe: Recipe, checkpoint: Checkpoint | None, hosts: Hosts, screen: Console
 ) -> None:
     """Make the output folder with the resolved recipe; what another run left is moved aside."""
-    output = recipe.output_dir
-    assert output is not None
-    goes_on = checkpoint and output.resolve() in checkpoint.folder.resolve().parents
+    output = output_of(recipe)
+    here = (output / "checkpoints").resolve()
     try:
-        moved = None if goes_on else set_aside(output, ["logs"] if hosts.count > 1 else [])
+        if checkpoint and checkpoint.folder.resolve().parent == here:
+            moved = set_aside_after(output, checkpoint.step)
+        else:
+            moved = set_aside(output, ["logs"] if hosts.count > 1 else [])
         output.mkdir(parents=True, exist_ok=True)
         (output / "recipe.yaml").write_text(dump(recipe))
     except OSError as error:

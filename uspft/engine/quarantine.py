@@ -11,12 +11,15 @@ import logging
 import warnings
 
 
-def prepare_deepspeed() -> None:
-    """Call once before DeepSpeed's first use in a process, after torch.distributed is up."""
+def prepare_deepspeed(*, talks: bool = False) -> None:
+    """Call once before DeepSpeed's first use in a process, after torch.distributed is up.
+
+    talks: keep what its own loggers say, where a recipe asks for it.
+    """
     import deepspeed
     from deepspeed.utils import logger
 
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.INFO if talks else logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # torch 2.13 warns on every call of collectives that DeepSpeed uses under their older names.
     warnings.filterwarnings(

@@ -26,11 +26,10 @@ KINDS = ("weight", *MOMENTS)
 
 def read_state(engine: ZeroEngine, parameter: nn.Parameter, kind: str) -> Tensor:
     """The whole float32 master weight or Adam moment of a parameter, on the device it lives on."""
-    if _is_plain(parameter):
-        if kind == "weight":
-            return parameter.detach().float()
-        moment: Tensor = engine.adam.state[parameter][kind]
-        return moment
+    master = engine.masters.get(id(parameter))
+    if master is not None:
+        held: Tensor = master.detach() if kind == "weight" else engine.adam.state[master][kind]
+        return held
     if kind == "weight":
         value = safe_get_full_fp32_param(parameter)
     else:
@@ -43,18 +42,14 @@ def read_state(engine: ZeroEngine, parameter: nn.Parameter, kind: str) -> Tensor
 
 def write_state(parameter: nn.Parameter, kind: str, value: Tensor, engine: ZeroEngine) -> None:
     """Set what `read_state` reads. The compute weight itself is set when the model is built."""
-    if _is_plain(parameter):
-        target = parameter.data if kind == "weight" else engine.adam.state[parameter][kind]
+    master = engine.masters.get(id(parameter))
+    if master is not None:
+        target = master.data if kind == "weight" else engine.adam.state[master][kind]
         target.copy_(value)
     elif kind == "weight":
         safe_set_full_fp32_param(parameter, value.to(parameter.device))
     else:
         safe_set_full_optimizer_state(parameter, value.to(parameter.device), kind)
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    """True at stage 0 in float32, where torch's AdamW holds the parameter itself."""
-    return not hasattr(parameter, "ds_id") and not hasattr(parameter, "_hp_mapping")
 
 
 def make_moments(engine: ZeroEngine, empty: Batch) -> None:

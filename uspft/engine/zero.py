@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -73,8 +74,26 @@ class ZeroEngine:
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=deepspeed_config(recipe, world.layout)
             )
+        self._require_float32_buffers()
+        self.masters = self._masters()
         if self.stage < 3:
             self._make_moments()
+
+    def _masters(self) -> dict[int, nn.Parameter]:
+        """By parameter's id what AdamW holds for it, at stage 0: itself, or its float32 copy."""
+        optimizer: Any = self.deepspeed.optimizer
+        if self.stage > 0:
+            return {}
+        if optimizer is self.adam:
+            return {id(p): p for p in self.module.parameters()}
+        pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
+        return {id(half): full for half, full in pairs}
+
+    def _require_float32_buffers(self) -> None:
+        """Rotary frequencies rounded to bfloat16 are silently wrong on long rows."""
+        for name, buffer in self.module.named_buffers():
+            if buffer.is_floating_point() and buffer.dtype != torch.float32:
+                raise RuntimeError(f"buffer {name} is {buffer.dtype}: DeepSpeed has rounded it")
 
     def _make_moments(self) -> None:
         """Give Adam its states now: DeepSpeed finds moments by parameter only for those groups that
@@ -104,13 +123,13 @@ class ZeroEngine:
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         for micro, batch in enumerate(batches):
-            loss = self.deepspeed(batch, self.world)
+            loss = self.deepspeed(batch, self.world, scale)
             loss_sum += loss.detach()
-            self.deepspeed.backward(loss * scale, scale_wrt_gas=False)
+            self.deepspeed.backward(loss, scale_wrt_gas=False)
             if micro + 1 < len(batches):
                 self.deepspeed.step()
         loss_total, stops = total([float(loss_sum), float(stop)], tokens, device)
-        mean = loss_total / max(targets, 1.0)
+        mean = loss_total / tokens.size
         if not math.isfinite(mean):
             raise NotFinite(f"the loss is {mean}")
         grad_norm, skipped = self._update()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 PEAK_BF16 = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -23,14 +25,17 @@ PEAK_BF16 = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
-"""Dense 16-bit matrix FLOP/s from the makers' data sheets, by a part of the device's name, longest
-names first where one is part of another."""
+"""Dense 16-bit matrix FLOP/s from the makers' data sheets, by words of the device's name, the more
+special first where one begins with another."""
+
+OTHER = r" (?:Ti|D|Laptop)\b|.*\bMIG\b"
+"""What follows the name of a slower or faster relative, or of a slice of the device."""
 
 
 def peak_flops(device_name: str) -> float | None:
     """The device's 16-bit peak, or None where it is not known (a CPU, a new GPU)."""
-    for part, peak in PEAK_BF16.items():
-        if part in device_name:
+    for words, peak in PEAK_BF16.items():
+        if re.search(rf"(?<!\w){words}(?!\w|{OTHER})", device_name):
             return peak
     return None
 

@@ -22,8 +22,8 @@ class CausalLoss(nn.Module):
         self.model = model
         self.head = Head(model.get_output_embeddings(), tile)
 
-    def forward(self, batch: Batch, world: World) -> Tensor:
-        """Sum of the cross-entropy over this rank's target tokens."""
+    def forward(self, batch: Batch, world: World, scale: float) -> Tensor:
+        """Sum of the cross-entropy over this rank's target tokens, times scale."""
         hidden = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -32,7 +32,7 @@ class CausalLoss(nn.Module):
                 world, batch.plan, twice=self.training and self.model.is_gradient_checkpointing
             ),
         ).last_hidden_state
-        loss: Tensor = self.head(hidden[0], batch.labels)
+        loss: Tensor = self.head(hidden[0], batch.labels, scale)
         return loss
 
     def named(self) -> dict[str, nn.Parameter]:

@@ -47,7 +47,8 @@ def model_config(block: ModelBlock) -> Any:
     if block.rope_scaling:
         known = dict(config.rope_parameters or {})
         scaling = dict(block.rope_scaling)
-        scaling.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+        original = known.get("original_max_position_embeddings", config.max_position_embeddings)
+        scaling.setdefault("original_max_position_embeddings", original)
         config.rope_parameters = {"rope_theta": known.get("rope_theta")} | scaling
     config.dtype = getattr(torch, block.dtype)
     return config

@@ -34,8 +34,9 @@ class Head(nn.Module):
         self.register_parameter("bias", projection.bias)
         self.tile = tile
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Sum of the cross-entropy of every token that has a target, float32 (float64 for float64).
+    def forward(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
+        """Sum of the cross-entropy of every token that has a target, times scale; float32 (float64
+        for float64).
 
         hidden [T', d]; labels [T'] int64, -100 where there is no target. No target at all gives 0,
         still attached to the graph.
@@ -43,7 +44,7 @@ class Head(nn.Module):
         chosen = (labels != IGNORE).nonzero().squeeze(1)
         rows = hidden.index_select(0, chosen)
         loss: Tensor = _TiledCrossEntropy.apply(
-            rows, self.weight, self.bias, labels[chosen], self.tile or max(1, len(rows))
+            rows, self.weight, self.bias, labels[chosen], (scale, self.tile or max(1, len(rows)))
         )
         return loss
 
@@ -53,8 +54,14 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        how: tuple[float, int],
     ) -> Tensor:
+        scale, tile = how
         wide = torch.promote_types(rows.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=rows.device)
         training = any(ctx.needs_input_grad[:2])
@@ -67,10 +74,11 @@ class _TiledCrossEntropy(torch.autograd.Function):
             if grads:
                 slope = logits.sub_(lse).exp_()
                 slope.scatter_add_(1, target[:, None], slope.new_full((len(part), 1), -1.0))
-                grads.add(start, part, slope.to(rows.dtype))
+                # Scaled before it is rounded: a rounded scale would shift every gradient alike.
+                grads.add(start, part, slope.mul_(scale).to(rows.dtype))
         if grads:
             ctx.save_for_backward(*grads.result())
-        return loss
+        return loss * scale
 
     @staticmethod
     @once_differentiable

@@ -54,8 +54,6 @@ class Algorithm(Protocol):
 
     name: str
     megatron_name: str
-    splits: str
-    """What it splits, for the README's table."""
 
     @property
     def ulysses(self) -> int: ...

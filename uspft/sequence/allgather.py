@@ -24,7 +24,6 @@ class AllGather:
     ulysses: int = 1
     name = "allgather_cp"
     megatron_name = "all_gather"
-    splits = "tokens"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         return rows_must_divide(row_tokens, 2 * self.ring, "two for each rank")

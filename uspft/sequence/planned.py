@@ -37,7 +37,6 @@ class Planned:
     keep: bool = True
     name = "planned_cp"
     megatron_name = "–"
-    splits = "heads, then tokens by need"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         parts = 2 * self.ring * self.ulysses

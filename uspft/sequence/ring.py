@@ -22,7 +22,6 @@ class Ring:
     ulysses: int = 1
     name = "ring_cp"
     megatron_name = "p2p"
-    splits = "tokens"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         return rows_must_divide(row_tokens, 2 * self.ring, "two for each rank of the ring")

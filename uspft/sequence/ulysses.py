@@ -26,7 +26,6 @@ class Ulysses:
     ring: int = 1
     name = "ulysses_cp"
     megatron_name = "a2a"
-    splits = "heads"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         return heads_must_divide(heads, self.ulysses) + rows_must_divide(

@@ -25,7 +25,6 @@ class Usp:
     ring: int
     name = "hybrid_cp"
     megatron_name = "a2a+p2p"
-    splits = "heads, then tokens"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         parts = 2 * self.ring * self.ulysses if self.ring > 1 else self.ulysses

@@ -21,7 +21,6 @@ class Whole:
     ring: int = 1
     name = "whole"
     megatron_name = "–"
-    splits = "nothing"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         return []

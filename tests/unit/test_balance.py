@@ -1,0 +1,119 @@
+"""Packed rows dealt out: attention work and bytes, both counted token by token."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from math import ceil
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from uspft.batch import Segments
+from uspft.sequence import Heads, choose
+from uspft.sequence.order import balanced
+from uspft.sequence.regions import Run
+
+Ints = NDArray[np.int64]
+ROW = 65536
+LIMIT = 1.05
+
+
+def packed(lengths: list[int]) -> Segments:
+    bounds = tuple(accumulate(lengths, initial=0))
+    return Segments(bounds, bounds[-1])
+
+
+def starts_of(segments: Segments) -> Ints:
+    """For each position, where its document starts."""
+    return np.concatenate([np.full(b - a, a, dtype=np.int64) for a, b in segments])
+
+
+def positions(order: list[tuple[Run, ...]], ulysses: int) -> list[Ints]:
+    """What each ring rank holds, all its Ulysses members together."""
+    held = [np.concatenate([np.arange(a, b) for a, b in runs]) for runs in order]
+    return [np.concatenate(held[at : at + ulysses]) for at in range(0, len(held), ulysses)]
+
+
+def balance(order: list[tuple[Run, ...]], segments: Segments, ulysses: int) -> float:
+    """The busiest rank's pairs of query and key ÷ the mean."""
+    starts = starts_of(segments)
+    work = [int((at - starts[at] + 1).sum()) for at in positions(order, ulysses)]
+    return max(work) * len(work) / sum(work)
+
+
+def long_tailed(seed: int) -> list[int]:
+    """Documents of a full row: most are short, a few are most of it."""
+    dice, left, lengths = np.random.default_rng(seed), ROW, []
+    while left:
+        length = min(left, max(16, ceil(dice.lognormal(7.0, 1.5))))
+        lengths.append(length)
+        left -= length
+    return lengths
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "rows"), [(1, 8, 4), (2, 4, 8), (4, 2, 8)])
+def test_long_tailed_rows_are_equal_work(ulysses: int, ring: int, rows: int) -> None:
+    found, blind = [], []
+    for seed in range(rows):
+        segments = packed(long_tailed(seed))
+        order = balanced(segments, ulysses, ring)
+        assert sorted(p for a, b in sum(order, ()) for p in range(a, b)) == list(range(ROW))
+        assert {sum(b - a for a, b in runs) for runs in order} == {ROW // 8}
+        found.append(balance(order, segments, ulysses))
+        zigzag = balanced(Segments.single(ROW), ulysses, ring)
+        blind.append(balance(zigzag, segments, ulysses))
+    assert max(found) <= LIMIT, found
+    assert max(blind) > 1.2, "zigzag that does not look at documents would have done"
+
+
+# Documents, and what the busiest of four ranks may send, forward and backward, in units of one
+# rank's own keys and values: received keys kept for the backward, or fetched again.
+ONE = ([8192], 4.5, 7.5)
+MANY = ([4096, 2048, 1024, 512, 256, 128, 64, 64], 2.5, 3.9)
+FETCHED_MORE = pytest.mark.xfail(
+    strict=True, reason="chunks are dealt out for kept keys; fetched again this row needs 4.25"
+)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "keep", "most"),
+    [
+        (ONE[0], True, ONE[1]),
+        (ONE[0], False, ONE[2]),
+        (MANY[0], True, MANY[1]),
+        pytest.param(MANY[0], False, MANY[2], marks=FETCHED_MORE),
+    ],
+)
+def test_the_planned_exchange_sends_no_more_than_promised(
+    lengths: list[int], keep: bool, most: float
+) -> None:
+    assert sent_by_books(packed(lengths), keep) <= most
+
+
+@pytest.mark.parametrize("lengths", [ONE[0], MANY[0]])
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_books_are_what_the_masks_say(lengths: list[int], keep: bool) -> None:
+    segments = packed(lengths)
+    order = choose("planned_cp", 1, 4).token_order(segments)
+    assert balance(order, segments, 1) <= LIMIT
+    starts, held = starts_of(segments), positions(order, 1)
+    given, taken = np.zeros(4), np.zeros(4)
+    for i, queries in enumerate(held):
+        needed = np.zeros(segments.length, dtype=bool)
+        for query in queries:
+            needed[starts[query] : query + 1] = True
+        for j, keys in enumerate(held):
+            if i != j:
+                given[j] += needed[keys].sum()
+                taken[i] += needed[keys].sum()
+    # Keys go out once or twice; the gradients of what came in go home once.
+    sent = given * (1 if keep else 2) + taken
+    assert sent_by_books(segments, keep) == sent.max() / (segments.length // 4)
+
+
+def sent_by_books(segments: Segments, keep: bool) -> float:
+    heads, element_bytes = Heads(8, 2, 16), 2
+    cost = choose("planned_cp", 1, 4, keep=keep).cost(segments, heads, element_bytes)
+    own = 2 * heads.kv * heads.dim * (segments.length // 4) * element_bytes
+    return cost.gather / own

@@ -1,0 +1,154 @@
+"""Ranks, coordinates and groups against lists written by hand; zigzag against USP's own figure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from uspft.batch import Segments
+from uspft.config.blocks import ParallelBlock
+from uspft.layout import AXES, Layout, context_degrees, layout_of
+from uspft.sequence.order import balanced
+
+
+def test_neighbours_share_the_axis_with_the_most_traffic() -> None:
+    assert AXES == ("tensor", "ulysses", "ring", "data", "pipeline")
+    layout = Layout(tensor=2, ulysses=2, ring=2, data=2, pipeline=2)
+    assert (layout.ranks, layout.context) == (32, 4)
+    for rank in range(32):
+        # A rank is a binary number whose lowest digit is the first axis.
+        digits = [int(digit) for digit in reversed(f"{rank:05b}")]
+        assert layout.coordinates(rank) == dict(zip(AXES, digits, strict=True))
+    uneven = Layout(ulysses=2, ring=3, data=4)
+    place = {"tensor": 0, "ulysses": 1, "ring": 2, "data": 3, "pipeline": 0}
+    assert uneven.coordinates(23) == place
+
+
+# Two rows at a time, each shared by Ulysses 2 × ring 2: the groups of the USP paper's code.
+USP = {
+    ("ulysses",): [[0, 1], [2, 3], [4, 5], [6, 7]],
+    ("ring",): [[0, 2], [1, 3], [4, 6], [5, 7]],
+    ("data",): [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ("tensor",): [[rank] for rank in range(8)],
+    ("pipeline",): [[rank] for rank in range(8)],
+    ("ulysses", "ring"): [[0, 1, 2, 3], [4, 5, 6, 7]],
+    ("ulysses", "ring", "data"): [list(range(8))],
+    AXES: [list(range(8))],
+}
+
+
+@pytest.mark.parametrize("axes", USP)
+def test_groups_of_usp(axes: tuple[str, ...]) -> None:
+    assert sorted(Layout(ulysses=2, ring=2, data=2).groups(axes)) == USP[axes]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_groups_of_every_axis(axis: str) -> None:
+    layout = Layout(tensor=2, ulysses=3, ring=2, data=2, pipeline=2)
+    groups = layout.groups([axis])
+    assert sorted(rank for group in groups for rank in group) == list(range(48))
+    for group in groups:
+        places = [layout.coordinates(rank) for rank in group]
+        assert [place.pop(axis) for place in places] == list(range(getattr(layout, axis)))
+        assert all(place == places[0] for place in places)
+
+
+def test_groups_with_tensor_and_pipeline() -> None:
+    layout = Layout(tensor=2, ulysses=2, pipeline=2)
+    assert sorted(layout.groups(["tensor"])) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert sorted(layout.groups(["ulysses"])) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert sorted(layout.groups(["pipeline"])) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def parallel(**fields: Any) -> ParallelBlock:
+    return ParallelBlock.model_validate(fields)
+
+
+HYBRID = {"context_parallel": 8, "context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "degrees"),
+    [
+        ({}, (1, 1)),
+        ({"context_parallel_algo": "ring_cp"}, (1, 1)),
+        ({"context_parallel": 4, "context_parallel_algo": "ulysses_cp"}, (4, 1)),
+        ({"context_parallel": 4, "context_parallel_algo": "ring_cp"}, (1, 4)),
+        ({"context_parallel": 4, "context_parallel_algo": "allgather_cp"}, (1, 4)),
+        ({"context_parallel": 4, "context_parallel_algo": "planned_cp"}, (1, 4)),
+        (HYBRID | {"context_parallel_algo": "planned_cp"}, (4, 2)),
+        (HYBRID, (4, 2)),
+    ],
+)
+def test_context_degrees(fields: dict[str, Any], degrees: tuple[int, int]) -> None:
+    assert context_degrees(parallel(**fields)) == degrees
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "layout"),
+    [
+        ({}, 3, Layout(data=3)),
+        ({}, None, Layout()),
+        (HYBRID, 16, Layout(ulysses=4, ring=2, data=2)),
+        (HYBRID, None, Layout(ulysses=4, ring=2)),
+        (HYBRID | {"data_parallel": 2}, None, Layout(ulysses=4, ring=2, data=2)),
+        (HYBRID | {"data_parallel": 2}, 16, Layout(ulysses=4, ring=2, data=2)),
+    ],
+)
+def test_layout_of(fields: dict[str, Any], ranks: int | None, layout: Layout) -> None:
+    assert layout_of(parallel(**fields), ranks) == layout
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "key", "words"),
+    [
+        (HYBRID, 12, "context_parallel", ["= 8 does not divide the 12", "a multiple of 8"]),
+        (HYBRID, 4, "context_parallel", ["does not divide the 4", "a multiple of 8"]),
+        (HYBRID | {"data_parallel": 3}, 16, "data_parallel", ["24 processes", "has 16", "or 2"]),
+        ({"data_parallel": 3}, 2, "data_parallel", ["3 processes", "has 2", "auto, or 2"]),
+    ],
+)
+def test_what_does_not_fit_is_told(
+    fields: dict[str, Any], ranks: int, key: str, words: list[str]
+) -> None:
+    found = layout_of(parallel(**fields), ranks)
+    assert not isinstance(found, Layout) and len(found) == 3
+    assert found[0] == f"parallel_config.{key}"
+    assert [word for word in words if word not in f"{found[1]}; {found[2]}"] == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "algorithm", "sentence", "name"),
+    [
+        (Layout(), None, "1 process, each row whole on one process, 1 row at a time", "single"),
+        (Layout(data=2), None, "2 processes, each row whole on one process, 2 rows", "data2"),
+        (Layout(ulysses=4), "ulysses_cp", "4 processes, each row shared by 4 (Ulysses)", ""),
+        (Layout(ring=4), "ring_cp", "4 processes, each row shared by 4 (zigzag ring)", "ring4"),
+        (Layout(ring=4), "allgather_cp", "each row shared by 4 (all-gather), 1 row", "ring4"),
+        (Layout(ring=4), "planned_cp", "each row shared by 4 (exchange), 1 row", "ring4"),
+        (
+            Layout(ulysses=2, ring=2, data=2),
+            "hybrid_cp",
+            "8 processes, each row shared by 4 (Ulysses 2 × ring 2), 2 rows at a time",
+            "ulysses2-ring2-data2",
+        ),
+    ],
+)
+def test_a_layout_in_words(layout: Layout, algorithm: str | None, sentence: str, name: str) -> None:
+    assert sentence in layout.sentence(algorithm)
+    assert name in layout.name
+
+
+# 16 tokens on 4 ranks (USP, 2405.07719, algorithm 2), by Ulysses and ring degree.
+ZIGZAG = {
+    (1, 4): [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]],
+    (2, 2): [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]],
+    (4, 1): [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+}
+
+
+@pytest.mark.parametrize("degrees", ZIGZAG)
+def test_who_holds_what_of_sixteen_tokens(degrees: tuple[int, int]) -> None:
+    order = balanced(Segments.single(16), *degrees)
+    assert [[p for a, b in runs for p in range(a, b)] for runs in order] == ZIGZAG[degrees]
