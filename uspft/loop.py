@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +100,9 @@ def describe(run: Run, folder: Path) -> dict[str, Any]:
     run.config.save_pretrained(folder)
     if run.job.tokenizer:
         AutoTokenizer.from_pretrained(run.job.tokenizer).save_pretrained(folder)
+    generation = Path(run.job.recipe.model.name_or_path or "") / "generation_config.json"
+    if generation.is_file():  # which tokens end an answer
+        shutil.copy(generation, folder)
     return run.job.identity
 
 
