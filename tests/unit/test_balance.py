@@ -71,9 +71,6 @@ def test_long_tailed_rows_are_equal_work(ulysses: int, ring: int, rows: int) -> 
 # rank's own keys and values: received keys kept for the backward, or fetched again.
 ONE = ([8192], 4.5, 7.5)
 MANY = ([4096, 2048, 1024, 512, 256, 128, 64, 64], 2.5, 3.9)
-FETCHED_MORE = pytest.mark.xfail(
-    strict=True, reason="chunks are dealt out for kept keys; fetched again this row needs 4.25"
-)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +79,7 @@ FETCHED_MORE = pytest.mark.xfail(
         (ONE[0], True, ONE[1]),
         (ONE[0], False, ONE[2]),
         (MANY[0], True, MANY[1]),
-        pytest.param(MANY[0], False, MANY[2], marks=FETCHED_MORE),
+        (MANY[0], False, MANY[2]),
     ],
 )
 def test_the_planned_exchange_sends_no_more_than_promised(

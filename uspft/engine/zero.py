@@ -125,7 +125,8 @@ class ZeroEngine:
         for micro, batch in enumerate(batches):
             loss = self.deepspeed(batch, self.world, scale)
             loss_sum += loss.detach()
-            self.deepspeed.backward(loss, scale_wrt_gas=False)
+            # Another tensor than forward returned: that one DeepSpeed would divide by the passes.
+            self.deepspeed.backward(loss * 1.0, scale_wrt_gas=False)
             if micro + 1 < len(batches):
                 self.deepspeed.step()
         loss_total, stops = total([float(loss_sum), float(stop)], tokens, device)

@@ -51,17 +51,18 @@ class Assignment:
 
 
 @lru_cache(maxsize=64)
-def assign(segments: Segments, ring: int, multiple: int, window: int | None) -> Assignment:
+def assign(segments: Segments, ring: int, multiple: int, fetches: int = 1) -> Assignment:
     """The best assignment over all numbers of chunks per rank.
 
-    multiple: tokens of a rank must be divisible by it (the Ulysses degree). Deterministic: every
-    rank of a row finds the same.
+    multiple: tokens of a rank must be divisible by it (the Ulysses degree). fetches: how often keys
+    travel, 2 where the backward fetches them again. Deterministic: every rank of a row finds the
+    same.
     """
     found = []
     for per_rank in CHUNKS:
         chunk, left = divmod(segments.length, ring * per_rank)
         if left == 0 and chunk and (chunk * per_rank) % multiple == 0:
-            found.append(_Search(segments, ring, per_rank, window).best())
+            found.append(_Search(segments, ring, per_rank, fetches).best())
     balanced = [a for a in found if a.balance <= BALANCE]
     if balanced:
         return min(balanced, key=lambda a: a.sent)
@@ -71,19 +72,19 @@ def assign(segments: Segments, ring: int, multiple: int, window: int | None) -> 
 class _Search:
     """Longest-first, then swaps, for one number of chunks per rank."""
 
-    def __init__(self, segments: Segments, ring: int, per_rank: int, window: int | None) -> None:
-        self.ring, self.per_rank = ring, per_rank
+    def __init__(self, segments: Segments, ring: int, per_rank: int, fetches: int) -> None:
+        self.ring, self.per_rank, self.fetches = ring, per_rank, fetches
         count = ring * per_rank
         self.chunk = segments.length // count
         documents = list(segments)
         starts = [c * self.chunk for c in range(count)]
         chunks = [(start, start + self.chunk) for start in starts]
-        areas = [work_of([chunk], documents, window) for chunk in chunks]
+        areas = [work_of([chunk], documents, None) for chunk in chunks]
         self.work: Floats = np.array(areas, dtype=np.float64)
         # need[c, d]: tokens of chunk d whose keys the queries of chunk c see.
         self.need = np.zeros((count, count))
         for c, start in enumerate(starts):
-            first = _first_key(start, documents, window)
+            first = _first_key(start, documents)
             for d in range(first // self.chunk, c):
                 self.need[c, d] = (d + 1) * self.chunk - max(first, d * self.chunk)
 
@@ -141,7 +142,7 @@ class _Search:
         """Tokens of keys and values that each rank sends: its own out, others' gradients home."""
         wanted = self._wanted(owner)
         given = np.bincount(owner, wanted.sum(axis=0), self.ring)
-        return np.asarray(given + wanted.sum(axis=1))
+        return np.asarray(self.fetches * given + wanted.sum(axis=1))
 
     def _cost(self, owner: NDArray[np.int64]) -> float:
         return float(_weigh(self._traffic(owner)))
@@ -175,8 +176,8 @@ class _Search:
             theirs[:, a] = 0.0
             theirs[k, b] = np.maximum(without[b], self.need[a])[k, b]
             columns = column - wanted[ra] - wanted[rb] + mine + theirs
-            traffic = columns @ hot + row
-            moved = columns[:, a] - columns[k, b]
+            traffic = self.fetches * (columns @ hot) + row
+            moved = self.fetches * (columns[:, a] - columns[k, b])
             traffic[k, ra] += -moved + mine.sum(axis=1) - row[ra]
             traffic[k, rb] += moved + theirs.sum(axis=1) - row[rb]
             costs = _weigh(traffic)
@@ -202,9 +203,9 @@ def _weigh(traffic: Floats) -> Floats:
     return cost
 
 
-def _first_key(position: int, documents: list[Run], window: int | None) -> int:
-    """The earliest key that the query at a position sees: its document's start, or its window's."""
+def _first_key(position: int, documents: list[Run]) -> int:
+    """The earliest key that the query at a position sees: its document's start."""
     for start, stop in documents:
         if start <= position < stop:
-            return start if window is None else max(start, position - window + 1)
+            return start
     return position

@@ -9,7 +9,9 @@ from uspft.sequence.balance import assign
 from uspft.sequence.regions import Run
 
 
-def balanced(segments: Segments, ulysses: int, ring: int) -> list[tuple[Run, ...]]:
+def balanced(
+    segments: Segments, ulysses: int, ring: int, fetches: int = 1
+) -> list[tuple[Run, ...]]:
     """Equal work for every ring rank, whatever the row's documents.
 
     One document: zigzag, ring rank i holds chunks i and 2R − 1 − i of 2R equal ones (USP, algorithm
@@ -28,7 +30,7 @@ def balanced(segments: Segments, ulysses: int, ring: int) -> list[tuple[Run, ...
             for i in range(ring)
         ]
     else:
-        assignment = assign(segments, ring, ulysses, None)
+        assignment = assign(segments, ring, ulysses, fetches)
         shares = [assignment.runs(rank) for rank in range(ring)]
     part = length // (ring * ulysses)
     return [_cut(runs, u * part, (u + 1) * part) for runs in shares for u in range(ulysses)]

@@ -53,7 +53,7 @@ class Planned:
         return found
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
-        return balanced(segments, self.ulysses, self.ring)
+        return balanced(segments, self.ulysses, self.ring, 1 if self.keep else 2)
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
