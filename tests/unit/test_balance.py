@@ -92,7 +92,7 @@ def test_the_planned_exchange_sends_no_more_than_promised(
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_books_are_what_the_masks_say(lengths: list[int], keep: bool) -> None:
     segments = packed(lengths)
-    order = choose("planned_cp", 1, 4).token_order(segments)
+    order = choose("planned_cp", 1, 4, keep=keep).token_order(segments)
     assert balance(order, segments, 1) <= LIMIT
     starts, held = starts_of(segments), positions(order, 1)
     given, taken = np.zeros(4), np.zeros(4)
