@@ -159,7 +159,9 @@ def test_a_recipe_passes_check(copy: Path, name: str) -> None:
     processes = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}"
     assert f"layout: {processes}, {wanted.layout}" in done.stdout
     assert "no problem found" in done.stdout
-    assert "\nmodel: " in done.stdout and "not checked" not in done.stdout, "no shape for its model"
+    assert "\nmodel: " in done.stdout and "not checked: the sizes" not in done.stdout, (
+        "no shape for its model"
+    )
     assert listing(copy) == before
 
 

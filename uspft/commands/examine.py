@@ -84,7 +84,6 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
     tokenizer = recipe.model.tokenizer or recipe.model.name_or_path
     if tokenizer and not Path(tokenizer).is_dir():
         open_questions.append(f"the tokenizer {tokenizer} (not on this machine)")
-    open_questions.append("what is in the data: train reads it before any rank starts")
     if isinstance(shape, list):
         findings += shape
         shape = None
