@@ -1,0 +1,46 @@
+"""This project's algorithms, through the seam that training uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.engines.engine import Attention, Cannot, Make
+from benchmarks.layer import Layer
+from uspft.comm import Books
+from uspft.kernels import choose_kernel
+from uspft.layout import Layout
+from uspft.mesh import make_mesh
+from uspft.sequence import Heads, Plan, Rule, Split, choose
+
+
+def ours(name: str, ulysses: int | None = None, **options: Any) -> Make:
+    """An algorithm over all ranks; ulysses: its degree, None: all of them."""
+
+    def make(layer: Layer) -> Attention:
+        layout = _layout(ulysses, dist.get_world_size())
+        algorithm = choose(name, layout.ulysses, layout.ring, **options)
+        heads = Heads(layer.query_heads, layer.kv_heads, layer.dim)
+        for _, what, _ in algorithm.problems(layer.tokens, heads):
+            raise Cannot(what)
+        mesh = make_mesh(layout, Books())
+        order = algorithm.token_order(layer.documents)
+        plan = Plan([layer.documents], [order], (layout.ulysses, mesh.ring.index))
+        split = Split(mesh.ulysses, mesh.ring, choose_kernel("torch", torch.device("cpu")))
+        rule = Rule(layer.scale)
+        held = [torch.arange(start, stop) for start, stop in order[mesh.context.index]]
+        return Attention(
+            torch.cat(held), lambda q, k, v: algorithm.attend((q, k, v), plan, rule, split)
+        )
+
+    return make
+
+
+def _layout(ulysses: int | None, world: int) -> Layout:
+    if ulysses is None:
+        return Layout(ulysses=world)
+    if ulysses > 1 and world < 2 * ulysses:
+        raise Cannot(f"Ulysses {ulysses} × 2 needs {2 * ulysses} processes")
+    return Layout(ulysses=ulysses, ring=world // ulysses)
