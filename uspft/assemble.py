@@ -23,7 +23,7 @@ from uspft.kernels.probe import probe
 from uspft.layout import Layout, layout_of
 from uspft.model.build import build_model
 from uspft.model.causal import CausalLoss
-from uspft.model.config import model_config
+from uspft.model.config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
 from uspft.model.weights import FolderWeights, RandomWeights
 from uspft.sequence import Heads, of_recipe
@@ -50,7 +50,9 @@ def assemble(job: Job, device: torch.device) -> Run:
     layout = this_layout(recipe)
 
     kernel = choose_kernel(recipe.model.attention, device)
-    world = make_world(layout, of_recipe(recipe, layout), kernel, device)
+    windows = set(layer_windows(config))
+    window = windows.pop() if len(windows) == 1 else None
+    world = make_world(layout, of_recipe(recipe, layout, window), kernel, device)
     _same_job(job, world)
     probe(kernel, _local_heads(config, layout), dtype, device)
 
@@ -112,10 +114,10 @@ def make_loader(job: Job, world: World) -> StepLoader:
 
 def _local_heads(config: Any, layout: Layout) -> Heads:
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Heads(
-        config.num_attention_heads // layout.ulysses,
-        config.num_key_value_heads // layout.ulysses,
-        dim,
+    query, kv = config.num_attention_heads, config.num_key_value_heads
+    fits = query % layout.ulysses == kv % layout.ulysses == 0
+    return (
+        Heads(query // layout.ulysses, kv // layout.ulysses, dim) if fits else Heads(query, kv, dim)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from uspft.engine.state import read_state
 from uspft.engine.zero import NotFinite, StepResult
 from uspft.metrics import Journal, RunDisplay, peak_flops, peak_memory_bytes, step_flops
 from uspft.model.build import parameter_count
+from uspft.model.config import layer_windows
 from uspft.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -129,13 +131,14 @@ class Meter:
             torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else ""
         )
         self._peak = peak_flops(name)
+        self._windows = Counter(layer_windows(run.config))
         run.world.books.close()
 
     def record(
         self, step: int, batches: list[Batch], result: StepResult, seconds: float
     ) -> dict[str, Any]:
         world, layout = self._run.world, self._run.world.layout
-        work = sum(batch.plan.areas[world.mesh.ring.index] for batch in batches) / layout.ulysses
+        work = sum(map(self._work, batches)) / layout.ulysses
         sent = world.books.close()
         tokens = world.mesh.tokens
         (pairs,) = total([work], tokens, world.device)
@@ -161,6 +164,15 @@ class Meter:
             "strategy": layout.name,
         }
         return record | ({"skipped": True} if result.skipped else {})
+
+    def _work(self, batch: Batch) -> float:
+        """Pairs of query and key of this ring rank, the mean over the layers."""
+        ring = self._run.world.mesh.ring.index
+        layers = sum(self._windows.values())
+        return sum(
+            count * batch.plan.with_window(window).areas[ring] / layers
+            for window, count in self._windows.items()
+        )
 
     def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
         if self._peak is None:

@@ -1,4 +1,8 @@
-"""Every algorithm against dense float64 attention in one process: out, dq, dk, dv."""
+"""Every algorithm against dense float64 attention in one process: out, dq, dk, dv.
+
+The whole product of ways, heads, rows and windows on 1, 2 and 4 ranks; pairwise, and with layers
+that are recomputed, on 3, 6 and 8; `--full`: the whole product, recomputed too, on 1 to 8.
+"""
 
 from __future__ import annotations
 
@@ -8,126 +12,140 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.attention import (
+    DIM,
+    HEADS,
+    WINDOWS,
+    Bench,
+    Case,
+    Layer,
+    dense,
+    make_inputs,
+    rows_of,
+    shared,
+    ways,
+)
+from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
-from uspft.batch import Segments
-from uspft.comm import Books
-from uspft.kernels import Block, Mask
-from uspft.kernels.dense import dense_attention
-from uspft.kernels.torch_cpu import TorchCpu
-from uspft.layout import Layout
-from uspft.mesh import make_mesh
-from uspft.sequence import ALGORITHMS, Heads, Plan, Rule, Split, choose
+from uspft.sequence import ALGORITHMS, Cost, Traffic
 
-LENGTH = 96
-DIM = 8
-HEADS = {
-    "mha": Heads(4, 4, DIM),
-    "gqa": Heads(8, 2, DIM),
-    "mqa": Heads(6, 1, DIM),
-    "6/2": Heads(6, 2, DIM),
-    "9/3": Heads(9, 3, DIM),
-    "28/4": Heads(28, 4, DIM),
-    "fewer heads than ranks": Heads(3, 3, DIM),
-}
-ROWS = {
-    "one document": [Segments.single(LENGTH)],
-    "packed": [Segments((0, 17, 40, 41, 95), LENGTH)],
-    "micro-batch of unlike rows": [Segments((0, 50, 96), LENGTH), Segments((0, 31), LENGTH)],
-    "all padding": [Segments((0,), LENGTH), Segments.single(LENGTH)],
-}
+SCALE = DIM**-0.5
+KINDS = ("all_to_all", "ring", "gather")
 
 
-WINDOWS = (None, 1, 11, 60)
-WINDOWED = ("gqa", "28/4")
+def whole_product(world: int, *, recomputed: bool) -> list[Case]:
+    again = (False, True) if recomputed else (False,)
+    found = product(ways(world), HEADS, rows_of(world), WINDOWS, again)
+    return [Case(*one) for one in found]
 
 
-def degrees(world: int) -> list[tuple[str, int, int]]:
-    """(algorithm, Ulysses, ring) of every way to share a row over `world` ranks."""
-    if world == 1:
-        return [("whole", 1, 1)]
-    pairs = [(u, world // u) for u in range(1, world + 1) if world % u == 0]
-    ways = [("ulysses_cp", world, 1), ("ring_cp", 1, world), ("allgather_cp", 1, world)]
-    return ways + [(name, *pair) for name in ("hybrid_cp", "planned_cp") for pair in pairs]
+def pairs(world: int) -> list[Case]:
+    return [Case(*one) for one in pairwise(ways(world), HEADS, rows_of(world), WINDOWS, (0, 1))]
 
 
-def compare(rank: int, world: int, break_order: bool) -> tuple[dict[str, list[float]], Any]:
-    """By case: the largest errors of (out, dq, dk, dv) on this rank's tokens, and what it sent."""
-    errors, sent = {}, {}
-    for name, ulysses, ring in degrees(world):
-        algorithm = choose(name, ulysses, ring)
-        books = Books()
-        mesh = make_mesh(Layout(ulysses=ulysses, ring=ring), books)
-        split = Split(mesh.ulysses, mesh.ring, TorchCpu())
-        for (kind, heads), (rows_name, rows), window in product(
-            HEADS.items(), ROWS.items(), WINDOWS
-        ):
-            if window and (kind not in WINDOWED or break_order):
-                continue
-            orders = [algorithm.token_order(row) for row in rows]
-            plan = Plan(rows, orders, (ulysses, mesh.ring.index), window)
-            if break_order:
-                orders = [order[::-1] for order in orders]
-            index = torch.cat(
-                [
-                    torch.arange(a, b) + i * LENGTH
-                    for i, order in enumerate(orders)
-                    for a, b in order[mesh.context.index]
-                ]
+def compare(rank: int, cases: list[Case], world: int, break_order: bool) -> dict[Case, Any]:
+    """By case: the largest errors of (out, dq, dk, dv) on this rank's tokens, and its books."""
+    benches = {(way, w): Bench.of(way, w) for way, w in product(ways(world), WINDOWS)}
+    wanted: dict[Any, Any] = {}
+    found = {}
+    for case in cases:
+        bench, heads = benches[case.way, case.window], HEADS[case.heads]
+        layer = Layer(bench, rows_of(world)[case.rows], case.window)
+        key = case[1:4]
+        if key not in wanted:
+            inputs = make_inputs(heads, sum(row.length for row in layer.rows))
+            wanted[key] = inputs, dense(inputs, layer, SCALE)
+        inputs, want = wanted[key]
+        here = bench.mesh.context.index
+        index = layer.index(world - 1 - here if break_order else here)
+        got = shared(inputs, layer, index, SCALE, checkpointed=bool(case.checkpointed))
+        off = [float((g - w[index]).abs().max()) for g, w in zip(got, want, strict=True)]
+        sent = {k: Traffic(bench.books.bytes[k], bench.books.messages[k]) for k in KINDS}
+        bench.books.close()
+        cost = bench.algorithm.cost(layer.rows[0], heads, 8) if len(layer.rows) == 1 else None
+        found[case] = off, sent, cost
+    return found
+
+
+def check(answers: list[dict[Case, Any]], cases: list[Case]) -> None:
+    assert all(answer.keys() == set(cases) for answer in answers)
+    for case in cases:
+        for off, _, _ in (answer[case] for answer in answers):
+            assert max(off) < 1e-10, f"{case}: out, dq, dk, dv off by {off}"
+        cost = answers[0][case][2]
+        if cost:
+            assert busiest([answer[case][1] for answer in answers]) == cost, f"{case}: the books"
+
+
+def busiest(books: list[dict[str, Traffic]]) -> Cost:
+    """The most that any rank sent, by kind."""
+    return Cost(
+        **{
+            kind: Traffic(
+                *(max(column) for column in zip(*(page[kind] for page in books), strict=True))
             )
-            case = f"{name} U{ulysses} R{ring} {kind} {rows_name} window {window}"
-            errors[case] = _errors(algorithm, plan, split, rows, (heads, index))
-            page = books.close()
-            if len(rows) == 1 and window is None:
-                sent[case] = page, algorithm.cost(rows[0], heads, element_bytes=8)
-    return errors, sent
-
-
-def _errors(algorithm: Any, plan: Any, split: Split, rows: list[Segments], at: Any) -> list[float]:
-    heads, index = at
-    torch.manual_seed(0)
-    tokens = LENGTH * len(rows)
-    inputs = [
-        torch.randn(tokens, n, DIM, dtype=torch.float64, requires_grad=True)
-        for n in (heads.query, heads.kv, heads.kv)
-    ]
-    dout = torch.randn(tokens, heads.query, DIM, dtype=torch.float64)
-    documents = [(i * LENGTH + a, i * LENGTH + b) for i, row in enumerate(rows) for a, b in row]
-    reach = plan.window or tokens
-    seen = [
-        Block(p, p + 1, max(a, p - reach + 1), p + 1, Mask.FULL)
-        for a, b in documents
-        for p in range(a, b)
-    ]
-    want, _ = dense_attention(*inputs, seen, DIM**-0.5)
-    grads = torch.autograd.grad(want, inputs, dout)
-    mine = [x.detach()[index].requires_grad_() for x in inputs]
-    got = algorithm.attend(tuple(mine), plan, Rule(DIM**-0.5), split)
-    got_grads = torch.autograd.grad(got, mine, dout[index])
-    pairs = zip((got, *got_grads), (want, *grads), strict=True)
-    return [float((g - w[index]).detach().abs().max()) for g, w in pairs]
+            for kind in KINDS
+        }
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_algorithm_equals_dense_attention(world: int) -> None:
-    answers = spawn(world, compare, world, False)
-    for errors, _ in answers:
-        kinds = len(HEADS) + len(WINDOWED) * (len(WINDOWS) - 1)
-        assert len(errors) == len(degrees(world)) * kinds * len(ROWS)
-        for case, off in errors.items():
-            assert max(off) < 1e-10, f"{case}: out, dq, dk, dv off by {off}"
-    for case, (_, cost) in answers[0][1].items():
-        pages = [sent[case][0] for _, sent in answers]
-        for kind in ("all_to_all", "ring", "gather"):
-            busiest = max(page.get(kind, 0) for page in pages)
-            assert busiest == getattr(cost, kind), f"{case}: {kind}"
+    cases = whole_product(world, recomputed=False)
+    check(spawn(world, compare, cases, world, False), cases)
+
+
+@pytest.mark.parametrize("world", [3, 6, 8])
+def test_pairwise_on_more_ranks(world: int) -> None:
+    cases = pairs(world)
+    check(spawn(world, compare, cases, world, False), cases)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_the_whole_product(world: int) -> None:
+    cases = whole_product(world, recomputed=True)
+    check(spawn(world, compare, cases, world, False), cases)
 
 
 def test_a_wrong_token_order_is_seen() -> None:
-    for errors, _ in spawn(2, compare, 2, True):
-        for case, off in errors.items():
+    cases = [case for case in whole_product(2, recomputed=False) if case.window is None]
+    for found in spawn(2, compare, cases, 2, True):
+        for case, (off, _, _) in found.items():
             assert max(off) > 1e-3, f"{case} did not notice tokens in the wrong order"
 
 
+def leak(rank: int, world: int) -> dict[str, list[bool]]:
+    """By case: whether out, dq, dk, dv of one document are to the bit what they were once all other
+    documents are not a number; and whether those became it."""
+    found = {}
+    for way in ways(world):
+        bench = Bench.of(way)
+        for rows in ("packed odd", "unlike rows"):
+            layer = Layer(bench, rows_of(world)[rows], None)
+            inputs = make_inputs(HEADS["28/4"], sum(row.length for row in layer.rows))
+            index = layer.index()
+            before = shared(inputs, layer, index, SCALE)
+            within = torch.stack([(index >= a) & (index < b) for a, b in layer.documents()])
+            for own, (a, b) in zip(within, layer.documents(), strict=True):
+                broken = [x.clone() for x in inputs]
+                for x in broken:
+                    x[:a], x[b:] = torch.nan, torch.nan
+                after = shared(broken, layer, index, SCALE)
+                same = [torch.equal(x[own], y[own]) for x, y in zip(before, after, strict=True)]
+                lost = after[0][within.any(0) & ~own].isnan().all()
+                found[f"{way} {rows} {a} to {b}"] = [*same, bool(lost)]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_documents_never_see_one_another(world: int) -> None:
+    for answer in spawn(world, leak, world):
+        assert len(answer) == len(ways(world)) * (4 + 3)
+        assert all(map(all, answer.values())), [k for k, v in answer.items() if not all(v)]
+
+
 def test_the_registry_is_covered() -> None:
-    tried = {name for world in (1, 2, 4) for name, _, _ in degrees(world)}
+    tried = {way.name for world in (1, 2, 4) for way in ways(world)}
     assert tried == set(ALGORITHMS)

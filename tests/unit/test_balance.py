@@ -113,4 +113,4 @@ def sent_by_books(segments: Segments, keep: bool) -> float:
     heads, element_bytes = Heads(8, 2, 16), 2
     cost = choose("planned_cp", 1, 4, keep=keep).cost(segments, heads, element_bytes)
     own = 2 * heads.kv * heads.dim * (segments.length // 4) * element_bytes
-    return cost.gather / own
+    return cost.gather.bytes / own

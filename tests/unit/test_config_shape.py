@@ -131,16 +131,24 @@ REFUSED: list[tuple[Any, str]] = [
     ({"model_type": "mixtral"}, "model_type `mixtral` is not available yet"),
     ({}, "model_type `None` is not available yet"),
     (
-        {**QWEN3, "use_sliding_window": True, "sliding_window": 4096},
-        "use_sliding_window is true; sliding-window attention is not available yet",
+        {**QWEN3, "use_sliding_window": True, "sliding_window": 0},
+        "sliding_window is 0, not a whole number of at least 1",
     ),
     (
         {**QWEN3, "layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types has sliding_attention, which is not available yet",
+        "use_sliding_window is false, and layer_types has sliding_attention",
+    ),
+    (
+        {**QWEN3, "layer_types": ["full_attention", "linear_attention", "mamba"]},
+        "layer_types has linear_attention, mamba, which is not available yet",
     ),
     (
         {**LLAMA, "sliding_window": 4096},
-        "sliding_window is 4096; sliding-window attention is not available yet",
+        "sliding_window asks for a sliding window, and transformers' LLaMA has none",
+    ),
+    (
+        {**LLAMA, "layer_types": ["sliding_attention"]},
+        "layer_types asks for a sliding window, and transformers' LLaMA has none",
     ),
     ({**QWEN3, "attention_dropout": 0.1}, "attention_dropout is 0.1, which is not available yet"),
     (
@@ -192,7 +200,7 @@ def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> N
 def test_an_override_is_blamed_itself(tmp_path: Path) -> None:
     ((key, _, _),) = read(tmp_path, QWEN3, overrides={"num_key_value_heads": 5})
     assert key == "model.overrides.num_key_value_heads"
-    wrong = {**QWEN3, "attention_dropout": 0.1, "use_sliding_window": True, "sliding_window": 8}
+    wrong = {**QWEN3, "attention_dropout": 0.1, "use_sliding_window": True, "sliding_window": 0}
     assert len(read(tmp_path, wrong)) == 2
     mended = {"attention_dropout": 0.0, "use_sliding_window": False}
     assert shape(tmp_path, wrong, overrides=mended).layers == 36

@@ -15,9 +15,9 @@ class Books:
         self.messages: Counter[str] = Counter()
 
     def add(self, kind: str, sent_bytes: int, messages: int = 1) -> None:
-        if sent_bytes:
-            self.bytes[kind] += sent_bytes
-            self.messages[kind] += messages
+        """Enter what went out, to as many ranks as there are messages."""
+        self.bytes[kind] += sent_bytes
+        self.messages[kind] += messages
 
     def close(self) -> dict[str, int]:
         """The bytes sent by kind, and a fresh page."""

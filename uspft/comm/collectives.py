@@ -17,8 +17,8 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
     x: [sum(send)], contiguous; result: [sum(receive)], pieces in member order.
     """
     out = x.new_empty(sum(receive))
-    own = send[group.index]
-    group.books.add("all_to_all", (sum(send) - own) * x.element_size())
+    others = [n for member, n in enumerate(send) if n and member != group.index]
+    group.books.add("all_to_all", sum(others) * x.element_size(), len(others))
     dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle)
     return out
 

@@ -117,21 +117,7 @@ def _unsupported(raw: Mapping[str, Any], named: Any) -> list[Finding]:
     if kind not in MODEL_TYPES:
         what = f"model_type `{kind}` is not available yet"
         return [(named("model_type"), what, f"name a model of type {', '.join(MODEL_TYPES)}")]
-    findings: list[Finding] = []
-    layer_types = raw.get("layer_types") or []
-    window = raw.get("sliding_window")
-    other = sorted({str(each) for each in layer_types} - {"full_attention"})
-    if other:
-        what = f"layer_types has {', '.join(other)}, which is not available yet"
-        findings.append((named("layer_types"), what, "name a model with full attention only"))
-    elif raw.get("use_sliding_window") and ("sliding_window" not in raw or window is not None):
-        what = "use_sliding_window is true; sliding-window attention is not available yet"
-        remedy = "write model.overrides.use_sliding_window: false for full attention"
-        findings.append((named("use_sliding_window"), what, remedy))
-    elif kind == "llama" and window is not None:
-        what = f"sliding_window is {window}; sliding-window attention is not available yet"
-        remedy = "write model.overrides.sliding_window: null for full attention"
-        findings.append((named("sliding_window"), what, remedy))
+    findings = _windows(raw, named)
     if raw.get("attention_dropout"):
         what = f"attention_dropout is {raw['attention_dropout']}, which is not available yet"
         remedy = "write model.overrides.attention_dropout: 0.0"
@@ -146,6 +132,38 @@ def _unsupported(raw: Mapping[str, Any], named: Any) -> list[Finding]:
             (named("rope_scaling"), what, f"name a model with {', '.join(_ROPE_TYPES)}")
         )
     return findings
+
+
+def _windows(raw: Mapping[str, Any], named: Any) -> list[Finding]:
+    """What is wrong with the layers' kinds of attention and their sliding window."""
+    types, window = set(raw.get("layer_types") or []), raw.get("sliding_window")
+    other = sorted(map(str, types - {"full_attention", "sliding_attention"}))
+    if other:
+        what = f"layer_types has {', '.join(other)}, which is not available yet"
+        remedy = "name a model with full_attention and sliding_attention only"
+        return [(named("layer_types"), what, remedy)]
+    sliding, used = "sliding_attention" in types, raw.get("use_sliding_window", False)
+    if raw["model_type"] == "llama":
+        if not sliding and window is None:
+            return []
+        key = "layer_types" if sliding else "sliding_window"
+        what = f"{key} asks for a sliding window, and transformers' LLaMA has none"
+        return [(named(key), what, f"write model.overrides.{key}: null for full attention")]
+    if sliding and not used:
+        what = "use_sliding_window is false, and layer_types has sliding_attention"
+        remedy = "write model.overrides.use_sliding_window: true, or false for full attention"
+        return [] if _overridden(named) else [(named("use_sliding_window"), what, remedy)]
+    if used and "sliding_window" in raw and (type(window) is not int or window < 1):
+        what = f"sliding_window is {window!r}, not a whole number of at least 1"
+        remedy = "write model.overrides.sliding_window, or use_sliding_window: false"
+        return [(named("sliding_window"), what, remedy)]
+    return []
+
+
+def _overridden(named: Any) -> bool:
+    """Whether an override says which layers have a window: what the file says of single layers
+    counts no more."""
+    return str(named("use_sliding_window")).startswith("model.overrides.")
 
 
 def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int], list[Finding]]:

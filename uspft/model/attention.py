@@ -57,10 +57,13 @@ def attention(
     *,
     scaling: float,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     uspft: Bound | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Attention across ranks: query [1, H, T, D], key and value [1, G, T, D] → [1, T, H, D].
+
+    sliding_window: keys that a query sees, itself counted.
 
     Raises RuntimeError, naming it, for anything that it would have to ignore.
     """
@@ -74,7 +77,7 @@ def attention(
     if uspft is None:
         raise RuntimeError(f"{type(module).__name__} was called without a plan (uspft=)")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return uspft.attend(id(module), (q, k, v), Rule(scaling))[None], None
+    return uspft.attend(id(module), (q, k, v), Rule(scaling, sliding_window))[None], None
 
 
 AttentionInterface.register(NAME, attention)

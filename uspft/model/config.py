@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from uspft.config.checks import closest
 from uspft.config.problems import Fault, said
@@ -14,6 +15,7 @@ from uspft.config.problems import Fault, said
 if TYPE_CHECKING:
     from uspft.config.blocks import ModelBlock
 
+WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
 RULED = {
     "dtype": "leave it out: `model.dtype` rules it",
     "torch_dtype": "leave it out: `model.dtype` rules it",
@@ -30,7 +32,7 @@ def model_config(block: ModelBlock) -> Any:
     key = "model.name_or_path" if block.config is None else "model.config"
     source = Path(block.config or block.name_or_path or "")
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        config = _read(source, block.overrides)
     except Exception as error:  # transformers has no kind of its own
         what = f"transformers cannot read the config of `{source}`: {said(error)}"
         raise Fault([(key, what, "mend its config.json, or name another")]) from error
@@ -52,6 +54,26 @@ def model_config(block: ModelBlock) -> Any:
         config.rope_parameters = {"rope_theta": known.get("rope_theta")} | scaling
     config.dtype = getattr(torch, block.dtype)
     return config
+
+
+def _read(source: Path, overrides: Mapping[str, Any]) -> Any:
+    """The config of a file; overrides that say which layers have a window rule over what the file
+    says of single layers, and must be known when transformers works out the layers."""
+    windows = {key: overrides[key] for key in WINDOWS if key in overrides}
+    if not windows or "layer_types" in overrides:
+        return AutoConfig.from_pretrained(source, local_files_only=True)
+    raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
+    raw = {**raw, **windows, "layer_types": None}
+    return AutoConfig.for_model(raw.pop("model_type"), **raw)
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer in keys, the query's own counted; None: it sees all."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if not types:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:

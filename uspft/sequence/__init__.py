@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from uspft.sequence.algorithm import Algorithm, Cost, Heads, Rule, Split
+from uspft.sequence.algorithm import Algorithm, Cost, Heads, Rule, Split, Traffic
 from uspft.sequence.allgather import AllGather
 from uspft.sequence.plan import Plan
 from uspft.sequence.planned import Planned
@@ -29,6 +29,7 @@ __all__ = [
     "Plan",
     "Rule",
     "Split",
+    "Traffic",
     "choose",
     "of_recipe",
 ]
@@ -49,8 +50,8 @@ def choose(name: str | None, ulysses: int, ring: int, **options: Any) -> Algorit
     return algorithm
 
 
-def of_recipe(recipe: Recipe, layout: Layout) -> Algorithm:
-    """The algorithm of a recipe under a layout.
+def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:
+    """The algorithm of a recipe under a layout; window: the one that all layers have, if any.
 
     Keys that the planned exchange has received stay for the backward, unless memory is short enough
     for gradient checkpointing.
@@ -63,4 +64,5 @@ def of_recipe(recipe: Recipe, layout: Layout) -> Algorithm:
         layout.ring,
         stages=stages,
         keep=not recipe.memory.gradient_checkpointing,
+        window=window,
     )

@@ -40,13 +40,24 @@ class Split:
     kernel: Kernel
 
 
+class Traffic(NamedTuple):
+    """What the busiest rank sends: bytes, and messages (one for each rank that is sent something,
+    each time)."""
+
+    bytes: int = 0
+    messages: int = 0
+
+
+NOTHING = Traffic()
+
+
 @dataclass(frozen=True)
 class Cost:
-    """What the busiest rank sends for one layer, forward and backward, in bytes by kind."""
+    """What one layer sends, forward and backward, by kind; each kind has its own busiest rank."""
 
-    all_to_all: int = 0
-    ring: int = 0
-    gather: int = 0
+    all_to_all: Traffic = NOTHING
+    ring: Traffic = NOTHING
+    gather: Traffic = NOTHING
 
 
 class Algorithm(Protocol):
@@ -82,7 +93,7 @@ class Algorithm(Protocol):
         ...
 
     def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
-        """Bytes for one row with these documents."""
+        """Traffic for one row with these documents."""
         ...
 
 
@@ -98,22 +109,3 @@ def rows_must_divide(row_tokens: int, parts: int, why: str) -> list[tuple[str, s
             f"the next length that does is {longer}",
         )
     ]
-
-
-def heads_must_divide(heads: Heads, ulysses: int) -> list[tuple[str, str, str]]:
-    """The problem of heads that a Ulysses degree does not divide.
-
-    The exchange itself takes any number of heads; uneven ones wait for their books and benchmarks.
-    """
-    fits = [n for n in range(1, heads.kv + 1) if heads.query % n == heads.kv % n == 0]
-    kinds = [("query", heads.query), ("KV", heads.kv)]
-    return [
-        (
-            "parallel_config.context_parallel",
-            f"a Ulysses degree of {ulysses} does not divide the model's {count} {kind} heads",
-            f"degrees that do: {', '.join(map(str, fits))}; the ring can take the rest "
-            "(hybrid_cp with ulysses_degree_in_cp, or ring_cp)",
-        )
-        for kind, count in kinds
-        if count % ulysses
-    ][:1]

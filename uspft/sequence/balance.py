@@ -51,7 +51,9 @@ class Assignment:
 
 
 @lru_cache(maxsize=64)
-def assign(segments: Segments, ring: int, multiple: int, fetches: int = 1) -> Assignment:
+def assign(
+    segments: Segments, ring: int, multiple: int, fetches: int = 1, window: int | None = None
+) -> Assignment:
     """The best assignment over all numbers of chunks per rank.
 
     multiple: tokens of a rank must be divisible by it (the Ulysses degree). fetches: how often keys
@@ -62,7 +64,7 @@ def assign(segments: Segments, ring: int, multiple: int, fetches: int = 1) -> As
     for per_rank in CHUNKS:
         chunk, left = divmod(segments.length, ring * per_rank)
         if left == 0 and chunk and (chunk * per_rank) % multiple == 0:
-            found.append(_Search(segments, ring, per_rank, fetches).best())
+            found.append(_Search(segments, (ring, per_rank), fetches, window).best())
     balanced = [a for a in found if a.balance <= BALANCE]
     if balanced:
         return min(balanced, key=lambda a: a.sent)
@@ -72,19 +74,23 @@ def assign(segments: Segments, ring: int, multiple: int, fetches: int = 1) -> As
 class _Search:
     """Longest-first, then swaps, for one number of chunks per rank."""
 
-    def __init__(self, segments: Segments, ring: int, per_rank: int, fetches: int) -> None:
-        self.ring, self.per_rank, self.fetches = ring, per_rank, fetches
+    def __init__(
+        self, segments: Segments, ranks: tuple[int, int], fetches: int, window: int | None
+    ) -> None:
+        """ranks: (how many, chunks of each)."""
+        (self.ring, self.per_rank), self.fetches = ranks, fetches
+        ring, per_rank = ranks
         count = ring * per_rank
         self.chunk = segments.length // count
         documents = list(segments)
         starts = [c * self.chunk for c in range(count)]
         chunks = [(start, start + self.chunk) for start in starts]
-        areas = [work_of([chunk], documents, None) for chunk in chunks]
+        areas = [work_of([chunk], documents, window) for chunk in chunks]
         self.work: Floats = np.array(areas, dtype=np.float64)
         # need[c, d]: tokens of chunk d whose keys the queries of chunk c see.
         self.need = np.zeros((count, count))
         for c, start in enumerate(starts):
-            first = _first_key(start, documents)
+            first = _first_key(start, documents, window)
             for d in range(first // self.chunk, c):
                 self.need[c, d] = (d + 1) * self.chunk - max(first, d * self.chunk)
 
@@ -203,9 +209,9 @@ def _weigh(traffic: Floats) -> Floats:
     return cost
 
 
-def _first_key(position: int, documents: list[Run]) -> int:
-    """The earliest key that the query at a position sees: its document's start."""
+def _first_key(position: int, documents: list[Run], window: int | None) -> int:
+    """The earliest key that the query at a position sees."""
     for start, stop in documents:
         if start <= position < stop:
-            return start
+            return start if window is None else max(start, position - window + 1)
     return position

@@ -5,7 +5,7 @@ Shapes: T tokens of this ring rank, h/g its query/KV heads, D head dim; ring ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from uspft.comm import Group, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
+from uspft.sequence.algorithm import Traffic
 from uspft.sequence.plan import Plan
 from uspft.sequence.sums import Sum
 
@@ -30,6 +31,23 @@ def attend_blocks(
     """
     out: Tensor = _BlockAttention.apply(*qkv, plan, scale, ring, kernel)
     return out
+
+
+def ring_traffic(plans: Sequence[Plan], pair_bytes: int) -> Traffic:
+    """What the busiest rank sends, forward and backward; pair_bytes: of one token's k and v.
+
+    Keys forward and again backward, gradients home; for one causal document R ranks of t tokens
+    send 3 · (R − 1) · t pairs each.
+    """
+    most, messages = 0, 0
+    for plan in plans:
+        me, ring = plan.ring_index, plan.ring
+        sources = [(me - step) % ring for step in range(ring - 1)]
+        passed = [j for step, j in enumerate(sources) if plan.hops[j] > step] * 2
+        home = [j for j in range(ring) if j != me and plan.blocks[j]]
+        most = max(most, sum(plan.shares[j].tokens for j in passed + home))
+        messages = max(messages, len(passed + home))
+    return Traffic(most * pair_bytes, messages)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -75,18 +93,20 @@ class _BlockAttention(torch.autograd.Function):
 def _travel(k: Tensor, v: Tensor, plan: Plan, ring: Group):  # type: ignore[no-untyped-def]
     """Yield (source, keys, values) for each ring rank, own first, the next ones under way.
 
-    Two buffers: what is at hand and what arrives.
+    Two buffers: what is at hand and what arrives. Keys that no rank further on needs stay behind.
     """
     if ring.size == 1:
         yield ring.index, k, v
         return
     hand = torch.stack((k, v))
     for step in range(ring.size):
-        source = (ring.index - step) % ring.size
+        source, following = ((ring.index - s) % ring.size for s in (step, step + 1))
         wait: Callable[[], None] | None = None
         if step + 1 < ring.size:
-            coming = hand.new_empty((2, plan.shares[(source - 1) % ring.size].tokens, *k.shape[1:]))
-            wait = shift(hand, coming, 1, ring, "ring")
+            leaves, comes = plan.hops[source] > step, plan.hops[following] > step
+            tokens = plan.shares[following].tokens if comes else 0
+            coming = hand.new_empty((2, tokens, *k.shape[1:]))
+            wait = shift(hand if leaves else hand[:, :0], coming, 1, ring, "ring")
         yield source, hand[0], hand[1]
         if wait:
             wait()
@@ -102,14 +122,17 @@ class _Returns:
 
     def send(self, source: int, partials: list[Gradient]) -> None:
         """Send what this rank found for the keys of `source`; take what another found for ours."""
-        if source == self._ring.index:
+        me, ring = self._ring.index, self._ring.size
+        if source == me:
             return
-        part = Sum((2, self._plan.shares[source].tokens, *self._k.shape[1:]), self._k)
+        tokens = self._plan.shares[source].tokens if partials else 0
+        part = Sum((2, tokens, *self._k.shape[1:]), self._k)
         part.add(partials)
         leaving = part.open().to(self._k.dtype)
-        arriving = leaving.new_empty((2, *self._k.shape))
+        steps = (source - me) % ring
+        wanted = self._plan.parcel((me - steps) % ring, me)  # another's queries saw our keys
+        arriving = leaving.new_empty((2, len(self._k) if wanted else 0, *self._k.shape[1:]))
         self.finish()
-        steps = (source - self._ring.index) % self._ring.size
         self._pending = shift(leaving, arriving, steps, self._ring, "ring"), leaving, arriving
 
     def finish(self) -> None:
@@ -117,5 +140,6 @@ class _Returns:
         if self._pending:
             wait, _, arriving = self._pending
             wait()
-            self._own.open().add_(arriving)
+            if arriving.numel():
+                self._own.open().add_(arriving)
             self._pending = None

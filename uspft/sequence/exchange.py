@@ -7,7 +7,7 @@ i, R ring degree. The idea of sending needed ranges only is MagiAttention's (250
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, shift
 from uspft.kernels import Block, Kernel, Partial
+from uspft.sequence.algorithm import Traffic
 from uspft.sequence.plan import Plan
 from uspft.sequence.regions import Run, Share, blocks_between
 from uspft.sequence.sums import Sum
@@ -63,6 +64,13 @@ class Exchange:
         taken = sum(sum(stage.sizes) for stage in self.arrivals)
         return given * (1 if self.keep else 2) + taken
 
+    @property
+    def messages_sent(self) -> int:
+        """How many messages carry them."""
+        given = sum(1 for stage in self.distances for d in stage if self.leaving(d))
+        taken = sum(1 for stage in self.arrivals for size in stage.sizes if size)
+        return given * (1 if self.keep else 2) + taken
+
 
 class Stage:
     """Keys of several ranks, laid out by position, so that a run of queries needs one block."""
@@ -98,6 +106,12 @@ class Stage:
             cuts = [whole[:, self._share.before(a) : self._share.before(b)] for a, b in runs]
             found.append(torch.cat(cuts, dim=1) if parcel_tokens else whole[:, :0])
         return found
+
+
+def exchange_traffic(exchanges: Sequence[Exchange], pair_bytes: int) -> Traffic:
+    """What the busiest rank sends, forward and backward; pair_bytes: of one token's k and v."""
+    tokens = max(exchange.tokens_sent for exchange in exchanges)
+    return Traffic(tokens * pair_bytes, max(exchange.messages_sent for exchange in exchanges))
 
 
 def attend_exchanged(

@@ -10,19 +10,19 @@ from uspft.sequence.regions import Run
 
 
 def balanced(
-    segments: Segments, ulysses: int, ring: int, fetches: int = 1
+    segments: Segments, ulysses: int, ring: int, fetches: int = 1, window: int | None = None
 ) -> list[tuple[Run, ...]]:
-    """Equal work for every ring rank, whatever the row's documents.
+    """Equal work for every ring rank, whatever the row's documents and the sliding window.
 
-    One document: zigzag, ring rank i holds chunks i and 2R − 1 − i of 2R equal ones (USP, algorithm
-    2). Several: chunks are dealt out by their work. The Ulysses members of a ring rank hold equal
-    consecutive parts of its tokens. length must be a multiple of 2 · ring · ulysses where ring > 1,
-    of ulysses otherwise.
+    One document, all of it seen: zigzag, ring rank i holds chunks i and 2R − 1 − i of 2R equal ones
+    (USP, algorithm 2). Else chunks are dealt out by their work. The Ulysses members of a ring rank
+    hold equal consecutive parts of its tokens. length must be a multiple of 2 · ring · ulysses
+    where ring > 1, of ulysses otherwise.
     """
     length = segments.length
     if ring == 1:
         shares: list[Sequence[Run]] = [((0, length),)]
-    elif len(segments.bounds) == 2 and segments.bounds[1] == length:
+    elif segments.bounds[1:] == (length,) and (window is None or window >= length):
         chunk = length // (2 * ring)
         mirror = 2 * ring - 1
         shares = [
@@ -30,7 +30,7 @@ def balanced(
             for i in range(ring)
         ]
     else:
-        assignment = assign(segments, ring, ulysses, fetches)
+        assignment = assign(segments, ring, ulysses, fetches, window)
         shares = [assignment.runs(rank) for rank in range(ring)]
     part = length // (ring * ulysses)
     return [_cut(runs, u * part, (u + 1) * part) for runs in shares for u in range(ulysses)]

@@ -97,9 +97,24 @@ class Plan:
         return tuple(run for start, stop in found for run in held.within(start, stop))
 
     @cached_property
+    def hops(self) -> tuple[int, ...]:
+        """hops[j]: how many ranks further round the ring the keys of rank j are needed."""
+        ring = range(self.ring)
+        return tuple(
+            max((h for h in ring if h and self.parcel((j + h) % self.ring, j)), default=0)
+            for j in ring
+        )
+
+    @cached_property
     def areas(self) -> tuple[int, ...]:
         """Attention work of each ring rank, in pairs of query and key."""
         return tuple(work_of(s.runs, self.documents, self.window) for s in self.shares)
+
+
+def everyones(segments: Segments, order: Order, ulysses: int, window: int | None) -> list[Plan]:
+    """The plan of each ring rank for one row."""
+    ring = len(order) // ulysses
+    return [Plan([segments], [order], (ulysses, i), window) for i in range(ring)]
 
 
 def _lay_end_to_end(rows: Sequence[Segments], orders: Sequence[Order]) -> list[list[Run]]:

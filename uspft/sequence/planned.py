@@ -7,20 +7,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from uspft.batch import Segments
-from uspft.sequence.algorithm import (
-    Cost,
-    Heads,
-    Rule,
-    Split,
-    heads_must_divide,
-    rows_must_divide,
-)
-from uspft.sequence.exchange import Exchange, attend_exchanged
-from uspft.sequence.heads import split_heads
+from uspft.kernels import Kernel
+from uspft.sequence.algorithm import Cost, Heads, Rule, Split, rows_must_divide
+from uspft.sequence.exchange import Exchange, attend_exchanged, exchange_traffic
 from uspft.sequence.order import balanced
-from uspft.sequence.plan import Plan
+from uspft.sequence.plan import Plan, everyones
 from uspft.sequence.regions import Run
-from uspft.sequence.ulysses import attend_over_heads, exchange_elements
+from uspft.sequence.ulysses import attend_over_heads, heads_traffic, widest_kv
 
 
 @dataclass(frozen=True)
@@ -28,20 +21,21 @@ class Planned:
     """Ulysses outside, an exchange of needed keys and values inside.
 
     stages: in how many steps they come; 0: one for each other rank of the ring. keep: received ones
-    stay for the backward, or are fetched again.
+    stay for the backward, or are fetched again. window: what most layers see, for the token order.
     """
 
     ring: int
     ulysses: int = 1
     stages: int = 0
     keep: bool = True
+    window: int | None = None
     name = "planned_cp"
     megatron_name = "–"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
-        parts = 2 * self.ring * self.ulysses
+        parts = 2 * self.ring * self.ulysses if self.ring > 1 else self.ulysses
         why = f"2 × exchange {self.ring} × Ulysses {self.ulysses}"
-        found = heads_must_divide(heads, self.ulysses) + rows_must_divide(row_tokens, parts, why)
+        found = rows_must_divide(row_tokens, parts, why)
         if self.stages >= max(self.ring, 2):
             found.append(
                 (
@@ -53,31 +47,28 @@ class Planned:
         return found
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
-        return balanced(segments, self.ulysses, self.ring, 1 if self.keep else 2)
+        return balanced(segments, self.ulysses, self.ring, 1 if self.keep else 2, self.window)
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
     ) -> Tensor:
-        return attend_over_heads(
-            qkv,
-            plan,
-            split,
-            lambda x, kernel: attend_exchanged(
-                x, self._exchange(plan), rule.scale, split.ring, kernel
-            ),
-        )
+        def inner(qkv: tuple[Tensor, Tensor, Tensor], kernel: Kernel) -> Tensor:
+            return attend_exchanged(qkv, self._exchange(plan), rule.scale, split.ring, kernel)
+
+        return attend_over_heads(qkv, plan, split, inner)
 
     def _exchange(self, plan: Plan) -> Exchange:
-        options = (self.stages or self.ring, True, self.keep)
-        return plan.once(options, lambda: Exchange(plan, *options))
+        stages = self.stages or self.ring
+        return plan.once(
+            ("needed", stages, self.keep),
+            lambda: Exchange(plan, stages, trimmed=True, keep=self.keep),
+        )
 
     def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
-        order = self.token_order(segments)
-        plans = [Plan([segments], [order], (self.ulysses, i)) for i in range(self.ring)]
-        tokens = max(self._exchange(plan).tokens_sent for plan in plans)
-        most = max(b - a for a, b in split_heads(heads.query, heads.kv, self.ulysses).kv)
-        share = segments.length // (self.ring * self.ulysses)
+        tokens = segments.length // (self.ring * self.ulysses)
+        plans = everyones(segments, self.token_order(segments), self.ulysses, self.window)
+        pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
         return Cost(
-            all_to_all=exchange_elements(share, heads, self.ulysses) * element_bytes,
-            gather=2 * tokens * most * heads.dim * element_bytes,
+            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),
+            gather=exchange_traffic([self._exchange(plan) for plan in plans], pair_bytes),
         )

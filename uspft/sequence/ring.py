@@ -8,18 +8,22 @@ from torch import Tensor
 
 from uspft.batch import Segments
 from uspft.sequence.algorithm import Cost, Heads, Rule, Split, rows_must_divide
-from uspft.sequence.blockwise import attend_blocks
+from uspft.sequence.blockwise import attend_blocks, ring_traffic
 from uspft.sequence.order import balanced
-from uspft.sequence.plan import Plan
+from uspft.sequence.plan import Plan, everyones
 from uspft.sequence.regions import Run
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Rank i of R holds chunks i and 2R − 1 − i of a row cut in 2R: equal causal work."""
+    """Rank i of R holds chunks i and 2R − 1 − i of a row cut in 2R: equal causal work.
+
+    window: what most layers see, for the token order.
+    """
 
     ring: int
     ulysses: int = 1
+    window: int | None = None
     name = "ring_cp"
     megatron_name = "p2p"
 
@@ -27,7 +31,7 @@ class Ring:
         return rows_must_divide(row_tokens, 2 * self.ring, "two for each rank of the ring")
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
-        return balanced(segments, 1, self.ring)
+        return balanced(segments, 1, self.ring, window=self.window)
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
@@ -35,14 +39,5 @@ class Ring:
         return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
 
     def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
-        return Cost(
-            ring=ring_elements(segments.length // self.ring, heads, self.ring) * element_bytes
-        )
-
-
-def ring_elements(tokens: int, heads: Heads, ring: int) -> int:
-    """Elements sent by a ring rank of `tokens` tokens, forward and backward.
-
-    K and V forward, again backward, dK and dV home: 3 · (R − 1) · 2 · G · tokens · D.
-    """
-    return 3 * (ring - 1) * 2 * heads.kv * tokens * heads.dim
+        plans = everyones(segments, self.token_order(segments), 1, self.window)
+        return Cost(ring=ring_traffic(plans, 2 * heads.kv * heads.dim * element_bytes))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from uspft.batch import Segments
 from uspft.kernels import Grouped, Kernel
-from uspft.sequence.algorithm import Cost, Heads, Rule, Split, heads_must_divide, rows_must_divide
+from uspft.sequence.algorithm import Cost, Heads, Rule, Split, Traffic, rows_must_divide
 from uspft.sequence.blockwise import attend_blocks
 from uspft.sequence.heads import gather_heads, scatter_heads, split_heads
 from uspft.sequence.order import balanced
@@ -28,9 +28,7 @@ class Ulysses:
     megatron_name = "a2a"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
-        return heads_must_divide(heads, self.ulysses) + rows_must_divide(
-            row_tokens, self.ulysses, "one for each rank"
-        )
+        return rows_must_divide(row_tokens, self.ulysses, "one for each rank")
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
         return balanced(segments, self.ulysses, 1)
@@ -38,16 +36,11 @@ class Ulysses:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
     ) -> Tensor:
-        return attend_over_heads(
-            qkv,
-            plan,
-            split,
-            lambda x, kernel: attend_blocks(x, plan, rule.scale, split.ring, kernel),
-        )
+        return blocks_over_heads(qkv, plan, rule, split)
 
     def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
-        elements = exchange_elements(segments.length // self.ulysses, heads, self.ulysses)
-        return Cost(all_to_all=elements * element_bytes)
+        tokens = segments.length // self.ulysses
+        return Cost(all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes))
 
 
 Inner = Callable[[tuple[Tensor, Tensor, Tensor], Kernel], Tensor]
@@ -75,24 +68,42 @@ def attend_over_heads(
     return gather_heads(out, shares, tokens, split.ulysses)
 
 
+def blocks_over_heads(
+    qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+) -> Tensor:
+    """Ulysses exchange around attention over blocks, which a ring brings where it is larger than
+    one rank."""
+
+    def inner(qkv: tuple[Tensor, Tensor, Tensor], kernel: Kernel) -> Tensor:
+        return attend_blocks(qkv, plan, rule.scale, split.ring, kernel)
+
+    return attend_over_heads(qkv, plan, split, inner)
+
+
 def _both_ways(sorting: Sequence[int] | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """(index that sorts, index that undoes it), on the device."""
     index = torch.tensor(sorting, device=device)
     return index, index.argsort()
 
 
-def exchange_elements(tokens: int, heads: Heads, ulysses: int) -> int:
-    """Elements that the busiest of `ulysses` ranks of `tokens` tokens sends, forward and backward.
+def heads_traffic(heads: Heads, ulysses: int, tokens: int, element_bytes: int) -> Traffic:
+    """What the busiest of `ulysses` ranks of `tokens` tokens sends, forward and backward.
 
     Forward: the others' shares of q, k, v, then its own heads of out for the others' tokens;
     backward the same sizes again, the other way round. 2 · (U − 1) / U · (2H + 2G) · tokens · D
-    where the heads divide.
+    elements where the heads divide, in 4 · (U − 1) messages.
     """
     shares = split_heads(heads.query, heads.kv, ulysses)
     own = [(b - a, 2 * (d - c)) for (a, b), (c, d) in zip(shares.query, shares.kv, strict=True)]
-    total = sum(q + kv for q, kv in own)
-    busiest = max(
+    total, busy = sum(q + kv for q, kv in own), sum(1 for q, _ in own if q)
+    elements = max(
         (total - q - kv) + (ulysses - 1) * q + (ulysses - 1) * (q + kv) + (heads.query - q)
         for q, kv in own
     )
-    return busiest * tokens * heads.dim
+    messages = max(2 * (ulysses - 1) + 2 * (busy - 1) if q else 2 * busy for q, _ in own)
+    return Traffic(elements * tokens * heads.dim * element_bytes, messages)
+
+
+def widest_kv(heads: Heads, ulysses: int) -> int:
+    """KV heads of the member of a Ulysses group that has most."""
+    return max(b - a for a, b in split_heads(heads.query, heads.kv, ulysses).kv)

@@ -1,0 +1,197 @@
+"""One attention layer under an algorithm, beside dense float64 attention in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from uspft.batch import Segments
+from uspft.comm import Books, Group
+from uspft.kernels import Kernel
+from uspft.kernels.torch_cpu import TorchCpu
+from uspft.layout import Layout
+from uspft.mesh import Mesh, make_mesh
+from uspft.model.recompute import attend_once
+from uspft.sequence import Algorithm, Heads, Plan, Rule, Split, choose
+
+DIM = 8
+HEADS = {
+    "mha": Heads(4, 4, DIM),
+    "gqa": Heads(8, 2, DIM),
+    "mqa": Heads(6, 1, DIM),
+    "6/2": Heads(6, 2, DIM),
+    "9/3": Heads(9, 3, DIM),
+    "28/4": Heads(28, 4, DIM),
+    "fewer heads than ranks": Heads(3, 3, DIM),
+}
+WINDOWS = (None, 1, 11, 60)
+LENGTHS = {5: 100, 7: 98}
+"""Tokens of a row where 96 does not split over so many ranks."""
+
+
+def rows_of(world: int) -> dict[str, list[Segments]]:
+    """Micro-batches of one or two rows."""
+    length = LENGTHS.get(world, 96)
+    return {
+        "one document": [Segments.single(length)],
+        "packed regular": [Segments((0, 24, 48, 72, 96), length)],
+        "packed odd": [Segments((0, 17, 40, 41, 95), length)],
+        "unlike rows": [Segments((0, 50, length), length), Segments((0, 31), length)],
+        "all padding": [Segments((0,), length), Segments.single(length)],
+    }
+
+
+class Way(NamedTuple):
+    """An algorithm at its degrees; fetched: received keys are fetched again for the backward."""
+
+    name: str
+    ulysses: int
+    ring: int
+    fetched: bool = False
+
+
+def ways(world: int) -> list[Way]:
+    """Every way to share a row over `world` ranks."""
+    if world == 1:
+        return [Way("whole", 1, 1)]
+    pairs = [(u, world // u) for u in range(1, world + 1) if world % u == 0]
+    single = [
+        Way("ulysses_cp", world, 1),
+        Way("ring_cp", 1, world),
+        Way("allgather_cp", 1, world),
+        Way("planned_cp", 1, world, fetched=True),
+    ]
+    return single + [Way(name, *pair) for name in ("hybrid_cp", "planned_cp") for pair in pairs]
+
+
+class Case(NamedTuple):
+    """What one comparison is about; heads and rows by name."""
+
+    way: Way
+    heads: str
+    rows: str
+    window: int | None = None
+    checkpointed: bool = False
+
+
+@cache
+def _mesh(ulysses: int, ring: int) -> Mesh:
+    return make_mesh(Layout(ulysses=ulysses, ring=ring), Books())
+
+
+@dataclass
+class Bench:
+    """The ranks of one way to share a row, alive on this rank."""
+
+    algorithm: Algorithm
+    mesh: Mesh
+    books: Books
+    kernel: Kernel
+
+    @classmethod
+    def of(cls, way: Way, window: int | None = None, kernel: Kernel | None = None) -> Bench:
+        """Collective at the first call with these degrees."""
+        algorithm = choose(way.name, way.ulysses, way.ring, keep=not way.fetched, window=window)
+        mesh = _mesh(way.ulysses, way.ring)
+        return cls(algorithm, mesh, mesh.context.books, kernel or TorchCpu())
+
+    @classmethod
+    def alone(cls, kernel: Kernel | None = None) -> Bench:
+        """One process that no process group is needed for."""
+        mesh = Mesh(Layout(), 0, Group(), Group(), Group(), Group())
+        return cls(choose(None, 1, 1), mesh, Books(), kernel or TorchCpu())
+
+
+@dataclass
+class Layer:
+    """One micro-batch's attention on this rank: its plan and its tokens' positions."""
+
+    bench: Bench
+    rows: list[Segments]
+    window: int | None
+
+    @cached_property
+    def orders(self) -> list[Any]:
+        return [self.bench.algorithm.token_order(row) for row in self.rows]
+
+    @cached_property
+    def plan(self) -> Plan:
+        mesh = self.bench.mesh
+        return Plan(self.rows, self.orders, (mesh.layout.ulysses, mesh.ring.index), self.window)
+
+    def index(self, context: int | None = None) -> Tensor:
+        """Positions held by a context rank (None: this one), rows laid end to end."""
+        context = self.bench.mesh.context.index if context is None else context
+        starts = [sum(row.length for row in self.rows[:i]) for i in range(len(self.rows))]
+        runs = chain.from_iterable(
+            [torch.arange(a, b) + at for a, b in order[context]]
+            for at, order in zip(starts, self.orders, strict=True)
+        )
+        return torch.cat(list(runs))
+
+    def documents(self) -> list[tuple[int, int]]:
+        """Their bounds, rows laid end to end."""
+        return self.plan.documents
+
+    def attend(self, qkv: list[Tensor], scale: float, *, checkpointed: bool = False) -> Tensor:
+        """Attention of this rank's tokens; checkpointed: as a recomputed layer runs it."""
+        mesh = self.bench.mesh
+        split = Split(mesh.ulysses, mesh.ring, self.bench.kernel)
+        rule = Rule(scale, self.window)
+
+        def run(inputs: tuple[Tensor, ...]) -> Tensor:
+            q, k, v = inputs
+            return self.bench.algorithm.attend((q, k, v), self.plan, rule, split)
+
+        if not checkpointed:
+            return run(tuple(qkv))
+        memory: dict[int, Any] = {}
+        one = torch.ones((), dtype=qkv[0].dtype, requires_grad=True)
+
+        def layer(*inputs: Tensor) -> Tensor:
+            return attend_once(memory, 0, run, inputs) * one  # which keeps what it multiplies
+
+        out: Tensor = checkpoint(layer, *qkv, use_reentrant=False)
+        return out
+
+
+def make_inputs(heads: Heads, tokens: int) -> list[Tensor]:
+    """q, k, v and dout, unit normal, float64, the same everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    counts = (heads.query, heads.kv, heads.kv, heads.query)
+    return [
+        torch.randn(tokens, n, heads.dim, dtype=torch.float64, generator=generator) for n in counts
+    ]
+
+
+def dense(inputs: list[Tensor], layer: Layer, scale: float) -> list[Tensor]:
+    """out, dq, dk, dv of all tokens in one process, in float64."""
+    q, k, v, dout = [x.double() for x in inputs]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    place = torch.arange(len(q))
+    document = torch.full_like(place, -1)
+    for number, (a, b) in enumerate(layer.documents()):
+        document[a:b] = number
+    far = place[:, None] - place
+    seen = (document[:, None] == document) & (far >= 0) & (far < (layer.window or len(q)))
+    wide = [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in leaves]
+    scores = torch.einsum("qhd,khd->hqk", wide[0], wide[1]) * scale
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = weights.masked_fill((document < 0)[:, None], 0.0)  # padding attends to nothing
+    out = torch.einsum("hqk,khd->qhd", weights, wide[2])
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def shared(
+    inputs: list[Tensor], layer: Layer, index: Tensor, scale: float, *, checkpointed: bool = False
+) -> list[Tensor]:
+    """out, dq, dk, dv of this rank's tokens, which are those at `index`."""
+    mine = [x[index].clone().requires_grad_() for x in inputs[:3]]
+    out = layer.attend(mine, scale, checkpointed=checkpointed)
+    return [out.detach(), *torch.autograd.grad(out, mine, inputs[3][index])]

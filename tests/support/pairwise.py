@@ -1,0 +1,25 @@
+"""Few cases in which every pair of values of two factors comes up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+
+def pairwise(
+    *factors: Sequence[Any], legal: Callable[[tuple[Any, ...]], bool] = lambda case: True
+) -> list[tuple[Any, ...]]:
+    """A subset of the legal part of the product of all factors with every pair that it has.
+
+    Greedy: always the case with the most pairs that have not come up. Deterministic.
+    """
+    waiting = [case for case in product(*factors) if legal(case)]
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in waiting}
+    missing = set().union(*pairs.values())
+    found = []
+    while missing:
+        best = max(waiting, key=lambda case: len(pairs[case] & missing))
+        found.append(best)
+        missing -= pairs[best]
+    return found
