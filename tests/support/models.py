@@ -17,6 +17,30 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
+KINDS: dict[str, dict[str, Any]] = {
+    "llama-8-2": {"kind": "llama", "heads": 8, "kv_heads": 2},
+    "qwen2-4-1": {"kind": "qwen2", "heads": 4, "kv_heads": 1},
+    "qwen3-9-3": {"kind": "qwen3", "heads": 9, "kv_heads": 3},
+    "qwen3-28-4-window": {
+        "kind": "qwen3",
+        "heads": 28,
+        "kv_heads": 4,
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 13,
+        "max_window_layers": 0,
+    },
+    "qwen2-6-2-mixed": {
+        "kind": "qwen2",
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+}
+"""Models of the training matrix: every kind of heads, with windows in all layers or in some."""
 
 
 def make_model(folder: Path, kind: str, *, heads: int = 4, kv_heads: int = 4, **extra: Any) -> Path:
