@@ -60,6 +60,49 @@ def test_uneven_head_groups_equal_dense_attention() -> None:
     assert torch.allclose(part.out, want) and torch.allclose(part.lse, lse)
 
 
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        TorchCpu(),
+        varlen_on_cpu(),
+        Grouped(TorchCpu(), [((0, 1), (0, 1)), ((1, 4), (1, 2))]),
+    ],
+    ids=lambda kernel: kernel.name,
+)
+def test_a_block_reads_its_own_tokens_only(kernel: Any) -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(30, n, 8) for n in (4, 2, 2, 4))
+    blocks = [
+        Block(0, 12, 0, 12, Mask.CAUSAL),
+        Block(12, 15, 12, 15, Mask.CAUSAL),
+        Block(15, 30, 15, 30, Mask.CAUSAL),
+    ]
+
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        q, k, v, dout = inputs
+        partial = Partial(q)
+        partial.add(kernel.forward((q, k, v), blocks, 0.3))
+        out, lse = partial.result()
+        queries, keys = kernel.backward((q, k, v), (out, lse, dout), blocks, 0.3)
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        for start, stop, (dq,) in queries:
+            grads[0][start:stop] += dq
+        for start, stop, pair in keys:
+            for total, part in zip(grads[1:], pair, strict=True):
+                total[start:stop] += part
+        return [out, *grads]
+
+    before = run([q, k, v, dout])
+    for block in blocks:
+        broken = [x.clone() for x in (q, k, v, dout)]
+        for x in broken:
+            x[: block.q0], x[block.q1 :] = torch.nan, torch.nan
+        rows = slice(block.q0, block.q1)
+        after = run(broken)
+        assert all(torch.equal(x[rows], y[rows]) for x, y in zip(before, after, strict=True))
+        assert not torch.equal(before[0], after[0])
+
+
 class Broken(TorchCpu):
     """A kernel whose scale is a little off."""
 

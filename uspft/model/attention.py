@@ -69,6 +69,7 @@ def attention(
     """
     unknown = sorted(k for k, v in rest.items() if v is not None and k not in IGNORED)
     unknown += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout != 0.0)
+    unknown += ["is_causal"] * (rest.get("is_causal") is False)
     if unknown:
         raise RuntimeError(
             f"{type(module).__name__} asks attention for {', '.join(unknown)}, "

@@ -43,8 +43,11 @@ class Head(nn.Module):
         """
         chosen = (labels != IGNORE).nonzero().squeeze(1)
         rows = hidden.index_select(0, chosen)
+        weight, bias = self.weight, self.bias
+        if not torch.is_grad_enabled():  # which ctx.needs_input_grad does not know
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
         loss: Tensor = _TiledCrossEntropy.apply(
-            rows, self.weight, self.bias, labels[chosen], (scale, self.tile or max(1, len(rows)))
+            rows, weight, bias, labels[chosen], (scale, self.tile or max(1, len(rows)))
         )
         return loss
 
@@ -69,13 +72,15 @@ class _TiledCrossEntropy(torch.autograd.Function):
         for start in range(0, len(rows), tile):
             part, target = rows[start : start + tile], labels[start : start + tile]
             logits = nn.functional.linear(part, weight, bias).to(wide)
-            lse = torch.logsumexp(logits, -1, keepdim=True)
-            loss += (lse - logits.gather(1, target[:, None])).sum()
+            chosen, most = logits.gather(1, target[:, None]), logits.amax(-1, keepdim=True)
+            exps = logits.sub_(most).exp_()
+            total = exps.sum(-1, keepdim=True)
+            loss += (most + total.log() - chosen).sum()
             if grads:
-                slope = logits.sub_(lse).exp_()
-                slope.scatter_add_(1, target[:, None], slope.new_full((len(part), 1), -1.0))
                 # Scaled before it is rounded: a rounded scale would shift every gradient alike.
-                grads.add(start, part, slope.mul_(scale).to(rows.dtype))
+                slope = exps.mul_(scale / total)
+                slope.scatter_add_(1, target[:, None], slope.new_full((len(part), 1), -scale))
+                grads.add(start, part, slope.to(rows.dtype))
         if grads:
             ctx.save_for_backward(*grads.result())
         return loss * scale

@@ -110,7 +110,10 @@ class _Search:
                 cost, owner = found
         unit = self.chunk * self.per_rank
         busiest = float(self._traffic(owner).max())
-        return Assignment(tuple(owner.tolist()), self.chunk, self._balance(owner), busiest / unit)
+        # Ranks are numbered by their first chunk: in a ring, neighbours of the row are neighbours.
+        numbers = {rank: number for number, rank in enumerate(dict.fromkeys(owner.tolist()))}
+        numbered = tuple(numbers[rank] for rank in owner.tolist())
+        return Assignment(numbered, self.chunk, self._balance(owner), busiest / unit)
 
     def _descend(self, owner: NDArray[np.int64], limit: float) -> tuple[float, NDArray[np.int64]]:
         """(cost, owner) where no swap of two chunks helps any more."""

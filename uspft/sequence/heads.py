@@ -155,10 +155,17 @@ def _joined(
     like: Tensor, pieces: Sequence[Tensor], heads: Sequence[Heads], at: Sequence[int]
 ) -> Tensor:
     """All heads [t, N, D] of the members' pieces; replicas are summed in float32 or wider."""
-    own, dim, count = len(pieces[0]), like.shape[-1], max(b for _, b in heads)
-    replicated = sum(b - a for a, b in heads) > count
-    wide = torch.promote_types(like.dtype, torch.float32) if replicated else like.dtype
-    whole = like.new_zeros((own, count, dim), dtype=wide)
-    for piece, (a, b), start in zip(pieces, heads, at, strict=True):
-        whole[:, a:b] += piece[:, start : start + b - a]
+    shape = len(pieces[0]), max(b for _, b in heads), like.shape[-1]
+    parts = [
+        (piece[:, start : start + b - a], slice(a, b))
+        for piece, (a, b), start in zip(pieces, heads, at, strict=True)
+    ]
+    if sum(part.shape[1] for part, _ in parts) == shape[1]:
+        whole = like.new_empty(shape)
+        for part, place in parts:
+            whole[:, place] = part
+        return whole
+    whole = like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+    for part, place in parts:
+        whole[:, place] += part
     return whole.to(like.dtype)

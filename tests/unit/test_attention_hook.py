@@ -1,0 +1,55 @@
+"""What transformers may ask of attention: handed on, without effect, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from uspft.model.attention import attention
+from uspft.sequence import Rule
+
+
+class Seen:
+    """Stands for what a forward call binds; remembers the rule that it was asked for."""
+
+    def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], rule: Rule) -> torch.Tensor:
+        self.rule = rule
+        return torch.zeros_like(qkv[0])
+
+
+def call(**asked: Any) -> Rule:
+    q, kv = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
+    seen: Any = Seen()
+    mask = asked.pop("attention_mask", None)
+    given = {"scaling": 0.5, "uspft": seen, **asked}
+    out, _ = attention(torch.nn.Identity(), q, kv, kv, mask, **given)
+    assert out.shape == (1, 6, 4, 8)
+    rule: Rule = seen.rule
+    return rule
+
+
+def test_scale_and_window_are_handed_on() -> None:
+    assert call() == Rule(0.5)
+    assert call(scaling=0.1, sliding_window=7) == Rule(0.1, 7)
+
+
+def test_what_changes_nothing_is_let_through() -> None:
+    assert call(position_ids=torch.arange(6), use_cache=False, is_causal=True, softcap=None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"s_aux": torch.zeros(4)}, "s_aux"),  # attention sinks
+        ({"softcap": 50.0}, "softcap"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"attention_mask": torch.zeros(1, 1, 6, 6)}, "attention_mask"),
+        ({"alibi_slopes": torch.zeros(4)}, "alibi_slopes"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+)
+def test_what_would_have_to_be_ignored_is_refused_by_name(asked: Any, name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"Identity asks attention for {name}, which uspft does"):
+        call(**asked)

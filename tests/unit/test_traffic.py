@@ -1,0 +1,114 @@
+"""What algorithms send, in closed form: the tables of the papers, and what masks save."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from tests.unit.test_balance import packed
+from uspft.batch import Segments
+from uspft.sequence import Heads, Plan, choose
+from uspft.sequence.exchange import Exchange
+from uspft.sequence.order import balanced
+
+ROW, DIM, BYTES = 1 << 14, 16, 2
+LLAMA_8B, QWEN_7B, LLAMA_70B = Heads(32, 8, DIM), Heads(28, 4, DIM), Heads(64, 8, DIM)
+
+
+def units(byte_count: int, heads: Heads, ranks: int) -> Fraction:
+    """Bytes in units of one rank's own keys and values."""
+    return Fraction(byte_count * ranks, 2 * heads.kv * heads.dim * ROW * BYTES)
+
+
+def sent(name: str, heads: Heads, ulysses: int, ring: int) -> Fraction:
+    """By the busiest rank of one document's row, all kinds together."""
+    cost = choose(name, ulysses, ring).cost(Segments.single(ROW), heads, BYTES)
+    total = cost.all_to_all.bytes + cost.ring.bytes + cost.gather.bytes
+    return units(total, heads, ulysses * ring)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ring_and_all_gather_send_three_times_what_every_other_rank_holds(ranks: int) -> None:
+    row = Segments.single(48 * ranks)
+    for name, kind in (("ring_cp", "ring"), ("allgather_cp", "gather")):
+        traffic = getattr(choose(name, 1, ranks).cost(row, LLAMA_8B, BYTES), kind)
+        unit = 2 * LLAMA_8B.kv * DIM * 48 * BYTES
+        assert traffic == (3 * (ranks - 1) * unit, 3 * (ranks - 1))
+
+
+@pytest.mark.parametrize(("heads", "ulysses"), [(LLAMA_8B, 8), (LLAMA_70B, 8), (Heads(8, 8, 4), 4)])
+def test_ulysses_sends_eight_tensors(heads: Heads, ulysses: int) -> None:
+    """Eight all-to-alls of the paper's Table 2: 8 / N of a tensor where heads are not grouped."""
+    groups = Fraction(heads.query, heads.kv)
+    others = Fraction(ulysses - 1, ulysses)
+    cost = choose("ulysses_cp", ulysses, 1).cost(Segments.single(ROW), heads, BYTES)
+    assert cost.all_to_all.messages == 4 * (ulysses - 1)
+    assert units(cost.all_to_all.bytes, heads, ulysses) == 2 * others * (groups + 1)
+    if groups == 1:
+        tensor = ROW * heads.query * heads.dim * BYTES
+        assert cost.all_to_all.bytes == others * 8 * tensor / ulysses
+
+
+def test_replicated_heads_are_sent_once_to_each_that_needs_them() -> None:
+    # 8 query and 2 KV heads on 4 ranks: 2 query heads and one KV head each (9 units, as measured
+    # with other engines), not 2 KV heads each.
+    assert sent("ulysses_cp", Heads(8, 2, DIM), 4, 1) == 9
+
+
+@pytest.mark.parametrize(
+    ("heads", "ulysses", "ring", "hybrid"),
+    [
+        (LLAMA_8B, 8, 1, "8.75"),
+        (LLAMA_8B, 4, 2, "10.5"),
+        (LLAMA_8B, 2, 4, "14"),
+        (LLAMA_8B, 1, 8, "21"),
+        (QWEN_7B, 4, 2, "15"),
+        (QWEN_7B, 2, 4, "17"),
+        (LLAMA_70B, 8, 1, "15.75"),
+        (LLAMA_70B, 4, 2, "16.5"),
+        (LLAMA_70B, 2, 4, "18"),
+    ],
+)
+def test_the_hybrid_adds_up(heads: Heads, ulysses: int, ring: int, hybrid: str) -> None:
+    assert sent("hybrid_cp", heads, ulysses, ring) == Fraction(hybrid)
+
+
+@pytest.mark.parametrize(("keep", "share"), [(True, "1.5"), (False, "2.25")])
+@pytest.mark.parametrize("ring", [2, 4, 8])
+def test_the_planned_exchange_sends_half_or_three_quarters_of_a_ring(
+    ring: int, keep: bool, share: str
+) -> None:
+    row = Segments.single(ROW)
+    order = balanced(row, 1, ring)
+    plans = [Plan([row], [order], (1, i)) for i in range(ring)]
+    tokens = [Exchange(plan, ring, trimmed=True, keep=keep).tokens_sent for plan in plans]
+    assert Fraction(sum(tokens), ROW) == Fraction(share) * (ring - 1)
+
+
+@pytest.mark.parametrize("name", ["ring_cp", "hybrid_cp", "planned_cp"])
+def test_documents_that_fit_a_rank_do_not_travel(name: str) -> None:
+    algorithm, row = choose(name, 1, 4), packed([ROW // 4] * 4)
+    cost = algorithm.cost(row, LLAMA_8B, BYTES)
+    assert cost.ring == cost.gather == (0, 0)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_with_a_window_traffic_does_not_grow_with_the_row(keep: bool) -> None:
+    window, seen = 100, []
+    for row in (1 << 12, 1 << 14, 1 << 16):
+        algorithm = choose("planned_cp", 1, 8, keep=keep, window=window)
+        cost = algorithm.cost(Segments.single(row), LLAMA_8B, BYTES)
+        seen.append(cost.gather.bytes)
+    token = 2 * LLAMA_8B.kv * DIM * BYTES
+    # One piece of the row a rank: keys of one window's tail out, their gradients home.
+    assert seen == [(window - 1) * token * (2 if keep else 3)] * 3
+
+
+def test_a_window_narrows_the_ring_to_neighbours() -> None:
+    row = Segments.single(ROW)
+    full, narrow = (
+        choose("ring_cp", 1, 8, window=window).cost(row, LLAMA_8B, BYTES).ring
+        for window in (None, 100)
+    )
+    assert narrow.messages == 3 and full.messages == 21
