@@ -20,8 +20,10 @@ BALANCE = 1.05
 """The busiest rank's work may be this much of the mean; below it bytes decide."""
 CHUNKS = (2, 4, 8)
 """Chunks per rank that are tried."""
+MANY = 64
+"""Chunks of a row above which only some swaps are looked at: time grows with their third power."""
 SHAKES = 16
-"""Times that a search starts again near the best it has found."""
+"""Times that a search starts again near the best it has found; fewer where chunks are many."""
 
 Floats = NDArray[np.float64]
 
@@ -100,7 +102,8 @@ class _Search:
         limit = max(BALANCE, self._balance(owner))
         dice = np.random.Generator(np.random.Philox(0))
         cost, owner = self._descend(owner, limit)
-        for _ in range(SHAKES if self.ring > 1 else 0):
+        shakes = SHAKES * MANY // max(MANY, len(owner)) if self.ring > 1 else 0
+        for _ in range(shakes):
             trial = owner.copy()
             for _ in range(2):
                 a, b = dice.integers(len(trial), size=2)
@@ -160,6 +163,7 @@ class _Search:
         """(cost, a, b) of the best swap of chunks a and b that keeps the balance, or None.
 
         For each a all b at once: only the two ranks' own needs change, and who answers for a and b.
+        Of many chunks, a is one of the rank that sends most.
         """
         n = len(owner)
         load = np.bincount(owner, self.work, self.ring)
@@ -169,10 +173,12 @@ class _Search:
         without = self._needs_without(owner)
         best: tuple[float, int, int] | None = None
         every = np.arange(n)
-        for a in range(n):
+        traffic = self.fetches * (column @ hot) + row
+        first = every if n <= MANY else np.flatnonzero(owner == traffic.argmax())
+        for a in first.tolist():
             ra, shift = owner[a], self.work[a] - self.work
             fits = (owner != ra) & (load[ra] - shift <= ceiling) & (load[owner] + shift <= ceiling)
-            b = every[fits & (every > a)]
+            b = every[fits & (every > a)] if n <= MANY else every[fits]
             if not len(b):
                 continue
             rb, k = owner[b], np.arange(len(b))
