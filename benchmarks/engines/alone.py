@@ -12,7 +12,8 @@ from torch import Tensor
 
 from benchmarks.engines.engine import Attention, Cannot
 from benchmarks.layer import Layer
-from uspft.kernels import Kernel, Partial, choose_kernel
+from uspft.kernels import Kernel, Partial
+from uspft.kernels.torch_cpu import TorchCpu
 from uspft.sequence import Heads, Plan, choose
 from uspft.sequence.sums import Sum
 
@@ -55,7 +56,7 @@ def no_communication(layer: Layer) -> Attention:
         for source, positions in enumerate(held)
     ]
     del keys, values
-    share = _Share(plan, others, layer.scale, choose_kernel("torch", torch.device("cpu")))
+    share = _Share(plan, others, layer.scale, TorchCpu())
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = _Alone.apply(q, k, v, share)

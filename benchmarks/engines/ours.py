@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.engines.engine import Attention, Cannot, Make
 from benchmarks.layer import Layer
 from uspft.comm import Books
-from uspft.kernels import choose_kernel
+from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.mesh import make_mesh
 from uspft.sequence import Heads, Plan, Rule, Split, choose
@@ -28,7 +28,7 @@ def ours(name: str, ulysses: int | None = None, **options: Any) -> Make:
         mesh = make_mesh(layout, Books())
         order = algorithm.token_order(layer.documents)
         plan = Plan([layer.documents], [order], (layout.ulysses, mesh.ring.index))
-        split = Split(mesh.ulysses, mesh.ring, choose_kernel("torch", torch.device("cpu")))
+        split = Split(mesh.ulysses, mesh.ring, TorchCpu())
         rule = Rule(layer.scale)
         held = [torch.arange(start, stop) for start, stop in order[mesh.context.index]]
         return Attention(
