@@ -17,9 +17,9 @@ from uspft.data import Corpus, RowStream
 from uspft.data.loader import EMPTY, StepLoader
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.zero import ZeroEngine, partitioner
+from uspft.evaluate import EvalSet, evaluation_sets
 from uspft.job import Job
-from uspft.kernels import choose_kernel
-from uspft.kernels.probe import probe
+from uspft.kernels import believed_kernel
 from uspft.layout import Layout, layout_of
 from uspft.model.build import build_model
 from uspft.model.causal import CausalLoss
@@ -37,6 +37,7 @@ class Run:
     job: Job
     world: World
     loader: StepLoader
+    evaluation: list[EvalSet]
     engine: ZeroEngine
     config: Any
     first_step: int
@@ -49,12 +50,13 @@ def assemble(job: Job, device: torch.device) -> Run:
     dtype = getattr(torch, recipe.model.dtype)
     layout = this_layout(recipe)
 
-    kernel = choose_kernel(recipe.model.attention, device)
+    kernel = believed_kernel(recipe.model.attention, _local_heads(config, layout), dtype, device)
     windows = set(layer_windows(config))
     window = windows.pop() if len(windows) == 1 else None
     world = make_world(layout, of_recipe(recipe, layout, window), kernel, device)
     _same_job(job, world)
-    probe(kernel, _local_heads(config, layout), dtype, device)
+    if world.mesh.rank == 0 and device.type == "cuda":
+        print(f"attention kernel: {kernel.name}", flush=True)
 
     loader = make_loader(job, world)
 
@@ -74,7 +76,8 @@ def assemble(job: Job, device: torch.device) -> Run:
     if checkpoint:
         empty = loader.batch([EMPTY] * recipe.training.micro_batch_size)
         load_state(engine, checkpoint, empty)
-    return Run(job, world, loader, engine, config, checkpoint.step if checkpoint else 0)
+    first_step = checkpoint.step if checkpoint else 0
+    return Run(job, world, loader, evaluation_sets(job, world), engine, config, first_step)
 
 
 def _same_job(job: Job, world: World) -> None:

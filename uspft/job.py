@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ LOCAL = (
     ("model", "config"),
     ("model", "tokenizer"),
     ("data", "train"),
+    ("data", "eval"),
     ("data", "chat_template"),
     ("data", "cache_dir"),
     ("checkpoint", "resume"),
@@ -26,13 +27,15 @@ LOCAL = (
 class Job:
     """A resolved recipe, prepared data, where to go on from, and the command that asked for it.
 
-    identity: what a resumed run must agree with; tokenizer: the folder that the export copies.
+    identity: what a resumed run must agree with; evaluation: the prepared sets by title; tokenizer:
+    the folder that the export copies.
     """
 
     recipe: Recipe
     corpus: Path
     steps: int
     identity: dict[str, Any]
+    evaluation: dict[str, Path] = field(default_factory=dict)
     resume_from: Path | None = None
     tokenizer: str | None = None
     command: str = ""
@@ -44,7 +47,8 @@ class Job:
             tree[block].pop(key)
         tree.pop("output_dir")
         resumed = self.resume_from and self.resume_from.name
-        whole = json.dumps([tree, self.corpus.name, self.steps, resumed], default=str)
+        data = [self.corpus.name, *(folder.name for folder in self.evaluation.values())]
+        whole = json.dumps([tree, data, self.steps, resumed], default=str)
         return int.from_bytes(hashlib.blake2b(whole.encode(), digest_size=6).digest(), "little")
 
     def write(self, folder: Path) -> None:
@@ -53,6 +57,7 @@ class Job:
             "corpus": str(self.corpus.resolve()),
             "steps": self.steps,
             "identity": self.identity,
+            "evaluation": {t: str(f.resolve()) for t, f in self.evaluation.items()},
             "resume_from": self.resume_from and str(self.resume_from.resolve()),
             "tokenizer": self.tokenizer,
             "command": self.command,
@@ -68,6 +73,7 @@ class Job:
             Path(rest["corpus"]),
             rest["steps"],
             rest["identity"],
+            {title: Path(folder) for title, folder in rest["evaluation"].items()},
             Path(resume) if resume else None,
             rest["tokenizer"],
             rest["command"],

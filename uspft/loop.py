@@ -20,6 +20,7 @@ from uspft.checkpoint.save import save_checkpoint
 from uspft.comm import KINDS, largest, total
 from uspft.engine.state import read_state
 from uspft.engine.zero import NotFinite, StepResult
+from uspft.evaluate import evaluate, record_of
 from uspft.metrics import Journal, RunDisplay, peak_flops, peak_memory_bytes, step_flops
 from uspft.model.build import parameter_count
 from uspft.model.config import layer_windows
@@ -48,18 +49,16 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
         journal.cut_back(run.first_step)
     meter = Meter(run)
     with RunDisplay(steps, run.first_step, speaks=first_rank) as display:
+        evaluation = Evaluation(run, journal, display)
+        if evaluation.is_missing() and not evaluation.run(run.first_step, stop):
+            raise Interrupted(f"stopped before step {run.first_step + 1}")
         for step in range(run.first_step + 1, steps + 1):
             started = time.perf_counter()
             batches = run.loader.batches(step)
             if step == run.first_step + 1:
-                _same_rows(run, batches)
+                run.loader.require_same_rows(batches)
             rate = learning_rate(step, steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
-            try:
-                result = run.engine.step(batches, rate, stop())
-            except NotFinite as error:
-                rows = run.loader.rows_of(step)
-                where = f"step {step}, rows {rows.start} to {rows.stop - 1}"
-                raise NotFinite(f"{where}: {error}; nothing was updated") from None
+            result = _step(run, step, batches, (rate, stop()))
             record = {"step": step, "learning_rate": rate} | meter.record(
                 step, batches, result, time.perf_counter() - started
             )
@@ -67,17 +66,32 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                 if step % recipe.logging.every_steps == 0 or step == steps:
                     journal.write(record)
                 display.step(record)
+            stopped = result.stop
+            if evaluation.is_due(step) and not stopped:
+                stopped = not evaluation.run(step, stop)
             every = recipe.checkpoint.every_steps
             due = every and (step % every == 0 or step == steps)
-            if due or result.stop:
+            if due or stopped:
                 keep = recipe.checkpoint.keep_last
                 save_checkpoint(
                     run.engine, output, step, keep, lambda at: describe(run, at / "model")
                 )
-            if result.stop and step < steps:
+            if stopped and step < steps:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
     if recipe.export.huggingface:
         export_run(run)
+
+
+def _step(
+    run: Run, step: int, batches: list[Batch], rate_and_stop: tuple[float, bool]
+) -> StepResult:
+    """One step of the engine. Raises NotFinite with step and rows."""
+    try:
+        return run.engine.step(batches, *rate_and_stop)
+    except NotFinite as error:
+        rows = run.loader.rows_of(step)
+        where = f"step {step}, rows {rows.start} to {rows.stop - 1}"
+        raise NotFinite(f"{where}: {error}; nothing was updated") from None
 
 
 def export_run(run: Run) -> None:
@@ -108,17 +122,37 @@ def describe(run: Run, folder: Path) -> dict[str, Any]:
     return run.job.identity
 
 
-def _same_rows(run: Run, batches: list[Batch]) -> None:
-    """Every rank that shares a row must have read the same one."""
-    world = run.world
-    for batch in batches:
-        seen = float(run.loader.fingerprint(batch))
-        highest, lowest = largest([seen, -seen], world.mesh.context, world.device)
-        if highest != -lowest:
-            raise RuntimeError(
-                f"the ranks that share rows {batch.rows} read different rows (rank "
-                f"{world.mesh.rank}: {int(seen):x}): do all hosts see the same data files?"
-            )
+class Evaluation:
+    """When a run evaluates, and where it says what came out; collective."""
+
+    def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
+        self._run, self._journal, self._display = run, journal, display
+
+    def is_due(self, step: int) -> bool:
+        """Whether it follows this step: every so many, and at the end."""
+        every, steps = self._run.job.recipe.training.eval_every_steps, self._run.job.steps
+        due = step == steps or bool(every and step % every == 0)
+        return due and step > 0 and bool(self._run.evaluation)
+
+    def is_missing(self) -> bool:
+        """Whether the run that this one goes on from was stopped before it evaluated."""
+        world, step = self._run.world, self._run.first_step
+        if not self.is_due(step):
+            return False
+        stands = world.mesh.rank == 0 and self._journal.has_evaluation(step)
+        return largest([float(stands)], world.mesh.tokens, world.device) == [0.0]
+
+    def run(self, step: int, stop: Callable[[], bool]) -> bool:
+        """Evaluate after a step; False where a rank asked to stop, and nothing is written."""
+        started = time.perf_counter()
+        scores = evaluate(self._run.engine, self._run.evaluation, stop)
+        if scores is None:
+            self._display.say(f"the evaluation after step {step} was stopped")
+        elif self._run.world.mesh.rank == 0:
+            record = record_of(step, scores, time.perf_counter() - started)
+            self._journal.write(record)
+            self._display.evaluation(record)
+        return scores is not None
 
 
 class Meter:

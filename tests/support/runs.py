@@ -34,7 +34,7 @@ def prepared(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> A
     from uspft.assemble import assemble
     from uspft.checkpoint.folder import newest
     from uspft.commands.examine import examine
-    from uspft.data import prepare
+    from uspft.data import prepare, prepare_sets
     from uspft.engine.quarantine import prepare_deepspeed
     from uspft.job import Job
 
@@ -45,12 +45,14 @@ def prepared(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> A
     path.write_text(yaml.safe_dump({"output_dir": str(output), **recipe}))
     found = examine(path, [f"launch.processes={world}"], 1, None).recipe
     path.unlink()
-    corpus = prepare(found.data, None, VOCABULARY, output.parent / f"cache-{rank}")
+    cache = output.parent / f"cache-{rank}"
+    corpus = prepare(found.data, None, VOCABULARY, cache)
+    evaluation = prepare_sets(found.data, None, VOCABULARY, cache)
     checkpoint = newest(output) if resume else None
     dist.barrier()
     steps = found.training.steps
     assert steps
-    job = Job(found, corpus, steps, {}, checkpoint.folder if checkpoint else None)
+    job = Job(found, corpus, steps, {}, evaluation, checkpoint.folder if checkpoint else None)
     return assemble(job, torch.device("cpu"))
 
 

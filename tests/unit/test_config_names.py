@@ -75,7 +75,7 @@ def test_the_tables_of_names_name_keys_that_exist() -> None:
     assert {ours for ours in OURS.values() if ours not in known} == set()
     assert {ours for ours in DERIVED.values() if ours not in known} == set()
     assert not set(OURS) & set(KEYS[""])
-    assert len(OURS) == 105
+    assert len(OURS) == 107
     assert len(DERIVED) == 30
 
 
@@ -100,8 +100,7 @@ ASKED = {
         "rope_scaling: {rope_type: longrope, x: 2}": "rope_scaling of this type",
         "rope_scaling: {rope_type: yarn}": "a rope_scaling factor computed from sequence_length",
     },
-    "data": {"train: [{path: x, weight: 2}]": "weighting sources", "eval: x": "evaluation"},
-    "training": {"eval_every_steps: 5": "evaluation"},
+    "data": {"train: [{path: x, weight: 2}]": "weighting sources"},
     "memory": {
         "offload_activations: cpu": "offloading activations",
         "mlp_tile_tokens: 4k": "tiling the MLP",
@@ -124,7 +123,7 @@ def test_what_is_not_available_is_refused_as_a_whole(tmp_path: Path) -> None:
             assert f": {feature} is not available yet; " in line, line
             features.add(feature)
     assert features == {later.feature for later in LATER}
-    assert len(LATER) == 16
+    assert len(LATER) == 15
     (line,) = lines(tmp_path, "parallel_config: {micro_batch_num: 8, pipeline_stage: 4}")
     assert line.endswith("write `micro_batch_num: 1` and write `pipeline_stage: 1`")
 

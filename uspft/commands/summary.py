@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
         tenth = max(1, len(losses) // 10)
         first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
         lines.append(f"done: loss {first:.3f} → {last:.3f} (first and last tenth of the steps)")
+    lines += _evaluated([record for record in steps if "eval_loss" in record])
     if recipe.export.huggingface:
         lines.append(
             f"model:      {output / 'hf'}  (AutoModelForCausalLM.from_pretrained loads it)"
@@ -39,6 +41,15 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
     kept = [word for word in overrides if word.partition("=")[0] not in keys]
     lines.append(f"{said} {shlex.join(['./launch.sh', str(target), *kept, *words])}")
     return "\n".join(lines)
+
+
+def _evaluated(records: list[dict[str, Any]]) -> list[str]:
+    """The first and the last evaluation, where there was one with a finite loss."""
+    losses = [record["eval_loss"] for record in records if record["eval_loss"] is not None]
+    if not losses:
+        return []
+    known = f"{losses[0]:.3f} → {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"
+    return [f"evaluation: loss {known}"]
 
 
 def _on_gpus(recipe: Recipe, gpus: int) -> list[str]:

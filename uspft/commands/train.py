@@ -18,7 +18,8 @@ from uspft.commands.export import export
 from uspft.commands.place import Place
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe, dump
-from uspft.data import Corpus, RowStream, formats_of, prepare, read_report
+from uspft.config.blocks import DataBlock
+from uspft.data import Corpus, RowStream, formats_of, prepare, prepare_sets, read_report
 from uspft.job import Job
 from uspft.kernels.choose import is_installed
 from uspft.launcher import Hosts, LocalRanks, hosts_from, run_ranks
@@ -72,10 +73,10 @@ def _prepare_job(
     identity = identity_of(recipe)
     checkpoint = _checkpoint(recipe, output_of(recipe))
     _same(checkpoint, identity)
-    corpus = _prepare(local, config.vocab_size, place, screen)
+    corpus, evaluation = _prepare(local, config.vocab_size, place, screen)
     identity[CONTENTS] = corpus.name
     _same(checkpoint, identity)
-    formats = formats_of(local.data)
+    formats = formats_of(_every_source(local.data))
     recipe, local = (
         with_tiles(_with_formats(r, formats), config.vocab_size) for r in (recipe, local)
     )
@@ -84,6 +85,7 @@ def _prepare_job(
         corpus,
         _steps(recipe, corpus),
         identity,
+        evaluation,
         resume_from=checkpoint.folder if checkpoint else None,
         tokenizer=_with_tokenizer(local),
         command=place.command,
@@ -94,7 +96,7 @@ def _prepare_job(
 def _require_kernel(recipe: Recipe) -> None:
     """Raises Fault where the attention kernel that is asked for is not installed."""
     name = recipe.model.attention
-    if not is_installed(name):
+    if name != "auto" and not is_installed(name):
         what = f"is {name}, and its package is not installed in {sys.prefix}"
         raise Fault([("model.attention", what, "install it there, or write auto")])
 
@@ -108,8 +110,10 @@ def _require_devices(recipe: Recipe) -> None:
         raise Fault([("launch.processes", what, f"{remedy}, or start it on a host that has them")])
 
 
-def _prepare(recipe: Recipe, vocabulary: int, place: Place, screen: Console) -> Path:
-    """Read and tokenise the data, or find that it has been."""
+def _prepare(
+    recipe: Recipe, vocabulary: int, place: Place, screen: Console
+) -> tuple[Path, dict[str, Path]]:
+    """Read and tokenise the data, or find that it has been: training's, and each evaluation set."""
     cache = recipe.data.cache_dir or place.cache / "data"
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("tokenising", total=None)
@@ -117,17 +121,26 @@ def _prepare(recipe: Recipe, vocabulary: int, place: Place, screen: Console) -> 
         def tick(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        folder = prepare(recipe.data, tokenizer_of(recipe), vocabulary, Path(cache), tick)
+        tokenizer = tokenizer_of(recipe)
+        corpus = prepare(recipe.data, tokenizer, vocabulary, Path(cache), tick)
+        evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, Path(cache), tick)
+    _tell("data", corpus, screen)
+    for title, folder in evaluation.items():
+        _tell(f"evaluation data {title}", folder, screen)
+    return corpus, evaluation
+
+
+def _tell(what: str, folder: Path, screen: Console) -> None:
+    """How much data was read, and what became of the rest."""
     report = read_report(folder)
     screen.print(
-        f"data: {report['samples']:,} samples, {report['tokens']:,} tokens, "
+        f"{what}: {report['samples']:,} samples, {report['tokens']:,} tokens, "
         f"longest {report['longest']:,}",
         markup=False,
     )
     for fate in ("dropped", "truncated", "split", "without_targets"):
         if report.get(fate):
-            screen.print(f"data: {report[fate]:,} samples {fate.replace('_', ' ')}", markup=False)
-    return folder
+            screen.print(f"{what}: {report[fate]:,} samples {fate.replace('_', ' ')}", markup=False)
 
 
 def tokenizer_of(recipe: Recipe) -> str | None:
@@ -143,15 +156,21 @@ def _with_tokenizer(recipe: Recipe) -> str | None:
     return str(Path(folder).resolve()) if folder and has_one else None
 
 
+def _every_source(data: DataBlock) -> DataBlock:
+    """The block as if it trained on its evaluation sets too."""
+    return data.model_copy(update={"train": data.train + (data.eval or ()), "eval": None})
+
+
 def _with_formats(recipe: Recipe, found: list[str]) -> Recipe:
-    """The recipe with the sources' formats in place of `auto`."""
+    """The recipe with the formats of `_every_source` in place of `auto`."""
     data = recipe.data
     if len(set(found)) == 1:
         data = data.model_copy(update={"format": found[0]})
     else:
-        pairs = zip(data.train, found, strict=True)
-        train = tuple(s.model_copy(update={"format": s.format or f}) for s, f in pairs)
-        data = data.model_copy(update={"train": train})
+        pairs = zip(_every_source(data).train, found, strict=True)
+        named = tuple(s.model_copy(update={"format": s.format or f}) for s, f in pairs)
+        train, rest = named[: len(data.train)], named[len(data.train) :]
+        data = data.model_copy(update={"train": train, "eval": rest or None})
     return recipe.model_copy(update={"data": data})
 
 

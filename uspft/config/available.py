@@ -101,13 +101,6 @@ LATER = (
         "a rope_scaling factor computed from sequence_length",
         {"model.rope_scaling": (_no_factor, _YARN)},
     ),
-    Later(
-        "evaluation",
-        {
-            "data.eval": (_given, "null"),
-            "training.eval_every_steps": (_whole, "null"),
-        },
-    ),
     Later("weighting sources", {"data.train[].weight": (_given, "")}),
     Later("offloading activations", {"memory.offload_activations": (_is("cpu"), "none")}),
     Later("tiling the MLP", {"memory.mlp_tile_tokens": (_tiled, "none")}),

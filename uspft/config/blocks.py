@@ -40,6 +40,12 @@ class Source(Block):
     format: Annotated[str | None, _is(choice(*FORMATS, also=_NONE))] = None
     weight: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
 
+    @property
+    def title(self) -> str:
+        """The path, with what else a hub data set is chosen by: org/name (en, test)."""
+        chosen = ", ".join(part for part in (self.name, self.split) if part)
+        return f"{self.path} ({chosen})" if chosen else self.path
+
 
 _source_list = each(block(Source), "a list of sources")
 
@@ -84,8 +90,8 @@ class ModelBlock(Block):
         _is(choice("float32", "bfloat16", "float16")),
     ] = "bfloat16"
     attention: Annotated[
-        Literal["auto", "flash_attn_3", "flash_attn_2", "torch"],
-        _is(choice("auto", "flash_attn_3", "flash_attn_2", "torch")),
+        Literal["auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch"],
+        _is(choice("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch")),
     ] = "auto"
     rope_scaling: Annotated[dict[str, Any] | None, _is(scaling)] = None
     overrides: Annotated[dict[str, Any], _is(free())] = Field(default_factory=dict)
@@ -225,6 +231,7 @@ class TrainingBlock(Block):
     micro_batch_size: Count = 1
     max_grad_norm: Annotated[float, _is(real(above=0))] = 1.0
     eval_every_steps: CountOrNone = None
+    eval_micro_batch_size: CountOrNone = None
 
 
 class MemoryBlock(Block):

@@ -109,9 +109,23 @@ def _exchange_stages(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.training.eval_every_steps is not None and recipe.data.eval is None:
-        what = "is set, and there is no `data.eval`"
-        yield "training.eval_every_steps", what, "write data.eval, or null here"
+    for key in ("eval_every_steps", "eval_micro_batch_size"):
+        value = getattr(recipe.training, key)
+        if value is not None and recipe.data.eval is None:
+            what = f"is {value}, and there is no `data.eval`"
+            yield f"training.{key}", what, "write data.eval, or null here"
+
+
+def _evaluation_sets(recipe: Recipe) -> Iterator[Finding]:
+    titles: list[str] = []
+    for number, source in enumerate(recipe.data.eval or ()):
+        if source.weight is not None:
+            what = f"is {source.weight:g}, and evaluation takes each sample once"
+            yield f"data.eval[{number}].weight", what, "leave it out"
+        if source.title in titles:
+            what = f"is `{source.title}` again, as data.eval[{titles.index(source.title)}]"
+            yield f"data.eval[{number}]", what, "keep one of them"
+        titles.append(source.title)
 
 
 def _device(recipe: Recipe) -> Iterator[Finding]:
@@ -148,6 +162,7 @@ RULES = (
         ),
         _ulysses_degree,
     ),
-    Rule(("training.eval_every_steps", "data.eval"), _evaluation),
+    Rule(("training.eval_every_steps", "training.eval_micro_batch_size", "data.eval"), _evaluation),
+    Rule(("data.eval",), _evaluation_sets),
     Rule(("model.dtype", "model.attention", "launch.device"), _device),
 )

@@ -1,11 +1,13 @@
 """Data: sources, tokenise, pack, and the endless stream of rows.
 
 Reading order: sources (which files) → records (what is in them) → tokenise, chat (ids and labels)
-→ reading (all of it, on threads) → cache (once, in a folder) → corpus → packing → stream (rows).
+→ reading (all of it, on threads) → cache (once, in a folder; evaluation: each set in its own) →
+corpus → packing → stream (rows).
 """
 
 from uspft.data.cache import formats_of, prepare
 from uspft.data.corpus import Corpus, read_report
+from uspft.data.evaluation import prepare_sets
 from uspft.data.faults import DataError
 from uspft.data.sources import not_checked, source_problems
 from uspft.data.stream import Row, RowStream
@@ -18,6 +20,7 @@ __all__ = [
     "formats_of",
     "not_checked",
     "prepare",
+    "prepare_sets",
     "read_report",
     "source_problems",
 ]

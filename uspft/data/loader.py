@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from uspft.batch import Batch, Segments
+from uspft.comm import largest
 from uspft.data.stream import Row, RowStream
 from uspft.data.tokenise import NOT_TRAINED
 
@@ -90,6 +91,19 @@ class StepLoader:
             return self._stream.row(index)
         zeros = np.zeros(self._row_tokens, np.int64)
         return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), self._row_tokens), ())
+
+    def require_same_rows(self, batches: Sequence[Batch]) -> None:
+        """Every rank that shares a row must have read the same one; collective. RuntimeError."""
+        group = self._world.mesh.context
+        for batch in batches:
+            seen = float(self.fingerprint(batch))
+            highest, lowest = largest([seen, -seen], group, self._world.device)
+            if highest != -lowest:
+                here = f"rank {self._world.mesh.rank}: {int(seen):x}"
+                raise RuntimeError(
+                    f"the ranks that share rows {batch.rows} read different rows ({here}): "
+                    "do all hosts see the same data files?"
+                )
 
     def fingerprint(self, batch: Batch) -> int:
         """48 bits of what the whole rows of a batch hold; the same on all ranks that share them."""

@@ -8,8 +8,8 @@ stage. Sequence parallelism stays hidden from it, since its own scale depends on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from itertools import chain
@@ -159,6 +159,23 @@ class ZeroEngine:
     def _must_be_finite(norm: float) -> None:
         if not math.isfinite(norm):
             raise NotFinite(f"the gradient norm is {norm}")
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Forward passes alone: inside no gradient, after it everything as it was; collective."""
+        self.deepspeed.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.deepspeed.train()
+            # Under ZeRO-3 the last pass has fetched weights for a backward that does not come.
+            self.deepspeed.empty_partition_cache()
+            self.world.books.close()  # no training step's bytes
+
+    def loss_sum(self, batch: Batch) -> float:
+        """Cross-entropy summed over this rank's targets, inside `evaluating`; collective."""
+        return float(self.deepspeed(batch, self.world, 1.0))
 
     def close(self) -> None:
         """Release what DeepSpeed hooked into the module."""

@@ -57,6 +57,15 @@ class RunDisplay:
     def say(self, line: str) -> None:
         self._terminal.print(line, markup=False)
 
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Show an evaluation's record in one line."""
+        loss, perplexity = (_shown(record[f"eval_{name}"]) for name in ("loss", "perplexity"))
+        sets = record.get("eval_sets", {})
+        parts = [f"{title} {_shown(one['loss'])}" for title, one in sets.items()]
+        each = f"  ({', '.join(parts)})" if parts else ""
+        line = f"evaluation after step {record['step']}: loss {loss}  perplexity {perplexity}"
+        self.say(f"{line}  {record['eval_target_tokens']:,} tokens{each}")
+
     def step(self, record: dict[str, Any]) -> None:
         """Show a training step's record."""
         self._done = record["step"]
@@ -69,3 +78,7 @@ class RunDisplay:
             rate = (now - self._started) / max(1, self._done - self._first_step)
             left = time.strftime("%H:%M:%S", time.gmtime(rate * (self._steps - self._done)))
             self.say(f"step {self._done}/{self._steps}  {facts}  {left} left")
+
+
+def _shown(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

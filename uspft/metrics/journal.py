@@ -29,6 +29,12 @@ class Journal:
         aside.replace(self._path)
         self.write({"resumed_from_step": step})
 
+    def has_evaluation(self, step: int) -> bool:
+        """Whether what an evaluation after this step gave stands here."""
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        records = map(json.loads, lines)
+        return any("eval_loss" in record and record["step"] == step for record in records)
+
     def write(self, record: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -28,6 +28,9 @@ def tile_tokens(wish: str | int, vocabulary: int) -> int | None:
 class Head(nn.Module):
     """The output projection and the loss in one module, so that ZeRO-3 gathers its weight once."""
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, projection: nn.Linear, tile: int | None) -> None:
         super().__init__()
         self.weight = projection.weight

@@ -1,0 +1,50 @@
+"""Evaluation sets: each source of `data.eval` tokenised alone, so that its loss stands alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from uspft.data.cache import prepare
+from uspft.data.faults import DataError
+
+if TYPE_CHECKING:
+    from uspft.config import Finding
+    from uspft.config.blocks import DataBlock
+
+_TRAIN = re.compile(r"data\.train\b")  # and not data.train_on
+
+
+def prepare_sets(
+    data: DataBlock,
+    tokenizer_path: str | None,
+    vocab_size: int,
+    cache_dir: Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Path]:
+    """By title, in the recipe's order, the folder that holds each source of data.eval tokenised.
+
+    Arguments are those of `prepare`. Raises DataError, which names the source.
+    """
+    sources, found = data.eval or (), {}
+    for number, source in enumerate(sources):
+        alone = data.model_copy(update={"train": (source,), "eval": None})
+        try:
+            folder = prepare(alone, tokenizer_path, vocab_size, cache_dir, progress)
+        except DataError as error:
+            if not error.findings:
+                raise
+            key = "data.eval" if len(sources) == 1 else f"data.eval[{number}]"
+            raise DataError([], [_named(finding, key) for finding in error.findings]) from error
+        found[source.title] = folder
+    return found
+
+
+def _named(finding: Finding, key: str) -> Finding:
+    """The finding of a block whose `train` is an evaluation set, as the recipe's own."""
+    named, what, remedy = finding
+    if _TRAIN.match(named):
+        return _TRAIN.sub(key, named), what, remedy
+    return named, f"{what} (read for {key})", remedy

@@ -1,0 +1,126 @@
+"""Evaluation: the loss of whole data sets in the layout of training, which it leaves as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from uspft.comm import total
+from uspft.data import Corpus, RowStream
+from uspft.data.loader import StepLoader
+
+if TYPE_CHECKING:
+    from uspft.engine.zero import ZeroEngine
+    from uspft.job import Job
+    from uspft.world import World
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One source of `data.eval`. Step i of its loader is pass i: a micro-batch on each replica."""
+
+    title: str
+    loader: StepLoader
+    passes: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """The cross-entropy of target tokens summed over rows and ranks, and their number."""
+
+    loss_sum: float = 0.0
+    targets: int = 0
+
+    def __add__(self, other: Score) -> Score:
+        return Score(self.loss_sum + other.loss_sum, self.targets + other.targets)
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.targets
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluation_sets(job: Job, world: World) -> list[EvalSet]:
+    """Each set packed as in training; every row once, in file order."""
+    data, training = job.recipe.data, job.recipe.training
+    each = training.eval_micro_batch_size or training.micro_batch_size
+    at_once = each * world.layout.data
+    found = []
+    for title, folder in job.evaluation.items():
+        stream = RowStream(
+            Corpus.open(folder), data.sequence_length, data.packing, False, job.recipe.seed
+        )
+        rows = stream.rows_in(1)
+        loader = StepLoader(
+            stream,
+            world,
+            row_tokens=data.sequence_length,
+            rows_per_step=at_once,
+            rows_per_batch=each,
+            last_row=rows,
+        )
+        found.append(EvalSet(title, loader, math.ceil(rows / at_once)))
+    return found
+
+
+def evaluate(
+    engine: ZeroEngine, sets: Sequence[EvalSet], stop: Callable[[], bool]
+) -> dict[str, Score] | None:
+    """The score of each set by title; collective. None where a rank asked to stop before the end.
+
+    Every rank takes equally many passes, empty rows among them where a set runs out.
+    """
+    scores = {}
+    with engine.evaluating():
+        for one in sets:
+            score = _score(engine, one, stop)
+            if score is None:
+                return None
+            scores[one.title] = score
+    return scores
+
+
+def _score(engine: ZeroEngine, one: EvalSet, stop: Callable[[], bool]) -> Score | None:
+    tokens, device = engine.world.mesh.tokens, engine.world.device
+    score = Score()
+    for number in range(1, one.passes + 1):
+        (batch,) = one.loader.batches(number)
+        if number == 1:
+            one.loader.require_same_rows([batch])
+        here = [engine.loss_sum(batch), batch.targets, float(stop())]
+        loss_sum, targets, stops = total(here, tokens, device)
+        if stops:
+            return None
+        score += Score(loss_sum, int(targets))
+    return score
+
+
+def record_of(step: int, scores: dict[str, Score], seconds: float) -> dict[str, Any]:
+    """An evaluation's line of metrics.jsonl; several sets stand in it one by one, too."""
+    whole = sum(scores.values(), Score())
+    record: dict[str, Any] = {
+        "step": step,
+        "eval_loss": _finite(whole.loss),
+        "eval_perplexity": _finite(whole.perplexity),
+        "eval_target_tokens": whole.targets,
+        "eval_seconds": seconds,
+    }
+    if len(scores) > 1:
+        record["eval_sets"] = {
+            title: {
+                "loss": _finite(score.loss),
+                "perplexity": _finite(score.perplexity),
+                "target_tokens": score.targets,
+            }
+            for title, score in scores.items()
+        }
+    return record
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no other number
