@@ -55,8 +55,6 @@ def assemble(job: Job, device: torch.device) -> Run:
     window = windows.pop() if len(windows) == 1 else None
     world = make_world(layout, of_recipe(recipe, layout, window), kernel, device)
     _same_job(job, world)
-    if world.mesh.rank == 0 and device.type == "cuda":
-        print(f"attention kernel: {kernel.name}", flush=True)
 
     loader = make_loader(job, world)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import invalidate_caches
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from uspft.kernels import Block, Grouped, Mask, Partial, choose, choose_kernel
-from uspft.kernels.choose import kernel_name
+from uspft.kernels import Block, Grouped, Mask, Partial, believed_kernel, choose
 from uspft.kernels.dense import dense_attention
 from uspft.kernels.kernel import Part
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.kernels.varlen import Varlen, VarlenKernel
 
-CPU = torch.device("cpu")
+CPU, FLOAT, HEADS = torch.device("cpu"), torch.float32, (4, 2, 16)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -43,7 +44,7 @@ def varlen_on_cpu() -> VarlenKernel:
         dq = torch.cat([g.tensors[0] for g in queries])
         return dq, *(torch.cat([g.tensors[i] for g in keys]) for i in range(2))
 
-    return VarlenKernel("varlen on CPU", forward, backward)
+    return VarlenKernel("varlen", forward, backward)
 
 
 def test_the_variable_length_path_passes_the_probe() -> None:
@@ -136,14 +137,44 @@ def test_a_query_without_a_key_has_out_zero_and_lse_minus_infinity() -> None:
     assert out[1:3].isfinite().all() and lse[:, 1:3].isfinite().all()
 
 
-def test_auto_is_the_fastest_installed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernel_name("auto", "cpu") == "torch"
-    assert choose_kernel("torch", CPU).name == "torch flash (CPU)"
-    here: set[str] = set()
-    monkeypatch.setattr(choose, "find_spec", lambda package: package if package in here else None)
-    assert kernel_name("auto", "cuda") == "torch"
-    here.add("flash_attn")
-    assert kernel_name("auto", "cuda") == "flash_attn_2"
-    here.add("flash_attn_interface")
-    assert kernel_name("auto", "cuda") == "flash_attn_3"
-    assert kernel_name("torch", "cuda") == "torch"
+def test_auto_tries_what_is_installed_the_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def source(name: str, *, works: bool) -> choose.Source:
+        def make() -> Any:
+            tried.append(name)
+            if name == "flash_attn_4":
+                raise ImportError("built for another torch")
+            return TorchCpu() if works else Broken()
+
+        return choose.Source("torch", make)
+
+    works = {"flash_attn_4": True, "flash_attn_3": False, "flash_attn_2": True, "torch": True}
+    monkeypatch.setattr(
+        choose, "SOURCES", {name: source(name, works=fine) for name, fine in works.items()}
+    )
+    monkeypatch.setattr(choose, "probe", lambda kernel, *rest: probe(kernel, HEADS, FLOAT, CPU))
+    gpu = torch.device("cuda")
+    assert isinstance(believed_kernel("auto", HEADS, FLOAT, gpu), TorchCpu)
+    assert tried == ["flash_attn_4", "flash_attn_3", "flash_attn_2"]
+    with pytest.raises(RuntimeError, match="is wrong on this machine"):
+        believed_kernel(
+            "flash_attn_3", HEADS, FLOAT, gpu
+        )  # asked for by name: nothing else will do
+    with pytest.raises(ImportError, match="built for another torch"):
+        believed_kernel("flash_attn_4", HEADS, FLOAT, gpu)
+    assert believed_kernel("auto", HEADS, FLOAT, CPU).name == "torch"
+
+
+def test_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))  # type: ignore[no-untyped-call]
+    here = [name for name in choose.SOURCES if choose.is_installed(name)]
+    assert here == ["torch"]
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    invalidate_caches()
+    assert choose.is_installed("flash_attn_4") and not choose.is_installed("flash_attn_2")
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").touch()
+    (tmp_path / "flash_attn_interface.py").touch()
+    invalidate_caches()
+    assert all(choose.is_installed(name) for name in choose.SOURCES)

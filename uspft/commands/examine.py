@@ -27,7 +27,6 @@ from uspft.config import (
 from uspft.config.model_shape import HUB_ID
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.kernels.choose import kernel_name
 from uspft.layout import Layout, layout_of
 from uspft.model.loss import tile_tokens
 from uspft.sequence import Heads, of_recipe
@@ -177,7 +176,7 @@ def _resolve(
         "tensor_mesh": None,
         "tensor_slices": None,
     }
-    attention = kernel_name(recipe.model.attention, device)
+    attention = "torch" if device == "cpu" else recipe.model.attention
     return recipe.model_copy(
         update={
             "parallel_config": block("parallel_config", **degrees),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import signal
 import subprocess
 import warnings
@@ -45,6 +46,8 @@ def rank(folder: Path, place: Place) -> int:
     if number == 0:
         _describe_environment(job, device)
     run = assemble(job, device)
+    if number == 0 and job.recipe.model.attention == "auto":
+        _settle_attention(job, run.world.kernel.name)
     asked: list[int] = []  # from here on there is something to save
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
     code = 0
@@ -109,6 +112,16 @@ def _describe_environment(job: Job, device: torch.device) -> None:
         count = torch.cuda.device_count()
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
     (output / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _settle_attention(job: Job, name: str) -> None:
+    """The kernel that `auto` became in the recipe that the run leaves: only a GPU could tell."""
+    output = job.recipe.output_dir
+    assert output is not None
+    text = (output / "recipe.yaml").read_text()
+    settled = re.sub(r"^(\s+attention:) auto$", rf"\1 {name}", text, count=1, flags=re.MULTILINE)
+    (output / "recipe.yaml").write_text(settled)
+    print(f"attention kernel: {name}", flush=True)
 
 
 def _git_commit() -> str | None:

@@ -1,9 +1,9 @@
 """One-device attention: (out, lse) and its backward, one signature for every backend."""
 
 from uspft.kernels.blocks import Block, Mask, area
-from uspft.kernels.choose import choose_kernel
+from uspft.kernels.choose import believed_kernel
 from uspft.kernels.grouped import Grouped
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.merge import Partial
 
-__all__ = ["Block", "Grouped", "Kernel", "Mask", "Partial", "area", "choose_kernel"]
+__all__ = ["Block", "Grouped", "Kernel", "Mask", "Partial", "area", "believed_kernel"]

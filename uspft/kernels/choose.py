@@ -1,35 +1,65 @@
-"""`model.attention` → the kernel of this device."""
+"""`model.attention` → the kernel of this device, believed after it has been probed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from uspft.kernels import cuda
 from uspft.kernels.kernel import Kernel
+from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 
-PACKAGES = {"flash_attn_3": "flash_attn_interface", "flash_attn_2": "flash_attn"}
-"""Kernels from packages, the fastest first."""
+
+class Source(NamedTuple):
+    """Where a CUDA kernel comes from: a module that must be installed, and what makes it."""
+
+    module: str
+    make: Callable[[], Kernel]
 
 
-def kernel_name(wish: str, device: str) -> str:
-    """What `auto` means here: the fastest kernel whose package is installed, else torch's own."""
-    if wish != "auto":
-        return wish
-    names = [] if device == "cpu" else [name for name in PACKAGES if is_installed(name)]
-    return names[0] if names else "torch"
+SOURCES = {
+    "flash_attn_4": Source("flash_attn.cute", partial(cuda.torch_flash, "FA4")),
+    "flash_attn_3": Source("flash_attn_interface", partial(cuda.torch_flash, "FA3")),
+    "flash_attn_2": Source("flash_attn.flash_attn_interface", cuda.flash_attn_2),
+    "torch": Source("torch", cuda.torch_flash),
+}
+"""The fastest first; torch's own is always there."""
 
 
 def is_installed(name: str) -> bool:
-    """Whether a kernel's package can be found; torch's own always is there."""
-    return name not in PACKAGES or find_spec(PACKAGES[name]) is not None
+    """Whether a kernel's module is there; nothing is imported."""
+    package, _, part = SOURCES[name].module.partition(".")
+    found = find_spec(package)
+    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
+    inside = any((folder / end).exists() for folder in folders for end in (part, f"{part}.py"))
+    return found is not None and (inside or not part)
 
 
-def choose_kernel(name: str, device: torch.device) -> Kernel:
-    """The kernel of a resolved name. Raises ImportError where its package does not load."""
+def believed_kernel(
+    wish: str, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> Kernel:
+    """The kernel of `model.attention`; `auto`: the fastest that is installed, loads and passes.
+
+    heads: query heads, KV heads, head dim of one rank. Raises what the last one tried did:
+    ImportError where it does not load, RuntimeError where it fails or is wrong here.
+    """
     if device.type == "cpu":
-        return TorchCpu()
-    makers = {"flash_attn_3": cuda.flash_attn_3, "flash_attn_2": cuda.flash_attn_2}
-    return makers.get(name, cuda.torch_flash)()
+        makers: list[Callable[[], Kernel]] = [TorchCpu]
+    else:
+        names = [name for name in SOURCES if is_installed(name)] if wish == "auto" else [wish]
+        makers = [SOURCES[name].make for name in names]
+    for number, make in enumerate(makers, 1):
+        try:
+            kernel = make()
+            probe(kernel, heads, dtype, device)
+            return kernel
+        except (ImportError, AttributeError, RuntimeError):
+            if number == len(makers):
+                raise
+    raise AssertionError("there always is a kernel to try")

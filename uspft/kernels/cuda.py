@@ -6,13 +6,22 @@ import importlib
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 
 from uspft.kernels.varlen import Varlen, VarlenKernel
 
 
-def torch_flash() -> VarlenKernel:
-    """torch's own flash attention (aten), float16 and bfloat16; nothing to install."""
+def torch_flash(package: str | None = None) -> VarlenKernel:
+    """torch's own flash attention (aten), float16 and bfloat16; nothing to install.
+
+    package: FA3 (Hopper) or FA4, whose kernels torch is told to use in place of its own, in this
+    process. Raises ImportError where it is not installed, RuntimeError where it does not fit.
+    """
     aten = torch.ops.aten
+    if attention.current_flash_attention_impl():
+        attention.restore_flash_attention_impl()
+    if package:
+        attention.activate_flash_attention_impl(package)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
         sizes = (x.cu_q, x.cu_k, x.longest_q, x.longest_k)
@@ -32,7 +41,7 @@ def torch_flash() -> VarlenKernel:
         )
         return grads[0], grads[1], grads[2]
 
-    return VarlenKernel("torch flash (CUDA)", forward, backward)
+    return VarlenKernel(f"flash_attn_{package[-1]}" if package else "torch", forward, backward)
 
 
 def flash_attn_2() -> VarlenKernel:
@@ -64,44 +73,4 @@ def flash_attn_2() -> VarlenKernel:
         )
         return dq, dk, dv
 
-    return VarlenKernel("flash-attn 2", forward, backward)
-
-
-def flash_attn_3() -> VarlenKernel:
-    """The flash-attn 3 package (Hopper); raises ImportError where it is not installed."""
-    flash = importlib.import_module("flash_attn_interface")
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = flash._flash_attn_forward(
-            q,
-            k,
-            v,
-            cu_seqlens_q=x.cu_q,
-            cu_seqlens_k=x.cu_k,
-            max_seqlen_q=x.longest_q,
-            max_seqlen_k=x.longest_k,
-            softmax_scale=scale,
-            causal=x.causal,
-        )
-        return out, lse
-
-    def backward(
-        qkv: tuple[Tensor, ...], saved: tuple[Tensor, Tensor, Tensor], x: Varlen, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, dout = saved
-        dq, dk, dv = (torch.empty_like(t) for t in qkv)
-        flash._flash_attn_backward(
-            *(dout.contiguous(), *qkv, out, lse),
-            cu_seqlens_q=x.cu_q,
-            cu_seqlens_k=x.cu_k,
-            max_seqlen_q=x.longest_q,
-            max_seqlen_k=x.longest_k,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            softmax_scale=scale,
-            is_causal=x.causal,
-        )
-        return dq, dk, dv
-
-    return VarlenKernel("flash-attn 3", forward, backward)
+    return VarlenKernel("flash_attn_2", forward, backward)

@@ -34,7 +34,8 @@ class Kernel(Protocol):
     """Softmax attention over blocks whose query ranges do not overlap.
 
     q [T, h, D], k and v [T', g, D] with g dividing h (grouped queries share a KV head); lse is the
-    natural log of the softmax denominator, float32 (float64 for float64), scale included.
+    natural log of the softmax denominator, float32 (float64 for float64), scale included. name: the
+    recipe's word for it.
     """
 
     name: str

@@ -20,7 +20,7 @@ class TorchCpu:
     The op divides by zero on an empty block; blocks are never empty.
     """
 
-    name = "torch flash (CPU)"
+    name = "torch"
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
