@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,6 +46,9 @@ class StepLoader:
         self._stream, self._world, self._row_tokens = stream, world, row_tokens
         self._rows_per_step, self._rows_per_batch = rows_per_step, rows_per_batch
         self._last_row = last_row
+        self._reading = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, "rows ahead")
+        self._ahead: Future[None] | None = None
 
     def rows_of(self, step: int) -> range:
         """Indices of the rows of a step."""
@@ -51,20 +57,32 @@ class StepLoader:
         return range(first, stop if self._last_row is None else min(stop, self._last_row))
 
     def batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step: their number is the same on every rank and step."""
+        """This rank's micro-batches of a step: their number is the same on every rank and step.
+
+        While the step runs, a thread works out how the next one's rows are dealt out.
+        """
+        if self._ahead:
+            self._ahead.result()
+        found = [self.batch(indices) for indices in self._indices(step)]
+        self._ahead = self._pool.submit(self._look_ahead, step + 1)
+        return found
+
+    def _indices(self, step: int) -> list[list[int]]:
+        """The rows of this replica's micro-batches."""
         rows = self.rows_of(step)
         each = self._rows_per_batch
         per_pass = each * self._world.layout.data
         passes = -(-self._rows_per_step // per_pass)
-        found = []
-        for number in range(passes):
-            first = number * per_pass + self._world.replica * each
-            found.append(
-                self.batch(
-                    [rows[i] if i < len(rows) else EMPTY for i in range(first, first + each)]
-                )
-            )
-        return found
+        firsts = [number * per_pass + self._world.replica * each for number in range(passes)]
+        return [
+            [rows[i] if i < len(rows) else EMPTY for i in range(first, first + each)]
+            for first in firsts
+        ]
+
+    def _look_ahead(self, step: int) -> None:
+        """Token orders are searched for, and remembered by the algorithm's own cache."""
+        for index in chain.from_iterable(self._indices(step)):
+            self._world.algorithm.token_order(self._row(index).segments)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """This rank's share of the rows with these indices."""
@@ -88,7 +106,8 @@ class StepLoader:
 
     def _row(self, index: int) -> Row:
         if index != EMPTY:
-            return self._stream.row(index)
+            with self._reading:
+                return self._stream.row(index)
         zeros = np.zeros(self._row_tokens, np.int64)
         return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), self._row_tokens), ())
 

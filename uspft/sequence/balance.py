@@ -52,7 +52,7 @@ class Assignment:
         return tuple(found)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # the rows of a step and of the next
 def assign(
     segments: Segments, ring: int, multiple: int, fetches: int = 1, window: int | None = None
 ) -> Assignment:
