@@ -37,7 +37,9 @@ class Refused:
             number = int(match["where"].rpartition(":")[2])
             stands = self.recipe.read_text().splitlines()[number - 1]
             names = re.findall(r"\w+", key)
-            assert number == 1 or any(f"{name}:" in stands for name in names), (line, stands)
+            item = "[" in key and stands.lstrip().startswith("- ")
+            named = item or any(f"{name}:" in stands for name in names)
+            assert number == 1 or named, (line, stands)
         return line
 
 

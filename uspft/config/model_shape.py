@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config.blocks import ModelBlock
+from uspft.config.families import FAMILIES, rope_of, unsupported
 from uspft.config.problems import Finding
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 @dataclass(frozen=True)
@@ -58,19 +57,20 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     def named(field: str) -> str:
         return f"model.overrides.{field}" if field in model.overrides else key
 
-    findings = _unsupported(raw, named)
+    findings = unsupported(raw, named, model.rope_scaling)
     if findings:
         return findings
-    sizes, findings = _sizes(raw, named, file)
+    family = FAMILIES[raw["model_type"]]
+    full = {**family.defaults, **raw}
+    sizes, findings = _sizes(full, named, file)
     if findings:
         return findings
     return ModelShape(
         model_type=raw["model_type"],
         **sizes,
-        rope=_rope(raw),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        # Qwen2 has no such key: its query, key and value projections always have a bias.
-        attention_bias=raw["model_type"] == "qwen2" or bool(raw.get("attention_bias", False)),
+        rope=rope_of(raw),
+        tied=bool(full.get("tie_word_embeddings", False)),
+        attention_bias=family.qkv_bias or bool(raw.get("attention_bias", False)),
         raw=raw,
     )
 
@@ -111,61 +111,6 @@ def _json(file: Path, key: str) -> dict[str, Any] | list[Finding]:
     return raw
 
 
-def _unsupported(raw: Mapping[str, Any], named: Any) -> list[Finding]:
-    """Traits that would change the mathematics and that uspft does not have: refused by name."""
-    kind = raw.get("model_type")
-    if kind not in MODEL_TYPES:
-        what = f"model_type `{kind}` is not available yet"
-        return [(named("model_type"), what, f"name a model of type {', '.join(MODEL_TYPES)}")]
-    findings = _windows(raw, named)
-    if raw.get("attention_dropout"):
-        what = f"attention_dropout is {raw['attention_dropout']}, which is not available yet"
-        remedy = "write model.overrides.attention_dropout: 0.0"
-        findings.append((named("attention_dropout"), what, remedy))
-    if raw.get("quantization_config") is not None:
-        what = "has a quantization_config; training quantised weights is not available yet"
-        findings.append((named("quantization_config"), what, "name the unquantised model"))
-    rope = _rope(raw)
-    if rope is not None and rope["rope_type"] not in _ROPE_TYPES:
-        what = f"rotary positions of type `{rope['rope_type']}` are not available yet"
-        findings.append(
-            (named("rope_scaling"), what, f"name a model with {', '.join(_ROPE_TYPES)}")
-        )
-    return findings
-
-
-def _windows(raw: Mapping[str, Any], named: Any) -> list[Finding]:
-    """What is wrong with the layers' kinds of attention and their sliding window."""
-    types, window = set(raw.get("layer_types") or []), raw.get("sliding_window")
-    other = sorted(map(str, types - {"full_attention", "sliding_attention"}))
-    if other:
-        what = f"layer_types has {', '.join(other)}, which is not available yet"
-        remedy = "name a model with full_attention and sliding_attention only"
-        return [(named("layer_types"), what, remedy)]
-    sliding, used = "sliding_attention" in types, raw.get("use_sliding_window", False)
-    if raw["model_type"] == "llama":
-        if not sliding and window is None:
-            return []
-        key = "layer_types" if sliding else "sliding_window"
-        what = f"{key} asks for a sliding window, and transformers' LLaMA has none"
-        return [(named(key), what, f"write model.overrides.{key}: null for full attention")]
-    if sliding and not used:
-        what = "use_sliding_window is false, and layer_types has sliding_attention"
-        remedy = "write model.overrides.use_sliding_window: true, or false for full attention"
-        return [] if _overridden(named) else [(named("use_sliding_window"), what, remedy)]
-    if used and "sliding_window" in raw and (type(window) is not int or window < 1):
-        what = f"sliding_window is {window!r}, not a whole number of at least 1"
-        remedy = "write model.overrides.sliding_window, or use_sliding_window: false"
-        return [(named("sliding_window"), what, remedy)]
-    return []
-
-
-def _overridden(named: Any) -> bool:
-    """Whether an override says which layers have a window: what the file says of single layers
-    counts no more."""
-    return str(named("use_sliding_window")).startswith("model.overrides.")
-
-
 def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int], list[Finding]]:
     fields = {
         "hidden_size": "hidden_size",
@@ -183,7 +128,8 @@ def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int],
         filled["num_key_value_heads"] = heads
     derived = filled.get("head_dim") is None
     if derived and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        filled["head_dim"] = 128 if raw["model_type"] == "qwen3" else max(hidden // heads, 1)
+        usual = FAMILIES[raw["model_type"]].defaults.get("head_dim")
+        filled["head_dim"] = usual or max(hidden // heads, 1)
     sizes: dict[str, int] = {}
     findings: list[Finding] = []
     for name, field in fields.items():
@@ -199,24 +145,14 @@ def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int],
         heads, kv_heads = sizes["heads"], sizes["kv_heads"]
         what = f"{heads} attention heads are not a multiple of {kv_heads} key-value heads"
         findings.append((named("num_key_value_heads"), what, "write a divisor of the heads"))
-    if raw["model_type"] == "llama" and sizes["hidden_size"] % sizes["heads"]:
+    whole = FAMILIES[raw["model_type"]].whole_heads
+    if whole and sizes["hidden_size"] % sizes["heads"]:
         what = f"hidden_size {sizes['hidden_size']} is not a multiple of {sizes['heads']} heads"
         findings.append((named("hidden_size"), what, "write a multiple of the heads"))
     elif sizes["head_dim"] % 2:
         what = f"head_dim {sizes['head_dim']} is odd, and rotary positions turn pairs"
         findings.append((named("head_dim"), what, "write an even number"))
     return sizes, findings
-
-
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Rotary parameters in one form; transformers 5 writes rope_parameters, older two keys."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope = dict(given) if isinstance(given, dict) else {"rope_type": given}
-    rope["rope_type"] = rope.pop("rope_type", None) or rope.get("type") or "default"
-    rope.pop("type", None)
-    if rope.get("rope_theta") is None and raw.get("rope_theta") is not None:
-        rope["rope_theta"] = raw["rope_theta"]
-    return rope if given or "rope_theta" in rope else None
 
 
 def check_length(shape: ModelShape, model: ModelBlock, length_tokens: int) -> list[Finding]:
