@@ -35,8 +35,9 @@ class Batch:
     """This rank's share of one micro-batch, its rows laid end to end.
 
     input_ids and position_ids [1, T] int64 on the device; labels [T] int64, already shifted on the
-    whole row, -100 where there is no target. plan is what attention computes here; rows are the
-    indices in the stream of rows (-1: an empty row that only keeps ranks in step).
+    whole row, -100 where there is no target. plan is what attention computes here; held are the
+    tokens' positions in the rows; rows are the indices in the stream of rows (-1: an empty row that
+    only keeps ranks in step).
     """
 
     input_ids: Tensor
@@ -44,4 +45,5 @@ class Batch:
     labels: Tensor
     targets: int
     plan: Any
+    held: tuple[tuple[int, int], ...]
     rows: tuple[int, ...]

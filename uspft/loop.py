@@ -21,6 +21,7 @@ from uspft.comm import KINDS, largest, total
 from uspft.engine.state import read_state
 from uspft.engine.zero import NotFinite, StepResult
 from uspft.evaluate import evaluate, record_of
+from uspft.guards import Guards
 from uspft.metrics import Journal, RunDisplay, peak_flops, peak_memory_bytes, step_flops
 from uspft.model.build import parameter_count
 from uspft.model.config import layer_windows
@@ -49,16 +50,17 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
         journal.cut_back(run.first_step)
     meter = Meter(run)
     with RunDisplay(steps, run.first_step, speaks=first_rank) as display:
+        guards = Guards(run, display.say)
         evaluation = Evaluation(run, journal, display)
         if evaluation.is_missing() and not evaluation.run(run.first_step, stop):
             raise Interrupted(f"stopped before step {run.first_step + 1}")
         for step in range(run.first_step + 1, steps + 1):
             started = time.perf_counter()
             batches = run.loader.batches(step)
-            if step == run.first_step + 1:
-                run.loader.require_same_rows(batches)
+            guards.rows(step, batches)
             rate = learning_rate(step, steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
             result = _step(run, step, batches, (rate, stop()))
+            guards.first_loss(step, result.loss)
             record = {"step": step, "learning_rate": rate} | meter.record(
                 step, batches, result, time.perf_counter() - started
             )

@@ -232,6 +232,7 @@ class TrainingBlock(Block):
     max_grad_norm: Annotated[float, _is(real(above=0))] = 1.0
     eval_every_steps: CountOrNone = None
     eval_micro_batch_size: CountOrNone = None
+    debug: Flag = False
 
 
 class MemoryBlock(Block):

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from uspft.batch import Batch, Segments
-from uspft.comm import largest
+from uspft.comm import largest, total
 from uspft.data.stream import Row, RowStream
 from uspft.data.tokenise import NOT_TRAINED
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 EMPTY = -1
 """Index of a row of padding alone: it keeps ranks in step where the rows of a step run out."""
+
+
+DIGEST = 1 << 40
+"""Digests are counted up to here: sums over ranks are exact in float64."""
 
 
 class StepLoader:
@@ -101,6 +105,7 @@ class StepLoader:
             labels=labels,
             targets=int((labels != NOT_TRAINED).sum()),
             plan=plan,
+            held=tuple(held),
             rows=tuple(indices),
         )
 
@@ -124,6 +129,29 @@ class StepLoader:
                     "do all hosts see the same data files?"
                 )
 
+    def require_shares(self, batches: Sequence[Batch]) -> None:
+        """Each rank must hold the tokens that the algorithm says, and all of a row's ranks together
+        the row, each token once; collective. RuntimeError."""
+        world = self._world
+        for batch in batches:
+            rows = [self._row(index) for index in batch.rows]
+            _, said = world.share([row.segments for row in rows])
+            places = [np.arange(a, b) for a, b in said]
+            ids, labels = batch.input_ids[0].cpu().numpy(), batch.labels.cpu().numpy()
+            here = _digest(np.concatenate(places or [ids[:0]]), ids, labels)
+            whole_ids = np.concatenate([row.input_ids for row in rows])
+            whole_labels = np.concatenate([row.labels for row in rows])
+            whole = _digest(np.arange(len(whole_ids)), whole_ids, whole_labels)
+            held, wrong = total(
+                [here, float(tuple(said) != batch.held)], world.mesh.context, world.device
+            )
+            if wrong or held % DIGEST != whole:
+                raise RuntimeError(
+                    f"the ranks that share rows {batch.rows} do not hold each of their tokens once "
+                    f"({world.algorithm.name}, seen by rank {world.mesh.rank}): "
+                    "this is an error in uspft"
+                )
+
     def fingerprint(self, batch: Batch) -> int:
         """48 bits of what the whole rows of a batch hold; the same on all ranks that share them."""
         digest = hashlib.blake2b(digest_size=6)
@@ -132,3 +160,13 @@ class StepLoader:
             for array in (row.input_ids, row.labels, row.positions):
                 digest.update(array.tobytes())
         return int.from_bytes(digest.digest(), "little")
+
+
+def _digest(positions: NDArray[np.int64], ids: NDArray[Any], labels: NDArray[Any]) -> float:
+    """A sum over tokens of 64 mixed bits each (splitmix64), modulo DIGEST: the order does not
+    matter, which token stands at which position does."""
+    mixed = np.zeros(len(ids), np.uint64)
+    for part in (positions, ids, labels):
+        mixed = (mixed + part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return float(int(mixed.sum(dtype=np.uint64)) % DIGEST)

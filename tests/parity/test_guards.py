@@ -1,0 +1,94 @@
+"""Guards see what they are for, and nothing where all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import Documents, make_documents, make_model
+from tests.support.ranks import spawn
+from tests.support.runs import prepared, small_recipe
+from uspft.batch import Batch
+from uspft.guards import Guards
+
+RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+
+
+def other_token(run: Any, batch: Batch) -> None:
+    """Rank 1 trains another token than the row holds."""
+    if torch.distributed.get_rank() == 1:
+        batch.input_ids[0, 3] += 1
+
+
+def other_label(run: Any, batch: Batch) -> None:
+    if torch.distributed.get_rank() == 1:
+        batch.labels[3] = -100
+
+
+def exchanged_shares(run: Any, batch: Batch) -> None:
+    """Each rank holds what the other one should."""
+    object.__setattr__(batch, "held", batch.held[::-1])
+
+
+def other_rows(run: Any, batch: Batch) -> None:
+    """Ranks of one row read different ones."""
+    if torch.distributed.get_rank() == 1:
+        object.__setattr__(batch, "rows", (batch.rows[0] + 1,))
+
+
+FAULTS: dict[str, tuple[Callable[[Any, Batch], None], str]] = {
+    "token": (other_token, "do not hold each of their tokens once"),
+    "label": (other_label, "do not hold each of their tokens once"),
+    "shares": (exchanged_shares, "do not hold each of their tokens once"),
+    "rows": (other_rows, "read different rows"),
+}
+
+
+def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
+    recipe = small_recipe(
+        folder / "model",
+        data.path,
+        64,
+        parallel_config=RING,
+        deepspeed={
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000},
+        },
+    )
+    run = prepared(recipe, folder / "out")
+    lines: list[str] = []
+    guards = Guards(run, lines.append)
+    found: dict[str, Any] = {}
+    for name, (break_it, _) in FAULTS.items():
+        (batch,) = run.loader.batches(1)
+        guards.rows(1, [batch])
+        break_it(run, batch)
+        try:
+            guards.rows(1, [batch])
+            found[name] = None
+        except RuntimeError as error:
+            found[name] = str(error)
+        guards.rows(99, [batch])  # later steps are let through, unless asked for
+    found["sizes"] = lines
+    name, parameter = max(run.engine.module.named().items(), key=lambda item: item[1].ds_numel)
+    parameter.data = torch.zeros(parameter.ds_numel)  # as if it had never been taken apart
+    try:
+        Guards(run, lines.append)
+    except RuntimeError as error:
+        found["whole"] = name, str(error)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_every_fault_is_seen_on_every_rank(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "llama")
+    data = make_documents(tmp_path / "d.jsonl", [64, 60, 31], masked=[0.0, 0.4])
+    for found in spawn(2, work, tmp_path, data):
+        for name, (_, said) in FAULTS.items():
+            assert found[name] and said in found[name], (name, found[name])
+        assert len(found["sizes"]) == 1 and "on each of 2 ranks" in found["sizes"][0]
+        name, error = found["whole"]
+        assert f"{name} is whole on rank" in error
