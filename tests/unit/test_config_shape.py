@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from uspft.config import ModelShape, check_length, read_shape
+from uspft.config import ModelShape, check_length, families, read_shape
 from uspft.config.blocks import ModelBlock
+from uspft.config.families import FAMILIES
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -42,6 +43,11 @@ LLAMA = {
         "original_max_position_embeddings": 8192,
     },
 }
+
+PLAIN = {key: QWEN3[key] for key in list(QWEN3)[1:9] if key not in ("head_dim",)}
+GEMMA2 = {**PLAIN, "model_type": "gemma2", "attn_logit_softcapping": None}
+PHI3 = {**PLAIN, "model_type": "phi3", "rope_theta": 10000.0}
+MIXTRAL = {**PLAIN, "model_type": "mixtral", "num_local_experts": 8}
 
 
 def read(folder: Path, config: Any, **model: Any) -> Any:
@@ -80,14 +86,29 @@ def test_sizes_of_both_generations_of_config(tmp_path: Path) -> None:
 
 def test_the_sizes_are_those_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    for config in (QWEN3, LLAMA, {**QWEN3, "model_type": "qwen2"}):
+    bare = [
+        {**PLAIN, "model_type": kind, "rope_theta": 70000.0, "attn_logit_softcapping": None}
+        for kind in FAMILIES
+    ]
+    fewest = [
+        {k: v for k, v in config.items() if k != "num_key_value_heads"}
+        for config in bare
+        if config["model_type"] not in ("qwen2", "qwen3")
+    ]
+    for config in (QWEN3, LLAMA, {**QWEN3, "model_type": "qwen2"}, *bare, *fewest):
         ours = shape(tmp_path, config)
         theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-        assert ours.head_dim == getattr(theirs, "head_dim", 4096 // 32)
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4096 // 32)
         assert ours.kv_heads == theirs.num_key_value_heads
+        assert ours.tied == theirs.tie_word_embeddings
         assert ours.rope is not None
+        rope = theirs.rope_parameters
         for key, value in ours.rope.items():
-            assert theirs.rope_parameters[key] == value
+            assert rope.get("full_attention", rope)[key] == value
+        filled = FAMILIES[ours.model_type].defaults
+        for key in filled.keys() - ours.raw.keys() - {"head_dim", "sliding_window"}:
+            assert getattr(theirs, key) == filled[key]
+    assert len(bare) == 12
 
 
 def test_where_a_config_is_looked_for(tmp_path: Path) -> None:
@@ -128,7 +149,73 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ({"model_type": "mixtral"}, "model_type `mixtral` is not available yet"),
+    ({"model_type": "opt"}, "model_type `opt` is not available yet"),
+    (
+        {**QWEN3, "model_type": "gpt_oss"},
+        "model_type `gpt_oss` has attention sinks, which no attention kernel here has",
+    ),
+    (
+        {**QWEN3, "model_type": "llama4_text"},
+        "model_type `llama4_text` attends in chunks, which no algorithm here splits",
+    ),
+    (
+        {**GEMMA2, "attn_logit_softcapping": 30.0},
+        "attn_logit_softcapping is 30.0: no attention kernel here has a soft-cap",
+    ),
+    (
+        without(GEMMA2, "attn_logit_softcapping"),
+        "attn_logit_softcapping is 50.0: no attention kernel here has a soft-cap",
+    ),
+    (
+        {**GEMMA2, "model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "use_bidirectional_attention is true, and attention here is causal",
+    ),
+    (
+        {**GEMMA2, "sliding_window": None},
+        "sliding_window is None, not a whole number of at least 1",
+    ),
+    (
+        {**GEMMA2, "layer_types": ["sliding_attention", "chunked_attention"]},
+        "layer_types has chunked_attention, which is not available yet",
+    ),
+    ({**PHI3, "resid_pdrop": 0.1}, "resid_pdrop is 0.1, which is not available yet"),
+    ({**PHI3, "embd_pdrop": 0.2}, "embd_pdrop is 0.2, which is not available yet"),
+    ({**PHI3, "hidden_dropout": 0.2}, "hidden_dropout is 0.2, which is not available yet"),
+    (
+        {**PHI3, "rope_scaling": {"type": "su", "long_factor": [], "short_factor": []}},
+        "rotary positions of type `su` are not available yet",
+    ),
+    (
+        {**PHI3, "layer_types": ["full_attention"], "sliding_window": 7},
+        "layer_types and sliding_window disagree: transformers has a window in all layers",
+    ),
+    (
+        {**MIXTRAL, "router_jitter_noise": 0.1},
+        "router_jitter_noise is 0.1, which is not available yet",
+    ),
+    (
+        {**MIXTRAL, "output_router_logits": True},
+        "output_router_logits asks for the router's loss, which is not available yet",
+    ),
+    (
+        {**MIXTRAL, "layer_types": ["sliding_attention"]},
+        "layer_types and sliding_window disagree: transformers has no window",
+    ),
+    (
+        {**MIXTRAL, "model_type": "olmo2", "sliding_window": 7},
+        "sliding_window asks for a sliding window, and transformers' olmo2 has none",
+    ),
+    (
+        {
+            **GEMMA2,
+            "model_type": "gemma3_text",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default"},
+                "sliding_attention": {"rope_type": "dynamic"},
+            },
+        },
+        "rotary positions of type `dynamic` are not available yet",
+    ),
     ({}, "model_type `None` is not available yet"),
     (
         {**QWEN3, "use_sliding_window": True, "sliding_window": 0},
@@ -144,11 +231,11 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         {**LLAMA, "sliding_window": 4096},
-        "sliding_window asks for a sliding window, and transformers' LLaMA has none",
+        "sliding_window asks for a sliding window, and transformers' llama has none",
     ),
     (
         {**LLAMA, "layer_types": ["sliding_attention"]},
-        "layer_types asks for a sliding window, and transformers' LLaMA has none",
+        "layer_types asks for a sliding window, and transformers' llama has none",
     ),
     ({**QWEN3, "attention_dropout": 0.1}, "attention_dropout is 0.1, which is not available yet"),
     (
@@ -195,6 +282,21 @@ def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> N
         message, what = message[:20], what[:20]
     assert (key, what) == ("model.config", message)
     assert remedy
+
+
+def test_every_refused_type_is_refused_and_says_what_to_name(tmp_path: Path) -> None:
+    assert not FAMILIES.keys() & families.REFUSED.keys()
+    for kind in families.REFUSED:
+        ((key, what, remedy),) = read(tmp_path, {**QWEN3, "model_type": kind})
+        assert key == "model.config" and kind in what and "name " in remedy
+
+
+def test_scaling_is_refused_where_rotary_positions_are_the_familys_own(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    for config in (PHI3, {**GEMMA2, "model_type": "gemma3_text"}):
+        ((key, what, _),) = read(tmp_path, config, rope_scaling=yarn)
+        assert key == "model.rope_scaling" and config["model_type"] in what
+    assert shape(tmp_path, GEMMA2, rope_scaling=yarn).model_type == "gemma2"
 
 
 def test_an_override_is_blamed_itself(tmp_path: Path) -> None:

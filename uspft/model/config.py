@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from uspft.config.checks import closest
+from uspft.config.families import FAMILIES
 from uspft.config.problems import Fault, said
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def _read(source: Path, overrides: Mapping[str, Any]) -> Any:
     if not windows or "layer_types" in overrides:
         return AutoConfig.from_pretrained(source, local_files_only=True)
     raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
+    if FAMILIES[raw["model_type"]].windows != "switched":
+        return AutoConfig.from_pretrained(source, local_files_only=True)
     raw = {**raw, **windows, "layer_types": None}
     return AutoConfig.for_model(raw.pop("model_type"), **raw)
 

@@ -1,0 +1,213 @@
+"""What uspft knows of each model_type, a line per family, and what it refuses by name.
+
+Everything else comes from config.json, and from what transformers asks of attention in each call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from uspft.config.problems import Finding
+
+Named = Callable[[str], str]
+"""A field of config.json → the recipe's key that says it."""
+
+
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+"""Not dynamic and longrope: they choose by the longest position, which each rank of a row would see
+another of."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model_type differs from LLaMA.
+
+    windows: which layers have `sliding_window`: none | all | switched (all or as layer_types says,
+    where use_sliding_window) | typed (as layer_types says); defaults: what transformers takes where
+    config.json has no such field; whole_heads: hidden_size is a multiple of the heads;
+    ropes: rotary types of its config; scaling: model.rope_scaling can be asked for; norm_start: a
+    new norm's weight.
+    """
+
+    windows: str = "none"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool = False
+    whole_heads: bool = False
+    ropes: tuple[str, ...] = ROPE_TYPES
+    scaling: bool = True
+    norm_start: float = 1.0
+
+
+_GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+_GEMMA |= {"tie_word_embeddings": True}
+_SWITCHED = {"head_dim": 128, "sliding_window": 4096}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(whole_heads=True),
+    "qwen2": Family("switched", {"sliding_window": 4096}, qkv_bias=True),
+    "qwen3": Family("switched", _SWITCHED),
+    "qwen3_moe": Family("switched", {"num_key_value_heads": 4, "sliding_window": 4096}),
+    "mistral": Family("all", {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": Family("all", {"num_key_value_heads": 8}),
+    "phi3": Family("all", ropes=("default",), scaling=False),
+    "olmo2": Family(),
+    "smollm3": Family("switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "granite": Family(),
+    "gemma2": Family(
+        "typed", {**_GEMMA, "attn_logit_softcapping": 50.0}, whole_heads=True, norm_start=0.0
+    ),
+    "gemma3_text": Family("typed", _GEMMA, whole_heads=True, scaling=False, norm_start=0.0),
+}
+REFUSED: dict[str, tuple[str, str]] = {
+    "gpt_oss": ("has attention sinks, which no attention kernel here has", ""),
+    "gemma3": ("takes images too", "name its text model, of type gemma3_text"),
+    "llama4": ("takes images too, and attends in chunks", ""),
+    "llama4_text": ("attends in chunks, which no algorithm here splits", ""),
+    "qwen3_next": ("has linear attention, which no algorithm here splits", ""),
+    "mamba": ("has a state space instead of attention, which no algorithm here splits", ""),
+    "jamba": ("has state-space layers, which no algorithm here splits", ""),
+}
+"""(why, remedy) of model types that are asked for and cannot be trained exactly."""
+
+_NOISE = re.compile(r"dropout|pdrop|drop_path|jitter")
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+
+
+def unsupported(raw: Mapping[str, Any], named: Named, scaling: object = None) -> list[Finding]:
+    """Traits that would change the mathematics and that uspft does not have: refused by name.
+
+    scaling: the recipe's model.rope_scaling.
+    """
+    kind = str(raw.get("model_type"))
+    family = FAMILIES.get(kind)
+    if family is None:
+        why, remedy = REFUSED.get(kind, ("is not available yet", ""))
+        named_types = f"name a model of type {', '.join(FAMILIES)}"
+        return [(named("model_type"), f"model_type `{kind}` {why}", remedy or named_types)]
+    full = {**family.defaults, **raw}
+    findings = _windows(kind, family, full, named) + _attention(full, named) + _noise(full, named)
+    if full.get("output_router_logits"):
+        what = "output_router_logits asks for the router's loss, which is not available yet"
+        remedy = "write model.overrides.output_router_logits: false to train without it"
+        findings.append((named("output_router_logits"), what, remedy))
+    if full.get("quantization_config") is not None:
+        what = "has a quantization_config; training quantised weights is not available yet"
+        findings.append((named("quantization_config"), what, "name the unquantised model"))
+    findings += _positions(kind, raw, named)
+    if scaling is not None and not family.scaling:
+        what = f"is not available for model_type `{kind}`, whose rotary positions are its own"
+        findings.append(("model.rope_scaling", what, "leave it out"))
+    return findings
+
+
+def _attention(full: Mapping[str, Any], named: Named) -> list[Finding]:
+    findings = []
+    cap = full.get("attn_logit_softcapping")
+    if cap is not None:
+        what = f"attn_logit_softcapping is {cap}: no attention kernel here has a soft-cap"
+        remedy = "name another model, or write model.overrides.attn_logit_softcapping: null"
+        findings.append((named("attn_logit_softcapping"), what, f"{remedy} to train without it"))
+    if full.get("use_bidirectional_attention"):
+        what = "use_bidirectional_attention is true, and attention here is causal"
+        remedy = "write model.overrides.use_bidirectional_attention: false"
+        findings.append((named("use_bidirectional_attention"), what, remedy))
+    return findings
+
+
+def _noise(full: Mapping[str, Any], named: Named) -> list[Finding]:
+    """Random noise differs between layouts: no result would be that of one process."""
+    return [
+        (
+            named(key),
+            f"{key} is {value}, which is not available yet",
+            f"write model.overrides.{key}: 0.0",
+        )
+        for key, value in full.items()
+        if _NOISE.search(key) and value
+    ]
+
+
+def _positions(kind: str, raw: Mapping[str, Any], named: Named) -> list[Finding]:
+    found = {str(rope["rope_type"]) for rope in _ropes(raw)}
+    allowed = FAMILIES[kind].ropes
+    return [
+        (
+            named("rope_scaling"),
+            f"rotary positions of type `{name}` are not available yet",
+            f"name a model with {', '.join(allowed)}",
+        )
+        for name in sorted(found - set(allowed))
+    ]
+
+
+def _windows(kind: str, family: Family, full: Mapping[str, Any], named: Named) -> list[Finding]:
+    """What is wrong with the layers' kinds of attention and their sliding window."""
+    types, window = set(full.get("layer_types") or []), full.get("sliding_window")
+    other = sorted(map(str, types - {_FULL, _WINDOWED}))
+    if other:
+        what = f"layer_types has {', '.join(other)}, which is not available yet"
+        remedy = f"name a model with {_FULL} and {_WINDOWED} only"
+        return [(named("layer_types"), what, remedy)]
+    if family.windows == "none":
+        return _no_window(kind, types, window, named)
+    if family.windows == "switched":
+        used = bool(full.get("use_sliding_window", False))
+        if _WINDOWED in types and not used:
+            what = "use_sliding_window is false, and layer_types has sliding_attention"
+            remedy = "write model.overrides.use_sliding_window: true, or false for full attention"
+            key = named("use_sliding_window")
+            # An override says it of all layers: what the file says of single ones counts no more.
+            return [] if key.startswith("model.overrides.") else [(key, what, remedy)]
+        whole = kind == "qwen3_moe"
+    else:
+        used = window is not None if family.windows == "all" else types != {_FULL}
+        whole = family.windows == "all"
+    if used and (type(window) is not int or window < 1):
+        what = f"sliding_window is {window!r}, not a whole number of at least 1"
+        remedy = "write model.overrides.sliding_window"
+        if family.windows == "switched":
+            remedy += ", or use_sliding_window: false"
+        return [(named("sliding_window"), what, remedy)]
+    if whole and types and types != {_WINDOWED if used else _FULL}:
+        asked = "a window in all layers" if used else "no window"
+        what = f"layer_types and sliding_window disagree: transformers has {asked}"
+        return [(named("layer_types"), what, "write model.overrides.layer_types: null")]
+    return []
+
+
+def _no_window(kind: str, types: set[str], window: object, named: Named) -> list[Finding]:
+    if _WINDOWED not in types and window is None:
+        return []
+    key = "layer_types" if _WINDOWED in types else "sliding_window"
+    what = f"{key} asks for a sliding window, and transformers' {kind} has none"
+    return [(named(key), what, f"write model.overrides.{key}: null for full attention")]
+
+
+def rope_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Rotary parameters in one form, of the layers that see all; None where nothing says them."""
+    return next(iter(_ropes(raw)), None)
+
+
+def _ropes(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each kind of layer's rotary parameters in one form, full attention first.
+
+    transformers 5 writes rope_parameters, older two keys; some families one for each layer type.
+    """
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if isinstance(given, dict) and {_FULL, _WINDOWED} & given.keys():
+        each = [given.get(kind) or {} for kind in (_FULL, _WINDOWED)]
+        return [_one_form(rope, raw) for rope in each]
+    rope = _one_form(dict(given) if isinstance(given, dict) else {"rope_type": given}, raw)
+    return [rope] if given or "rope_theta" in rope else []
+
+
+def _one_form(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(given)
+    rope["rope_type"] = rope.pop("rope_type", None) or rope.get("type") or "default"
+    rope.pop("type", None)
+    if rope.get("rope_theta") is None and raw.get("rope_theta") is not None:
+        rope["rope_theta"] = raw["rope_theta"]
+    return rope
