@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "deepspeed", "transformers", "yunchang", "numpy")
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "yunchang", "numpy")
 
 
 def circumstances() -> dict[str, Any]:

@@ -12,22 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.machine import circumstances
 from benchmarks.step_case import SHAPE, WARM_UP, Case, Measured
 from benchmarks.step_trainer import run_trainer
 from benchmarks.step_uspft import SPLITS, run_uspft
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
 OURS, THEIRS = "uspft", "Trainer + ALST"
 SAME = 1e-4
 """Losses of one step that differ by more, relatively, are not those of the same computation."""
@@ -133,9 +130,7 @@ def record(found: list[Measured], words: argparse.Namespace, off: float) -> dict
     """What step.json holds."""
     seconds = typical(found)
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {n: version(n) for n in LIBRARIES},
-        "cpu": {"model": _processor(), "cores": os.cpu_count()},
+        **circumstances(),
         "case": {
             **SHAPE,
             "tokens": words.tokens,
@@ -152,16 +147,6 @@ def record(found: list[Measured], words: argparse.Namespace, off: float) -> dict
         "largest_relative_loss_difference": off,
         "runs": [asdict(run) for run in found],
     }
-
-
-def _processor() -> str:
-    """The CPU's name, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":
