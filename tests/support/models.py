@@ -16,7 +16,47 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "phi3": ("Phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.25,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 0.7,
+            "query_pre_attn_scalar": 24,
+            "head_dim": 24,
+            "sliding_window": 9,
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3Text",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+        },
+    ),
 }
+"""By model_type: transformers' name, and what of its config is not LLaMA's. A further family is a
+line here and one in uspft/config/families.py."""
+
 KINDS: dict[str, dict[str, Any]] = {
     "llama-8-2": {"kind": "llama", "heads": 8, "kv_heads": 2},
     "qwen2-4-1": {"kind": "qwen2", "heads": 4, "kv_heads": 1},
@@ -60,7 +100,7 @@ def make_model(folder: Path, kind: str, *, heads: int = 4, kv_heads: int = 4, **
         pad_token_id=0,
         **{**own, **extra},
     )
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from uspft.model.experts import as_files
 
 SHARD_BYTES = 5 * 10**9
 
@@ -23,15 +26,18 @@ def export_folder(
     """Write parameters in dtype, and what from_pretrained needs beside them.
 
     tensors: names and whole values, one at a time; only a shard is held in memory. describe: writes
-    config and tokenizer into the folder. Written aside and renamed: complete or absent.
+    config and tokenizer into the folder; the config says how files name experts. Written aside and
+    renamed: complete or absent.
     """
     aside = target.with_name(f".{target.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+    describe(aside)
+    kind = json.loads((aside / "config.json").read_text())["model_type"]
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
     held_bytes = 0
-    for name, value in tensors:
+    for name, value in chain.from_iterable(as_files(*pair, kind) for pair in tensors):
         size = value.numel() * dtype.itemsize
         if held and held_bytes + size > SHARD_BYTES:
             shards.append(_write(held, aside, len(shards)))
@@ -40,7 +46,6 @@ def export_folder(
         held_bytes += size
     shards.append(_write(held, aside, len(shards)))
     _name_shards(aside, shards)
-    describe(aside)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
     return target

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from uspft.model.attention import NAME
+from uspft.model.experts import is_experts
 from uspft.model.weights import Weights
 
 BATCH_BYTES = 1 << 28
@@ -56,6 +57,9 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     model.tie_weights()  # outside: making a parameter empty makes it another object
+    for buffer in model.buffers():
+        if buffer.is_floating_point():  # Gemma's embedding scale, made in dtype and used in it
+            buffer.data = buffer.data.float()
     return model
 
 
@@ -78,9 +82,15 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def parameter_count(model: nn.Module, *, embedding: bool = True) -> int:
-    """Number of parameters, tied ones once; without the embedding look-up where it is not tied."""
+    """Number of parameters, tied ones once; without the embedding look-up where it is not tied, and
+    of the experts those that a token meets."""
     counts = {id(p): getattr(p, "ds_numel", p.numel()) for p in model.parameters()}
     if not embedding:
+        for name, parameter in model.named_parameters():
+            if is_experts(name):
+                met: Any = model.config
+                share = counts[id(parameter)] * met.num_experts_per_tok
+                counts[id(parameter)] = share // met.num_local_experts
         table: Any = model.get_input_embeddings()  # type: ignore[operator]
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         if table.weight is not head.weight:

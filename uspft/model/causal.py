@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from uspft.model.attention import Bound
-from uspft.model.loss import Head
+from uspft.model.loss import Head, Logits
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -20,7 +20,7 @@ class CausalLoss(nn.Module):
     def __init__(self, model: Any, tile: int | None) -> None:
         super().__init__()
         self.model = model
-        self.head = Head(model.get_output_embeddings(), tile)
+        self.head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
 
     def forward(self, batch: Batch, world: World, scale: float) -> Tensor:
         """Sum of the cross-entropy over this rank's target tokens, times scale."""

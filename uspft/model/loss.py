@@ -5,7 +5,7 @@ Shapes: T tokens with a target, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,43 @@ def tile_tokens(wish: str | int, vocabulary: int) -> int | None:
     return max(SMALLEST, LOGITS // vocabulary) if wish == "auto" else int(wish)
 
 
+class Logits(NamedTuple):
+    """How a head makes logits: products times scale, then cap · tanh(· / cap) where it has one."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> Logits:
+        """As a Hugging Face config says."""
+        divisor, cap = getattr(config, "logits_scaling", 1.0), "final_logit_softcapping"
+        return cls(1.0 / divisor, getattr(config, cap, None))
+
+    def apply(self, products: Tensor) -> Tensor:
+        """Logits from products, in place."""
+        if self.scale != 1.0:
+            products.mul_(self.scale)
+        return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d products."""
+        if self.cap is None:
+            return self.scale
+        return logits.div(self.cap).square_().neg_().add_(1.0).mul_(self.scale)
+
+
+PLAIN = Logits()
+
+
 class Head(nn.Module):
     """The output projection and the loss in one module, so that ZeRO-3 gathers its weight once."""
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, projection: nn.Linear, tile: int | None) -> None:
+    def __init__(self, projection: nn.Linear, tile: int | None, logits: Logits = PLAIN) -> None:
         super().__init__()
+        self.logits = logits
         self.weight = projection.weight
         self.register_parameter("bias", projection.bias)
         self.tile = tile
@@ -50,7 +79,7 @@ class Head(nn.Module):
         if not torch.is_grad_enabled():  # which ctx.needs_input_grad does not know
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         loss: Tensor = _TiledCrossEntropy.apply(
-            rows, weight, bias, labels[chosen], (scale, self.tile or max(1, len(rows)))
+            rows, weight, bias, labels[chosen], (scale, self.tile or max(1, len(rows)), self.logits)
         )
         return loss
 
@@ -65,16 +94,17 @@ class _TiledCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        how: tuple[float, int],
+        how: tuple[float, int, Logits],
     ) -> Tensor:
-        scale, tile = how
+        scale, tile, form = how
         wide = torch.promote_types(rows.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=rows.device)
         training = any(ctx.needs_input_grad[:2])
         grads = _Gradients(rows, weight, bias, wide) if training else None
         for start in range(0, len(rows), tile):
             part, target = rows[start : start + tile], labels[start : start + tile]
-            logits = nn.functional.linear(part, weight, bias).to(wide)
+            logits = form.apply(nn.functional.linear(part, weight, bias).to(wide))
+            bend = form.slope(logits) if grads else 1.0
             chosen, most = logits.gather(1, target[:, None]), logits.amax(-1, keepdim=True)
             exps = logits.sub_(most).exp_()
             total = exps.sum(-1, keepdim=True)
@@ -83,6 +113,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
                 # Scaled before it is rounded: a rounded scale would shift every gradient alike.
                 slope = exps.mul_(scale / total)
                 slope.scatter_add_(1, target[:, None], slope.new_full((len(part), 1), -scale))
+                if form != PLAIN:
+                    slope.mul_(bend)
                 grads.add(start, part, slope.to(rows.dtype))
         if grads:
             ctx.save_for_backward(*grads.result())

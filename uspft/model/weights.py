@@ -11,7 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from uspft.config.families import FAMILIES
 from uspft.config.problems import InputError, said
+from uspft.model.experts import find, fused_shapes, is_experts, is_router
 
 
 class WeightsError(InputError):
@@ -44,21 +46,28 @@ class FolderWeights:
         self._files = _file_of_each(folder)
 
     def read(self, name: str, shape: torch.Size) -> Tensor:
-        if name not in self._files:
+        stored = find(name, self._files)
+        if stored is None:
             raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
+        value = stored.join([self._tensor(part) for part in stored.parts])
+        if value.shape != shape:
+            path = self._folder / self._files[stored.parts[0]]
+            what = f"{path}: {name} is {tuple(value.shape)}, the config says {tuple(shape)}"
+            raise WeightsError(what, _AGAIN)
+        return value
+
+    def _tensor(self, name: str) -> Tensor:
         path = self._folder / self._files[name]
         try:
             with safe_open(path, "pt") as tensors:
                 value: Tensor = tensors.get_tensor(name)
         except Exception as error:
             raise _unreadable(path, error) from error
-        if value.shape != shape:
-            what = f"{path}: {name} is {tuple(value.shape)}, the config says {tuple(shape)}"
-            raise WeightsError(what, _AGAIN)
         return value
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of every tensor, from the files' headers alone. Raises WeightsError."""
+        """Name → shape of every tensor, experts fused, from the files' headers alone. Raises
+        WeightsError."""
         found: dict[str, tuple[int, ...]] = {}
         for file in sorted(set(self._files.values())):
             path = self._folder / file
@@ -68,7 +77,7 @@ class FolderWeights:
                     found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
             except Exception as error:  # safetensors has several kinds, none of them exported
                 raise _unreadable(path, error) from error
-        return found
+        return fused_shapes(found)
 
 
 def _file_of_each(folder: Path) -> dict[str, str]:
@@ -95,20 +104,23 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
 class RandomWeights:
     """Random weights as a function of the seed and each parameter's name alone.
 
-    As transformers initialises LLaMA and Qwen: projections and embeddings normal(0,
-    initializer_range), the padding token's embedding 0, norms 1, biases 0.
+    As transformers initialises them: projections, embeddings, experts and their routers normal(0,
+    initializer_range), the padding token's embedding 0, norms 1 (0 where 1 is added to them),
+    biases 0.
     """
 
     def __init__(self, model: nn.Module, seed: int, std: float) -> None:
         self._modules = dict(model.named_modules())
         self._seed, self._std = seed, std
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        self._norm = FAMILIES[kind].norm_start if kind in FAMILIES else 1.0
 
     def read(self, name: str, shape: torch.Size) -> Tensor:
         owner, _, kind = name.rpartition(".")
         module = self._modules[owner]
         if kind == "bias":
             return torch.zeros(shape)
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, nn.Linear | nn.Embedding) or is_experts(name) or is_router(module):
             digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             value = torch.empty(shape).normal_(0.0, self._std, generator=generator)
@@ -117,6 +129,6 @@ class RandomWeights:
                 value[padding] = 0.0
             return value
         if len(shape) == 1 and "norm" in type(module).__name__.lower():
-            return torch.ones(shape)
+            return torch.full(shape, self._norm)
         what = f"no rule to initialise {name} of {type(module).__name__}"
         raise WeightsError(what, "name a folder with weights")

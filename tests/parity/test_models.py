@@ -1,0 +1,160 @@
+"""Every family of models against plain transformers in one process: two steps on four ranks.
+
+Each that tests/parity/test_training.py does not have meets every algorithm; ZeRO stages, packing,
+windows and checkpointing take turns. One spawn, many engines inside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.parity.test_training import FULLY, ZERO, mismatch
+from tests.support.models import (
+    ARCHITECTURES,
+    KINDS,
+    Documents,
+    Reference,
+    make_documents,
+    make_model,
+    reference,
+)
+from tests.support.ranks import spawn
+from tests.support.runs import run_recipe, small_recipe
+from uspft.config.families import FAMILIES
+
+ROW, STEPS, RATE, CLIP = 48, 2, 1e-3, 0.5
+ALGORITHMS: dict[str, int | None] = {
+    "ulysses_cp": None,
+    "ring_cp": None,
+    "hybrid_cp": 2,
+    "allgather_cp": None,
+    "planned_cp": 2,
+}
+"""By name the Ulysses degree, where it is the recipe's."""
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 11},
+    "mixtral": {"sliding_window": 5},
+    "phi3": {"sliding_window": 20},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 8},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 6},
+}
+WINDOWED = ("ring_cp", "hybrid_cp", "planned_cp")
+"""Where a family that may have a window has one."""
+ELSEWHERE = {str(kind["kind"]) for kind in KINDS.values()}
+"""Families of the training matrix."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in FAMILIES if kind not in ELSEWHERE},
+    **{f"{kind} window": (kind, window) for kind, window in WINDOWS.items()},
+}
+SHARP = 0.1
+"""Standard deviation of the weights: attention, routers and soft-caps are far from flat."""
+PLAIN = [[48], [41]]
+PACKED = [[31, 17], [20, 28]]
+EXPORTED = "hybrid_cp"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    model: str
+    algorithm: str
+    zero: str
+    packed: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.algorithm}".replace(" ", "-")
+
+
+def cases() -> list[Case]:
+    """All families × all algorithms; the stage is the one that both have met least often."""
+    met: Counter[tuple[str, str]] = Counter()
+    found = []
+    families = [kind for kind in MODELS if kind in FAMILIES]
+    for number, (kind, algorithm) in enumerate(product(families, ALGORITHMS)):
+        zero = min(FULLY, key=lambda name: (met[kind, name], met[algorithm, name]))
+        met.update([(kind, zero), (algorithm, zero)])
+        windowed = kind in WINDOWS and algorithm in WINDOWED
+        found.append(Case(f"{kind} window" if windowed else kind, algorithm, zero, number % 2 == 0))
+    return found
+
+
+def work(rank: int, folder: Path, data: dict[bool, Documents]) -> dict[Case, Any]:
+    found = {}
+    for number, case in enumerate(cases()):
+        degree = ALGORITHMS[case.algorithm]
+        parallel = {"context_parallel": 4, "context_parallel_algo": case.algorithm}
+        recipe = small_recipe(
+            folder / case.model,
+            data[case.packed].path,
+            ROW,
+            data={"packing": "best_fit" if case.packed else "none"},
+            parallel_config=parallel | ({"ulysses_degree_in_cp": degree} if degree else {}),
+            deepspeed={"zero_optimization": ZERO[case.zero]},
+            training={"steps": STEPS, "global_batch_size": 1, "max_grad_norm": CLIP},
+            memory={"gradient_checkpointing": number % 3 == 0},
+            export={"huggingface": case.algorithm == EXPORTED},
+        )
+        found[case] = run_recipe(recipe, folder / "runs" / case.name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("models")
+    for model, (kind, extra) in MODELS.items():
+        make_model(folder / model, kind, kv_heads=2, initializer_range=SHARP, **extra)
+    data = {
+        False: make_documents(folder / "plain.jsonl", list(chain(*PLAIN)), masked=[0.0, 0.6]),
+        True: make_documents(folder / "packed.jsonl", list(chain(*PACKED)), masked=[0.0, 0.9]),
+    }
+    return folder, data
+
+
+def wanted(folder: Path, model: str, data: dict[bool, Documents], packed: bool) -> Reference:
+    waiting = iter(data[packed].documents)
+    steps = [[next(waiting) for _ in row] for row in (PACKED if packed else PLAIN)]
+    return reference(folder / model, steps, rate=RATE, clip=CLIP)
+
+
+@pytest.mark.timeout(600)
+def test_every_family_trains_as_one_process(setting: Any) -> None:
+    folder, data = setting
+    answers = spawn(4, work, folder, data)[0]
+    assert len(answers) == 45
+    wants = {
+        (case.model, case.packed): wanted(folder, case.model, data, case.packed)
+        for case in {(case.model, case.packed): case for case in answers}.values()
+    }
+    wrong = {case: mismatch(got, wants[case.model, case.packed]) for case, got in answers.items()}
+    wrong = {case: found for case, found in wrong.items() if found}
+    for case, (_, end) in answers.items():
+        if case.algorithm == EXPORTED:
+            there = folder / "runs" / case.name / "hf"
+            net = transformers.AutoModelForCausalLM.from_pretrained(there, dtype=torch.float32)
+            off = [name for name, p in net.named_parameters() if not torch.equal(p, end[name])]
+            if off or len(end) != len(list(net.parameters())):
+                wrong.setdefault(case, []).append(f"exported otherwise: {off}")
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+
+def test_all_families_are_here() -> None:
+    assert ARCHITECTURES.keys() == FAMILIES.keys()
+    every = cases()
+    kinds = {case.model.removesuffix(" window") for case in every}
+    assert kinds | ELSEWHERE == set(FAMILIES) and not kinds & ELSEWHERE
+    assert {case.model for case in every} == set(MODELS)
+    for kind in kinds:
+        mine = [case for case in every if case.model.removesuffix(" window") == kind]
+        assert {case.algorithm for case in mine} == set(ALGORITHMS)
+        assert {case.zero for case in mine} == set(FULLY)
+        assert {case.packed for case in mine} == {True, False}

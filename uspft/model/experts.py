@@ -1,0 +1,116 @@
+"""Experts: one fused 3-D parameter in transformers, a matrix for each in Hugging Face files.
+
+Shapes: E experts, d hidden size, f an expert's width; gate_up_proj [E, 2f, d], gate's rows first,
+down_proj [E, d, f].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
+_ROUTER = re.compile(r"(?P<block>.*)\.mlp\.gate\.weight")
+
+
+class Spelling(NamedTuple):
+    """How files name a block of experts: module, and its three matrices."""
+
+    module: str
+    gate: str
+    up: str
+    down: str
+
+    def matrices(self, block: str, kind: str, expert: int) -> list[str]:
+        """The files' names of one expert's part of a fused parameter."""
+        names = (self.gate, self.up) if kind == "gate_up_proj" else (self.down,)
+        return [f"{block}.{self.module}.experts.{expert}.{name}.weight" for name in names]
+
+
+SPELLINGS = {
+    "mixtral": Spelling("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": Spelling("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+"""By model_type."""
+
+
+class Stored(NamedTuple):
+    """Tensors of files that make one parameter: `width` of them an expert, 0 where it has none."""
+
+    parts: list[str]
+    width: int
+
+    def join(self, tensors: list[Tensor]) -> Tensor:
+        if not self.width:
+            return tensors[0]
+        starts = range(0, len(tensors), self.width)
+        return torch.stack([torch.cat(tensors[i : i + self.width]) for i in starts])
+
+
+def is_experts(name: str) -> bool:
+    """Whether a parameter holds all experts of a layer."""
+    return _FUSED.fullmatch(name) is not None
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module is the projection that chooses experts."""
+    return type(module).__name__.endswith("TopKRouter")
+
+
+def find(name: str, files: Collection[str]) -> Stored | None:
+    """Where files hold a parameter, whichever spelling they use; None where they do not."""
+    if name in files:
+        return Stored([name], 0)
+    for spelling in SPELLINGS.values():
+        if match := _FUSED.fullmatch(name):
+            parts: list[str] = []
+            expert = 0
+            while (own := spelling.matrices(match["block"], match["kind"], expert))[0] in files:
+                parts += own
+                expert += 1
+            if parts and all(part in files for part in parts):
+                return Stored(parts, len(own))
+        elif (match := _ROUTER.fullmatch(name)) and (
+            other := f"{match['block']}.{spelling.module}.gate.weight"
+        ) in files:
+            return Stored([other], 0)
+    return None
+
+
+def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as transformers has them, from those of files."""
+    found = dict(held)
+    for spelling in SPELLINGS.values():
+        router = f".{spelling.module}.gate.weight"
+        for name in [name for name in found if name.endswith(router)]:
+            found[name.removesuffix(router) + ".mlp.gate.weight"] = found.pop(name)
+        first = f".{spelling.module}.experts.0.{spelling.down}.weight"
+        for block in [name.removesuffix(first) for name in found if name.endswith(first)]:
+            for kind in ("gate_up_proj", "down_proj"):
+                name = f"{block}.mlp.experts.{kind}"
+                stored = find(name, held)
+                if stored is None:
+                    continue
+                rows = sum(held[part][0] for part in stored.parts[: stored.width])
+                count = len(stored.parts) // stored.width
+                for part in stored.parts:
+                    del found[part]
+                found[name] = (count, rows, *held[stored.parts[0]][1:])
+    return found
+
+
+def as_files(name: str, value: Tensor, model_type: str) -> Iterator[tuple[str, Tensor]]:
+    """A parameter as Hugging Face files of a model type hold it."""
+    spelling = SPELLINGS.get(model_type)
+    if spelling and (match := _FUSED.fullmatch(name)):
+        for expert, matrix in enumerate(value):
+            names = spelling.matrices(match["block"], match["kind"], expert)
+            yield from zip(names, matrix.chunk(len(names)), strict=True)
+    elif spelling and (match := _ROUTER.fullmatch(name)):
+        yield f"{match['block']}.{spelling.module}.gate.weight", value
+    else:
+        yield name, value
