@@ -1,3 +1,3 @@
-"""uspft: fine-tune Hugging Face LLaMA and Qwen models on long context from one recipe."""
+"""uspft: fine-tune Hugging Face models on long context from one recipe."""
 
 __version__ = "0.1.0"
