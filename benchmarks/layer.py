@@ -16,13 +16,15 @@ TENSORS = ("q", "k", "v", "dout")
 class Layer:
     """Causal attention of one packed row of S tokens, float32.
 
-    q and dout are [S, query_heads, dim], k and v [S, kv_heads, dim].
+    q and dout are [S, query_heads, dim], k and v [S, kv_heads, dim]; hosts: how many the ranks are
+    on, equally many on each.
     """
 
     documents: Segments
     query_heads: int
     kv_heads: int
     dim: int = 64
+    hosts: int = 1
 
     @property
     def tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.cluster import HOSTS
 from benchmarks.documents import documents_of
 from benchmarks.layer import Layer
 
@@ -44,4 +45,5 @@ class Setting:
     def layer(self, tokens: int | None = None) -> Layer:
         """The layer, or the same mix of documents in a row of another length."""
         row = documents_of(self.documents, tokens or self.tokens)
-        return Layer(row, self.query_heads, self.kv_heads)
+        hosts = 1 if self.host_mbit is None else HOSTS
+        return Layer(row, self.query_heads, self.kv_heads, hosts=hosts)

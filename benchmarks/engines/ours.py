@@ -21,7 +21,9 @@ def ours(name: str, ulysses: int | None = None, **options: Any) -> Make:
 
     def make(layer: Layer) -> Attention:
         layout = _layout(ulysses, dist.get_world_size())
-        algorithm = choose(name, layout.ulysses, layout.ring, **options)
+        algorithm = choose(
+            name, layout.ulysses, layout.ring, per_host=_per_host(layer, layout), **options
+        )
         heads = Heads(layer.query_heads, layer.kv_heads, layer.dim)
         for _, what, _ in algorithm.problems(layer.tokens, heads):
             raise Cannot(what)
@@ -36,6 +38,12 @@ def ours(name: str, ulysses: int | None = None, **options: Any) -> Make:
         )
 
     return make
+
+
+def _per_host(layer: Layer, layout: Layout) -> int | None:
+    """Ring ranks of a host, where several hosts have more than one each."""
+    here = layout.ring // layer.hosts
+    return here if layer.hosts > 1 and here > 1 else None
 
 
 def _layout(ulysses: int | None, world: int) -> Layout:

@@ -48,12 +48,14 @@ def rows_of(world: int) -> dict[str, list[Segments]]:
 
 
 class Way(NamedTuple):
-    """An algorithm at its degrees; fetched: received keys are fetched again for the backward."""
+    """An algorithm at its degrees; fetched: received keys are fetched again for the backward;
+    per_host: ring ranks of one host, where there are more."""
 
     name: str
     ulysses: int
     ring: int
     fetched: bool = False
+    per_host: int | None = None
 
 
 def ways(world: int) -> list[Way]:
@@ -65,7 +67,7 @@ def ways(world: int) -> list[Way]:
         Way("ulysses_cp", world, 1),
         Way("ring_cp", 1, world),
         Way("allgather_cp", 1, world),
-        Way("planned_cp", 1, world, fetched=True),
+        Way("planned_cp", 1, world, True, world // 2 if world > 2 and world % 2 == 0 else None),
     ]
     return single + [Way(name, *pair) for name in ("hybrid_cp", "planned_cp") for pair in pairs]
 
@@ -97,7 +99,8 @@ class Bench:
     @classmethod
     def of(cls, way: Way, window: int | None = None, kernel: Kernel | None = None) -> Bench:
         """Collective at the first call with these degrees."""
-        algorithm = choose(way.name, way.ulysses, way.ring, keep=not way.fetched, window=window)
+        options = {"keep": not way.fetched, "window": window, "per_host": way.per_host}
+        algorithm = choose(way.name, way.ulysses, way.ring, **options)
         mesh = _mesh(way.ulysses, way.ring)
         return cls(algorithm, mesh, mesh.context.books, kernel or TorchCpu())
 

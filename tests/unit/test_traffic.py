@@ -112,3 +112,25 @@ def test_a_window_narrows_the_ring_to_neighbours() -> None:
         for window in (None, 100)
     )
     assert narrow.messages == 3 and full.messages == 21
+
+
+def test_the_order_of_chunks_heeds_which_ranks_share_a_host() -> None:
+    """2 hosts × 2 ranks: what the busier direction between them carries, blind and heeding."""
+
+    def crossing(row: Segments, per_host: int | None) -> int:
+        order = balanced(row, 1, 4, per_host=per_host)
+        assert sorted(map(sorted, order)) == sorted(map(sorted, balanced(row, 1, 4)))
+        plan = Plan([row], [order], (1, 0))
+        ways = [((0, 1), (2, 3)), ((2, 3), (0, 1))]
+        return max(
+            sum(b - a for i in to for j in sources for a, b in plan.parcel(i, j))
+            for sources, to in ways
+        )
+
+    mixes = [packed([9000, 4000, 2000, 1000, 384]), packed([3001, 2503, 6301, 887, 3331, 101, 260])]
+    blind, heeding = (
+        [crossing(row, per_host) for row in [Segments.single(ROW), *mixes]]
+        for per_host in (None, 2)
+    )
+    assert blind[0] == ROW and heeding[0] == 3 * ROW // 4  # one document: 8 chunks against 6
+    assert all(new <= old for new, old in zip(heeding, blind, strict=True))

@@ -65,4 +65,14 @@ def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algo
         stages=stages,
         keep=not recipe.memory.gradient_checkpointing,
         window=window,
+        per_host=_ring_ranks_per_host(recipe, layout),
     )
+
+
+def _ring_ranks_per_host(recipe: Recipe, layout: Layout) -> int | None:
+    """Neighbours in the ring that one host holds; None where one host holds all, or none fit."""
+    processes = recipe.launch.processes
+    if not isinstance(processes, int):
+        return None
+    here, left = divmod(processes, layout.tensor * layout.ulysses)
+    return here if not left and 1 < here < layout.ring and layout.ring % here == 0 else None

@@ -8,7 +8,6 @@ then swapped between ranks while that lowers what the busiest rank sends and the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +51,6 @@ class Assignment:
         return tuple(found)
 
 
-@lru_cache(maxsize=4096)  # the rows of a step and of the next
 def assign(
     segments: Segments, ring: int, multiple: int, fetches: int = 1, window: int | None = None
 ) -> Assignment:

@@ -21,7 +21,8 @@ class Planned:
     """Ulysses outside, an exchange of needed keys and values inside.
 
     stages: in how many steps they come; 0: one for each other rank of the ring. keep: received ones
-    stay for the backward, or are fetched again. window: what most layers see, for the token order.
+    stay for the backward, or are fetched again. window: what most layers see, and per_host: ring
+    ranks of one host, where the row spans several; both for the token order.
     """
 
     ring: int
@@ -29,6 +30,7 @@ class Planned:
     stages: int = 0
     keep: bool = True
     window: int | None = None
+    per_host: int | None = None
     name = "planned_cp"
     megatron_name = "–"
 
@@ -47,7 +49,14 @@ class Planned:
         return found
 
     def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
-        return balanced(segments, self.ulysses, self.ring, 1 if self.keep else 2, self.window)
+        return balanced(
+            segments,
+            self.ulysses,
+            self.ring,
+            fetches=1 if self.keep else 2,
+            window=self.window,
+            per_host=self.per_host,
+        )
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
