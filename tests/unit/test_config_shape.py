@@ -322,6 +322,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (QWEN3, YARN, 131072),
         ({**QWEN3, "rope_scaling": YARN}, None, 131072),
         (LLAMA, None, 131072),
+        (
+            {
+                **GEMMA2,
+                "model_type": "gemma3_text",
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            None,
+            40960,
+        ),
         (LLAMA, {**LLAMA["rope_parameters"]}, 131072),  # type: ignore[dict-item]
         (LLAMA, {**LLAMA["rope_parameters"], "factor": 32.0}, 262144),  # type: ignore[dict-item]
     ],

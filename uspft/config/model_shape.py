@@ -158,7 +158,9 @@ def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int],
 def check_length(shape: ModelShape, model: ModelBlock, length_tokens: int) -> list[Finding]:
     """A finding if rows have more positions than the model, with its rope scaling if any."""
     key, asked = "data.sequence_length", model.rope_scaling
-    own = _reach(shape.rope or {}, shape.max_positions)
+    # Gemma 3's positions count its scaling already.
+    counted = not FAMILIES[shape.model_type].scaling
+    own = shape.max_positions if counted else _reach(shape.rope or {}, shape.max_positions)
     if asked is None or asked["rope_type"] == "default":
         reach = max(shape.max_positions, own if asked is None else 0)
         if length_tokens <= reach:

@@ -49,20 +49,19 @@ class FolderWeights:
         stored = find(name, self._files)
         if stored is None:
             raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
-        value = stored.join([self._tensor(part) for part in stored.parts])
+        held: dict[str, Tensor] = {}
+        for file in sorted({self._files[part] for part in stored.parts}):
+            path = self._folder / file
+            try:
+                with safe_open(path, "pt") as tensors:
+                    mine = [part for part in stored.parts if self._files[part] == file]
+                    held |= {part: tensors.get_tensor(part) for part in mine}
+            except Exception as error:
+                raise _unreadable(path, error) from error
+        value = stored.join([held[part] for part in stored.parts])
         if value.shape != shape:
-            path = self._folder / self._files[stored.parts[0]]
             what = f"{path}: {name} is {tuple(value.shape)}, the config says {tuple(shape)}"
             raise WeightsError(what, _AGAIN)
-        return value
-
-    def _tensor(self, name: str) -> Tensor:
-        path = self._folder / self._files[name]
-        try:
-            with safe_open(path, "pt") as tensors:
-                value: Tensor = tensors.get_tensor(name)
-        except Exception as error:
-            raise _unreadable(path, error) from error
         return value
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
