@@ -75,5 +75,7 @@ def test_a_good_set_is_let_through(ground: Ground, capsys: pytest.CaptureFixture
     (ground.folder / "good.jsonl").write_text(GOOD)
     ground.write({"data.eval": "good.jsonl", EVERY: 5, ROWS: 3})
     assert main(["check", str(ground.path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "evaluation: good.jsonl, after every 5 steps and at the end" in said
     assert main([str(ground.path)]) == 1 and ground.started
     assert "evaluation data good.jsonl: 1 samples, 3 tokens" in capsys.readouterr().out

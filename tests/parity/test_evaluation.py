@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from tests.support.ranks import spawn
 from tests.support.runs import prepared, run_recipe, small_recipe
 from uspft.sequence import ALGORITHMS
 
+pytestmark = pytest.mark.timeout(900)  # whichever test comes first waits for the ranks
 RANKS, ROW, STEPS = 4, 48, 2
 LAYOUTS: dict[str, tuple[str | None, int, int | None]] = {
     "whole": (None, 1, None),
@@ -104,23 +106,31 @@ def recipe(case: Case, folder: Path, **blocks: Any) -> dict[str, Any]:
 
 
 def compared(case: Case, folder: Path, output: Path) -> Any:
-    """Records of a run, and on rank 0 the weights that each of its evaluations met."""
+    """Records of a run, on rank 0 the weights that each of its evaluations met, and how many
+    parameters it left whole that ZeRO-3 splits."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
     from uspft.engine.state import read_state
 
     met: list[Weights] = []
+    left: list[int] = []
 
     def watch(run: Any) -> None:
-        evaluating = run.engine.evaluating
+        evaluating, named = run.engine.evaluating, run.engine.module.named()
 
-        def noted() -> Any:
-            named = run.engine.module.named().items()
-            met.append({name: read_state(run.engine, p, "weight").clone() for name, p in named})
-            return evaluating()
+        @contextmanager
+        def noted() -> Iterator[None]:
+            parts = {name: read_state(run.engine, p, "weight") for name, p in named.items()}
+            met.append({name: part.clone() for name, part in parts.items()})
+            with evaluating():
+                yield
+            states = [getattr(p, "ds_status", None) for p in named.values()]
+            left.append(sum(state == ZeroParamStatus.AVAILABLE for state in states))
 
         run.engine.evaluating = noted
 
     got = run_recipe(recipe(case, folder), output, before=watch)
-    return (got[0], met) if got else None
+    return (got[0], met, left) if got else None
 
 
 def trained(case: Case, folder: Path, output: Path, *, evaluates: bool) -> Any:
@@ -255,19 +265,19 @@ def wanted(case: Case, weights: Weights, setting: tuple[Path, dict[str, Document
     return {name: alone(folder / case.model, weights, sets[name].documents) for name in case.sets}
 
 
-@pytest.mark.timeout(900)
 def test_evaluation_equals_one_process(
     answers: dict[str, Any], setting: tuple[Path, dict[str, Documents]]
 ) -> None:
     assert len(answers["compared"]) == len(CASES)
     wrong = {}
-    for case, (records, met) in zip(CASES, answers["compared"], strict=True):
+    for case, (records, met, left) in zip(CASES, answers["compared"], strict=True):
         kinds = [("loss" in record, record["step"]) for record in records]
         assert kinds == [(True, 1), (False, 1), (True, 2), (False, 2)]
         evaluations = [record for record in records if "eval_loss" in record]
         assert len(met) == len(evaluations) == STEPS
         moved = [name for name in met[0] if not torch.equal(met[0][name], met[1][name])]
         assert moved, "both evaluations met the same weights"
+        assert left == [0, 0], f"{case}: an evaluation leaves memory taken"
         for record, weights in zip(evaluations, met, strict=True):
             if found := mismatch(record, wanted(case, weights, setting)):
                 wrong[case, record["step"]] = found
@@ -279,7 +289,7 @@ def test_the_comparison_finds_one_changed_label(
 ) -> None:
     """Its own control: another label, a target less, a document left out, each in every case."""
     folder, sets = setting
-    for case, (records, met) in zip(CASES, answers["compared"], strict=True):
+    for case, (records, met, _) in zip(CASES, answers["compared"], strict=True):
         record, name = records[-1], case.sets[-1]
         want = wanted(case, met[-1], setting)
         first, *rest = sets[name].documents

@@ -27,6 +27,10 @@ def check(target: Path, overrides: Sequence[str], place: Place) -> int:
             f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "
             f"{shape.heads} query and {shape.kv_heads} KV heads, vocabulary {shape.vocab_size}"
         )
+    if recipe.data.eval:
+        every = recipe.training.eval_every_steps
+        often = f"after every {every} steps and at the end" if every else "at the end"
+        print(f"evaluation: {', '.join(source.title for source in recipe.data.eval)}, {often}")
     for thing in found.not_checked:
         print(f"not checked: {thing}")
     return 0
