@@ -74,6 +74,7 @@ training:
   max_grad_norm: 1.0
   eval_every_steps: null
   eval_micro_batch_size: null
+  debug: false
 memory:
   gradient_checkpointing: true
   offload_activations: none
@@ -120,7 +121,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 74
+    assert len(keys) == len(set(keys)) == 75
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 10,
@@ -141,7 +142,7 @@ def test_the_contract_has_this_many_keys() -> None:
         "deepspeed.zero_optimization.leaf_module": 3,
         "optimizer": 5,
         "lr_schedule": 4,
-        "training": 7,
+        "training": 8,
         "memory": 4,
         "checkpoint": 3,
         "export": 1,
