@@ -27,7 +27,7 @@ from tests.support.models import (
     reference,
 )
 from tests.support.ranks import spawn
-from tests.support.runs import run_recipe, small_recipe
+from tests.support.runs import prepared, run_recipe, small_recipe
 from uspft.config.families import FAMILIES
 
 ROW, STEPS, RATE, CLIP = 48, 2, 1e-3, 0.5
@@ -145,6 +145,46 @@ def test_every_family_trains_as_one_process(setting: Any) -> None:
             if off or len(end) != len(list(net.parameters())):
                 wrong.setdefault(case, []).append(f"exported otherwise: {off}")
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+
+def resumed(rank: int, folder: Path, data: Documents) -> list[tuple[Any, Any]]:
+    """Final weights by stage: of two steps, and of one and one more after a checkpoint."""
+    from uspft.engine.state import read_state
+    from uspft.loop import train
+
+    found = []
+    for zero in ("zero2", "zero3 whole"):
+        recipes = [
+            small_recipe(
+                folder / "mixtral",
+                data.path,
+                ROW,
+                parallel_config={"context_parallel": 2, "context_parallel_algo": "ring_cp"},
+                deepspeed={"zero_optimization": ZERO[zero]},
+                training={"steps": steps, "global_batch_size": 1},
+                checkpoint={"every_steps": 1},
+            )
+            for steps in (1, 2)
+        ]
+        through = run_recipe(recipes[1], folder / f"{zero} through")
+        run_recipe(recipes[0], folder / zero)
+        run = prepared(recipes[1], folder / zero, resume=True)
+        assert run.first_step == 1
+        train(run, lambda: False)
+        named = run.engine.module.named().items()
+        end = {name: read_state(run.engine, value, "weight").clone() for name, value in named}
+        run.engine.close()
+        found.append((through and through[1], end))
+    return found
+
+
+def test_experts_resume_as_if_nothing_had_happened(setting: Any) -> None:
+    folder, data = setting
+    answers = spawn(2, resumed, folder, data[False])[0]
+    assert len(answers) == 2
+    for want, got in answers:
+        assert want.keys() == got.keys() and any("experts" in name for name in want)
+        assert all(torch.equal(want[name], got[name]) for name in want)
 
 
 def test_all_families_are_here() -> None:
