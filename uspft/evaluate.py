@@ -92,6 +92,7 @@ def _score(engine: ZeroEngine, one: EvalSet, stop: Callable[[], bool]) -> Score 
         (batch,) = one.loader.batches(number)
         if number == 1:
             one.loader.require_same_rows([batch])
+            one.loader.require_shares([batch])
         here = [engine.loss_sum(batch), batch.targets, float(stop())]
         loss_sum, targets, stops = total(here, tokens, device)
         if stops:
