@@ -26,6 +26,7 @@ from uspft.metrics import Journal, RunDisplay, peak_flops, peak_memory_bytes, st
 from uspft.model.build import parameter_count
 from uspft.model.config import layer_windows
 from uspft.schedule import learning_rate
+from uspft.sequence.heads import split_heads
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -167,6 +168,10 @@ class Meter:
             torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else ""
         )
         self._peak = peak_flops(name)
+        config, place = run.config, run.world.mesh.ulysses
+        heads = split_heads(config.num_attention_heads, config.num_key_value_heads, place.size)
+        first, last = heads.query[place.index]
+        self._share = (last - first) / config.num_attention_heads
         self._windows = Counter(layer_windows(run.config))
         run.world.books.close()
 
@@ -174,7 +179,7 @@ class Meter:
         self, step: int, batches: list[Batch], result: StepResult, seconds: float
     ) -> dict[str, Any]:
         world, layout = self._run.world, self._run.world.layout
-        work = sum(map(self._work, batches)) / layout.ulysses
+        work = sum(map(self._work, batches)) * self._share
         sent = world.books.close()
         tokens = world.mesh.tokens
         (pairs,) = total([work], tokens, world.device)

@@ -45,7 +45,11 @@ def pairs(world: int) -> list[Case]:
 
 def compare(rank: int, cases: list[Case], world: int, break_order: bool) -> dict[Case, Any]:
     """By case: the largest errors of (out, dq, dk, dv) on this rank's tokens, and its books."""
-    benches = {(way, w): Bench.of(way, w) for way, w in product(ways(world), WINDOWS)}
+    benches = {
+        # Layers may have other windows than the one that tokens are ordered for.
+        (way, w): Bench.of(way, None if w == 11 else w)
+        for way, w in product(ways(world), WINDOWS)
+    }
     wanted: dict[Any, Any] = {}
     found = {}
     for case in cases:
@@ -62,7 +66,11 @@ def compare(rank: int, cases: list[Case], world: int, break_order: bool) -> dict
         off = [float((g - w[index]).abs().max()) for g, w in zip(got, want, strict=True)]
         sent = {k: Traffic(bench.books.bytes[k], bench.books.messages[k]) for k in KINDS}
         bench.books.close()
-        cost = bench.algorithm.cost(layer.rows[0], heads, 8) if len(layer.rows) == 1 else None
+        cost = (
+            bench.algorithm.cost(layer.rows[0], heads, 8, case.window)
+            if len(layer.rows) == 1
+            else None
+        )
         found[case] = off, sent, cost
     return found
 
@@ -110,7 +118,9 @@ def test_the_whole_product(world: int) -> None:
 
 
 def test_a_wrong_token_order_is_seen() -> None:
-    cases = [case for case in whole_product(2, recomputed=False) if case.window is None]
+    every = whole_product(2, recomputed=False)
+    # Regular documents look the same from either end.
+    cases = [c for c in every if c.window is None and c.rows != "packed regular"]
     for found in spawn(2, compare, cases, 2, True):
         for case, (off, _, _) in found.items():
             assert max(off) > 1e-3, f"{case} did not notice tokens in the wrong order"

@@ -49,13 +49,14 @@ def rows_of(world: int) -> dict[str, list[Segments]]:
 
 class Way(NamedTuple):
     """An algorithm at its degrees; fetched: received keys are fetched again for the backward;
-    per_host: ring ranks of one host, where there are more."""
+    per_host: ring ranks of one host, where there are more; stages: of the planned exchange."""
 
     name: str
     ulysses: int
     ring: int
     fetched: bool = False
     per_host: int | None = None
+    stages: int = 0
 
 
 def ways(world: int) -> list[Way]:
@@ -69,6 +70,7 @@ def ways(world: int) -> list[Way]:
         Way("allgather_cp", 1, world),
         Way("planned_cp", 1, world, True, world // 2 if world > 2 and world % 2 == 0 else None),
     ]
+    single += [Way("planned_cp", 1, world, stages=2)] if world > 3 else []
     return single + [Way(name, *pair) for name in ("hybrid_cp", "planned_cp") for pair in pairs]
 
 
@@ -99,7 +101,13 @@ class Bench:
     @classmethod
     def of(cls, way: Way, window: int | None = None, kernel: Kernel | None = None) -> Bench:
         """Collective at the first call with these degrees."""
-        options = {"keep": not way.fetched, "window": window, "per_host": way.per_host}
+        options = {
+            "keep": not way.fetched,
+            "window": window,
+            "per_host": way.per_host,
+            "piece_tokens": 5,
+            "stages": way.stages,
+        }
         algorithm = choose(way.name, way.ulysses, way.ring, **options)
         mesh = _mesh(way.ulysses, way.ring)
         return cls(algorithm, mesh, mesh.context.books, kernel or TorchCpu())

@@ -111,9 +111,28 @@ class Broken(TorchCpu):
         return super().forward(qkv, blocks, scale * 1.01)
 
 
-def test_the_probe_finds_a_broken_kernel() -> None:
-    with pytest.raises(RuntimeError, match="is wrong on this machine: out is off by"):
-        probe(Broken(), (4, 2, 16), torch.float32, CPU)
+class Shifted(TorchCpu):
+    """A kernel whose lse is off, as one that forgets the scale's logarithm would have it."""
+
+    def forward(self, qkv: Any, blocks: Any, scale: float) -> list[Part]:
+        return [part._replace(lse=part.lse + 0.05) for part in super().forward(qkv, blocks, scale)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [Broken(), Shifted()])
+def test_the_probe_finds_a_broken_kernel(kernel: Any, dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError, match="is wrong on this machine"):
+        probe(kernel, (4, 2, 64), dtype, CPU)
+
+
+def test_the_cpu_kernel_takes_any_strides() -> None:
+    q, k, v = (torch.randn(n, 8, 20, dtype=torch.float64).transpose(1, 2) for n in (4, 2, 2))
+    q, k, v = (x.permute(1, 0, 2) for x in (q, k, v))
+    blocks = [Block(0, 20, 0, 20, Mask.CAUSAL)]
+    assert q.stride(-1) != 1
+    (part,) = TorchCpu().forward((q, k, v), blocks, 0.3)
+    want, _ = dense_attention(q, k, v, blocks, 0.3)
+    assert torch.allclose(part.out, want)
 
 
 def test_joining_parts_whose_weights_differ_by_more_than_a_float_can_hold() -> None:

@@ -98,7 +98,7 @@ def test_with_a_window_traffic_does_not_grow_with_the_row(keep: bool) -> None:
     window, seen = 100, []
     for row in (1 << 12, 1 << 14, 1 << 16):
         algorithm = choose("planned_cp", 1, 8, keep=keep, window=window)
-        cost = algorithm.cost(Segments.single(row), LLAMA_8B, BYTES)
+        cost = algorithm.cost(Segments.single(row), LLAMA_8B, BYTES, window)
         seen.append(cost.gather.bytes)
     token = 2 * LLAMA_8B.kv * DIM * BYTES
     # One piece of the row a rank: keys of one window's tail out, their gradients home.
@@ -108,7 +108,7 @@ def test_with_a_window_traffic_does_not_grow_with_the_row(keep: bool) -> None:
 def test_a_window_narrows_the_ring_to_neighbours() -> None:
     row = Segments.single(ROW)
     full, narrow = (
-        choose("ring_cp", 1, 8, window=window).cost(row, LLAMA_8B, BYTES).ring
+        choose("ring_cp", 1, 8, window=window).cost(row, LLAMA_8B, BYTES, window).ring
         for window in (None, 100)
     )
     assert narrow.messages == 3 and full.messages == 21

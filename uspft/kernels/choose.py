@@ -59,7 +59,7 @@ def believed_kernel(
             kernel = make()
             probe(kernel, heads, dtype, device)
             return kernel
-        except (ImportError, AttributeError, RuntimeError):
+        except Exception:  # packages refuse a device or a shape each in their own way
             if number == len(makers):
                 raise
     raise AssertionError("there always is a kernel to try")

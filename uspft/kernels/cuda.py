@@ -18,8 +18,7 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
     process. Raises ImportError where it is not installed, RuntimeError where it does not fit.
     """
     aten = torch.ops.aten
-    if attention.current_flash_attention_impl():
-        attention.restore_flash_attention_impl()
+    _restore()
     if package:
         attention.activate_flash_attention_impl(package)
 
@@ -44,8 +43,15 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
     return VarlenKernel(f"flash_attn_{package[-1]}" if package else "torch", forward, backward)
 
 
+def _restore() -> None:
+    """Take back what another kernel has told torch; the switch is the process's."""
+    if attention.current_flash_attention_impl():
+        attention.restore_flash_attention_impl()
+
+
 def flash_attn_2() -> VarlenKernel:
     """The flash-attn 2 package; raises ImportError where it is not installed."""
+    _restore()
     flash = importlib.import_module("flash_attn.flash_attn_interface")
 
     def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ class Gradient(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Softmax attention over blocks whose query ranges do not overlap.
+    """Softmax attention over blocks, each on its own: queries may stand in several of them.
 
     q [T, h, D], k and v [T', g, D] with g dividing h (grouped queries share a KV head); lse is the
     natural log of the softmax denominator, float32 (float64 for float64), scale included. name: the

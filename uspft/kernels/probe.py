@@ -14,7 +14,10 @@ BLOCKS = (
     (Block(0, 40, 0, 40, Mask.CAUSAL), Block(40, 57, 40, 57, Mask.CAUSAL)),
     (Block(30, 40, 57, 80, Mask.FULL), Block(5, 15, 80, 90, Mask.FLIPPED)),
 )
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Norm of the error over that of the truth, which has the same rounded inputs."""
+LSE_TOLERANCE = 2e-3
+"""Scores are summed in float32 or wider whatever the inputs are."""
 
 
 def probe(
@@ -43,18 +46,21 @@ def probe(
         for start, stop, (dk, dv) in keys:
             grads[1][start:stop] += dk
             grads[2][start:stop] += dv
+    names, results = ("out", "dq", "dk", "dv", "lse"), (out, *grads, lse)
     truth = _truth([x.double() for x in (q, k, v, dout)], scale)
-    for name, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), truth, strict=True):
-        error = float((got.double() - want).abs().max() / want.abs().max())
-        if not error <= TOLERANCE[dtype]:
+    seen = truth[-1].isfinite()
+    for name, got, want in zip(names, results, truth, strict=True):
+        off = got.double() - want
+        error = float(off[seen].abs().max() if name == "lse" else off.norm() / want.norm())
+        if not error <= (LSE_TOLERANCE if name == "lse" else TOLERANCE[dtype]):
             raise RuntimeError(
                 f"attention kernel {kernel.name} is wrong on this machine: {name} is off by "
-                f"{error:.1e} of its largest value ({query_heads} query heads, {kv_heads} KV "
+                f"{error:.1e}, relatively ({query_heads} query heads, {kv_heads} KV "
                 f"heads, head dim {dim}, {dtype}); choose another model.attention"
             )
 
 
 def _truth(inputs: list[Tensor], scale: float) -> list[Tensor]:
     q, k, v = (x.requires_grad_() for x in inputs[:3])
-    out, _ = dense_attention(q, k, v, [b for blocks in BLOCKS for b in blocks], scale)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
+    out, lse = dense_attention(q, k, v, [b for blocks in BLOCKS for b in blocks], scale)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3]), lse.detach()]

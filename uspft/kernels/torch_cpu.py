@@ -62,8 +62,10 @@ def _cut(qkv: tuple[Tensor, Tensor, Tensor], block: Block) -> tuple[Tensor, Tens
 
 
 def _to_kernel(x: Tensor, block: Block) -> Tensor:
-    """[T, h, D] → [1, h, T, D], reversed for a flipped block."""
+    """[T, h, D] → [1, h, T, D], reversed for a flipped block. The op takes the last dimension to be
+    contiguous, and does not ask."""
     x = x.flip(0) if block.mask is Mask.FLIPPED else x
+    x = x if x.stride(-1) == 1 else x.contiguous()
     return x.transpose(0, 1)[None]
 
 

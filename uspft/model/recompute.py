@@ -2,7 +2,9 @@
 
 A checkpointed layer runs twice. The first time attention runs on a graph of its own, which keeps
 what its backward needs (out, lse, what an exchange brought) but not its inputs: the second run
-makes those again, and the graph takes them from there (selective checkpointing, 2406.18485).
+makes those again, and the graph takes them from there (selective checkpointing, 2406.18485). Under
+Ulysses what is kept includes q, k and v of this rank's heads: 3.6 tensors of q's size at 8/2 heads
+on 2 ranks, where a ring keeps 1.1.
 """
 
 from __future__ import annotations
@@ -21,32 +23,35 @@ class Kept:
     """One layer's attention between its runs: the graph of the first, inputs of the second."""
 
     def __init__(self, attend: Attend, inputs: tuple[Tensor, ...]) -> None:
-        self.inputs: tuple[Tensor, ...] | None = None
+        self.inputs: list[Tensor] = []
         self._leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        with (
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
-        ):
+        # The hooks hold no self: the graph that holds them would be a ring that is never freed.
+        hooks = _hooks(self._leaves, self.inputs)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
             self.out = attend(self._leaves)
         for leaf in self._leaves:
             leaf.data = leaf.data.new_empty(0)
 
-    def _pack(self, saved: Tensor) -> Tensor | int:
-        """An input is kept as its number: the second run has it again."""
-        for number, leaf in enumerate(self._leaves):
+    def gradients(self, dout: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.out, self._leaves, dout)
+
+
+def _hooks(
+    leaves: tuple[Tensor, ...], inputs: list[Tensor]
+) -> tuple[Callable[[Tensor], Tensor | int], Callable[[Tensor | int], Tensor]]:
+    """How the graph keeps a tensor: an input as its number, for the second run has it again."""
+
+    def pack(saved: Tensor) -> Tensor | int:
+        for number, leaf in enumerate(leaves):
             same = saved.data_ptr() == leaf.data_ptr() and saved.stride() == leaf.stride()
             if same and saved.shape == leaf.shape:
                 return number
         return saved
 
-    def _unpack(self, packed: Tensor | int) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        assert self.inputs is not None
-        return self.inputs[packed]
+    def unpack(packed: Tensor | int) -> Tensor:
+        return packed if isinstance(packed, Tensor) else inputs[packed]
 
-    def gradients(self, dout: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.out, self._leaves, dout)
+    return pack, unpack
 
 
 class _Keeping(torch.autograd.Function):
@@ -55,7 +60,7 @@ class _Keeping(torch.autograd.Function):
         ctx: Any, memory: dict[int, Kept], layer: int, attend: Attend, *inputs: Tensor
     ) -> Tensor:
         if layer in memory:
-            memory[layer].inputs = tuple(x.detach() for x in inputs)
+            memory[layer].inputs[:] = [x.detach() for x in inputs]
         else:
             memory[layer] = Kept(attend, inputs)
         ctx.memory, ctx.layer = memory, layer

@@ -92,8 +92,10 @@ class Algorithm(Protocol):
         """
         ...
 
-    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
-        """Traffic for one row with these documents."""
+    def cost(
+        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+    ) -> Cost:
+        """Traffic for one row with these documents, of a layer with this window."""
         ...
 
 

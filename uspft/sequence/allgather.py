@@ -39,8 +39,10 @@ class AllGather:
     ) -> Tensor:
         return attend_exchanged(qkv, _exchange(plan), rule.scale, split.ring, split.kernel)
 
-    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
-        plans = everyones(segments, self.token_order(segments), 1, self.window)
+    def cost(
+        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+    ) -> Cost:
+        plans = everyones(segments, self.token_order(segments), 1, window)
         pair_bytes = 2 * heads.kv * heads.dim * element_bytes
         return Cost(gather=exchange_traffic([_exchange(plan) for plan in plans], pair_bytes))
 

@@ -17,8 +17,10 @@ from uspft.sequence.regions import Run, work_of
 
 BALANCE = 1.05
 """The busiest rank's work may be this much of the mean; below it bytes decide."""
-CHUNKS = (2, 4, 8)
+CHUNKS = (2, 4, 8, 16, 32)
 """Chunks per rank that are tried."""
+ENOUGH = 8
+"""More are tried only where these are not balanced: a short document in a row of padding."""
 MANY = 64
 """Chunks of a row above which only some swaps are looked at: time grows with their third power."""
 SHAKES = 16
@@ -60,8 +62,10 @@ def assign(
     travel, 2 where the backward fetches them again. Deterministic: every rank of a row finds the
     same.
     """
-    found = []
+    found: list[Assignment] = []
     for per_rank in CHUNKS:
+        if per_rank > ENOUGH and any(a.balance <= BALANCE for a in found):
+            break
         chunk, left = divmod(segments.length, ring * per_rank)
         if left == 0 and chunk and (chunk * per_rank) % multiple == 0:
             found.append(_Search(segments, (ring, per_rank), fetches, window).best())
@@ -98,13 +102,14 @@ class _Search:
         """Swap to a dead end, shake, swap again; the best dead end wins (iterated local search)."""
         owner = self._longest_first()
         limit = max(BALANCE, self._balance(owner))
-        dice = np.random.Generator(np.random.Philox(0))
+        # Raw bits: their stream is the same in every numpy, and so on every host.
+        dice = np.random.Philox(0)
         cost, owner = self._descend(owner, limit)
         shakes = SHAKES * MANY // max(MANY, len(owner)) if self.ring > 1 else 0
         for _ in range(shakes):
             trial = owner.copy()
             for _ in range(2):
-                a, b = dice.integers(len(trial), size=2)
+                a, b = (int(n) % len(trial) for n in dice.random_raw(2))
                 trial[a], trial[b] = trial[b], trial[a]
             found = self._descend(trial, limit)
             if self._balance(found[1]) <= limit and found[0] < cost:

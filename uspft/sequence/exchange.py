@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,66 +20,100 @@ from uspft.comm import Group, shift
 from uspft.kernels import Block, Kernel, Partial
 from uspft.sequence.algorithm import Traffic
 from uspft.sequence.plan import Plan
-from uspft.sequence.regions import Run, Share, blocks_between
+from uspft.sequence.regions import Run, Share, blocks_between, cut
 from uspft.sequence.sums import Sum
+
+MESSAGES = 4
+"""In how many the keys come at least where ranks are few: the first ones are attended to, and their
+gradients leave, while others are on their way."""
+
+
+class Leg(NamedTuple):
+    """What moves at one time: keys from the ranks at these ring distances, the nearest first, and
+    which piece of them, of how many."""
+
+    distances: tuple[int, ...]
+    piece: int
+    pieces: int
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Who sends what to whom: a plan, in how many stages, trimmed to what is needed or not, and
-    whether received keys stay for the backward (no second fetch) or are fetched again."""
+    whether received keys stay for the backward (no second fetch) or are fetched again.
+
+    least: tokens of a message below which it is not cut in pieces; None: none is.
+    """
 
     plan: Plan
     stages: int
     trimmed: bool
     keep: bool
-
-    def parcel(self, to: int, source: int) -> tuple[Run, ...]:
-        """Positions that `source` sends to `to`."""
-        plan = self.plan
-        return plan.parcel(to, source) if self.trimmed else tuple(plan.shares[source].runs)
+    least: int | None = None
 
     @cached_property
-    def distances(self) -> list[list[int]]:
-        """Ring distances of each stage, the nearest first."""
+    def legs(self) -> list[Leg]:
+        """In the order in which they are posted; the same on every rank."""
         far = range(1, self.plan.ring)
         count = min(self.stages, len(far))
-        return [[d for d in far if (d - 1) * count // len(far) == s] for s in range(count)]
+        stages = [tuple(d for d in far if (d - 1) * count // len(far) == s) for s in range(count)]
+        pieces = 1 if self.least is None else max(1, MESSAGES // max(1, count))
+        return [
+            Leg(distances, piece, most)
+            for distances in stages
+            for most in [pieces if len(distances) == 1 else 1]
+            for piece in range(most)
+        ]
+
+    def parcel(self, to: int, source: int, leg: Leg) -> tuple[Run, ...]:
+        """Positions that `source` sends to `to` in a leg."""
+        plan = self.plan
+        whole = plan.parcel(to, source) if self.trimmed else tuple(plan.shares[source].runs)
+        if leg.pieces == 1:
+            return whole
+        tokens = sum(b - a for a, b in whole)
+        size = max(self.least or 1, -(-tokens // leg.pieces))
+        return cut(whole, leg.piece * size, (leg.piece + 1) * size)
 
     @cached_property
     def arrivals(self) -> list[Stage]:
-        """What arrives here, by stage."""
-        return [Stage(self, distances) for distances in self.distances]
+        """What arrives here, by leg."""
+        return [Stage(self, leg) for leg in self.legs]
 
-    def leaving(self, distance: int) -> list[Run]:
+    def leaving(self, distance: int, leg: Leg) -> list[Run]:
         """Local index ranges of this rank's tokens for the rank `distance` further on."""
         me, share = self.plan.ring_index, self.plan.shares[self.plan.ring_index]
-        runs = self.parcel((me + distance) % self.plan.ring, me)
+        runs = self.parcel((me + distance) % self.plan.ring, me, leg)
         return [(share.before(a), share.before(b)) for a, b in runs]
+
+    @cached_property
+    def _sent(self) -> list[int]:
+        """Tokens of each message that is sent: keys once or twice, others' gradients home."""
+        given = [
+            sum(b - a for a, b in self.leaving(d, leg)) for leg in self.legs for d in leg.distances
+        ]
+        taken = [size for stage in self.arrivals for size in stage.sizes]
+        return [tokens for tokens in given * (1 if self.keep else 2) + taken if tokens]
 
     @property
     def tokens_sent(self) -> int:
         """Tokens whose keys and values, or gradients, this rank sends, forward and backward."""
-        given = sum(b - a for stage in self.distances for d in stage for a, b in self.leaving(d))
-        taken = sum(sum(stage.sizes) for stage in self.arrivals)
-        return given * (1 if self.keep else 2) + taken
+        return sum(self._sent)
 
     @property
     def messages_sent(self) -> int:
         """How many messages carry them."""
-        given = sum(1 for stage in self.distances for d in stage if self.leaving(d))
-        taken = sum(1 for stage in self.arrivals for size in stage.sizes if size)
-        return given * (1 if self.keep else 2) + taken
+        return len(self._sent)
 
 
 class Stage:
-    """Keys of several ranks, laid out by position, so that a run of queries needs one block."""
+    """Keys of a leg's ranks, laid out by position, so that a run of queries needs one block."""
 
-    def __init__(self, exchange: Exchange, distances: list[int]) -> None:
+    def __init__(self, exchange: Exchange, leg: Leg) -> None:
         plan = exchange.plan
         me = plan.ring_index
-        self.distances = distances
-        self._runs = [exchange.parcel(me, (me - d) % plan.ring) for d in distances]
+        self.leg = leg
+        self._runs = [exchange.parcel(me, (me - d) % plan.ring, leg) for d in leg.distances]
         self.sizes = [sum(b - a for a, b in runs) for runs in self._runs]
         self._share = Share([run for runs in self._runs for run in runs])
         self.blocks: tuple[Block, ...] = tuple(
@@ -193,23 +227,23 @@ class _Arriving:
     """Keys and values under way, all posted at once."""
 
     def __init__(self, k: Tensor, v: Tensor, exchange: Exchange, ring: Group) -> None:
-        self._waits: dict[int, Callable[[], None]] = {}
-        self._parcels: dict[int, Tensor] = {}
+        self._parcels: dict[Leg, list[tuple[Callable[[], None], Tensor]]] = {}
         self._leaving = []
         for stage in exchange.arrivals:
-            for distance, tokens in zip(stage.distances, stage.sizes, strict=True):
-                cuts = exchange.leaving(distance)
+            parcels = self._parcels[stage.leg] = []
+            for distance, tokens in zip(stage.leg.distances, stage.sizes, strict=True):
+                cuts = exchange.leaving(distance, stage.leg)
                 out = torch.stack([torch.cat([x[a:b] for a, b in cuts] or [x[:0]]) for x in (k, v)])
                 parcel = k.new_empty((2, tokens, *k.shape[1:]))
-                self._waits[distance] = shift(out, parcel, distance, ring, "gather")
-                self._parcels[distance] = parcel
+                parcels.append((shift(out, parcel, distance, ring, "gather"), parcel))
                 self._leaving.append(out)  # must live until it has left
 
     def wait(self, stage: Stage) -> tuple[Tensor, Tensor]:
         """Keys and values [N, g, D] of a stage, once they are here."""
-        for distance in stage.distances:
-            self._waits.pop(distance)()
-        whole = stage.by_position([self._parcels.pop(d) for d in stage.distances])
+        parcels = self._parcels.pop(stage.leg)
+        for wait, _ in parcels:
+            wait()
+        whole = stage.by_position([parcel for _, parcel in parcels])
         return whole[0], whole[1]
 
     def finish(self) -> None:
@@ -229,8 +263,8 @@ class _Returning:
         total = Sum((2, sum(stage.sizes), *k.shape[1:]), k)
         total.add(partials)
         parts = stage.by_source(total.open().to(k.dtype))
-        for distance, part in zip(stage.distances, parts, strict=True):
-            cuts = self._exchange.leaving(distance)
+        for distance, part in zip(stage.leg.distances, parts, strict=True):
+            cuts = self._exchange.leaving(distance, stage.leg)
             home = k.new_empty((2, sum(b - a for a, b in cuts), *k.shape[1:]))
             part = part.contiguous()
             wait = shift(part, home, -distance, self._ring, "gather")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from uspft.batch import Segments
 from uspft.sequence.balance import assign
 from uspft.sequence.plan import Plan
-from uspft.sequence.regions import Run
+from uspft.sequence.regions import Run, cut
 
 Shares = tuple[tuple[Run, ...], ...]
 """What each ring rank holds, its Ulysses members together."""
@@ -37,7 +36,7 @@ def balanced(
     """
     part = segments.length // (ring * ulysses)
     shares = _shares(segments, ring, ulysses, (fetches, window, per_host))
-    return [_cut(runs, u * part, (u + 1) * part) for runs in shares for u in range(ulysses)]
+    return [cut(runs, u * part, (u + 1) * part) for runs in shares for u in range(ulysses)]
 
 
 @lru_cache(maxsize=4096)  # the rows of a step and of the next
@@ -88,18 +87,3 @@ def _busiest_link(sent: NDArray[np.int64], order: list[int], per_host: int) -> t
     placed = sent[np.ix_(order, order)].reshape(hosts, per_host, hosts, per_host).sum((1, 3))
     np.fill_diagonal(placed, 0)
     return max(int(placed.sum(axis).max()) for axis in (0, 1)), int(placed.sum())
-
-
-def _cut(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
-    """Tokens [first, last) of runs laid end to end, neighbours joined."""
-    cut: list[Run] = []
-    at = 0
-    for start, stop in runs:
-        a, b = max(first, at), min(last, at + stop - start)
-        if a < b:
-            piece = (start + a - at, start + b - at)
-            if cut and cut[-1][1] == piece[0]:
-                piece = (cut.pop()[0], piece[1])
-            cut.append(piece)
-        at += stop - start
-    return tuple(cut)

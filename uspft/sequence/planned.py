@@ -20,9 +20,10 @@ from uspft.sequence.ulysses import attend_over_heads, heads_traffic, widest_kv
 class Planned:
     """Ulysses outside, an exchange of needed keys and values inside.
 
-    stages: in how many steps they come; 0: one for each other rank of the ring. keep: received ones
-    stay for the backward, or are fetched again. window: what most layers see, and per_host: ring
-    ranks of one host, where the row spans several; both for the token order.
+    stages: in how many steps they come; 0: one for each other rank of the ring, and where there are
+    few, in pieces of piece_tokens or more, so that transfers and computation overlap. keep:
+    received ones stay for the backward, or are fetched again. window: what most layers see, and
+    per_host: ring ranks of one host, where the row spans several; both for the token order.
     """
 
     ring: int
@@ -31,6 +32,7 @@ class Planned:
     keep: bool = True
     window: int | None = None
     per_host: int | None = None
+    piece_tokens: int = 1024
     name = "planned_cp"
     megatron_name = "–"
 
@@ -69,13 +71,15 @@ class Planned:
     def _exchange(self, plan: Plan) -> Exchange:
         stages = self.stages or self.ring
         return plan.once(
-            ("needed", stages, self.keep),
-            lambda: Exchange(plan, stages, trimmed=True, keep=self.keep),
+            ("needed", stages, self.keep, self.piece_tokens),
+            lambda: Exchange(plan, stages, trimmed=True, keep=self.keep, least=self.piece_tokens),
         )
 
-    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
+    def cost(
+        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+    ) -> Cost:
         tokens = segments.length // (self.ring * self.ulysses)
-        plans = everyones(segments, self.token_order(segments), self.ulysses, self.window)
+        plans = everyones(segments, self.token_order(segments), self.ulysses, window)
         pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
         return Cost(
             all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),

@@ -47,6 +47,21 @@ class Share:
         return cut
 
 
+def cut(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
+    """Tokens [first, last) of runs laid end to end, neighbours joined."""
+    found: list[Run] = []
+    at = 0
+    for start, stop in runs:
+        a, b = max(first, at), min(last, at + stop - start)
+        if a < b:
+            piece = (start + a - at, start + b - at)
+            if found and found[-1][1] == piece[0]:
+                piece = (found.pop()[0], piece[1])
+            found.append(piece)
+        at += stop - start
+    return tuple(found)
+
+
 def blocks_between(
     queries: Share, keys: Share, documents: Sequence[Run], window: int | None
 ) -> list[Block]:

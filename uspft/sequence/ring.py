@@ -38,6 +38,8 @@ class Ring:
     ) -> Tensor:
         return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
 
-    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
-        plans = everyones(segments, self.token_order(segments), 1, self.window)
+    def cost(
+        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+    ) -> Cost:
+        plans = everyones(segments, self.token_order(segments), 1, window)
         return Cost(ring=ring_traffic(plans, 2 * heads.kv * heads.dim * element_bytes))

@@ -38,7 +38,9 @@ class Ulysses:
     ) -> Tensor:
         return blocks_over_heads(qkv, plan, rule, split)
 
-    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
+    def cost(
+        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+    ) -> Cost:
         tokens = segments.length // self.ulysses
         return Cost(all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes))
 

@@ -41,9 +41,11 @@ class Usp:
     ) -> Tensor:
         return blocks_over_heads(qkv, plan, rule, split)
 
-    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
+    def cost(
+        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+    ) -> Cost:
         tokens = segments.length // (self.ulysses * self.ring)
-        plans = everyones(segments, self.token_order(segments), self.ulysses, self.window)
+        plans = everyones(segments, self.token_order(segments), self.ulysses, window)
         pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
         return Cost(
             all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),

@@ -33,5 +33,7 @@ class Whole:
     ) -> Tensor:
         return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
 
-    def cost(self, segments: Segments, heads: Heads, element_bytes: int) -> Cost:
+    def cost(
+        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+    ) -> Cost:
         return Cost()
