@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from uspft import __version__
 from uspft.config import Recipe, as_tree, dump, load
 
 LOCAL = (
@@ -48,7 +50,9 @@ class Job:
         tree.pop("output_dir")
         resumed = self.resume_from and self.resume_from.name
         data = [self.corpus.name, *(folder.name for folder in self.evaluation.values())]
-        whole = json.dumps([tree, data, self.steps, resumed], default=str)
+        # Other versions could pack rows or deal out tokens another way.
+        versions = [__version__, version("numpy")]
+        whole = json.dumps([tree, data, self.steps, resumed, versions], default=str)
         return int.from_bytes(hashlib.blake2b(whole.encode(), digest_size=6).digest(), "little")
 
     def write(self, folder: Path) -> None:

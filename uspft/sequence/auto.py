@@ -35,7 +35,7 @@ def recommend(ranks: int, per_host: int, heads: Heads | None, *, packed: bool) -
         why = "rows are packed on one host: only keys that attention needs travel"
         return Choice("planned_cp", 1, why)
     if ranks <= per_host:
-        why = f"{heads.kv if heads else 'unknown'} KV heads do not divide by {ranks}"
+        why = f"{heads.kv} KV heads do not divide by {ranks}" if heads else "heads are not known"
         return Choice("planned_cp", ulysses, f"{why}, so tokens are split too")
     where = f"heads inside a host ({ulysses} ways), needed keys between hosts"
     return Choice("planned_cp", ulysses, where)
