@@ -7,9 +7,6 @@ import platform
 import re
 import signal
 import subprocess
-import warnings
-from collections.abc import Mapping
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,35 +15,35 @@ import torch
 import torch.distributed as dist
 
 from uspft import __version__
+from uspft.commands.joining import joined
 from uspft.commands.place import Place
 from uspft.job import Job
 
-TIMEOUT = timedelta(minutes=30)
-"""After it a collective that waits for a lost rank fails and says which."""
 LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
 def rank(folder: Path, place: Place) -> int:
     """Be one rank of the job in `folder`. Raises what the run raises."""
-    environment = place.environment
-    number, local = int(environment["RANK"]), int(environment["LOCAL_RANK"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
     job = Job.read(folder)
-    device = _device(job.recipe.launch.device, local)
-    _quiet()
-    _join(environment, device)
+    logs_transfers = bool(job.recipe.deepspeed.comms_logger)
+    with joined(job.recipe.launch.device, place.environment, talks=logs_transfers) as device:
+        code = _run(job, device)
+        if logs_transfers:
+            import deepspeed
 
-    import deepspeed
+            deepspeed.comm.log_summary()
+    return code
 
+
+def _run(job: Job, device: torch.device) -> int:
     from uspft.assemble import assemble
-    from uspft.engine.quarantine import prepare_deepspeed
     from uspft.loop import Interrupted, train
 
-    prepare_deepspeed(talks=bool(job.recipe.deepspeed.comms_logger))
-    if number == 0:
+    first = dist.get_rank() == 0
+    if first:
         _describe_environment(job, device)
     run = assemble(job, device)
-    if number == 0 and job.recipe.model.attention == "auto":
+    if first and job.recipe.model.attention == "auto":
         _settle_attention(job, run.world.kernel.name)
     asked: list[int] = []  # from here on there is something to save
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
@@ -55,44 +52,8 @@ def rank(folder: Path, place: Place) -> int:
         train(run, lambda: bool(asked))
     except Interrupted:
         code = 130
-    if job.recipe.deepspeed.comms_logger:
-        deepspeed.comm.log_summary()
-    # In order, or gloo may abort a process whose work is done.
     run.engine.close()
-    dist.barrier()
-    dist.destroy_process_group()
     return code
-
-
-def _device(kind: str, local: int) -> torch.device:
-    if kind == "cpu":
-        return torch.device("cpu")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
-
-
-def _quiet() -> None:
-    """Silence what means nothing to a user of uspft; errors still come through."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def _join(environment: Mapping[str, str], device: torch.device) -> None:
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    address = environment["MASTER_ADDR"]
-    host = f"[{address}]" if ":" in address else address
-    where = f"tcp://{host}:{environment['MASTER_PORT']}"
-    dist.init_process_group(
-        backend,
-        init_method=where,
-        rank=int(environment["RANK"]),
-        world_size=int(environment["WORLD_SIZE"]),
-        timeout=TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
-    )
 
 
 def _describe_environment(job: Job, device: torch.device) -> None:

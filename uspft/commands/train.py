@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest, set_aside, set_aside_after
 from uspft.checkpoint.identity import CONTENTS, differences, identity_of
 from uspft.commands.examine import Examined, examine, examine_model, output_of, with_tiles
 from uspft.commands.export import export
 from uspft.commands.place import Place
+from uspft.commands.prepare import prepare_data, require_here, steps_of, tokenizer_of
+from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe, dump
 from uspft.config.blocks import DataBlock
-from uspft.data import Corpus, RowStream, formats_of, prepare, prepare_sets, read_report
+from uspft.data import formats_of
 from uspft.job import Job
-from uspft.kernels.choose import is_installed
-from uspft.launcher import Hosts, LocalRanks, hosts_from, run_ranks
+from uspft.launcher import Hosts, hosts_from
 from uspft.model.files import fetch
 
 
@@ -52,7 +50,9 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
         screen.print(f"algorithm: {found.why}", markup=False)
     if checkpoint:
         screen.print(f"going on from {checkpoint.folder}", markup=False)
-    code = _start(job, hosts, place)
+    with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
+        job.write(Path(folder))
+        code = start_ranks([folder], job.recipe, hosts, place, logs=output / "logs")
     if code == 0 and speaks:
         screen.print(summary(recipe, target, overrides), markup=False)
     return code
@@ -66,14 +66,13 @@ def _prepare_job(
     Ranks get folders of this machine in place of hub ids, which say nothing elsewhere.
     """
     recipe = found.recipe
-    _require_devices(recipe)
-    _require_kernel(recipe)
+    require_here(recipe)
     local = fetch(recipe)
     config = examine_model(local)
     identity = identity_of(recipe)
     checkpoint = _checkpoint(recipe, output_of(recipe))
     _same(checkpoint, identity)
-    corpus, evaluation = _prepare(local, config.vocab_size, place, screen)
+    corpus, evaluation = prepare_data(local, config.vocab_size, place, screen)
     identity[CONTENTS] = corpus.name
     _same(checkpoint, identity)
     formats = formats_of(_every_source(local.data))
@@ -83,7 +82,7 @@ def _prepare_job(
     job = Job(
         local,
         corpus,
-        _steps(recipe, corpus),
+        steps_of(recipe, corpus),
         identity,
         evaluation,
         resume_from=checkpoint.folder if checkpoint else None,
@@ -91,62 +90,6 @@ def _prepare_job(
         command=place.command,
     )
     return recipe, job, checkpoint
-
-
-def _require_kernel(recipe: Recipe) -> None:
-    """Raises Fault where the attention kernel that is asked for is not installed."""
-    name = recipe.model.attention
-    if name != "auto" and not is_installed(name):
-        what = f"is {name}, and its package is not installed in {sys.prefix}"
-        raise Fault([("model.attention", what, "install it there, or write auto")])
-
-
-def _require_devices(recipe: Recipe) -> None:
-    """Raises Fault where this host has fewer GPUs than processes; `check` may run elsewhere."""
-    count, wanted = torch.cuda.device_count(), recipe.launch.processes
-    if recipe.launch.device == "cuda" and isinstance(wanted, int) and wanted > count:
-        what = f"{wanted} processes on this host, which has {count} GPUs"
-        remedy = f"start at most {count}" if count else "write launch.device: cpu"
-        raise Fault([("launch.processes", what, f"{remedy}, or start it on a host that has them")])
-
-
-def _prepare(
-    recipe: Recipe, vocabulary: int, place: Place, screen: Console
-) -> tuple[Path, dict[str, Path]]:
-    """Read and tokenise the data, or find that it has been: training's, and each evaluation set."""
-    cache = recipe.data.cache_dir or place.cache / "data"
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        task = progress.add_task("tokenising", total=None)
-
-        def tick(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        tokenizer = tokenizer_of(recipe)
-        corpus = prepare(recipe.data, tokenizer, vocabulary, Path(cache), tick)
-        evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, Path(cache), tick)
-    _tell("data", corpus, screen)
-    for title, folder in evaluation.items():
-        _tell(f"evaluation data {title}", folder, screen)
-    return corpus, evaluation
-
-
-def _tell(what: str, folder: Path, screen: Console) -> None:
-    """How much data was read, and what became of the rest."""
-    report = read_report(folder)
-    screen.print(
-        f"{what}: {report['samples']:,} samples, {report['tokens']:,} tokens, "
-        f"longest {report['longest']:,}",
-        markup=False,
-    )
-    for fate in ("dropped", "truncated", "split", "without_targets"):
-        if report.get(fate):
-            screen.print(f"{what}: {report[fate]:,} samples {fate.replace('_', ' ')}", markup=False)
-
-
-def tokenizer_of(recipe: Recipe) -> str | None:
-    """The tokenizer's folder: named, or the model's own."""
-    named = recipe.model.tokenizer or recipe.model.name_or_path
-    return str(named) if named else None
 
 
 def _with_tokenizer(recipe: Recipe) -> str | None:
@@ -172,16 +115,6 @@ def _with_formats(recipe: Recipe, found: list[str]) -> Recipe:
         train, rest = named[: len(data.train)], named[len(data.train) :]
         data = data.model_copy(update={"train": train, "eval": rest or None})
     return recipe.model_copy(update={"data": data})
-
-
-def _steps(recipe: Recipe, corpus: Path) -> int:
-    data, training = recipe.data, recipe.training
-    if training.steps:
-        return training.steps
-    stream = RowStream(
-        Corpus.open(corpus), data.sequence_length, data.packing, data.shuffle, recipe.seed
-    )
-    return stream.steps_in_epochs(training.epochs or 1, training.global_batch_size)
 
 
 def _checkpoint(recipe: Recipe, output: Path) -> Checkpoint | None:
@@ -221,21 +154,3 @@ def _open_output(
         raise Fault([("output_dir", what, "name another folder")]) from error
     if moved:
         screen.print(f"what an earlier run left is now in {moved}", markup=False)
-
-
-def _start(job: Job, hosts: Hosts, place: Place) -> int:
-    """Start this host's ranks and wait for them."""
-    output = job.recipe.output_dir
-    assert output is not None and isinstance(job.recipe.launch.processes, int)
-    with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
-        job.write(Path(folder))
-        return run_ranks(
-            [sys.executable, "-m", "uspft", "rank", folder],
-            LocalRanks(job.recipe.launch.processes, hosts),
-            environment={
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # a host without a name is no user's concern
-                **place.environment,
-                "DS_ACCELERATOR": job.recipe.launch.device,
-            },
-            log_dir=output / "logs",
-        )

@@ -1,0 +1,68 @@
+"""A process becomes a rank: its device, its place among the others, an end in order."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=30)
+"""After it a collective that waits for a lost rank fails and says which."""
+
+
+@contextmanager
+def joined(
+    kind: str, environment: Mapping[str, str], *, talks: bool = False
+) -> Iterator[torch.device]:
+    """This rank's device, with torch.distributed and DeepSpeed up; collective.
+
+    kind: cpu or cuda; environment: what the launcher gave this process; talks: DeepSpeed's own
+    loggers are heard.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
+    device = _device(kind, int(environment["LOCAL_RANK"]))
+    _quiet()
+    _join(environment, device)
+    from uspft.engine.quarantine import prepare_deepspeed
+
+    prepare_deepspeed(talks=talks)
+    yield device
+    # In order, or gloo may abort a process whose work is done.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _device(kind: str, local: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _quiet() -> None:
+    """Silence what means nothing to a user of uspft; errors still come through."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _join(environment: Mapping[str, str], device: torch.device) -> None:
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    address = environment["MASTER_ADDR"]
+    host = f"[{address}]" if ":" in address else address
+    where = f"tcp://{host}:{environment['MASTER_PORT']}"
+    dist.init_process_group(
+        backend,
+        init_method=where,
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
