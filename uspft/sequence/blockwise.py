@@ -65,6 +65,7 @@ class _BlockAttention(torch.autograd.Function):
         partial = Partial(q)
         for source, keys, values in _travel(k, v, plan, ring):
             partial.add(kernel.forward((q, keys, values), plan.blocks[source], scale))
+            del keys, values  # or they would live on beside the next two
         out, lse = partial.result()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale, ctx.ring, ctx.kernel = plan, scale, ring, kernel
@@ -81,6 +82,7 @@ class _BlockAttention(torch.autograd.Function):
             queries, partials = ctx.kernel.backward(
                 (q, keys, values), (out, lse, dout), blocks, ctx.scale
             )
+            del keys, values
             dq.add(queries)
             if source == ctx.ring.index:
                 dkv.add(partials)
