@@ -37,7 +37,7 @@ class Batch:
     input_ids and position_ids [1, T] int64 on the device; labels [T] int64, already shifted on the
     whole row, -100 where there is no target. plan is what attention computes here; held are the
     tokens' positions in the rows; rows are the indices in the stream of rows (-1: an empty row that
-    only keeps ranks in step).
+    only keeps ranks in step); row_of [T] int64: which of these rows a token is of, -1 for padding.
     """
 
     input_ids: Tensor
@@ -47,3 +47,4 @@ class Batch:
     plan: Any
     held: tuple[tuple[int, int], ...]
     rows: tuple[int, ...]
+    row_of: Tensor

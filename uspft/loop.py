@@ -204,6 +204,8 @@ class Meter:
             "attention_balance": busiest * tokens.size / pairs if pairs else 1.0,
             "strategy": layout.name,
         }
+        if result.router_loss is not None:
+            record["router_loss"] = result.router_loss
         return record | ({"skipped": True} if result.skipped else {})
 
     def _work(self, batch: Batch) -> float:

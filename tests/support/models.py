@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,12 @@ def reference(
     rate: float,
     clip: float,
     rope: dict[str, Any] | None = None,
+    besides: Callable[[Any, int], torch.Tensor] | None = None,
 ) -> Reference:
-    """Each document alone; loss = sum over a step's targets ÷ their number; AdamW, decay 1.0."""
+    """Each document alone; loss = sum over a step's targets ÷ their number; AdamW, decay 1.0.
+
+    besides: of the model and a step's index (from 0), a loss that takes part in the gradient alone.
+    """
     config = transformers.AutoConfig.from_pretrained(model)
     if rope:
         config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **rope}
@@ -172,6 +177,8 @@ def reference(
             part = F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum") / targets
             part.backward()
             loss += part.item()
+        if besides:
+            besides(net, len(losses)).backward()  # type: ignore[no-untyped-call]
         norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), clip)))
         losses.append(loss)
         counts.append(targets)

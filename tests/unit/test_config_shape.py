@@ -194,8 +194,16 @@ REFUSED: list[tuple[Any, str]] = [
         "router_jitter_noise is 0.1, which is not available yet",
     ),
     (
-        {**MIXTRAL, "output_router_logits": True},
-        "output_router_logits asks for the router's loss, which is not available yet",
+        {**MIXTRAL, "output_router_logits": True, "router_aux_loss_coef": "0.1"},
+        "router_aux_loss_coef is '0.1', not a number of at least 0",
+    ),
+    (
+        {**MIXTRAL, "output_router_logits": 1},
+        "output_router_logits is 1, not true or false",
+    ),
+    (
+        {**LLAMA, "output_router_logits": True},
+        "output_router_logits is true, and model_type `llama` has no experts to choose among",
     ),
     (
         {**MIXTRAL, "layer_types": ["sliding_attention"]},

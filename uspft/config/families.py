@@ -5,6 +5,7 @@ Everything else comes from config.json, and from what transformers asks of atten
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class Family:
     where use_sliding_window) | typed (as layer_types says); defaults: what transformers takes where
     config.json has no such field; whole_heads: hidden_size is a multiple of the heads;
     ropes: rotary types of its config; scaling: model.rope_scaling can be asked for; norm_start: a
-    new norm's weight.
+    new norm's weight; routed: its tokens choose experts.
     """
 
     windows: str = "none"
@@ -39,6 +40,7 @@ class Family:
     ropes: tuple[str, ...] = ROPE_TYPES
     scaling: bool = True
     norm_start: float = 1.0
+    routed: bool = False
 
 
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
@@ -49,9 +51,11 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True),
     "qwen2": Family("switched", {"sliding_window": 4096}, qkv_bias=True),
     "qwen3": Family("switched", _SWITCHED),
-    "qwen3_moe": Family("switched", {"num_key_value_heads": 4, "sliding_window": 4096}),
+    "qwen3_moe": Family(
+        "switched", {"num_key_value_heads": 4, "sliding_window": 4096}, routed=True
+    ),
     "mistral": Family("all", {"num_key_value_heads": 8, "sliding_window": 4096}),
-    "mixtral": Family("all", {"num_key_value_heads": 8}),
+    "mixtral": Family("all", {"num_key_value_heads": 8}, routed=True),
     "phi3": Family("all", ropes=("default",), scaling=False),
     "olmo2": Family(),
     "smollm3": Family("switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -89,10 +93,7 @@ def unsupported(raw: Mapping[str, Any], named: Named, scaling: object = None) ->
         return [(named("model_type"), f"model_type `{kind}` {why}", remedy or named_types)]
     full = {**family.defaults, **raw}
     findings = _windows(kind, family, full, named) + _attention(full, named) + _noise(full, named)
-    if full.get("output_router_logits"):
-        what = "output_router_logits asks for the router's loss, which is not available yet"
-        remedy = "write model.overrides.output_router_logits: false to train without it"
-        findings.append((named("output_router_logits"), what, remedy))
+    findings += _router_loss(kind, full, named)
     if full.get("quantization_config") is not None:
         what = "has a quantization_config; training quantised weights is not available yet"
         findings.append((named("quantization_config"), what, "name the unquantised model"))
@@ -115,6 +116,21 @@ def _attention(full: Mapping[str, Any], named: Named) -> list[Finding]:
         remedy = "write model.overrides.use_bidirectional_attention: false"
         findings.append((named("use_bidirectional_attention"), what, remedy))
     return findings
+
+
+def _router_loss(kind: str, full: Mapping[str, Any], named: Named) -> list[Finding]:
+    """What is wrong with the wish for the routers' loss."""
+    asked, key = full.get("output_router_logits", False), "output_router_logits"
+    if type(asked) is not bool:
+        return [(named(key), f"{key} is {asked!r}, not true or false", f"write {key}: true")]
+    if asked and not FAMILIES[kind].routed:
+        what = f"{key} is true, and model_type `{kind}` has no experts to choose among"
+        return [(named(key), what, f"write model.overrides.{key}: false")]
+    factor, key = full.get("router_aux_loss_coef", 0.001), "router_aux_loss_coef"
+    if asked and (type(factor) not in (int, float) or not 0 <= factor < math.inf):
+        what = f"{key} is {factor!r}, not a number of at least 0"
+        return [(named(key), what, f"write model.overrides.{key}: 0.001")]
+    return []
 
 
 def _noise(full: Mapping[str, Any], named: Named) -> list[Finding]:

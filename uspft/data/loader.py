@@ -107,6 +107,7 @@ class StepLoader:
             plan=plan,
             held=tuple(held),
             rows=tuple(indices),
+            row_of=mine([_place(row, number) for number, row in enumerate(rows)]),
         )
 
     def _row(self, index: int) -> Row:
@@ -160,6 +161,11 @@ class StepLoader:
             for array in (row.input_ids, row.labels, row.positions):
                 digest.update(array.tobytes())
         return int.from_bytes(digest.digest(), "little")
+
+
+def _place(row: Row, number: int) -> NDArray[np.int64]:
+    """A row's number for each of its tokens, -1 for padding."""
+    return np.where(np.arange(len(row.input_ids)) < row.segments.bounds[-1], number, -1)
 
 
 def _digest(positions: NDArray[np.int64], ids: NDArray[Any], labels: NDArray[Any]) -> float:

@@ -2,7 +2,8 @@
 
 The scale is ours: each rank's loss is (sum over its target tokens) × ranks ÷ (target tokens of the
 step, over all micro-batches and ranks), and DeepSpeed averages gradients over all ranks at every
-stage. Sequence parallelism stays hidden from it, since its own scale depends on the stage.
+stage. Sequence parallelism stays hidden from it, since its own scale depends on the stage. The
+routers' loss likewise: each rank's parts of its rows' losses × ranks ÷ rows of the step.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ class NotFinite(Exception):
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over the step's targets; grad_norm: before clipping; stop: a rank asked to."""
+    """loss: mean over the step's targets; grad_norm: before clipping; stop: a rank asked to;
+    router_loss: mean over the step's rows, None where the model has none or it is not asked for."""
 
     loss: float
     grad_norm: float
     targets: int
     stop: bool
     skipped: bool
+    router_loss: float | None = None
 
 
 def partitioner(config: dict[str, Any]) -> Partition | None:
@@ -117,24 +120,28 @@ class ZeroEngine:
         Raises NotFinite before anything is updated.
         """
         tokens, device = self.world.mesh.tokens, self.world.device
-        (targets,) = total([sum(b.targets for b in batches)], tokens, device)
+        rows_here = sum(index >= 0 for batch in batches for index in batch.rows)
+        targets, rows = total([sum(b.targets for b in batches), rows_here], tokens, device)
+        rows /= self.world.mesh.context.size  # all that share a row have counted it
         scale = tokens.size / max(targets, 1.0)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        router_scale = tokens.size / max(rows, 1.0) if self.module.routed else None
+        loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         for micro, batch in enumerate(batches):
-            loss = self.deepspeed(batch, self.world, scale)
-            loss_sum += loss.detach()
+            losses = self.deepspeed(batch, self.world, scale, router_scale)
+            loss_sums += losses.detach()
             # Another tensor than forward returned: that one DeepSpeed would divide by the passes.
-            self.deepspeed.backward(loss * 1.0, scale_wrt_gas=False)
+            self.deepspeed.backward(losses.sum(), scale_wrt_gas=False)
             if micro + 1 < len(batches):
                 self.deepspeed.step()
-        loss_total, stops = total([float(loss_sum), float(stop)], tokens, device)
-        mean = loss_total / tokens.size
+        *loss_totals, stops = total([*loss_sums.tolist(), float(stop)], tokens, device)
+        mean, router = (value / tokens.size for value in loss_totals)
         if not math.isfinite(mean):
             raise NotFinite(f"the loss is {mean}")
         grad_norm, skipped = self._update()
-        return StepResult(mean, grad_norm, int(targets), stops > 0, skipped)
+        router_loss = router if self.module.routed else None
+        return StepResult(mean, grad_norm, int(targets), stops > 0, skipped, router_loss)
 
     def _update(self) -> tuple[float, bool]:
         """(gradient norm before clipping, whether float16 skipped the update)."""
@@ -175,7 +182,7 @@ class ZeroEngine:
 
     def loss_sum(self, batch: Batch) -> float:
         """Cross-entropy summed over this rank's targets, inside `evaluating`; collective."""
-        return float(self.deepspeed(batch, self.world, 1.0))
+        return float(self.deepspeed(batch, self.world, 1.0)[0])
 
     def close(self) -> None:
         """Release what DeepSpeed hooked into the module."""

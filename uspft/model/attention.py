@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "uspft"
 IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal"}
+IGNORED |= {"output_router_logits"}
 """Arguments that change nothing here: positions are in q and k already, attention is causal."""
 
 

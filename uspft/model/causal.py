@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from uspft.model.attention import Bound
 from uspft.model.loss import Head, Logits
+from uspft.model.router import router_loss
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -21,19 +23,37 @@ class CausalLoss(nn.Module):
         super().__init__()
         self.model = model
         self.head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
+        self.routed: bool = getattr(model.config, "output_router_logits", False)
 
-    def forward(self, batch: Batch, world: World, scale: float) -> Tensor:
-        """Sum of the cross-entropy over this rank's target tokens, times scale."""
-        hidden = self.model.base_model(
+    def forward(
+        self, batch: Batch, world: World, scale: float, router_scale: float | None = None
+    ) -> Tensor:
+        """[2]: the sum of the cross-entropy over this rank's target tokens, times scale; this
+        rank's part of the routers' loss summed over rows, times router_scale (None: 0)."""
+        wanted = {"output_router_logits": router_scale is not None} if self.routed else {}
+        found = self.model.base_model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
             uspft=Bound(
                 world, batch.plan, twice=self.training and self.model.is_gradient_checkpointing
             ),
-        ).last_hidden_state
-        loss: Tensor = self.head(hidden[0], batch.labels, scale)
-        return loss
+            **wanted,
+        )
+        loss: Tensor = self.head(found.last_hidden_state[0], batch.labels, scale)
+        if router_scale is None:
+            return torch.stack([loss, torch.zeros_like(loss)])
+        return torch.stack(
+            [loss, self._router_loss(found.router_logits, batch, world, router_scale)]
+        )
+
+    def _router_loss(
+        self, logits: tuple[Tensor, ...], batch: Batch, world: World, scale: float
+    ) -> Tensor:
+        config, rows = self.model.config, len(batch.rows)
+        top_k, group = config.num_experts_per_tok, world.mesh.context
+        part = router_loss(logits, batch.row_of, rows, top_k, group)
+        return part * (config.router_aux_loss_coef * scale)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its Hugging Face name."""

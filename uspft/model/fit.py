@@ -8,17 +8,22 @@ from typing import Any
 
 from uspft.config.problems import Fault, said
 from uspft.model.build import empty_model
+from uspft.model.experts import is_router
 from uspft.model.weights import FolderWeights, WeightsError
 
 
 def require_model(config: Any, key: str) -> Any:
     """The model of a config, on meta. Raises Fault, naming key, where transformers makes none."""
     try:
-        return empty_model(config, config.dtype)
+        model = empty_model(config, config.dtype)
     except Exception as error:  # a field of the config, and transformers has no kind for it
         why = f"{type(error).__name__}: {said(error)}"
         what = f"transformers cannot make a model of this config: {why}"
         raise Fault([(key, what, "mend its config.json or model.overrides")]) from error
+    if getattr(config, "output_router_logits", False) and not any(map(is_router, model.modules())):
+        what = "output_router_logits is true, and no layer of this config has experts"
+        raise Fault([(key, what, "write model.overrides.output_router_logits: false")])
+    return model
 
 
 def require_fit(model: Any, folder: Path) -> None:
