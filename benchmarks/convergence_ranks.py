@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from uspft.assemble import assemble
-from uspft.data import Corpus, RowStream
+from uspft.data import RowStream, training_rows
 from uspft.data.loader import StepLoader
 from uspft.data.stream import Row
 from uspft.engine.quarantine import prepare_deepspeed
@@ -36,9 +36,7 @@ class Backwards:
 def train_all(jobs: Sequence[tuple[Path, bool]], ranks: int) -> None:
     """Train each job (its folder, whether the rows of a step are taken backwards)."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _rank, (ranks, folder, jobs), nprocs=ranks, start_method="spawn"
-        )
+        mp.start_processes(_rank, (ranks, folder, jobs), nprocs=ranks, start_method="spawn")
 
 
 def _rank(rank: int, ranks: int, folder: str, jobs: Sequence[tuple[Path, bool]]) -> None:
@@ -58,11 +56,7 @@ def _train(job: Job, backwards: bool) -> None:
     run = assemble(job, torch.device("cpu"))
     if backwards:
         data, rows = job.recipe.data, job.recipe.training.global_batch_size
-        corpus = Corpus.open(job.corpus)
-        stream: Any = Backwards(
-            RowStream(corpus, data.sequence_length, data.packing, data.shuffle, job.recipe.seed),
-            rows,
-        )
+        stream: Any = Backwards(training_rows(data, job.corpus, job.recipe.seed), rows)
         loader = StepLoader(
             stream,
             run.world,

@@ -13,7 +13,7 @@ from uspft.checkpoint.folder import Checkpoint, CheckpointWeights
 from uspft.checkpoint.load import load_state
 from uspft.comm import largest
 from uspft.config import Recipe
-from uspft.data import Corpus, RowStream
+from uspft.data import training_rows
 from uspft.data.loader import EMPTY, StepLoader
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.zero import ZeroEngine, partitioner
@@ -100,9 +100,7 @@ def this_layout(recipe: Recipe) -> Layout:
 def make_loader(job: Job, world: World) -> StepLoader:
     """The rows of the run; with `epochs`, they end with the last one."""
     data, training = job.recipe.data, job.recipe.training
-    stream = RowStream(
-        Corpus.open(job.corpus), data.sequence_length, data.packing, data.shuffle, job.recipe.seed
-    )
+    stream = training_rows(data, job.corpus, job.recipe.seed)
     return StepLoader(
         stream,
         world,

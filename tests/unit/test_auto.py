@@ -2,30 +2,64 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from uspft.batch import Segments
+from uspft.commands.examine import examine, with_rows
 from uspft.sequence import ALGORITHMS, Heads
 from uspft.sequence.auto import recommend
 
 LLAMA_8B, QWEN_7B = Heads(32, 8, 128), Heads(28, 4, 128)
+WHOLE = [Segments.single(1 << 15)]
+SHORT = [Segments(tuple(range(0, 1 << 15, 512)), 1 << 15)]
+LONG = [Segments((0, 30_000), 1 << 15)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_host", "heads", "packed", "want"),
+    ("ranks", "per_host", "heads", "rows", "want"),
     [
-        (8, 8, LLAMA_8B, False, ("ulysses_cp", None)),
-        (8, 8, LLAMA_8B, True, ("planned_cp", 1)),
-        (8, 8, QWEN_7B, False, ("planned_cp", 4)),
-        (16, 8, LLAMA_8B, True, ("planned_cp", 8)),
-        (16, 8, LLAMA_8B, False, ("planned_cp", 8)),
-        (32, 8, QWEN_7B, True, ("planned_cp", 4)),
-        (4, 2, None, True, ("planned_cp", 1)),
+        (8, 8, LLAMA_8B, WHOLE, ("ulysses_cp", None)),
+        (8, 8, LLAMA_8B, LONG, ("ulysses_cp", None)),
+        (8, 8, LLAMA_8B, SHORT, ("planned_cp", 1)),
+        (8, 8, QWEN_7B, WHOLE, ("planned_cp", 1)),
+        (16, 8, LLAMA_8B, SHORT, ("planned_cp", 1)),
+        (16, 8, LLAMA_8B, WHOLE, ("planned_cp", 8)),
+        (32, 8, QWEN_7B, WHOLE, ("planned_cp", 4)),
+        (16, 8, LLAMA_8B, None, ("planned_cp", 8)),
+        (4, 2, None, None, ("planned_cp", 1)),
     ],
 )
 def test_the_rules(
-    ranks: int, per_host: int, heads: Heads | None, packed: bool, want: tuple[str, int | None]
+    ranks: int,
+    per_host: int,
+    heads: Heads | None,
+    rows: list[Segments] | None,
+    want: tuple[str, int | None],
 ) -> None:
-    choice = recommend(ranks, per_host, heads, packed=packed)
-    assert choice[:2] == want
+    choice = recommend(ranks, per_host, heads, rows)
+    assert choice[:2] == want, choice
     assert choice.why and "\n" not in choice.why
     assert choice.algorithm in ALGORITHMS
+
+
+def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("x")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {name_or_path: meta-llama/Llama-3.1-8B}\n"
+        f"data: {{train: {tmp_path / 'x.txt'}, sequence_length: 32k}}\n"
+        "parallel_config: {context_parallel: 8, context_parallel_algo: auto}\n"
+        "training: {steps: 1, global_batch_size: 1}\n"
+        "launch: {device: cpu, processes: 8}\n"
+    )
+    before = examine(recipe, [], 1, None)
+    assert before.recipe.parallel_config.context_parallel_algo == "planned_cp"
+    assert before.why and "not known yet" in before.why
+    after = with_rows(before, WHOLE)
+    assert after.recipe.parallel_config.context_parallel_algo == "ulysses_cp"
+    assert after.recipe.parallel_config.exchange_stages is None
+    assert (after.layout.ulysses, after.layout.ring) == (8, 1) and "heads divide" in str(after.why)
+    named = examine(recipe, ["parallel_config.context_parallel_algo=ring_cp"], 1, None)
+    assert with_rows(named, WHOLE) is named

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from uspft.batch import Segments
 from uspft.commands.place import CONFIGS
 from uspft.config import (
     Finding,
@@ -24,6 +25,7 @@ from uspft.config import (
     load,
     read_shape,
 )
+from uspft.config.blocks import ParallelBlock
 from uspft.config.model_shape import HUB_ID
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
@@ -91,7 +93,7 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
             f"the sizes of model {recipe.model.name_or_path} (not on this machine)"
         )
     ranks = ranks or _ranks(recipe, device, hosts)
-    recipe, why = _settle_algorithm(recipe, shape, (ranks or 0) // hosts)
+    recipe, why = _settle_algorithm(recipe, shape, (ranks or 0) // hosts, _known_rows(recipe))
     layout = layout_of(recipe.parallel_config, ranks)
     if isinstance(layout, Layout):
         findings += _algorithm(recipe, layout, shape)
@@ -115,8 +117,28 @@ def _ranks(recipe: Recipe, device: str, hosts: int) -> int | None:
     return here * hosts or None
 
 
+def with_rows(found: Examined, rows: Sequence[Segments]) -> Examined:
+    """What `context_parallel_algo: auto` becomes now that documents of some rows are known."""
+    asked, processes = found.loaded.recipe, found.recipe.launch.processes
+    assert isinstance(processes, int)
+    settled, why = _settle_algorithm(asked, found.shape, processes, rows)
+    if why is None:
+        return found
+    layout = layout_of(settled.parallel_config, found.layout.ranks)
+    assert isinstance(layout, Layout)  # as many ranks share a row as before
+    parallel = _with_degrees(settled, layout)
+    recipe = found.recipe.model_copy(update={"parallel_config": parallel})
+    return replace(found, recipe=recipe, layout=layout, why=why)
+
+
+def _known_rows(recipe: Recipe) -> list[Segments] | None:
+    """What rows look like before the data is read: known where each holds one sample."""
+    whole = Segments.single(recipe.data.sequence_length)
+    return [whole] if recipe.data.packing == "none" else None
+
+
 def _settle_algorithm(
-    recipe: Recipe, shape: ModelShape | None, per_host: int
+    recipe: Recipe, shape: ModelShape | None, per_host: int, rows: Sequence[Segments] | None
 ) -> tuple[Recipe, str | None]:
     """The recipe with `context_parallel_algo: auto` replaced by what it means here, and why."""
     parallel = recipe.parallel_config
@@ -127,8 +149,7 @@ def _settle_algorithm(
         return recipe.model_copy(update={"parallel_config": settled}), None
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     ranks = parallel.context_parallel
-    packed = recipe.data.packing == "best_fit"
-    choice = recommend(ranks, per_host or ranks, heads, packed=packed)
+    choice = recommend(ranks, per_host or ranks, heads, rows)
     update = {
         "context_parallel_algo": choice.algorithm,
         "ulysses_degree_in_cp": choice.ulysses,
@@ -165,8 +186,20 @@ def _resolve(
 
     if shape:
         recipe = with_tiles(recipe, shape.vocab_size)
+    attention = "torch" if device == "cpu" else recipe.model.attention
+    return recipe.model_copy(
+        update={
+            "parallel_config": _with_degrees(recipe, layout),
+            "launch": block("launch", processes=layout.ranks // hosts, device=device),
+            "model": block("model", attention=attention),
+        }
+    )
+
+
+def _with_degrees(recipe: Recipe, layout: Layout) -> ParallelBlock:
+    """`parallel_config` with numbers; what does not apply is null: nothing is left to choose."""
     parallel = recipe.parallel_config
-    stages = None  # what does not apply is null: nothing is left to be chosen
+    stages = None
     if parallel.context_parallel_algo == "planned_cp" and layout.ring > 1:
         asked = parallel.exchange_stages
         stages = asked if isinstance(asked, int) else layout.ring - 1
@@ -176,14 +209,7 @@ def _resolve(
         "tensor_mesh": None,
         "tensor_slices": None,
     }
-    attention = "torch" if device == "cpu" else recipe.model.attention
-    return recipe.model_copy(
-        update={
-            "parallel_config": block("parallel_config", **degrees),
-            "launch": block("launch", processes=layout.ranks // hosts, device=device),
-            "model": block("model", attention=attention),
-        }
-    )
+    return parallel.model_copy(update=degrees)
 
 
 def output_of(recipe: Recipe) -> Path:

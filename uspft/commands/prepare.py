@@ -9,10 +9,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from uspft.batch import Segments
 from uspft.commands.place import Place
 from uspft.config import Fault, Recipe
-from uspft.data import Corpus, RowStream, prepare, prepare_sets, read_report
+from uspft.data import prepare, prepare_sets, read_report, training_rows
 from uspft.kernels.choose import is_installed
+
+FIRST_ROWS = 2
+"""Of a run that are looked at before a split is chosen for all."""
 
 
 def require_here(recipe: Recipe) -> None:
@@ -69,10 +73,14 @@ def tokenizer_of(recipe: Recipe) -> str | None:
 
 def steps_of(recipe: Recipe, corpus: Path) -> int:
     """Steps of the whole run."""
-    data, training = recipe.data, recipe.training
+    training = recipe.training
     if training.steps:
         return training.steps
-    stream = RowStream(
-        Corpus.open(corpus), data.sequence_length, data.packing, data.shuffle, recipe.seed
-    )
+    stream = training_rows(recipe.data, corpus, recipe.seed)
     return stream.steps_in_epochs(training.epochs or 1, training.global_batch_size)
+
+
+def first_rows(recipe: Recipe, corpus: Path) -> list[Segments]:
+    """The documents of the run's first rows."""
+    stream = training_rows(recipe.data, corpus, recipe.seed)
+    return [stream.row(index).segments for index in range(FIRST_ROWS)]

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest, set_aside, set_aside_after
 from uspft.checkpoint.identity import CONTENTS, differences, identity_of
-from uspft.commands.examine import Examined, examine, examine_model, output_of, with_tiles
+from uspft.commands.examine import (
+    Examined,
+    examine,
+    examine_model,
+    output_of,
+    with_rows,
+    with_tiles,
+)
 from uspft.commands.export import export
 from uspft.commands.place import Place
-from uspft.commands.prepare import prepare_data, require_here, steps_of, tokenizer_of
+from uspft.commands.prepare import first_rows, prepare_data, require_here, steps_of, tokenizer_of
 from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe, dump
@@ -31,7 +39,8 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
     speaks = hosts.index == 0
     screen = Console(highlight=False, soft_wrap=True, quiet=not speaks)
     with found.placed():
-        recipe, job, checkpoint = _prepare_job(found, place, screen)
+        found, job, checkpoint = _prepare_job(found, place, screen)
+    recipe = found.recipe
     output = output_of(recipe)
     if checkpoint and checkpoint.step >= job.steps:
         if speaks and recipe.export.huggingface and not (output / "hf").exists():
@@ -60,8 +69,8 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
 
 def _prepare_job(
     found: Examined, place: Place, screen: Console
-) -> tuple[Recipe, Job, Checkpoint | None]:
-    """The recipe as it is written down, what ranks are given, and where they go on from.
+) -> tuple[Examined, Job, Checkpoint | None]:
+    """With the recipe as it is written down; what ranks are given, and where they go on from.
 
     Ranks get folders of this machine in place of hub ids, which say nothing elsewhere.
     """
@@ -75,6 +84,9 @@ def _prepare_job(
     corpus, evaluation = prepare_data(local, config.vocab_size, place, screen)
     identity[CONTENTS] = corpus.name
     _same(checkpoint, identity)
+    found = with_rows(found, first_rows(local, corpus))
+    recipe, parallel = found.recipe, found.recipe.parallel_config
+    local = local.model_copy(update={"parallel_config": parallel})
     formats = formats_of(_every_source(local.data))
     recipe, local = (
         with_tiles(_with_formats(r, formats), config.vocab_size) for r in (recipe, local)
@@ -89,7 +101,7 @@ def _prepare_job(
         tokenizer=_with_tokenizer(local),
         command=place.command,
     )
-    return recipe, job, checkpoint
+    return replace(found, recipe=recipe), job, checkpoint
 
 
 def _with_tokenizer(recipe: Recipe) -> str | None:

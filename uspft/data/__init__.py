@@ -10,7 +10,7 @@ from uspft.data.corpus import Corpus, read_report
 from uspft.data.evaluation import prepare_sets
 from uspft.data.faults import DataError
 from uspft.data.sources import not_checked, source_problems
-from uspft.data.stream import Row, RowStream
+from uspft.data.stream import Row, RowStream, training_rows
 
 __all__ = [
     "Corpus",
@@ -23,4 +23,5 @@ __all__ = [
     "prepare_sets",
     "read_report",
     "source_problems",
+    "training_rows",
 ]

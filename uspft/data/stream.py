@@ -15,7 +15,11 @@ from uspft.data.packing import Plan, plan_rows
 from uspft.data.tokenise import NOT_TRAINED
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
+
+    from uspft.config.blocks import DataBlock
 
 _KEPT_PLANS = 2
 _PADDING_ID = 0  # never attended to, never a target
@@ -145,3 +149,8 @@ def _permutation(count: int, *seed: int) -> NDArray[np.int64]:
     """
     bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(count)
     return np.argsort(bits, kind="stable")
+
+
+def training_rows(data: DataBlock, corpus: Path, seed: int) -> RowStream:
+    """The rows that a recipe trains on, from its prepared data."""
+    return RowStream(Corpus.open(corpus), data.sequence_length, data.packing, data.shuffle, seed)

@@ -1,10 +1,21 @@
-"""`context_parallel_algo: auto`: an algorithm by rules, and the reason in one sentence."""
+"""`context_parallel_algo: auto`: the split that spends least time on the wire, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
-from uspft.sequence.algorithm import Heads
+from uspft.batch import Segments
+from uspft.sequence.algorithm import Algorithm, Heads
+from uspft.sequence.planned import Planned
+from uspft.sequence.ulysses import Ulysses
+
+INSIDE, BETWEEN = 450e9, 50e9
+"""Bytes a second that a GPU can send, inside its host (NVLink 4) and to another (400 Gbit/s)."""
+SIMPLER = 1.5
+"""Ulysses computes a head's row in one call, without merging: it may take so many times as long."""
+ELEMENT_BYTES = 2
 
 
 class Choice(NamedTuple):
@@ -15,27 +26,68 @@ class Choice(NamedTuple):
     why: str
 
 
-def recommend(ranks: int, per_host: int, heads: Heads | None, *, packed: bool) -> Choice:
+def recommend(
+    ranks: int, per_host: int, heads: Heads | None, rows: Sequence[Segments] | None
+) -> Choice:
     """The algorithm for `ranks` that share a row.
 
     per_host: how many of them are on one host, where links are fast. heads: None where the model is
-    not known yet. packed: rows hold documents of many lengths, so most keys need not travel.
+    not known yet. rows: documents of some rows of the run; None where the data has not been read.
     """
     inside = min(ranks, per_host)
     fits = [
         u
         for u in range(1, inside + 1)
-        if ranks % u == 0 and inside % u == 0 and heads and heads.query % u == heads.kv % u == 0
+        if inside % u == ranks % u == 0 and heads and heads.query % u == heads.kv % u == 0
     ]
-    ulysses = max(fits, default=1)
-    if not packed and ulysses == ranks:
-        why = "rows are one document and heads divide on one host, so heads are the cheapest split"
-        return Choice("ulysses_cp", None, why)
-    if ranks <= per_host and packed:
-        why = "rows are packed on one host: only keys that attention needs travel"
-        return Choice("planned_cp", 1, why)
-    if ranks <= per_host:
-        why = f"{heads.kv} KV heads do not divide by {ranks}" if heads else "heads are not known"
-        return Choice("planned_cp", ulysses, f"{why}, so tokens are split too")
-    where = f"heads inside a host ({ulysses} ways), needed keys between hosts"
-    return Choice("planned_cp", ulysses, where)
+    if heads is None or rows is None:
+        ulysses = max(fits, default=1) if ranks > inside else 1
+        unknown = "the model's heads" if heads is None else "the documents' lengths"
+        why = f"only keys that attention needs travel; {unknown}, not known yet, may change this"
+        return Choice(Planned.name, ulysses, why)
+    splits: list[Algorithm] = [
+        Planned(ranks // u, u, per_host=_ring_ranks(ranks, inside, u)) for u in fits if u < ranks
+    ]
+    if ranks in fits:
+        splits.append(Ulysses(ranks))
+    splits = [s for s in splits if not s.problems(rows[0].length, heads)] or splits
+    seconds = {split: _seconds(split, inside, heads, rows) for split in splits}
+    best = min(splits, key=lambda split: seconds[split])
+    simple = splits[-1]
+    if simple.ring == 1 and seconds[simple] <= SIMPLER * seconds[best]:
+        best = simple
+    if best.ring == 1:
+        return Choice(Ulysses.name, None, _why_heads(best, seconds))
+    return Choice(Planned.name, best.ulysses, _why_tokens(best, seconds, inside, heads))
+
+
+def _ring_ranks(ranks: int, inside: int, ulysses: int) -> int | None:
+    """Ring ranks of one host, where a row spans several."""
+    here = inside // ulysses
+    return here if 1 < here < ranks // ulysses else None
+
+
+def _seconds(split: Algorithm, inside: int, heads: Heads, rows: Sequence[Segments]) -> float:
+    """On the wire for a layer of one row, forward and backward: heads stay inside a host."""
+    across = BETWEEN if split.ulysses * split.ring > inside else INSIDE
+    costs = [split.cost(row, heads, ELEMENT_BYTES) for row in rows]
+    return fmean(c.all_to_all.bytes / INSIDE + c.gather.bytes / across for c in costs)
+
+
+def _why_heads(best: Algorithm, seconds: dict[Algorithm, float]) -> str:
+    others = [seconds[split] for split in seconds if split is not best]
+    if not others:
+        return "no other split fits the row's length"
+    ratio = seconds[best] / min(others)
+    return f"heads divide on one host, at {ratio:.2g} × the time on the wire of splitting tokens"
+
+
+def _why_tokens(best: Algorithm, seconds: dict[Algorithm, float], inside: int, heads: Heads) -> str:
+    ranks = best.ulysses * best.ring
+    where = f"heads {best.ulysses} × tokens {best.ring}" if best.ulysses > 1 else "tokens alone"
+    why = f"split over {where}, these documents take the least time on the wire"
+    if ranks > inside:
+        return f"{why}, {ranks // inside} hosts sharing a row"
+    if heads.kv % ranks:
+        return f"{why}; {heads.kv} KV heads do not divide by {ranks}"
+    return why
