@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 
-# One process and one group. "deaf": the switch is set and nothing comes of it, and the op's loader
-# notes that it was called instead of compiling.
+# One process and one group. "deaf": what is set has no effect, and the op's loader notes that it was
+# called instead of compiling.
 PROGRAM = """
 import sys
 import torch.distributed as dist
@@ -31,10 +31,20 @@ class Deaf(dict):
 if sys.argv[1] == "deaf":
     deepspeed.ops.__compatible_ops__ = Deaf(deepspeed.ops.__compatible_ops__)
     ShareMemCommBuilder.load = lambda self: print("LOADED")
+    import deepspeed.runtime.compiler
+    deepspeed.runtime.compiler.dummy_decorator = deepspeed.runtime.compiler.compile()
 
 from uspft.engine.quarantine import prepare_deepspeed
 prepare_deepspeed()
 assert deepspeed.comm.is_initialized()
+
+import torch
+from deepspeed.runtime.compiler import compile
+from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+assert is_zero_supported_optimizer(torch.optim.AdamW([torch.zeros(1)]))
+assert compile() is torch.compile
+if "torch._inductor.compile_fx" in sys.modules:
+    print("COMPILER")
 print("READY")
 dist.destroy_process_group()
 """
@@ -77,11 +87,11 @@ def test_the_installed_version_is_in_the_range_that_the_quarantine_names() -> No
 def test_nothing_is_compiled(tmp_path: Path) -> None:
     done = prepare(tmp_path, "set")
     assert done.returncode == 0, done.stderr
-    assert "READY" in done.stdout
+    assert "READY" in done.stdout and "COMPILER" not in done.stdout
     assert list((tmp_path / "built").iterdir()) == []
 
 
 def test_without_the_switch_it_would_be(tmp_path: Path) -> None:
     done = prepare(tmp_path, "deaf")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("LOADED") == 1
+    assert done.stdout.count("LOADED") == done.stdout.count("COMPILER") == 1

@@ -1,8 +1,9 @@
 """DeepSpeed 0.19 on a machine without a compiler, and without its chatter.
 
 Why: on CPU its init compiles a shared-memory collective that training never uses (40 s, and a crash
-where there is no compiler), and it logs at INFO. Upstream range: deepspeed >= 0.19, < 0.20.
-tests/unit/test_quarantine.py fails when upstream changes.
+where there is no compiler); every ZeRO engine imports its Muon optimizer, which no recipe can name,
+and with it torch's whole compiler (2 s of CPU a rank); and it logs at INFO. Upstream range:
+deepspeed >= 0.19, < 0.20. tests/unit/test_quarantine.py fails when upstream changes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ def prepare_deepspeed(*, talks: bool = False) -> None:
 
     logger.setLevel(logging.INFO if talks else logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _import_muon_uncompiled()
     # torch 2.13 warns on every call of collectives that DeepSpeed uses under their older names.
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module=r"torch\.distributed.*|deepspeed.*"
     )
     warnings.filterwarnings("ignore", category=UserWarning, module=r"deepspeed.*")
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+def _import_muon_uncompiled() -> None:
+    """Its kernels stay as they are written; any other use of DeepSpeed's compiler is as before."""
+    from deepspeed.runtime import compiler
+
+    decorate, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = decorate
