@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 import traceback
@@ -19,9 +20,10 @@ def spawn(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 
     Raises AssertionError with the first rank's traceback where one raised.
     """
+    multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(  # type: ignore[no-untyped-call]
-            _rank, (world, folder, work, args), nprocs=world, start_method="spawn"
+            _rank, (world, folder, work, args), nprocs=world, start_method="forkserver"
         )
         answers = [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world)]
     wrong = [f"rank {r} of {world}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]

@@ -1,0 +1,19 @@
+"""What ranks of a test import, once for all of them: they are forked from a process that has.
+
+Imports cost a rank four seconds of CPU. Frozen, what they made is not searched by the full garbage
+collection of each ZeRO-3 engine, of which many are built in one process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import uspft.assemble
+import uspft.commands.examine
+import uspft.loop  # noqa: F401
+
+gc.collect()
+gc.freeze()
