@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 
-# One process and one group. "deaf": what is set has no effect, and the op's loader notes that it was
+# One process and one group. "deaf": what is set has no effect, and the loader notes that it was
 # called instead of compiling.
 PROGRAM = """
 import sys
