@@ -46,7 +46,7 @@ class Run:
 def assemble(job: Job, device: torch.device) -> Run:
     """Build a run on this rank; collective. torch.distributed and DeepSpeed are already up."""
     recipe = job.recipe
-    config = model_config(recipe.model)
+    config = model_config(recipe.model, recipe.data.sequence_length)
     dtype = getattr(torch, recipe.model.dtype)
     layout = this_layout(recipe)
 

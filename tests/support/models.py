@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VOCABULARY = 97
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,11 +96,10 @@ def make_model(folder: Path, kind: str, *, heads: int = 4, kv_heads: int = 4, **
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=512,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **{**own, **extra},
+        **{"max_position_embeddings": 512, **own, **extra},
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -131,6 +131,20 @@ def make_documents(path: Path, lengths: list[int], *, masked: list[float]) -> Do
     return Documents(path, found)
 
 
+def pin_frequencies(net: Any, row: int) -> None:
+    """Rotary frequencies of transformers' own functions for this length, in every call."""
+    rotary = net.get_decoder().rotary_emb
+    by_kind = rotary.rope_type if isinstance(rotary.rope_type, dict) else {None: rotary.rope_type}
+    for kind, name in by_kind.items():
+        if name != "default":
+            prefix = f"{kind}_" if kind else ""
+            found = ROPE_INIT_FUNCTIONS[name](net.config, "cpu", seq_len=row, layer_type=kind)
+            setattr(rotary, f"{prefix}inv_freq", found[0])
+            setattr(rotary, f"{prefix}attention_scaling", found[1])
+    plain = dict.fromkeys(by_kind, "default")
+    rotary.rope_type = plain if isinstance(rotary.rope_type, dict) else "default"
+
+
 @dataclass(frozen=True)
 class Reference:
     """What one process of plain transformers gives."""
@@ -149,10 +163,12 @@ def reference(
     rate: float,
     clip: float,
     rope: dict[str, Any] | None = None,
+    row: int | None = None,
     besides: Callable[[Any, int], torch.Tensor] | None = None,
 ) -> Reference:
     """Each document alone; loss = sum over a step's targets ÷ their number; AdamW, decay 1.0.
 
+    rope: rotary parameters; row: the length that their frequencies are for, where it matters;
     besides: of the model and a step's index (from 0), a loss that takes part in the gradient alone.
     """
     config = transformers.AutoConfig.from_pretrained(model)
@@ -161,6 +177,8 @@ def reference(
     net = transformers.AutoModelForCausalLM.from_pretrained(
         model, config=config, attn_implementation="eager", dtype=torch.float32
     ).train()
+    if row:
+        pin_frequencies(net, row)
     start = {name: p.detach().clone() for name, p in net.named_parameters()}
     groups = [
         {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 1.0},

@@ -115,6 +115,12 @@ COMBINATIONS = {
     "Allowed: default | linear | dynamic | yarn | longrope | llama3",
     "model: {rope_scaling: {rope_type: linear, factor: 2, beta_fast: 1}}": "model.rope_scaling."
     "beta_fast: unknown key `beta_fast`; known here: rope_type, rope_theta, factor",
+    "model: {rope_scaling: {rope_type: longrope, short_factor: [1], long_factor: [0]}}": (
+        "model.rope_scaling.long_factor[0]: is 0, out of range; write a number above 0"
+    ),
+    "model: {rope_scaling: {rope_type: longrope, short_factor: [1]}}": (
+        "model.rope_scaling.long_factor: is missing and has no default; write `long_factor`"
+    ),
     "model: {rope_scaling: {rope_type: yarn, factor: 0.5}}": "model.rope_scaling.factor: "
     "is 0.5, out of range; write a number of at least 1",
 }

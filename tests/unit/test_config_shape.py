@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from uspft.config import ModelShape, check_length, families, read_shape
+from uspft.config import ModelShape, check_length, families, read_shape, with_factor
 from uspft.config.blocks import ModelBlock
 from uspft.config.families import FAMILIES
 
@@ -182,8 +182,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({**PHI3, "embd_pdrop": 0.2}, "embd_pdrop is 0.2, which is not available yet"),
     ({**PHI3, "hidden_dropout": 0.2}, "hidden_dropout is 0.2, which is not available yet"),
     (
-        {**PHI3, "rope_scaling": {"type": "su", "long_factor": [], "short_factor": []}},
-        "rotary positions of type `su` are not available yet",
+        {**PHI3, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rotary positions of type `linear` are not available yet",
     ),
     (
         {**PHI3, "layer_types": ["full_attention"], "sliding_window": 7},
@@ -219,10 +219,10 @@ REFUSED: list[tuple[Any, str]] = [
             "model_type": "gemma3_text",
             "rope_parameters": {
                 "full_attention": {"rope_type": "default"},
-                "sliding_attention": {"rope_type": "dynamic"},
+                "sliding_attention": {"rope_type": "proportional"},
             },
         },
-        "rotary positions of type `dynamic` are not available yet",
+        "rotary positions of type `proportional` are not available yet",
     ),
     ({}, "model_type `None` is not available yet"),
     (
@@ -251,8 +251,8 @@ REFUSED: list[tuple[Any, str]] = [
         "has a quantization_config; training quantised weights is not available yet",
     ),
     (
-        {**QWEN3, "rope_scaling": {"type": "dynamic", "factor": 2}},
-        "rotary positions of type `dynamic` are not available yet",
+        {**QWEN3, "rope_scaling": {"type": "mrope", "mrope_section": [2]}},
+        "rotary positions of type `mrope` are not available yet",
     ),
     (
         {**QWEN3, "num_key_value_heads": 5},
@@ -301,10 +301,22 @@ def test_every_refused_type_is_refused_and_says_what_to_name(tmp_path: Path) -> 
 
 def test_scaling_is_refused_where_rotary_positions_are_the_familys_own(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0}
-    for config in (PHI3, {**GEMMA2, "model_type": "gemma3_text"}):
-        ((key, what, _),) = read(tmp_path, config, rope_scaling=yarn)
-        assert key == "model.rope_scaling" and config["model_type"] in what
+    for config, remedy in (
+        (PHI3, "write rope_type: default or rope_type: longrope"),
+        ({**GEMMA2, "model_type": "gemma3_text"}, "leave it out"),
+    ):
+        ((key, what, found),) = read(tmp_path, config, rope_scaling=yarn)
+        assert key == "model.rope_scaling" and config["model_type"] in what and found == remedy
     assert shape(tmp_path, GEMMA2, rope_scaling=yarn).model_type == "gemma2"
+
+
+def test_phi_3_has_one_kind_of_scaling_by_three_names(tmp_path: Path) -> None:
+    for name in ("su", "yarn", "longrope"):
+        rope = {"type": name, "long_factor": [2.0], "short_factor": [1.0]}
+        config = {**PHI3, "rope_scaling": rope, "original_max_position_embeddings": 4096}
+        found = shape(tmp_path, config).rope
+        assert found and found["rope_type"] == "longrope"
+        assert found["original_max_position_embeddings"] == 4096
 
 
 def test_an_override_is_blamed_itself(tmp_path: Path) -> None:
@@ -327,6 +339,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (QWEN3, {"rope_type": "default"}, 40960),
         (QWEN3, {"rope_type": "yarn", "factor": 4.0}, 163840),
         (QWEN3, {"rope_type": "linear", "factor": 1.5}, 61440),
+        (QWEN3, {"rope_type": "linear", "factor": 61441 / 40960}, 61441),
+        (LLAMA, {"rope_type": "dynamic", "factor": 2.0}, 262144),
+        ({**QWEN3, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, 81920),
+        (
+            {**PHI3, "rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4},
+            None,
+            40960,
+        ),
         (QWEN3, YARN, 131072),
         ({**QWEN3, "rope_scaling": YARN}, None, 131072),
         (LLAMA, None, 131072),
@@ -369,3 +389,57 @@ def test_a_row_that_is_too_long_says_what_to_write(tmp_path: Path) -> None:
             "write at most 131072, or model.rope_scaling.factor: 8.0",
         )
     ]
+
+
+LONG = {"rope_type": "longrope", "short_factor": (1.0,) * 64, "long_factor": (2.0,) * 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "scaling", "length", "factor"),
+    [
+        (QWEN3, {"rope_type": "yarn"}, 61440, 1.5),
+        (QWEN3, {"rope_type": "linear"}, 81920, 2.0),
+        (QWEN3, {"rope_type": "yarn"}, 512, 1.0),
+        (QWEN3, {"rope_type": "yarn", "original_max_position_embeddings": 32768}, 65536, 2.0),
+        (QWEN3, {"rope_type": "dynamic"}, 81920, 2.0),
+        (QWEN3, LONG, 81920, 2.0),
+        (LLAMA, {"rope_type": "yarn"}, 262144, 32.0),
+        (LLAMA, {"rope_type": "dynamic"}, 262144, 2.0),
+        (
+            LLAMA,
+            {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            65536,
+            8.0,
+        ),
+        (QWEN3, {"rope_type": "yarn", "factor": 4.0}, 512, 4.0),
+    ],
+)
+def test_a_factor_that_is_left_out(
+    tmp_path: Path, config: Any, scaling: Any, length: int, factor: float
+) -> None:
+    model = ModelBlock.model_validate({"name_or_path": "x", "rope_scaling": scaling})
+    there = shape(tmp_path, config, rope_scaling=scaling)
+    assert check_length(there, model, length) == []
+    filled = with_factor(model, there, length)
+    assert filled.rope_scaling == {**scaling, "factor": factor}
+    assert check_length(there, filled, length) == []
+
+
+def test_nothing_is_filled_in_where_no_scaling_is_asked_for(tmp_path: Path) -> None:
+    for scaling in (None, {"rope_type": "default"}):
+        model = ModelBlock.model_validate({"name_or_path": "x", "rope_scaling": scaling})
+        assert with_factor(model, shape(tmp_path, QWEN3), 81920) == model
+
+
+def test_longrope_has_a_factor_for_each_pair(tmp_path: Path) -> None:
+    def problems(config: Any, **lists: Any) -> list[Any]:
+        asked = {**LONG, **lists}
+        model = ModelBlock.model_validate({"name_or_path": "x", "rope_scaling": asked})
+        return check_length(shape(tmp_path, config, rope_scaling=asked), model, 40960)
+
+    assert problems(QWEN3) == []
+    ((key, what, remedy),) = problems(QWEN3, long_factor=(1.0,) * 63)
+    assert key == "model.rope_scaling.long_factor" and "63" in what and "64" in remedy
+    half = {**PHI3, "rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}
+    assert len(problems(half)) == 2
+    assert problems(half, long_factor=(1.0,) * 32, short_factor=(1.0,) * 32) == []

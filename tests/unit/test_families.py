@@ -30,7 +30,7 @@ def block(folder: Path, **extra: object) -> ModelBlock:
 
 
 def test_a_folder_is_read_and_written_as_transformers_does(folder: Path) -> None:
-    config = model_config(block(folder))
+    config = model_config(block(folder), 64)
     assert isinstance(read_shape(block(folder), folder), ModelShape)
     model = empty_model(config, torch.float32)
     require_fit(model, folder)
@@ -47,7 +47,7 @@ def test_a_folder_is_read_and_written_as_transformers_does(folder: Path) -> None
 
 
 def test_random_weights_start_as_transformers_start(folder: Path) -> None:
-    config = model_config(block(folder))
+    config = model_config(block(folder), 64)
     theirs = AutoModelForCausalLM.from_config(config)
     ours = build_model(
         config, torch.float32, lambda model: RandomWeights(model, 0, 0.02), fill=True
@@ -57,7 +57,7 @@ def test_random_weights_start_as_transformers_start(folder: Path) -> None:
 
 
 def test_a_missing_expert_is_missed(folder: Path) -> None:
-    config = model_config(block(folder))
+    config = model_config(block(folder), 64)
     if not hasattr(config, "num_local_experts"):
         assert parameter_count(ours := empty_model(config, torch.float32)) == sum(
             p.numel() for p in ours.parameters()
@@ -75,7 +75,7 @@ def test_a_missing_expert_is_missed(folder: Path) -> None:
 def test_an_overridden_window_keeps_the_kinds_of_layers(tmp_path: Path) -> None:
     def windows(kind: str, **overrides: object) -> tuple[int | None, ...]:
         there = make_model(tmp_path / kind, kind, kv_heads=2)
-        return layer_windows(model_config(block(there, overrides=overrides)))
+        return layer_windows(model_config(block(there, overrides=overrides), 64))
 
     assert windows("gemma3_text", sliding_window=5) == (5, None)
     assert windows("gemma2", sliding_window=5) == (5, None)

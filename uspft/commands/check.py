@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from uspft.commands.examine import examine, examine_model
+from uspft.commands.examine import examine
+from uspft.commands.examine_model import examine_model
 from uspft.commands.place import Place
 from uspft.launcher import hosts_from
 

@@ -13,6 +13,7 @@ import torch
 
 from uspft.batch import Segments
 from uspft.commands.place import CONFIGS
+from uspft.commands.sizes import with_scaling, with_tiles
 from uspft.config import (
     Finding,
     InputError,
@@ -30,7 +31,6 @@ from uspft.config.model_shape import HUB_ID
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.layout import Layout, layout_of
-from uspft.model.loss import tile_tokens
 from uspft.sequence import Heads, of_recipe
 from uspft.sequence.auto import recommend
 
@@ -159,23 +159,6 @@ def _settle_algorithm(
     return recipe.model_copy(update={"parallel_config": settled}), why
 
 
-def examine_model(recipe: Recipe) -> Any:
-    """The config of a model that is here, after building it on meta and comparing its weights.
-
-    Raises Fault, WeightsError.
-    """
-    # Seconds of imports, which a recipe that is refused before does without.
-    from uspft.model.config import model_config
-    from uspft.model.fit import require_fit, require_model
-
-    config = model_config(recipe.model)
-    named = recipe.model.config is None
-    model = require_model(config, "model.name_or_path" if named else "model.config")
-    if named:
-        require_fit(model, Path(recipe.model.name_or_path or ""))
-    return config
-
-
 def _resolve(
     recipe: Recipe, layout: Layout, hosts: int, device: str, shape: ModelShape | None
 ) -> Recipe:
@@ -185,7 +168,7 @@ def _resolve(
         return getattr(recipe, name).model_copy(update=values)
 
     if shape:
-        recipe = with_tiles(recipe, shape.vocab_size)
+        recipe = with_scaling(with_tiles(recipe, shape.vocab_size), shape)
     attention = "torch" if device == "cpu" else recipe.model.attention
     return recipe.model_copy(
         update={
@@ -216,14 +199,6 @@ def output_of(recipe: Recipe) -> Path:
     """The output folder of a loaded recipe, which always has one."""
     assert recipe.output_dir is not None
     return recipe.output_dir
-
-
-def with_tiles(recipe: Recipe, vocabulary: int) -> Recipe:
-    """The recipe with `memory.loss_tile_tokens: auto` as a number."""
-    if recipe.memory.loss_tile_tokens != "auto":
-        return recipe
-    update = {"loss_tile_tokens": tile_tokens("auto", vocabulary)}
-    return recipe.model_copy(update={"memory": recipe.memory.model_copy(update=update)})
 
 
 def _files(recipe: Recipe) -> list[Finding]:

@@ -11,17 +11,12 @@ from rich.console import Console
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest, set_aside, set_aside_after
 from uspft.checkpoint.identity import CONTENTS, differences, identity_of
-from uspft.commands.examine import (
-    Examined,
-    examine,
-    examine_model,
-    output_of,
-    with_rows,
-    with_tiles,
-)
+from uspft.commands.examine import Examined, examine, output_of, with_rows
+from uspft.commands.examine_model import examine_model
 from uspft.commands.export import export
 from uspft.commands.place import Place
 from uspft.commands.prepare import first_rows, prepare_data, require_here, steps_of, tokenizer_of
+from uspft.commands.sizes import with_fetched, with_tiles
 from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe, dump
@@ -76,7 +71,7 @@ def _prepare_job(
     """
     recipe = found.recipe
     require_here(recipe)
-    local = fetch(recipe)
+    recipe, local = with_fetched(recipe, fetch(recipe))
     config = examine_model(local)
     identity = identity_of(recipe)
     checkpoint = _checkpoint(recipe, output_of(recipe))

@@ -19,7 +19,8 @@ from uspft.config.blocks import (
     TrainingBlock,
 )
 from uspft.config.loading import Loaded, as_tree, dump, load
-from uspft.config.model_shape import ModelShape, check_length, read_shape
+from uspft.config.model_shape import ModelShape, read_shape
+from uspft.config.positions import check_length, with_factor
 from uspft.config.problems import Fault, Finding, InputError, Origins, Problem, RecipeError
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "dump",
     "load",
     "read_shape",
+    "with_factor",
 ]

@@ -53,16 +53,6 @@ def _tiled(value: Any) -> bool:
     return _whole(value) or value == "auto" or (isinstance(value, str) and bool(token_count(value)))
 
 
-def _rope(*types: str) -> Asks:
-    return lambda value: isinstance(value, dict) and value.get("rope_type") in types
-
-
-def _no_factor(value: Any) -> bool:
-    return _rope("linear", "yarn", "llama3")(value) and value.get("factor") is None
-
-
-_YARN = "{rope_type: yarn, factor: 4.0}"
-
 LATER = (
     Later(
         "tensor parallelism",
@@ -93,14 +83,6 @@ LATER = (
     Later("training an adapter", {"model.adapter": (_given, "null")}),
     Later("freezing parameters", {"model.freeze": (_filled, "[]")}),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
-    Later(
-        "rope_scaling of this type",
-        {"model.rope_scaling": (_rope("dynamic", "longrope"), _YARN)},
-    ),
-    Later(
-        "a rope_scaling factor computed from sequence_length",
-        {"model.rope_scaling": (_no_factor, _YARN)},
-    ),
     Later("weighting sources", {"data.train[].weight": (_given, "")}),
     Later("offloading activations", {"memory.offload_activations": (_is("cpu"), "none")}),
     Later("tiling the MLP", {"memory.mlp_tile_tokens": (_tiled, "none")}),

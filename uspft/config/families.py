@@ -17,9 +17,9 @@ Named = Callable[[str], str]
 """A field of config.json → the recipe's key that says it."""
 
 
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-"""Not dynamic and longrope: they choose by the longest position, which each rank of a row would see
-another of."""
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_OLD_NAMES = {("phi3", "su"): "longrope", ("phi3", "yarn"): "longrope"}
+"""What a model_type's older files call a type of rotary positions."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Family:
     windows: which layers have `sliding_window`: none | all | switched (all or as layer_types says,
     where use_sliding_window) | typed (as layer_types says); defaults: what transformers takes where
     config.json has no such field; whole_heads: hidden_size is a multiple of the heads;
-    ropes: rotary types of its config; scaling: model.rope_scaling can be asked for; norm_start: a
+    ropes, scalings: rotary types of its config and of model.rope_scaling; norm_start: a
     new norm's weight; routed: its tokens choose experts.
     """
 
@@ -38,13 +38,14 @@ class Family:
     qkv_bias: bool = False
     whole_heads: bool = False
     ropes: tuple[str, ...] = ROPE_TYPES
-    scaling: bool = True
+    scalings: tuple[str, ...] = ROPE_TYPES
     norm_start: float = 1.0
     routed: bool = False
 
 
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _GEMMA |= {"tie_word_embeddings": True}
+_LONGROPE = ("default", "longrope")
 _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 
 FAMILIES: dict[str, Family] = {
@@ -56,14 +57,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family("all", {"num_key_value_heads": 8, "sliding_window": 4096}),
     "mixtral": Family("all", {"num_key_value_heads": 8}, routed=True),
-    "phi3": Family("all", ropes=("default",), scaling=False),
+    "phi3": Family("all", ropes=_LONGROPE, scalings=_LONGROPE),
     "olmo2": Family(),
     "smollm3": Family("switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "granite": Family(),
     "gemma2": Family(
         "typed", {**_GEMMA, "attn_logit_softcapping": 50.0}, whole_heads=True, norm_start=0.0
     ),
-    "gemma3_text": Family("typed", _GEMMA, whole_heads=True, scaling=False, norm_start=0.0),
+    "gemma3_text": Family("typed", _GEMMA, whole_heads=True, scalings=(), norm_start=0.0),
 }
 REFUSED: dict[str, tuple[str, str]] = {
     "gpt_oss": ("has attention sinks, which no attention kernel here has", ""),
@@ -80,7 +81,9 @@ _NOISE = re.compile(r"dropout|pdrop|drop_path|jitter")
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
-def unsupported(raw: Mapping[str, Any], named: Named, scaling: object = None) -> list[Finding]:
+def unsupported(
+    raw: Mapping[str, Any], named: Named, scaling: Mapping[str, Any] | None = None
+) -> list[Finding]:
     """Traits that would change the mathematics and that uspft does not have: refused by name.
 
     scaling: the recipe's model.rope_scaling.
@@ -98,9 +101,12 @@ def unsupported(raw: Mapping[str, Any], named: Named, scaling: object = None) ->
         what = "has a quantization_config; training quantised weights is not available yet"
         findings.append((named("quantization_config"), what, "name the unquantised model"))
     findings += _positions(kind, raw, named)
-    if scaling is not None and not family.scaling:
+    if scaling and scaling["rope_type"] not in family.scalings:
+        known = " or ".join(f"rope_type: {name}" for name in family.scalings)
         what = f"is not available for model_type `{kind}`, whose rotary positions are its own"
-        findings.append(("model.rope_scaling", what, "leave it out"))
+        if known:
+            what = f"is of type {scaling['rope_type']}, which transformers' {kind} does not have"
+        findings.append(("model.rope_scaling", what, f"write {known}" if known else "leave it out"))
     return findings
 
 
@@ -224,6 +230,11 @@ def _one_form(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any
     rope = dict(given)
     rope["rope_type"] = rope.pop("rope_type", None) or rope.get("type") or "default"
     rope.pop("type", None)
+    kind = str(raw.get("model_type"))
+    rope["rope_type"] = _OLD_NAMES.get((kind, rope["rope_type"]), rope["rope_type"])
+    original = raw.get("original_max_position_embeddings")
+    if original is not None and rope["rope_type"] in ("yarn", "longrope", "llama3"):
+        rope["original_max_position_embeddings"] = original
     if rope.get("rope_theta") is None and raw.get("rope_theta") is not None:
         rope["rope_theta"] = raw["rope_theta"]
     return rope

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,49 +151,3 @@ def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int],
         what = f"head_dim {sizes['head_dim']} is odd, and rotary positions turn pairs"
         findings.append((named("head_dim"), what, "write an even number"))
     return sizes, findings
-
-
-def check_length(shape: ModelShape, model: ModelBlock, length_tokens: int) -> list[Finding]:
-    """A finding if rows have more positions than the model, with its rope scaling if any."""
-    key, asked = "data.sequence_length", model.rope_scaling
-    # Gemma 3's positions count its scaling already.
-    counted = not FAMILIES[shape.model_type].scaling
-    own = shape.max_positions if counted else _reach(shape.rope or {}, shape.max_positions)
-    if asked is None or asked["rope_type"] == "default":
-        reach = max(shape.max_positions, own if asked is None else 0)
-        if length_tokens <= reach:
-            return []
-        factor = math.ceil(length_tokens / shape.max_positions)
-        what = f"is {length_tokens}, and the model has {reach} positions"
-        remedy = (
-            f"write at most {reach}, or model.rope_scaling: {{rope_type: yarn, factor: {factor}.0}}"
-        )
-        return [(key, what, remedy)]
-    reach = _reach(asked, _original(shape))
-    if asked["rope_type"] == "llama3":
-        # Llama 3.1 was trained on more positions than original × factor.
-        reach = max(reach, shape.max_positions)
-    if length_tokens <= reach:
-        return []
-    original = asked.get("original_max_position_embeddings", _original(shape))
-    factor = math.ceil(length_tokens / original)
-    what = (
-        f"is {length_tokens}, and model.rope_scaling reaches {reach} positions "
-        f"({original} x {asked['factor']:g})"
-    )
-    return [(key, what, f"write at most {reach}, or model.rope_scaling.factor: {factor}.0")]
-
-
-def _original(shape: ModelShape) -> int:
-    """The positions that the model was first trained on."""
-    value = (shape.rope or {}).get("original_max_position_embeddings", shape.max_positions)
-    return value if isinstance(value, int) else shape.max_positions
-
-
-def _reach(rope: Mapping[str, Any], positions: int) -> int:
-    """Positions that a scaling reaches from `positions`, or from the original ones it names."""
-    original = rope.get("original_max_position_embeddings", positions)
-    factor = rope.get("factor", 1.0)
-    if not isinstance(original, int) or not isinstance(factor, int | float):
-        return positions
-    return int(original * factor)

@@ -1,20 +1,24 @@
-"""The keys of model.rope_scaling, by type, as Hugging Face names them."""
+"""The keys of model.rope_scaling, by type, as Hugging Face names them.
+
+Without `factor` it is data.sequence_length ÷ the model's original positions, at least 1.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from uspft.config.checks import Check, choice, flag, real, table, whole
+from uspft.config.checks import Check, choice, each, flag, real, table, whole
 from uspft.config.problems import fault
 
 _THETA: dict[str, Check] = {"rope_theta": real(above=0)}
 _SCALED: dict[str, Check] = {**_THETA, "factor": real(1)}
+_BY_PAIR = each(real(above=0), "a list of numbers, one for each pair of a head's dimensions")
 _FROM: dict[str, Check] = {"original_max_position_embeddings": whole(1)}
 
 TYPES: dict[str, dict[str, Check]] = {
     "default": _THETA,
-    "linear": {**_SCALED},
-    "dynamic": {**_SCALED},
+    "linear": _SCALED,
+    "dynamic": _SCALED,
     "yarn": {
         **_SCALED,
         **_FROM,
@@ -25,7 +29,13 @@ TYPES: dict[str, dict[str, Check]] = {
         "mscale_all_dim": real(above=0),
         "truncate": flag(),
     },
-    "longrope": {**_SCALED, **_FROM},
+    "longrope": {
+        **_SCALED,
+        **_FROM,
+        "attention_factor": real(above=0),
+        "short_factor": _BY_PAIR,
+        "long_factor": _BY_PAIR,
+    },
     "llama3": {
         **_SCALED,
         **_FROM,
@@ -34,9 +44,8 @@ TYPES: dict[str, dict[str, Check]] = {
     },
 }
 REQUIRED: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
 }
 _type = choice(*TYPES)
 

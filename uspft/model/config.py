@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from uspft.config.checks import closest
 from uspft.config.families import FAMILIES
 from uspft.config.problems import Fault, said
+from uspft.model.positions import scale_positions, settle_positions
 
 if TYPE_CHECKING:
     from uspft.config.blocks import ModelBlock
@@ -25,9 +26,10 @@ RULED = {
 """Fields that model.overrides cannot set, and what to write instead."""
 
 
-def model_config(block: ModelBlock) -> Any:
+def model_config(block: ModelBlock, length_tokens: int) -> Any:
     """The config of a local folder or config.json, with the recipe's overrides and rope scaling.
 
+    length_tokens: of a row; rotary positions that depend on it are settled.
     Raises Fault for one that transformers cannot read, and for each override that does not fit it.
     """
     key = "model.name_or_path" if block.config is None else "model.config"
@@ -48,11 +50,8 @@ def model_config(block: ModelBlock) -> Any:
     if types and "layer_types" not in block.overrides:
         config.layer_types = types[:layers] + types[-1:] * (layers - len(types))
     if block.rope_scaling:
-        known = dict(config.rope_parameters or {})
-        scaling = dict(block.rope_scaling)
-        original = known.get("original_max_position_embeddings", config.max_position_embeddings)
-        scaling.setdefault("original_max_position_embeddings", original)
-        config.rope_parameters = {"rope_theta": known.get("rope_theta")} | scaling
+        scale_positions(config, block.rope_scaling)
+    settle_positions(config, length_tokens)
     config.dtype = getattr(torch, block.dtype)
     return config
 
