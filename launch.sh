@@ -10,12 +10,13 @@ usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
 
   train      the run
   check      everything that can be known before a process starts; writes nothing
+  verify     the recipe's first steps under every legal layout, beside one process
+             (--steps N; --inject order|mask|scale|label must be caught; --all)
   export     checkpoint -> Hugging Face folder
 
 to come, refused until then:
   plan       memory, bytes on the wire and seconds per step, predicted
   inspect    rows as the model will see them
-  verify     every legal layout against one process
   convert    MindSpore Transformers YAML -> recipe
   calibrate  this cluster's links and products -> hardware file
   report     output folder -> one HTML page

@@ -15,12 +15,13 @@ from uspft.config import load
 from uspft.config.checks import closest
 from uspft.config.problems import COMMAND_LINE, InputError
 
-VERBS = ("train", "check", "export")
-LATER = ("plan", "inspect", "verify", "convert", "calibrate", "report")
+VERBS = ("train", "check", "verify", "export")
+LATER = ("plan", "inspect", "convert", "calibrate", "report")
 USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
+       uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
        uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER]
-to come: plan, inspect, verify, convert, calibrate, report"""
+to come: plan, inspect, convert, calibrate, report"""
 
 
 class UsageError(InputError):
@@ -59,14 +60,22 @@ def _run(words: list[str]) -> int:
     verb = words.pop(0) if words[0] in VERBS + LATER else "train"
     if verb in LATER:
         raise UsageError(verb, "is not available yet", f"use {', '.join(VERBS[:-1])} or export")
-    target, overrides, ranks = _arguments(verb, words)
+    target, overrides, options = _arguments(verb, words)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
     from uspft.commands import Place
 
     if verb != "export":
         load(target, overrides)  # a misspelt key is told before seconds of imports
     command = shlex.join(["uspft", verb, *words])
+    ranks = _whole("--ranks", options)
     place = Place(command, dict(os.environ), cache, ranks)
+    if verb == "verify":
+        from uspft.commands.verify import Asked, verify
+
+        steps = _whole("--steps", options)
+        return verify(
+            target, overrides, place, Asked(steps, options.get("--inject"), "--all" in options)
+        )
     if verb == "check":
         # Importing torch._dynamo makes its cache folder, and check makes none.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
@@ -78,20 +87,25 @@ def _run(words: list[str]) -> int:
     return run(target, overrides, place)
 
 
-def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], int | None]:
-    """(target, overrides, --ranks). Raises UsageError."""
-    rest, ranks = [], None
+OPTIONS = {"check": ("--ranks",), "verify": ("--steps", "--inject", "--all")}
+FLAGS = ("--all",)
+
+
+def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, str]]:
+    """(target, overrides, options by name). Raises UsageError."""
+    rest: list[str] = []
+    options: dict[str, str] = {}
     waiting = iter(words)
     for word in waiting:
-        if word == "--ranks" or word.startswith("--ranks="):
-            if verb != "check":
-                raise UsageError(word, f"{verb} takes no such option", "write launch.processes=N")
-            value = word.partition("=")[2] or next(waiting, "")
-            if not (value.isascii() and value.isdigit() and int(value)):
-                raise UsageError("--ranks", f"`{value}` is no number of ranks", "write --ranks 8")
-            ranks = int(value)
+        name, _, value = word.partition("=")
+        if name in OPTIONS.get(verb, ()):
+            options[name] = value if value or name in FLAGS else next(waiting, "")
+        elif name in ("--ranks", "--steps"):
+            instead = "launch.processes" if name == "--ranks" else "training.steps"
+            raise UsageError(word, f"{verb} takes no such option", f"write {instead}=N")
         elif word.startswith("-"):
-            raise UsageError(word, "unknown option", "check takes --ranks N; all take --help")
+            takes = "; ".join(f"{one} takes {', '.join(names)}" for one, names in OPTIONS.items())
+            raise UsageError(word, "unknown option", f"{takes}; all take --help")
         else:
             rest.append(word)
     takes = "export OUTPUT" if verb == "export" else f"{verb} RECIPE.yaml"
@@ -103,7 +117,18 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], int | None
         near = closest(rest[0], VERBS + LATER)
         remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
         raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)
-    return Path(rest[0]), rest[1:], ranks
+    return Path(rest[0]), rest[1:], options
+
+
+def _whole(name: str, options: dict[str, str]) -> int | None:
+    """The value of an option that counts something; None where it is not given."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and int(value)):
+        what = f"`{value}` is no number of {name.lstrip('-')}"
+        raise UsageError(name, what, f"write {name} 8")
+    return int(value)
 
 
 def _rank(words: Sequence[str]) -> int:
@@ -115,8 +140,10 @@ def _rank(words: Sequence[str]) -> int:
         print(UsageError("rank", "is what train starts", "write uspft train"), file=sys.stderr)
         return 2
     try:
-        from uspft.commands.rank import rank
-
+        if words[1:] == ["verify"]:
+            from uspft.commands.verify_rank import rank
+        else:
+            from uspft.commands.rank import rank
         code = rank(Path(words[0]), Place("rank", dict(os.environ)))
     except BaseException as error:
         code = 2 if isinstance(error, InputError) else 1

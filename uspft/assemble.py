@@ -62,7 +62,7 @@ def assemble(job: Job, device: torch.device) -> Run:
     model = build_model(
         config,
         dtype,
-        lambda empty: _weights(recipe, checkpoint, empty, config),
+        lambda empty: weights_of(recipe, checkpoint, empty, config),
         fill=world.mesh.rank == 0,
         partition=partitioner(deepspeed_config(recipe, layout)),
     )
@@ -120,7 +120,8 @@ def _local_heads(config: Any, layout: Layout) -> Heads:
     )
 
 
-def _weights(recipe: Recipe, checkpoint: Checkpoint | None, empty: Any, config: Any) -> Any:
+def weights_of(recipe: Recipe, checkpoint: Checkpoint | None, empty: Any, config: Any) -> Any:
+    """Where the values of a model's parameters come from."""
     if checkpoint:
         return CheckpointWeights(checkpoint)
     if recipe.model.config is not None:

@@ -32,6 +32,13 @@ class Mesh:
     context: Group
     tokens: Group
 
+    def close(self) -> None:
+        """Give the groups back, where a process goes on without them; collective."""
+        for group in (self.ulysses, self.ring, self.context, self.tokens):
+            if group.handle:
+                dist.barrier(group=group.handle)
+                dist.destroy_process_group(group.handle)
+
 
 def make_mesh(layout: Layout, books: Books, timeout: timedelta = TIMEOUT) -> Mesh:
     """Create the process groups of a layout over all ranks of the default group.

@@ -32,6 +32,12 @@ def small_recipe(folder: Path, corpus: Path, row: int, /, **blocks: Any) -> dict
 def prepared(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any:
     """A Run of this rank, ready to train into output; collective."""
     from uspft.assemble import assemble
+
+    return assemble(job_of(recipe, output, resume=resume), torch.device("cpu"))
+
+
+def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any:
+    """The Job of a recipe on these ranks, its data prepared; collective."""
     from uspft.checkpoint.folder import newest
     from uspft.commands.examine import examine
     from uspft.data import prepare, prepare_sets
@@ -52,8 +58,7 @@ def prepared(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> A
     dist.barrier()
     steps = found.training.steps
     assert steps
-    job = Job(found, corpus, steps, {}, evaluation, checkpoint.folder if checkpoint else None)
-    return assemble(job, torch.device("cpu"))
+    return Job(found, corpus, steps, {}, evaluation, checkpoint.folder if checkpoint else None)
 
 
 def run_recipe(

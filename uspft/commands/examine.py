@@ -96,8 +96,7 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
     recipe, why = _settle_algorithm(recipe, shape, (ranks or 0) // hosts, _known_rows(recipe))
     layout = layout_of(recipe.parallel_config, ranks)
     if isinstance(layout, Layout):
-        findings += _algorithm(recipe, layout, shape)
-        findings += _hosts(layout, hosts) + _accumulation(recipe, layout)
+        findings += layout_findings(recipe, layout, shape) + _hosts(layout, hosts)
         if shape:
             findings += check_length(shape, recipe.model, recipe.data.sequence_length)
     else:
@@ -262,12 +261,14 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
     return []
 
 
-def _algorithm(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """What speaks against a recipe's `parallel_config` under its layout."""
     algorithm = of_recipe(recipe, layout)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
-    return algorithm.problems(recipe.data.sequence_length, wide)
+    problems = algorithm.problems(recipe.data.sequence_length, wide)
+    return problems + _accumulation(recipe, layout)
 
 
 def _hosts(layout: Layout, hosts: int) -> list[Finding]:

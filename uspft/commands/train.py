@@ -153,7 +153,7 @@ def _open_output(
         if checkpoint and checkpoint.folder.resolve().parent == here:
             moved = set_aside_after(output, checkpoint.step)
         else:
-            moved = set_aside(output, ["logs"] if hosts.count > 1 else [])
+            moved = set_aside(output, ["verify", *(["logs"] if hosts.count > 1 else [])])
         output.mkdir(parents=True, exist_ok=True)
         (output / "recipe.yaml").write_text(dump(recipe))
     except OSError as error:

@@ -117,6 +117,10 @@ class StepLoader:
         zeros = np.zeros(self._row_tokens, np.int64)
         return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), self._row_tokens), ())
 
+    def documents(self, batch: Batch) -> list[Segments]:
+        """The documents of each row of a batch."""
+        return [self._row(index).segments for index in batch.rows]
+
     def require_same_rows(self, batches: Sequence[Batch]) -> None:
         """Every rank that shares a row must have read the same one; collective. RuntimeError."""
         group = self._world.mesh.context
@@ -136,7 +140,7 @@ class StepLoader:
         world = self._world
         for batch in batches:
             rows = [self._row(index) for index in batch.rows]
-            _, said = world.share([row.segments for row in rows])
+            _, said = world.share(self.documents(batch))
             places = [np.arange(a, b) for a, b in said]
             ids, labels = batch.input_ids[0].cpu().numpy(), batch.labels.cpu().numpy()
             here = _digest(np.concatenate(places or [ids[:0]]), ids, labels)

@@ -1,0 +1,202 @@
+"""`verify`: the recipe's first steps under every legal layout, beside one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from uspft.commands.examine import Examined, examine, examine_model, layout_findings, output_of
+from uspft.commands.place import Place
+from uspft.commands.prepare import prepare_data, require_here, steps_of
+from uspft.commands.starting import start_ranks
+from uspft.config import Fault, InputError, Recipe
+from uspft.config.problems import COMMAND_LINE
+from uspft.job import Job
+from uspft.launcher import Hosts, hosts_from
+from uspft.layout import Layout
+from uspft.model.config import model_config
+from uspft.model.files import fetch
+from uspft.verify.depth import LONGEST, fitting_depth, memory_here, plain_fits, sizes_of, with_depth
+from uspft.verify.faults import FAULTS
+from uspft.verify.job import LAYOUTS, PLAIN, REFERENCE, VerifyJob, without_extras
+from uspft.verify.layouts import LIMIT, Candidate, candidates, chosen
+from uspft.verify.report import Report
+from uspft.verify.result import Result, results
+
+FOLDER, REPORT = "verify", "verify.json"
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command. every: beyond LIMIT layouts too."""
+
+    steps: int | None = None
+    inject: str | None = None
+    every: bool = False
+
+
+def verify(target: Path, overrides: Sequence[str], place: Place, asked: Asked) -> int:
+    """Compare, print a table, write OUTPUT/verify/verify.json; 0 equal, 1 not.
+
+    With `inject`, 0 where every layout shows the fault. Raises InputError before any rank starts.
+    """
+    _require_fault(asked.inject)
+    hosts = hosts_from(place.environment)
+    found = examine(target, overrides, hosts.count, None)
+    screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
+    with found.placed():
+        work, depth = _prepared(found, place, screen, asked)
+    every = _candidates(found, None if asked.every else LIMIT)
+    tried = [one for one in every if one.reason is None]
+    layouts = replace(work, layouts=tuple(one.parallel for one in tried))
+    if hosts.index == 0:
+        _fresh(work.folder)
+        screen.print(
+            f"one process, then {len(tried)} layouts of {found.layout.ranks}", markup=False
+        )
+        code = _start(_alone(work), Hosts(), place, "one-process")
+        if code:
+            return code
+    code = _start(layouts, hosts, place, "logs")
+    if code or hosts.index:
+        return code
+    report = _report(work, every, {**_facts(found, place, work), "layers": depth})
+    path = work.folder / REPORT
+    path.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    for name in work.folder.glob("*gradients.*"):
+        name.unlink()
+    screen.print(f"{report.text()}\nall numbers: {path}", markup=False)
+    return 0 if report.ok else 1
+
+
+def _require_fault(name: str | None) -> None:
+    if name is not None and name not in FAULTS:
+        words = ", ".join(FAULTS)
+        raise InputError(f"{COMMAND_LINE}: --inject: unknown fault `{name}`; write one of {words}")
+
+
+def _prepared(
+    found: Examined, place: Place, screen: Console, asked: Asked
+) -> tuple[VerifyJob, dict[str, int]]:
+    """What all ranks do but for the layout, and the layers of the model: kept, and all."""
+    require_here(found.recipe)
+    local = fetch(found.recipe)
+    config = examine_model(local)
+    local, with_plain, depth = _fitted(local, config, screen)
+    corpus, _ = prepare_data(
+        local.model_copy(update={"data": local.data.model_copy(update={"eval": None})}),
+        config.vocab_size,
+        place,
+        screen,
+    )
+    job = without_extras(Job(local, corpus, steps_of(local, corpus), {}, command=place.command))
+    steps = min(asked.steps or STEPS, job.steps)
+    folder = output_of(found.recipe) / FOLDER
+    work = VerifyJob(job, (), steps, folder, with_plain=with_plain, inject=asked.inject)
+    return work, depth
+
+
+def _fitted(recipe: Recipe, config: Any, screen: Console) -> tuple[Recipe, bool, dict[str, int]]:
+    """The recipe with as many layers as one process holds, and whether plain transformers fits."""
+    memory = memory_here(recipe)
+    with_plain = plain_fits(recipe, config, memory)
+    whole = config.num_hidden_layers
+    kept = fitting_depth(sizes_of(recipe, config, with_plain=with_plain), memory)
+    if kept < whole:
+        screen.print(
+            f"model: its first {kept} of {whole} layers, which is what one process holds here",
+            markup=False,
+        )
+        recipe = with_depth(recipe, kept)
+        model_config(recipe.model)
+    if not with_plain:
+        screen.print(
+            f"plain transformers is left out: it needs rows of {LONGEST:,} tokens at most, and "
+            "memory for their logits",
+            markup=False,
+        )
+    return recipe, with_plain, {"kept": kept, "of": whole}
+
+
+def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
+    def problems(recipe: Recipe, layout: Layout) -> list[tuple[str, str, str]]:
+        return layout_findings(recipe, layout, found.shape)
+
+    return chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
+
+
+def _alone(work: VerifyJob) -> VerifyJob:
+    """The reference: one process, whole rows, no offload, ZeRO-1 (of one rank)."""
+    recipe = work.job.recipe
+    parallel = recipe.parallel_config.model_copy(
+        update={
+            "data_parallel": 1,
+            "context_parallel": 1,
+            "context_parallel_algo": None,
+            "ulysses_degree_in_cp": None,
+            "exchange_stages": None,
+        }
+    )
+    update = {
+        "launch": recipe.launch.model_copy(update={"processes": 1}),
+        "parallel_config": parallel,
+        "deepspeed": recipe.deepspeed.model_copy(update={"zero_optimization": {"stage": 1}}),
+    }
+    job = replace(work.job, recipe=recipe.model_copy(update=update))
+    return replace(work, job=job, layouts=(parallel,), is_reference=True, inject=None)
+
+
+def _start(work: VerifyJob, hosts: Hosts, place: Place, logs: str) -> int:
+    with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
+        work.write(Path(folder))
+        return start_ranks(
+            [folder, "verify"],
+            work.job.recipe,
+            hosts,
+            place,
+            logs=work.folder / logs,
+            on_stop="nothing is saved",
+        )
+
+
+def _fresh(folder: Path) -> None:
+    """An empty folder in place of an earlier one of this command."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        what = f"`{folder}` cannot be written: {error.strerror}"
+        raise Fault([("output_dir", what, "name another folder")]) from error
+
+
+def _facts(found: Examined, place: Place, work: VerifyJob) -> dict[str, Any]:
+    recipe = found.recipe
+    return {
+        "command": place.command,
+        "ranks": found.layout.ranks,
+        "device": recipe.launch.device,
+        "dtype": recipe.model.dtype,
+        "zero_stage": recipe.deepspeed.zero_optimization.get("stage", 1),
+        "sequence_length": recipe.data.sequence_length,
+        "global_batch_size": recipe.training.global_batch_size,
+        "steps": work.steps,
+    }
+
+
+def _report(work: VerifyJob, every: Sequence[Candidate], facts: dict[str, Any]) -> Report:
+    (reference,) = results(work.folder / REFERENCE)
+    plain = results(work.folder / PLAIN)
+    waiting = iter(results(work.folder / LAYOUTS))
+    layouts: list[tuple[Candidate, Result | None]] = [
+        (one, next(waiting) if one.reason is None else None) for one in every
+    ]
+    found = (reference.measured, plain[0] if plain else None)
+    return Report.of(facts, found, layouts, work.inject)

@@ -1,0 +1,33 @@
+"""`rank FOLDER verify`: one process of `verify`, started by it and never by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from uspft.commands.joining import joined
+from uspft.commands.place import Place
+
+
+def rank(folder: Path, place: Place) -> int:
+    """Be one rank of what `verify` left in `folder`. Raises what the run raises."""
+    from uspft.verify.job import VerifyJob
+
+    work = VerifyJob.read(folder)
+    with joined(work.job.recipe.launch.device, place.environment) as device:
+        from uspft.verify.ranks import run_layouts, run_reference
+
+        if work.is_reference:
+            run_reference(work, device)
+        else:
+            run_layouts(work, device, _say if dist.get_rank() == 0 else _silent)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _silent(line: str) -> None:
+    """Only the first rank speaks."""

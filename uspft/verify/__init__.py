@@ -1,0 +1,1 @@
+"""A recipe's first steps under every layout, beside one process."""

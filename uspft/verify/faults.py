@@ -1,0 +1,66 @@
+"""One thing broken on purpose: what `verify --inject` must catch.
+
+Each changes a rank's micro-batch, and is called in verify/measure.py and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from uspft.batch import Batch, Segments
+from uspft.data.tokenise import NOT_TRAINED
+from uspft.sequence import Plan
+
+if TYPE_CHECKING:
+    from uspft.world import World
+
+Fault = Callable[[Batch, "World", list[Segments]], Batch]
+"""(a micro-batch, the world, its rows' documents) → the same micro-batch with the fault."""
+
+OFF = 1.03
+EVERYWHERE = ("mask", "scale")
+"""The others break the rank with most targets alone; ranks that share a row plan as one."""
+
+
+def order(batch: Batch, world: World, rows: list[Segments]) -> Batch:
+    """The rank's tokens are dealt out in another order than its plan says: two halves change
+    places, positions and labels with them."""
+    half = len(batch.labels) // 2
+    return replace(
+        batch,
+        input_ids=batch.input_ids.roll(half, 1),
+        position_ids=batch.position_ids.roll(half, 1),
+        labels=batch.labels.roll(half),
+    )
+
+
+def mask(batch: Batch, world: World, rows: list[Segments]) -> Batch:
+    """Documents of a row see one another; a row of one document is cut in two that do not."""
+    wrong = [_other_bounds(row) for row in rows]
+    orders = [world.algorithm.token_order(row) for row in rows]
+    return replace(batch, plan=Plan(wrong, orders, (world.layout.ulysses, world.mesh.ring.index)))
+
+
+def _other_bounds(row: Segments) -> Segments:
+    if len(row.bounds) > 2:
+        return Segments((0, row.bounds[-1]), row.length)
+    if len(row.bounds) == 2 and row.bounds[1] > 1:
+        return Segments((0, row.bounds[1] // 2, row.bounds[1]), row.length)
+    return row
+
+
+def scale(batch: Batch, world: World, rows: list[Segments]) -> Batch:
+    """Targets are counted 3 % too high: loss and gradients are as much too small."""
+    return replace(batch, targets=round(batch.targets * OFF) + (batch.targets > 0))
+
+
+def label(batch: Batch, world: World, rows: list[Segments]) -> Batch:
+    """Labels are shifted once more, inside the rank's share."""
+    labels = batch.labels.roll(-1)
+    labels[-1:] = NOT_TRAINED
+    return replace(batch, labels=labels, targets=int((labels != NOT_TRAINED).sum()))
+
+
+FAULTS: dict[str, Fault] = {"order": order, "mask": mask, "scale": scale, "label": label}

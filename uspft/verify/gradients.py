@@ -1,0 +1,111 @@
+"""Every gradient of a step, whatever the ZeRO stage, and how two sets of them differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from uspft.engine.state import read_state
+from uspft.verify.result import Difference, group_of
+
+if TYPE_CHECKING:
+    from uspft.config import Recipe
+    from uspft.engine.zero import ZeroEngine
+
+FLOOR = 1e-3
+See = Callable[[str, Tensor], None]
+"""What is called with each parameter's name and gradient."""
+
+
+def gradients(engine: ZeroEngine, recipe: Recipe, norm: float) -> Iterator[tuple[str, Tensor]]:
+    """Each trained parameter's whole gradient of the first step, before clipping; collective.
+
+    Adam's first moment then is (1 − β1) × clipped gradient, and read as checkpoints read it. norm:
+    the gradient norm of that step.
+    """
+    clipped = min(1.0, recipe.training.max_grad_norm / (norm + 1e-6))
+    factor = 1.0 / ((1.0 - recipe.optimizer.betas[0]) * clipped)
+    for name, parameter in engine.module.named().items():
+        if parameter.requires_grad:
+            yield name, read_state(engine, parameter, "exp_avg") * factor
+
+
+class GradientWriter:
+    """Writes gradients to a file as they come, float32, and their names beside it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, path.open("wb")
+        self._places: dict[str, tuple[int, int]] = {}
+        self._count = 0
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        values = gradient.detach().float().cpu().contiguous().numpy()
+        values.tofile(self._file)
+        self._places[name] = (self._count, values.size)
+        self._count += values.size
+
+    def close(self) -> None:
+        self._file.close()
+        self._path.with_suffix(".json").write_text(json.dumps(self._places))
+
+
+class GradientFile:
+    """What a GradientWriter wrote, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._places = json.loads(path.with_suffix(".json").read_text())
+        self._values = np.memmap(path, np.float32, mode="r")
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._places)
+
+    def read(self, name: str) -> Tensor:
+        """One gradient, flat. Raises KeyError where there is none of that name."""
+        first, count = self._places[name]
+        return torch.from_numpy(np.array(self._values[first : first + count]))
+
+
+class Comparison:
+    """Gradients as they come, beside those of a file.
+
+    A parameter's relative difference is ‖g − g₀‖ ÷ max(‖g₀‖, FLOOR · ‖G₀‖ · √(n/N)): 2-norms over
+    its n elements, g₀ and the whole gradient G₀ of N elements from the file. The floor is a
+    thousandth of what its norm would be if G₀ were spread evenly; below it lies rounding.
+    """
+
+    def __init__(self, reference: GradientFile) -> None:
+        self._reference = reference
+        self._seen: dict[str, tuple[float, float, int]] = {}
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        want = self._reference.read(name)
+        off = gradient.detach().float().cpu().flatten() - want
+        norms = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (off, want))
+        self._seen[name] = (*norms, want.numel())  # type: ignore[assignment]
+
+    def groups(self) -> dict[str, Difference]:
+        """By group the largest; infinite where a gradient is not a number or is missing."""
+        whole = math.sqrt(sum(norm**2 for _, norm, _ in self._seen.values()))
+        count = sum(n for _, _, n in self._seen.values())
+        found: dict[str, Difference] = {}
+        for name, (off, norm, n) in self._seen.items():
+            least = max(norm, FLOOR * whole * math.sqrt(n / count))
+            value = off / least if least else (math.inf if off else 0.0)
+            _keep(found, name, value if math.isfinite(value) else math.inf)
+        for name in self._reference.names - self._seen.keys():
+            _keep(found, name, math.inf)
+        return found
+
+
+def _keep(found: dict[str, Difference], name: str, value: float) -> None:
+    group = group_of(name)
+    if group not in found or value > found[group].value:
+        found[group] = Difference(value, name)

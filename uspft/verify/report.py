@@ -1,0 +1,190 @@
+"""The verdict of every layout, as JSON and as a table a person reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from uspft.config import as_tree
+from uspft.verify.layouts import Candidate
+from uspft.verify.result import GROUPS, Measured, Result
+from uspft.verify.verdict import PLAIN, Tolerance, differences, measured_tolerance, mismatches
+
+_ORDER = [group for group, _ in GROUPS]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table. wrong: what differs by more than rounding; None: it was not tried."""
+
+    name: str
+    candidate: Candidate | None
+    result: Result | None
+    wrong: list[str] | None
+
+    @property
+    def verdict(self) -> str:
+        if self.wrong is None:
+            return "not tried"
+        return "DIFFERS" if self.wrong else "equal"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that `verify` found. facts: what it was about, for the JSON and the lines above."""
+
+    facts: dict[str, Any]
+    reference: Measured
+    plain: Line | None
+    layouts: list[Line]
+    tolerance: Tolerance
+    inject: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        facts: dict[str, Any],
+        found: tuple[Measured, Result | None],
+        layouts: Sequence[tuple[Candidate, Result | None]],
+        inject: str | None,
+    ) -> Report:
+        """found: the reference, and plain transformers' result. layouts: the first is the
+        recipe's; those without a result were not tried."""
+        reference, plain = found
+        tolerance = measured_tolerance(facts["dtype"], reference, plain)
+        beside = None
+        if plain:
+            wrong = mismatches(plain, reference, PLAIN[facts["dtype"]])
+            beside = Line("plain transformers", None, plain, wrong)
+        lines = []
+        for candidate, result in layouts:
+            wrong_here = mismatches(result, reference, tolerance) if result else None
+            lines.append(Line(candidate.name, candidate, result, wrong_here))
+        return cls(facts, reference, beside, lines, tolerance, inject)
+
+    @property
+    def tried(self) -> list[Line]:
+        return [line for line in self.layouts if line.wrong is not None]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing differs; with a fault injected, every layout does, and nothing else."""
+        rest = not (self.plain and self.plain.wrong) and bool(self.tried)
+        return rest and all(bool(line.wrong) == bool(self.inject) for line in self.tried)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.facts,
+            "verdict": "equal" if self.ok and not self.inject else self._verdict(),
+            "injected": self.inject,
+            "tolerance": asdict(self.tolerance),
+            "one_process": asdict(self.reference),
+            "plain_transformers": self._entry(self.plain) if self.plain else None,
+            "layouts": [self._entry(line) for line in self.layouts],
+        }
+
+    def _verdict(self) -> str:
+        if self.inject:
+            return "caught" if self.ok else "not caught"
+        return "differs"
+
+    def _entry(self, line: Line) -> dict[str, Any]:
+        entry: dict[str, Any] = {"name": line.name, "verdict": line.verdict}
+        if line.candidate:
+            entry["parallel_config"] = as_tree(line.candidate.parallel)
+            entry["reason"] = line.candidate.reason
+        if line.result:
+            loss, norm = differences(line.result.measured, self.reference)
+            entry |= {
+                "wrong": line.wrong,
+                **asdict(line.result.measured),
+                "loss_difference": _finite(loss),
+                "grad_norm_difference": _finite(norm),
+                "gradient_differences": {
+                    group: {"value": _finite(one.value), "parameter": one.parameter}
+                    for group, one in line.result.differences.items()
+                },
+                "seconds": line.result.seconds,
+            }
+        return entry
+
+    def text(self) -> str:
+        """The table and what it means."""
+        lines = [line for line in (self.plain, *self.tried) if line]
+        groups = {group for line in lines if line.result for group in line.result.differences}
+        columns = [group for group in _ORDER if group in groups]
+        rows = [["largest relative difference", "loss", "grad_norm", *columns, ""]]
+        rows += [self._row(line, columns) for line in lines]
+        limits = [f"{self.tolerance.of_group(group):.0e}" for group in columns]
+        ends = [f"{self.tolerance.loss:.0e}", f"{self.tolerance.grad_norm:.0e}", *limits]
+        rows.append(["rounding (layouts)", *ends, ""])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        shown = [
+            "  ".join([row[0].ljust(widths[0]), *_right(row[1:-1], widths[1:-1]), row[-1]])
+            for row in rows
+        ]
+        shown += [f"not tried: {one.name}: {one.candidate.reason}" for one in self._left_out()]
+        return "\n".join([line.rstrip() for line in shown] + self._meaning())
+
+    def _left_out(self) -> list[Any]:
+        return [line for line in self.layouts if line.candidate and line.wrong is None]
+
+    def _row(self, line: Line, columns: Sequence[str]) -> list[str]:
+        assert line.result
+        loss, norm = differences(line.result.measured, self.reference)
+        each = [line.result.differences.get(group) for group in columns]
+        cells = [f"{value:.1e}" for value in (loss, norm)]
+        own = " (the recipe's)" if line is self.layouts[0] else ""
+        cells += [f"{one.value:.1e}" if one else "–" for one in each]
+        return [line.name + own, *cells, line.verdict]
+
+    def _meaning(self) -> list[str]:
+        """The verdict in plain words."""
+        wrong = [line for line in self.tried if line.wrong]
+        told = [f"{line.name}: {'; '.join((line.wrong or [])[:4])}" for line in wrong]
+        if self.inject:
+            missed = [line.name for line in self.tried if not line.wrong]
+            if missed:
+                return [f"NOT CAUGHT: --inject {self.inject} does not show in {', '.join(missed)}"]
+            return [f"caught: --inject {self.inject} shows in all {len(self.tried)} layouts"]
+        if self.plain and self.plain.wrong:
+            what = "; ".join(self.plain.wrong[:4])
+            told.insert(0, f"one process and plain transformers: {what}")
+            told.append(
+                "one process itself is off: model, weights, attention kernel or loss, not a layout"
+            )
+        if not told:
+            return [f"equal: {len(self.tried)} layouts give what one process gives"]
+        return [*told, *_hints(self.tried)]
+
+
+def _hints(tried: Sequence[Line]) -> list[str]:
+    """What a mismatch may mean, from which layouts and which numbers show it."""
+    wrong = [line for line in tried if line.wrong]
+    if not wrong:
+        return []
+    if any(line.candidate and line.candidate.layout.context == 1 for line in wrong):
+        return [
+            "layouts with whole rows differ too: look at ZeRO, the gradients' reduction or "
+            "versions that differ between ranks, before sequence parallelism"
+        ]
+    if len(wrong) == sum(
+        1 for line in tried if line.candidate and line.candidate.layout.context > 1
+    ):
+        return ["every layout that shares rows differs: attention kernel, mask or order of tokens"]
+    names = sorted(
+        {str(line.candidate.parallel.context_parallel_algo) for line in wrong if line.candidate}
+    )
+    return [
+        f"only some layouts differ: train with another one than {', '.join(names)}, and report it"
+    ]
+
+
+def _right(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no other number

@@ -1,0 +1,90 @@
+"""What is rounding and what is a mistake: tolerances by compute type, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from uspft.verify.result import Measured, Result
+
+TIMES = 4.0
+"""How far a layout may be from one process, in that process's own distance from float32: both are
+rounded, each in its own way, and one layout's error was measured at up to twice another's."""
+MOST = 0.5
+"""A gradient tolerance beyond this would pass a gradient that has nothing to do with the right one
+(whose difference is about 1.4)."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative differences that count as rounding; gradient: by group, or `every`."""
+
+    loss: float
+    grad_norm: float
+    every: float
+    gradient: dict[str, float]
+
+    def of_group(self, group: str) -> float:
+        return self.gradient.get(group, self.every)
+
+
+FIXED = {
+    "float32": Tolerance(1e-5, 1e-4, 1e-4, {}),
+    "bfloat16": Tolerance(5e-3, 3e-2, 1e-1, {}),
+}
+"""float32: sums in another order, on a few steps of Adam. bfloat16: where nothing better is known;
+`measured_tolerance` takes its place where plain transformers has run beside the reference."""
+PLAIN = {"float32": FIXED["float32"], "bfloat16": Tolerance(2e-2, 1e-1, MOST, {})}
+"""One process beside plain transformers in float32."""
+
+
+def measured_tolerance(dtype: str, reference: Measured, plain: Result | None) -> Tolerance:
+    """TIMES what one process in this type differs from plain transformers in float32, and in
+    float32 itself the fixed one. Never below a quarter of the fixed one: one number may agree by
+    chance."""
+    fixed = FIXED[dtype]
+    if dtype == "float32" or plain is None:
+        return fixed
+    loss, norm = differences(reference, plain.measured)
+    gradient = {
+        group: min(MOST, max(fixed.every / 4, TIMES * one.value))
+        for group, one in plain.differences.items()
+    }
+    return Tolerance(
+        max(fixed.loss / 4, TIMES * loss),
+        max(fixed.grad_norm / 4, TIMES * norm),
+        fixed.every,
+        gradient,
+    )
+
+
+def differences(got: Measured, want: Measured) -> tuple[float, float]:
+    """Largest relative difference of the loss and of the gradient norm over the steps that both
+    have; infinite where there is none."""
+    return _largest(got.losses, want.losses), _largest(got.grad_norms, want.grad_norms)
+
+
+def _largest(got: Sequence[float], want: Sequence[float]) -> float:
+    pairs = list(zip(got, want, strict=False))
+    return max((abs(a - b) / abs(b) if b else abs(a) for a, b in pairs), default=math.inf)
+
+
+def mismatches(result: Result, reference: Measured, allowed: Tolerance) -> list[str]:
+    """What differs by more than rounding, in words; nothing where all agrees."""
+    measured = result.measured
+    if measured.stopped:
+        return [measured.stopped]
+    shared = min(len(measured.targets), len(reference.targets))
+    found = []
+    if measured.targets[:shared] != reference.targets[:shared]:
+        found.append(f"{measured.targets[0]} target tokens, not {reference.targets[0]}")
+    loss, norm = differences(measured, reference)
+    if not loss <= allowed.loss:
+        found.append(f"loss off by {loss:.1e}")
+    if not norm <= allowed.grad_norm:
+        found.append(f"gradient norm off by {norm:.1e}")
+    for group, one in result.differences.items():
+        if not one.value <= allowed.of_group(group):
+            found.append(f"gradient of {one.parameter} off by {one.value:.1e}")
+    return found
