@@ -12,16 +12,22 @@ from typing import Any
 
 from rich.console import Console
 
-from uspft.commands.examine import Examined, examine, examine_model, layout_findings, output_of
+from uspft.commands.examine import (
+    Examined,
+    examine,
+    examine_model,
+    layout_findings,
+    output_of,
+    with_rows,
+)
 from uspft.commands.place import Place
-from uspft.commands.prepare import prepare_data, require_here, steps_of
+from uspft.commands.prepare import first_rows, prepare_data, require_here, steps_of
 from uspft.commands.starting import start_ranks
 from uspft.config import Fault, InputError, Recipe
 from uspft.config.problems import COMMAND_LINE
 from uspft.job import Job
 from uspft.launcher import Hosts, hosts_from
 from uspft.layout import Layout
-from uspft.model.config import model_config
 from uspft.model.files import fetch
 from uspft.verify.depth import LONGEST, fitting_depth, memory_here, plain_fits, sizes_of, with_depth
 from uspft.verify.faults import FAULTS
@@ -53,12 +59,13 @@ def verify(target: Path, overrides: Sequence[str], place: Place, asked: Asked) -
     found = examine(target, overrides, hosts.count, None)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     with found.placed():
-        work, depth = _prepared(found, place, screen, asked)
+        found, work, depth = _prepared(found, place, screen, asked)
     every = _candidates(found, None if asked.every else LIMIT)
     tried = [one for one in every if one.reason is None]
     layouts = replace(work, layouts=tuple(one.parallel for one in tried))
     if hosts.index == 0:
-        _fresh(work.folder)
+        with found.placed():
+            _fresh(work.folder)
         screen.print(
             f"one process, then {len(tried)} layouts of {found.layout.ranks}", markup=False
         )
@@ -85,8 +92,8 @@ def _require_fault(name: str | None) -> None:
 
 def _prepared(
     found: Examined, place: Place, screen: Console, asked: Asked
-) -> tuple[VerifyJob, dict[str, int]]:
-    """What all ranks do but for the layout, and the layers of the model: kept, and all."""
+) -> tuple[Examined, VerifyJob, dict[str, int]]:
+    """With the recipe as it would train; what ranks do but for the layout; layers kept, and all."""
     require_here(found.recipe)
     local = fetch(found.recipe)
     config = examine_model(local)
@@ -101,7 +108,7 @@ def _prepared(
     steps = min(asked.steps or STEPS, job.steps)
     folder = output_of(found.recipe) / FOLDER
     work = VerifyJob(job, (), steps, folder, with_plain=with_plain, inject=asked.inject)
-    return work, depth
+    return with_rows(found, first_rows(local, corpus)), work, depth
 
 
 def _fitted(recipe: Recipe, config: Any, screen: Console) -> tuple[Recipe, bool, dict[str, int]]:
@@ -116,7 +123,6 @@ def _fitted(recipe: Recipe, config: Any, screen: Console) -> tuple[Recipe, bool,
             markup=False,
         )
         recipe = with_depth(recipe, kept)
-        model_config(recipe.model)
     if not with_plain:
         screen.print(
             f"plain transformers is left out: it needs rows of {LONGEST:,} tokens at most, and "

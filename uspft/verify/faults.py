@@ -26,13 +26,14 @@ EVERYWHERE = ("mask", "scale")
 
 def order(batch: Batch, world: World, rows: list[Segments]) -> Batch:
     """The rank's tokens are dealt out in another order than its plan says: two halves change
-    places, positions and labels with them."""
+    places, and all that belongs to a token with it."""
     half = len(batch.labels) // 2
     return replace(
         batch,
         input_ids=batch.input_ids.roll(half, 1),
         position_ids=batch.position_ids.roll(half, 1),
         labels=batch.labels.roll(half),
+        row_of=batch.row_of.roll(half),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from uspft.assemble import weights_of
-from uspft.data import Corpus, Row, RowStream
+from uspft.data import Row, training_rows
 from uspft.model.config import model_config
 from uspft.verify.gradients import See
 from uspft.verify.result import Measured
@@ -24,17 +26,14 @@ if TYPE_CHECKING:
 def plain(job: Job, device: torch.device, see: See) -> Measured:
     """Loss, gradient norm and every gradient (to `see`) of the first step's rows.
 
-    Each document alone, whole logits, transformers' own attention, everything in float32 from
-    weights rounded to the recipe's type.
+    Each document alone, whole logits, transformers' own attention and router loss, everything in
+    float32 from weights rounded to the recipe's type.
     """
     recipe = job.recipe
     model = _model(recipe).to(device)
     rows = _rows(job)
     targets = sum(int((row.labels >= 0).sum()) for row in rows)
-    loss = 0.0
-    for row in rows:
-        for first, stop in row.segments:
-            loss += _backward(model, row, (first, stop), targets, device)
+    loss = sum(_backward(model, row, targets, len(rows)) for row in rows)
     squares = 0.0
     for name, parameter in model.named_parameters():
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
@@ -47,22 +46,36 @@ def plain(job: Job, device: torch.device, see: See) -> Measured:
     return Measured([loss], [math.sqrt(squares)], [targets])
 
 
-def _backward(
-    model: Any, row: Row, span: tuple[int, int], targets: int, device: torch.device
-) -> float:
-    """Gradients of one document's share of the loss; returns that share."""
-
-    def mine(values: Any) -> Tensor:
-        return torch.from_numpy(values[span[0] : span[1]]).to(device)
-
-    labels = mine(row.labels)
-    if not bool((labels >= 0).any()):
-        return 0.0
-    logits = model(input_ids=mine(row.input_ids)[None], use_cache=False).logits[0]
-    total = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-    loss = total / targets
-    loss.backward()
+def _backward(model: Any, row: Row, targets: int, rows: int) -> float:
+    """Gradients of one row's share of the loss; returns the cross-entropy's."""
+    losses, routed = [], []
+    for first, stop in row.segments:
+        ids, labels = (
+            torch.from_numpy(values[first:stop]).to(model.device)
+            for values in (row.input_ids, row.labels)
+        )
+        found = model(input_ids=ids[None], use_cache=False)
+        total = torch.nn.functional.cross_entropy(found.logits[0], labels, reduction="sum")
+        losses.append(total / targets)
+        routed.append(getattr(found, "router_logits", None))
+    if not losses:
+        return 0.0  # a row of padding
+    loss = torch.stack(losses).sum()
+    (loss + _router_loss(model, routed) / rows).backward()
     return float(loss.detach())
+
+
+def _router_loss(model: Any, routed: Sequence[Sequence[Tensor] | None]) -> Tensor | float:
+    """transformers' own loss of a row's documents together, where the config asks for it."""
+    each = [layers for layers in routed if layers is not None]
+    if not each or not getattr(model.config, "output_router_logits", False):
+        return 0.0
+    layers = tuple(torch.cat(parts) for parts in zip(*each, strict=True))
+    balance = sys.modules[type(model).__module__].load_balancing_loss_func
+    config = model.config
+    value = balance(layers, layers[0].shape[-1], config.num_experts_per_tok)
+    loss: Tensor = value * config.router_aux_loss_coef
+    return loss
 
 
 def _model(recipe: Recipe) -> Any:
@@ -86,10 +99,8 @@ def _model(recipe: Recipe) -> Any:
 
 def _rows(job: Job) -> list[Row]:
     """The rows of the first step."""
-    data, training = job.recipe.data, job.recipe.training
-    stream = RowStream(
-        Corpus.open(job.corpus), data.sequence_length, data.packing, data.shuffle, job.recipe.seed
-    )
+    training = job.recipe.training
+    stream = training_rows(job.recipe.data, job.corpus, job.recipe.seed)
     count = training.global_batch_size
     if training.epochs:
         count = min(count, stream.rows_in(training.epochs))
