@@ -118,7 +118,9 @@ def test_verify_as_a_user_runs_it(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def pretended(recipe: Any) -> int:
-        sizes = sizes_of(recipe, model_config(recipe.model), with_plain=True)
+        sizes = sizes_of(
+            recipe, model_config(recipe.model, recipe.data.sequence_length), with_plain=True
+        )
         return int(sizes.need_bytes(1) / USABLE) + 1
 
     monkeypatch.setattr(command, "memory_here", pretended)

@@ -112,16 +112,18 @@ def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     windows = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
     make_model(tmp_path, "qwen2", kv_heads=2, sliding_window=5, **windows)
     given = recipe(tmp_path)
-    sizes = sizes_of(given, model_config(given.model), with_plain=True)
+    sizes = sizes_of(given, model_config(given.model, given.data.sequence_length), with_plain=True)
     assert sizes.shallowest == 2 and len(sizes.layers) == 2
     shapes = json.loads((tmp_path / "config.json").read_text())
     assert sizes.outside == 2 * shapes["vocab_size"] * 64 + 64
     shorter = with_depth(given, 1)
-    config = model_config(shorter.model)
+    config = model_config(shorter.model, shorter.data.sequence_length)
     assert (config.num_hidden_layers, config.layer_types) == (1, ["full_attention"])
     assert sum(sizes_of(shorter, config, with_plain=True).layers) == sizes.layers[0]
     longer = recipe(tmp_path, data={"sequence_length": 192})
-    more = sizes_of(longer, model_config(longer.model), with_plain=True)
+    more = sizes_of(
+        longer, model_config(longer.model, longer.data.sequence_length), with_plain=True
+    )
     assert more.need_bytes(2) > sizes.need_bytes(2)
 
 

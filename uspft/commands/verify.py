@@ -15,13 +15,14 @@ from rich.console import Console
 from uspft.commands.examine import (
     Examined,
     examine,
-    examine_model,
     layout_findings,
     output_of,
     with_rows,
 )
+from uspft.commands.examine_model import examine_model
 from uspft.commands.place import Place
 from uspft.commands.prepare import first_rows, prepare_data, require_here, steps_of
+from uspft.commands.sizes import with_fetched
 from uspft.commands.starting import start_ranks
 from uspft.config import Fault, InputError, Recipe
 from uspft.config.problems import COMMAND_LINE
@@ -95,7 +96,7 @@ def _prepared(
 ) -> tuple[Examined, VerifyJob, dict[str, int]]:
     """With the recipe as it would train; what ranks do but for the layout; layers kept, and all."""
     require_here(found.recipe)
-    local = fetch(found.recipe)
+    _, local = with_fetched(found.recipe, fetch(found.recipe))
     config = examine_model(local)
     local, with_plain, depth = _fitted(local, config, screen)
     corpus, _ = prepare_data(

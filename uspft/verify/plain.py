@@ -80,7 +80,8 @@ def _router_loss(model: Any, routed: Sequence[Sequence[Tensor] | None]) -> Tenso
 
 def _model(recipe: Recipe) -> Any:
     """Built and filled by transformers; random weights are those that uspft draws."""
-    config, dtype = model_config(recipe.model), getattr(torch, recipe.model.dtype)
+    dtype = getattr(torch, recipe.model.dtype)
+    config = model_config(recipe.model, recipe.data.sequence_length)
     how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     if recipe.model.config is None:
         name = recipe.model.name_or_path
