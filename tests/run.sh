@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything the project is held to: format, lint, types, imports, tests. All of it runs, whatever fails.
 #   bash tests/run.sh [--full] [pytest arguments]
+#   bash tests/run.sh --transformers VERSION [pytest arguments]: the tests that transformers decides, with that version
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." || exit 2
 
@@ -11,6 +12,20 @@ compgen -G '/dev/nvidia[0-9]*' >/dev/null || chosen="($chosen) and not gpu"
 ./launch.sh --install --dev || exit $?
 python=${USPFT_PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # ranks are many, cores few
+
+if [ "${1:-}" = --transformers ]; then
+  version=${2:?write --transformers VERSION, such as 5.20.0}
+  shift 2
+  other=$(mktemp -d) || exit 1
+  trap 'rm -rf "$other"' EXIT
+  # Alone: everything else stays as it is, and transformers itself says what it cannot work with.
+  "$python" -m pip install --quiet --no-deps --target "$other" "transformers==$version" || exit $?
+  PYTHONPATH="$other${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q \
+    tests/unit/test_transformers.py tests/unit/test_families.py tests/unit/test_attention_hook.py \
+    tests/unit/test_config_shape.py tests/parity/test_models.py tests/parity/test_router.py \
+    tests/parity/test_rope.py "$@"
+  exit $?
+fi
 
 failed=()
 phase() {

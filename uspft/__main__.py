@@ -63,9 +63,11 @@ def _run(words: list[str]) -> int:
     target, overrides, options = _arguments(verb, words)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
     from uspft.commands import Place
+    from uspft.commands.versions import require_versions
 
     if verb != "export":
         load(target, overrides)  # a misspelt key is told before seconds of imports
+    require_versions()
     command = shlex.join(["uspft", verb, *words])
     ranks = _whole("--ranks", options)
     place = Place(command, dict(os.environ), cache, ranks)

@@ -25,6 +25,7 @@ from uspft.model.build import build_model
 from uspft.model.causal import CausalLoss
 from uspft.model.config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
+from uspft.model.recompute import recompute_layers
 from uspft.model.weights import FolderWeights, RandomWeights
 from uspft.sequence import Heads, of_recipe
 from uspft.world import World, make_world
@@ -67,7 +68,7 @@ def assemble(job: Job, device: torch.device) -> Run:
         partition=partitioner(deepspeed_config(recipe, layout)),
     )
     if recipe.memory.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model)
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
     engine = ZeroEngine(CausalLoss(model, tile), recipe, world)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from uspft.model.attention import Bound
 from uspft.model.loss import Head, Logits
+from uspft.model.recompute import recomputes
 from uspft.model.router import router_loss
 
 if TYPE_CHECKING:
@@ -35,9 +36,7 @@ class CausalLoss(nn.Module):
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
-            uspft=Bound(
-                world, batch.plan, twice=self.training and self.model.is_gradient_checkpointing
-            ),
+            uspft=Bound(world, batch.plan, twice=self.training and recomputes(self.model)),
             **wanted,
         )
         loss: Tensor = self.head(found.last_hidden_state[0], batch.labels, scale)

@@ -81,3 +81,15 @@ def attend_once(
     """
     out: Tensor = _Keeping.apply(memory, layer, attend, *inputs)
     return out
+
+
+def recompute_layers(model: Any) -> None:
+    """Switch gradient checkpointing on, which transformers names otherwise from 5.23 on."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def recomputes(model: Any) -> bool:
+    """Whether a model's layers are checkpointed."""
+    found = getattr(model, "is_activation_checkpointing", None)
+    return bool(model.is_gradient_checkpointing if found is None else found)
