@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,64 +21,63 @@ from uspft.verify.faults import FAULTS
 
 ROW = 64
 LENGTHS = [40, 24, 64, 33, 31, 64, 50, 14]
-INJECTED: dict[str, list[str]] = {
-    "packed": ["whole rows, data 2", "ulysses_cp 2", "planned_cp 2"],
-    "single": ["ring_cp 2"],
+CASES: dict[str, tuple[str, str, int, list[str]]] = {
+    "packed": ("float32", "best_fit", 3, ["whole rows, data 2", "ulysses_cp 2", "planned_cp 2"]),
+    "single": ("float32", "none", 1, ["ring_cp 2"]),
+    "bfloat16": ("bfloat16", "best_fit", 2, ["ring_cp 2", "whole rows, data 2"]),
 }
-"""By rows, of several documents or of one, the layouts that each fault is tried in."""
+"""(compute type, packing, ZeRO stage, the layouts that each fault is tried in)."""
 
 
-def parallel(name: str) -> dict[str, Any]:
-    algorithm, _, rest = name.partition(" ")
-    if rest.startswith("rows"):
-        return {"data_parallel": 2, "context_parallel": 1}
-    ulysses = {"ulysses_cp": 2}.get(algorithm, 1)
-    found = {"context_parallel_algo": algorithm, "ulysses_degree_in_cp": ulysses}
-    return {"data_parallel": 1, "context_parallel": 2, "exchange_stages": None, **found}
+def verify_job(case: str, folder: Path, fault: str | None) -> Any:
+    """The first step of a case, under all layouts of two processes; collective."""
+    from uspft.verify.job import VerifyJob
+
+    dtype, packing, stage, _ = CASES[case]
+    recipe = small_recipe(
+        folder / "model",
+        folder / "d.jsonl",
+        ROW,
+        model={"dtype": dtype},
+        data={"packing": packing},
+        training={"steps": 3, "global_batch_size": 2, "max_grad_norm": 0.5},
+        deepspeed={"zero_optimization": {"stage": stage}},
+    )
+    job = job_of(recipe, folder / case)
+    return VerifyJob(job, (), 1, folder / case, with_plain=True, inject=fault)
 
 
-def work(rank: int, folder: Path) -> dict[tuple[str, str | None], Any]:
-    """(rows, fault) → plain transformers' result and each layout's, as a report of them."""
+def alone(rank: int, folder: Path) -> None:
+    from uspft.verify.ranks import run_reference
+
+    for case in CASES:
+        run_reference(verify_job(case, folder, None).alone(), torch.device("cpu"))
+
+
+def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool, str]]:
+    """(case, fault) → whether the verdict is as it must be, and the table."""
     from uspft.commands.examine import layout_findings
-    from uspft.config import ParallelBlock
-    from uspft.verify.gradients import GradientWriter
-    from uspft.verify.job import GRADIENTS, LAYOUTS, VerifyJob
+    from uspft.verify.job import LAYOUTS, PLAIN, REFERENCE
     from uspft.verify.layouts import candidates
-    from uspft.verify.plain import plain
     from uspft.verify.ranks import run_layouts
     from uspft.verify.report import Report
     from uspft.verify.result import results
 
-    device, found = torch.device("cpu"), {}
-    for rows, fault in product(INJECTED, [None, *FAULTS]):
-        packing = "best_fit" if rows == "packed" else "none"
-        recipe = small_recipe(
-            folder / "model",
-            folder / "d.jsonl",
-            ROW,
-            data={"packing": packing},
-            training={"steps": 3, "global_batch_size": 2, "max_grad_norm": 0.5},
-            deepspeed={"zero_optimization": {"stage": 3 if rows == "packed" else 1}},
-        )
-        output = folder / f"{rows}-{fault}"
-        job = job_of(recipe, output)
-        blocks = tuple(ParallelBlock.model_validate(parallel(name)) for name in INJECTED[rows])
-        verify = VerifyJob(job, blocks, 1, output, inject=fault)
-        if rank == 0:
-            writer = GradientWriter(output / GRADIENTS)
-            truth = plain(verify.under(blocks[0]), device, writer.add)
-            writer.close()
+    found = {}
+    for case, fault in product(CASES, [None, *FAULTS]):
+        work = verify_job(case, folder, fault)
+        every = candidates(work.job.recipe, 2, lambda r, at: layout_findings(r, at, None))
+        layouts = [one for one in every if one.name in CASES[case][3]]
+        (folder / case / LAYOUTS).unlink(missing_ok=True)
         dist.barrier()
-        run_layouts(verify, device, lambda line: None)
+        work = replace(work, layouts=tuple(one.parallel for one in layouts))
+        run_layouts(work, torch.device("cpu"), lambda line: None)
         if rank == 0:
-            named = {
-                one.name: one
-                for one in candidates(job.recipe, 2, lambda r, at: layout_findings(r, at, None))
-            }
-            layouts = [named[name] for name in INJECTED[rows]]
-            pairs = list(zip(layouts, results(output / LAYOUTS), strict=True))
-            report = Report.of({"dtype": "float32"}, (truth, None), pairs, fault)
-            found[rows, fault] = report.ok, report.text()
+            (reference,), (plain,) = (results(folder / case / name) for name in (REFERENCE, PLAIN))
+            pairs = list(zip(layouts, results(folder / case / LAYOUTS), strict=True))
+            facts = {"dtype": CASES[case][0]}
+            report = Report.of(facts, (reference.measured, plain), pairs, fault)
+            found[case, fault] = report.ok and len(pairs) == len(CASES[case][3]), report.text()
     return found
 
 
@@ -85,8 +85,9 @@ def work(rank: int, folder: Path) -> dict[tuple[str, str | None], Any]:
 def test_each_fault_is_caught_in_every_layout_and_nothing_without_one(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2)
     make_documents(tmp_path / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
-    answers = spawn(2, work, tmp_path)[0]
-    assert set(answers) == set(product(INJECTED, [None, *FAULTS])) and len(answers) == 10
+    spawn(1, alone, tmp_path)
+    answers = spawn(2, together, tmp_path)[0]
+    assert set(answers) == set(product(CASES, [None, *FAULTS])) and len(answers) == 15
     missed = {case: text for case, (ok, text) in answers.items() if not ok}
     assert not missed, "\n".join(f"{case}\n{text}" for case, text in missed.items())
 
@@ -128,7 +129,7 @@ def test_verify_as_a_user_runs_it(
     (tmp_path / "out/metrics.jsonl").write_text("kept\n")
     assert main(["verify", str(path), "--steps=2"]) == 0
     said = capfd.readouterr().out
-    assert "first 1 of 2 layers" in said and "equal: 5 layouts" in said
+    assert "first 1 of 2 layers" in said and "equal: 5 of 5 layouts" in said
     found = json.loads((tmp_path / "out/verify/verify.json").read_text())
     assert found["verdict"] == "equal" and found["layers"] == {"kept": 1, "of": 2}
     names = [one["name"] for one in found["layouts"]]

@@ -16,7 +16,7 @@ from tests.support.refused import Ground
 from uspft.commands.examine import layout_findings
 from uspft.config import Fault, Recipe
 from uspft.model.config import model_config
-from uspft.verify.depth import USABLE, Sizes, fitting_depth, sizes_of, with_depth
+from uspft.verify.depth import USABLE, Sizes, fitting_depth, sizes_of, why_not_plain, with_depth
 from uspft.verify.layouts import Candidate, candidates, chosen
 from uspft.verify.report import Report
 from uspft.verify.result import Difference, Measured, Result, group_of
@@ -127,6 +127,19 @@ def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     assert more.need_bytes(2) > sizes.need_bytes(2)
 
 
+def test_plain_transformers_is_left_out_with_a_reason(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen2", kv_heads=2)
+
+    def why(memory: int = 1 << 34, **blocks: Any) -> str | None:
+        given = recipe(tmp_path, **blocks)
+        return why_not_plain(given, model_config(given.model, 96), memory)
+
+    assert why() is None
+    assert "at most" in str(why(data={"sequence_length": 8192}))
+    assert "not every weight" in str(why(model={"freeze": ("embed_tokens",)}))
+    assert "too much memory" in str(why(memory=1 << 18))
+
+
 def result(loss: float = 2.0, norm: float = 1.0, off: float = 0.0) -> Result:
     groups = {"attention": Difference(off, "q"), "mlp": Difference(0.0, "up")}
     return Result(Measured([loss], [norm], [7]), groups)
@@ -186,6 +199,12 @@ def test_the_verdict_of_all() -> None:
     text = report(good, bad, None).text()
     assert "ring_cp 2 (the recipe's)" in text and "not tried: ulysses_cp 2: why" in text
     assert "gradient of q off by 1.0e-01" in text and "whole rows differ too" in text
+    nowhere = replace(
+        report(good), reference=Measured([2.0], [1.0], [7], "step 2: the loss is nan")
+    )
+    assert not nowhere.ok and "one process: step 2: the loss is nan" in nowhere.text()
+    missed = report(bad, good, inject="mask").text()
+    assert "NOT CAUGHT: --inject mask shows in 1 of 2 layouts, not in whole rows" in missed
     entries = json.loads(json.dumps(report(good, result(off=math.inf)).as_json(), allow_nan=False))
     assert [one["verdict"] for one in entries["layouts"]] == ["equal", "DIFFERS"]
     assert entries["verdict"] == "differs"

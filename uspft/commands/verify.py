@@ -30,7 +30,7 @@ from uspft.job import Job
 from uspft.launcher import Hosts, hosts_from
 from uspft.layout import Layout
 from uspft.model.files import fetch
-from uspft.verify.depth import LONGEST, fitting_depth, memory_here, plain_fits, sizes_of, with_depth
+from uspft.verify.depth import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
 from uspft.verify.faults import FAULTS
 from uspft.verify.job import LAYOUTS, PLAIN, REFERENCE, VerifyJob, without_extras
 from uspft.verify.layouts import LIMIT, Candidate, candidates, chosen
@@ -70,7 +70,7 @@ def verify(target: Path, overrides: Sequence[str], place: Place, asked: Asked) -
         screen.print(
             f"one process, then {len(tried)} layouts of {found.layout.ranks}", markup=False
         )
-        code = _start(_alone(work), Hosts(), place, "one-process")
+        code = _start(work.alone(), Hosts(), place, "one-process")
         if code:
             return code
     code = _start(layouts, hosts, place, "logs")
@@ -115,22 +115,18 @@ def _prepared(
 def _fitted(recipe: Recipe, config: Any, screen: Console) -> tuple[Recipe, bool, dict[str, int]]:
     """The recipe with as many layers as one process holds, and whether plain transformers fits."""
     memory = memory_here(recipe)
-    with_plain = plain_fits(recipe, config, memory)
+    without = why_not_plain(recipe, config, memory)
     whole = config.num_hidden_layers
-    kept = fitting_depth(sizes_of(recipe, config, with_plain=with_plain), memory)
+    kept = fitting_depth(sizes_of(recipe, config, with_plain=without is None), memory)
     if kept < whole:
         screen.print(
             f"model: its first {kept} of {whole} layers, which is what one process holds here",
             markup=False,
         )
         recipe = with_depth(recipe, kept)
-    if not with_plain:
-        screen.print(
-            f"plain transformers is left out: it needs rows of {LONGEST:,} tokens at most, and "
-            "memory for their logits",
-            markup=False,
-        )
-    return recipe, with_plain, {"kept": kept, "of": whole}
+    if without:
+        screen.print(f"plain transformers is not run: {without}", markup=False)
+    return recipe, without is None, {"kept": kept, "of": whole}
 
 
 def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
@@ -138,27 +134,6 @@ def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
         return layout_findings(recipe, layout, found.shape)
 
     return chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
-
-
-def _alone(work: VerifyJob) -> VerifyJob:
-    """The reference: one process, whole rows, no offload, ZeRO-1 (of one rank)."""
-    recipe = work.job.recipe
-    parallel = recipe.parallel_config.model_copy(
-        update={
-            "data_parallel": 1,
-            "context_parallel": 1,
-            "context_parallel_algo": None,
-            "ulysses_degree_in_cp": None,
-            "exchange_stages": None,
-        }
-    )
-    update = {
-        "launch": recipe.launch.model_copy(update={"processes": 1}),
-        "parallel_config": parallel,
-        "deepspeed": recipe.deepspeed.model_copy(update={"zero_optimization": {"stage": 1}}),
-    }
-    job = replace(work.job, recipe=recipe.model_copy(update=update))
-    return replace(work, job=job, layouts=(parallel,), is_reference=True, inject=None)
 
 
 def _start(work: VerifyJob, hosts: Hosts, place: Place, logs: str) -> int:

@@ -91,11 +91,17 @@ def _elements_per_token(config: Any) -> int:
     return 8 * config.hidden_size + 3 * heads * dim + 4 * experts * inner
 
 
-def plain_fits(recipe: Recipe, config: Any, memory: int) -> bool:
-    """Whether plain transformers can run: short rows, whose whole logits, their exponentials and
-    gradients take a quarter of the memory at most."""
+def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
+    """Why plain transformers is not run beside one process, or None."""
     length = recipe.data.sequence_length
-    return length <= LONGEST and 4 * 3 * 4 * length * config.vocab_size <= memory
+    if length > LONGEST:
+        return f"rows have {length:,} tokens, and it takes {LONGEST:,} at most"
+    if recipe.model.adapter or recipe.model.freeze:
+        return "not every weight of the model trains"
+    # Whole logits, their exponentials and gradients: a quarter of the memory at most.
+    if 4 * 3 * 4 * length * config.vocab_size > memory:
+        return f"the logits of {length:,} tokens take too much memory"
+    return None
 
 
 def fitting_depth(sizes: Sizes, memory: int) -> int:

@@ -5,6 +5,7 @@ Each changes a rank's micro-batch, and is called in verify/measure.py and nowher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -53,8 +54,8 @@ def _other_bounds(row: Segments) -> Segments:
 
 
 def scale(batch: Batch, world: World, rows: list[Segments]) -> Batch:
-    """Targets are counted 3 % too high: loss and gradients are as much too small."""
-    return replace(batch, targets=round(batch.targets * OFF) + (batch.targets > 0))
+    """Targets are counted 3 % too high, one at least: loss and gradients are as much too small."""
+    return replace(batch, targets=math.ceil(batch.targets * OFF))
 
 
 def label(batch: Batch, world: World, rows: list[Segments]) -> Batch:

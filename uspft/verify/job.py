@@ -36,6 +36,26 @@ class VerifyJob:
         recipe = self.job.recipe.model_copy(update={"parallel_config": layout})
         return replace(self.job, recipe=recipe)
 
+    def alone(self) -> VerifyJob:
+        """The reference: one process, whole rows, ZeRO-1 (of one rank, no offload), no fault."""
+        recipe = self.job.recipe
+        parallel = recipe.parallel_config.model_copy(
+            update={
+                "data_parallel": 1,
+                "context_parallel": 1,
+                "context_parallel_algo": None,
+                "ulysses_degree_in_cp": None,
+                "exchange_stages": None,
+            }
+        )
+        update = {
+            "launch": recipe.launch.model_copy(update={"processes": 1}),
+            "parallel_config": parallel,
+            "deepspeed": recipe.deepspeed.model_copy(update={"zero_optimization": {"stage": 1}}),
+        }
+        job = replace(self.job, recipe=recipe.model_copy(update=update))
+        return replace(self, job=job, layouts=(parallel,), is_reference=True, inject=None)
+
     def write(self, folder: Path) -> None:
         self.job.write(folder)
         rest = {

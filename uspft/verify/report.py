@@ -71,8 +71,10 @@ class Report:
     @property
     def ok(self) -> bool:
         """Nothing differs; with a fault injected, every layout does, and nothing else."""
-        rest = not (self.plain and self.plain.wrong) and bool(self.tried)
-        return rest and all(bool(line.wrong) == bool(self.inject) for line in self.tried)
+        plain_is_off = bool(self.plain and self.plain.wrong)
+        if plain_is_off or self.reference.stopped or not self.tried:
+            return False
+        return all(bool(line.wrong) == bool(self.inject) for line in self.tried)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -141,23 +143,26 @@ class Report:
         return [line.name + own, *cells, line.verdict]
 
     def _meaning(self) -> list[str]:
-        """The verdict in plain words."""
-        wrong = [line for line in self.tried if line.wrong]
-        told = [f"{line.name}: {'; '.join((line.wrong or [])[:4])}" for line in wrong]
-        if self.inject:
-            missed = [line.name for line in self.tried if not line.wrong]
-            if missed:
-                return [f"NOT CAUGHT: --inject {self.inject} does not show in {', '.join(missed)}"]
-            return [f"caught: --inject {self.inject} shows in all {len(self.tried)} layouts"]
+        """What differs, what that may mean, and the verdict, in plain words."""
+        wrong, count = [line for line in self.tried if line.wrong], len(self.tried)
+        told = [f"one process: {self.reference.stopped}"] if self.reference.stopped else []
         if self.plain and self.plain.wrong:
             what = "; ".join(self.plain.wrong[:4])
-            told.insert(0, f"one process and plain transformers: {what}")
             told.append(
-                "one process itself is off: model, weights, attention kernel or loss, not a layout"
+                f"one process beside plain transformers: {what}: model, weights, attention kernel "
+                "or loss are off, and no layout is the reason"
             )
+        if self.inject:
+            missed = ", ".join(line.name for line in self.tried if not line.wrong)
+            shows = f"--inject {self.inject} shows in {len(wrong)} of {count} layouts"
+            return [
+                *told,
+                f"NOT CAUGHT: {shows}, not in {missed}" if missed else f"caught: {shows}",
+            ]
+        told += [f"{line.name}: {'; '.join((line.wrong or [])[:4])}" for line in wrong]
         if not told:
-            return [f"equal: {len(self.tried)} layouts give what one process gives"]
-        return [*told, *_hints(self.tried)]
+            return [f"equal: {count} of {count} layouts give what one process gives"]
+        return [*told, *_hints(self.tried), f"DIFFERS: {len(wrong)} of {count} layouts"]
 
 
 def _hints(tried: Sequence[Line]) -> list[str]:
