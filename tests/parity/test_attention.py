@@ -126,15 +126,19 @@ def test_a_wrong_token_order_is_seen() -> None:
             assert max(off) > 1e-3, f"{case} did not notice tokens in the wrong order"
 
 
+LEAKS = [("28/4", None), ("28/4", 11), ("mqa", None)]
+"""Heads and window."""
+
+
 def leak(rank: int, world: int) -> dict[str, list[bool]]:
     """By case: whether out, dq, dk, dv of one document are to the bit what they were once all other
     documents are not a number; and whether those became it."""
     found = {}
-    for way in ways(world):
-        bench = Bench.of(way)
+    for way, (heads, window) in product(ways(world), LEAKS):
+        bench = Bench.of(way, window)
         for rows in ("packed odd", "unlike rows"):
-            layer = Layer(bench, rows_of(world)[rows], None)
-            inputs = make_inputs(HEADS["28/4"], sum(row.length for row in layer.rows))
+            layer = Layer(bench, rows_of(world)[rows], window)
+            inputs = make_inputs(HEADS[heads], sum(row.length for row in layer.rows))
             index = layer.index()
             before = shared(inputs, layer, index, SCALE)
             within = torch.stack([(index >= a) & (index < b) for a, b in layer.documents()])
@@ -145,14 +149,14 @@ def leak(rank: int, world: int) -> dict[str, list[bool]]:
                 after = shared(broken, layer, index, SCALE)
                 same = [torch.equal(x[own], y[own]) for x, y in zip(before, after, strict=True)]
                 lost = after[0][within.any(0) & ~own].isnan().all()
-                found[f"{way} {rows} {a} to {b}"] = [*same, bool(lost)]
+                found[f"{way} {heads} {window} {rows} {a} to {b}"] = [*same, bool(lost)]
     return found
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_documents_never_see_one_another(world: int) -> None:
     for answer in spawn(world, leak, world):
-        assert len(answer) == len(ways(world)) * (4 + 3)
+        assert len(answer) == len(ways(world)) * len(LEAKS) * (4 + 3)
         assert all(map(all, answer.values())), [k for k, v in answer.items() if not all(v)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,18 @@ import torch
 from tests.support.models import Documents, make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
+from uspft.sequence import ALGORITHMS
+from uspft.sequence.planned import Planned
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ulysses": {"context_parallel": 2, "context_parallel_algo": "ulysses_cp"},
     "ring": {"context_parallel": 2, "context_parallel_algo": "ring_cp"},
+    "allgather": {"context_parallel": 2, "context_parallel_algo": "allgather_cp"},
+    "planned": {
+        "context_parallel": 2,
+        "context_parallel_algo": "planned_cp",
+        "ulysses_degree_in_cp": 1,
+    },
     "whole": {},
 }
 
@@ -39,9 +48,13 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
 
 
 def _counting(calls: list[int]) -> Any:
-    """Counts the kernel's forward calls."""
+    """Counts the kernel's forward calls. Without recomputation a planned exchange would keep what
+    it fetched: here it fetches again in both."""
 
     def before(run: Any) -> None:
+        if isinstance(run.world.algorithm, Planned):
+            fetching = replace(run.world.algorithm, keep=False)
+            object.__setattr__(run.world, "algorithm", fetching)
         kernel = run.world.kernel
         forward = kernel.forward
 
@@ -58,6 +71,8 @@ def _counting(calls: list[int]) -> Any:
 def test_attention_is_neither_computed_nor_sent_twice(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen3", heads=4, kv_heads=2)
     data = make_documents(tmp_path / "d.jsonl", [64, 60, 31, 17], masked=[0.0, 0.4])
+    tried = {parallel.get("context_parallel_algo", "whole") for parallel in LAYOUTS.values()}
+    assert tried == set(ALGORITHMS) - {"hybrid_cp"}  # which on two ranks is Ulysses or a ring
     answers = spawn(2, work, tmp_path, data)[0]
     for name in LAYOUTS:
         (plain, ends), plain_calls = answers[name, False]

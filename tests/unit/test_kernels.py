@@ -118,8 +118,16 @@ class Shifted(TorchCpu):
         return [part._replace(lse=part.lse + 0.05) for part in super().forward(qkv, blocks, scale)]
 
 
+class Blind(TorchCpu):
+    """A kernel that takes any memory to lie token by token."""
+
+    def forward(self, qkv: Any, blocks: Any, scale: float) -> list[Part]:
+        q, k, v = (x.as_strided(x.shape, torch.empty(x.shape).stride()) for x in qkv)
+        return super().forward((q, k, v), blocks, scale)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", [Broken(), Shifted()])
+@pytest.mark.parametrize("kernel", [Broken(), Shifted(), Blind()])
 def test_the_probe_finds_a_broken_kernel(kernel: Any, dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="is wrong on this machine"):
         probe(kernel, (4, 2, 64), dtype, CPU)

@@ -86,6 +86,21 @@ def test_the_planned_exchange_sends_half_or_three_quarters_of_a_ring(
     assert Fraction(sum(tokens), ROW) == Fraction(share) * (ring - 1)
 
 
+@pytest.mark.parametrize(("keep", "hop"), [(True, "1.5"), (False, "2.5")])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_planned_exchange_costs_its_busiest_rank_so_much_a_hop(
+    ranks: int, keep: bool, hop: str
+) -> None:
+    """Rank i, with chunks i and 2N − 1 − i, sends N − 1 + i chunks of keys and 2N − 2 − i chunks of
+    gradients: 3 · (N − 1), whoever it is; keys twice are 5 · (N − 1) of the last rank."""
+    tokens = 96
+    row = Segments.single(2 * tokens * ranks)
+    cost = choose("planned_cp", 1, ranks, keep=keep).cost(row, LLAMA_8B, BYTES)
+    pair = 2 * LLAMA_8B.kv * DIM * BYTES
+    assert Fraction(cost.gather.bytes, 2 * tokens * pair) == Fraction(hop) * (ranks - 1)
+    assert cost.all_to_all.bytes == cost.ring.bytes == 0
+
+
 @pytest.mark.parametrize("name", ["ring_cp", "hybrid_cp", "planned_cp"])
 def test_documents_that_fit_a_rank_do_not_travel(name: str) -> None:
     algorithm, row = choose(name, 1, 4), packed([ROW // 4] * 4)

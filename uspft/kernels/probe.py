@@ -32,8 +32,22 @@ def probe(
     generator = torch.Generator().manual_seed(0)
     shapes = ((57, query_heads), (90, kv_heads), (90, kv_heads), (57, query_heads))
     wide = [torch.randn(n, h, dim, generator=generator, dtype=torch.float64) for n, h in shapes]
-    q, k, v, dout = (x.to(device, dtype) for x in wide)
-    scale = dim**-0.5
+    by_token = [x.to(device, dtype) for x in wide]
+    by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in by_token]
+    truth = _truth(by_token, dim**-0.5)
+    for inputs in (by_token, by_head):  # exchanged q, k, v lie by token, a model's own by head
+        wrong = _first_wrong(_results(kernel, inputs, dim**-0.5), truth, dtype)
+        if wrong:
+            raise RuntimeError(
+                f"attention kernel {kernel.name} is wrong on this machine: {wrong}, relatively "
+                f"({query_heads} query heads, {kv_heads} KV heads, head dim {dim}, {dtype}); "
+                "choose another model.attention"
+            )
+
+
+def _results(kernel: Kernel, inputs: list[Tensor], scale: float) -> list[Tensor]:
+    """out, dq, dk, dv and lse, joined from one call for each group of blocks."""
+    q, k, v, dout = inputs
     partial = Partial(q)
     for blocks in BLOCKS:
         partial.add(kernel.forward((q, k, v), blocks, scale))
@@ -46,21 +60,23 @@ def probe(
         for start, stop, (dk, dv) in keys:
             grads[1][start:stop] += dk
             grads[2][start:stop] += dv
-    names, results = ("out", "dq", "dk", "dv", "lse"), (out, *grads, lse)
-    truth = _truth([x.double() for x in (q, k, v, dout)], scale)
-    seen = truth[-1].isfinite()
-    for name, got, want in zip(names, results, truth, strict=True):
-        off = got.double() - want
-        error = float(off[seen].abs().max() if name == "lse" else off.norm() / want.norm())
-        if not error <= (LSE_TOLERANCE if name == "lse" else TOLERANCE[dtype]):
-            raise RuntimeError(
-                f"attention kernel {kernel.name} is wrong on this machine: {name} is off by "
-                f"{error:.1e}, relatively ({query_heads} query heads, {kv_heads} KV "
-                f"heads, head dim {dim}, {dtype}); choose another model.attention"
-            )
+    return [out, *grads, lse]
 
 
 def _truth(inputs: list[Tensor], scale: float) -> list[Tensor]:
-    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    """The same in float64, from the same rounded inputs."""
+    q, k, v, dout = (x.detach().double() for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(q, k, v, [b for blocks in BLOCKS for b in blocks], scale)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3]), lse.detach()]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout), lse.detach()]
+
+
+def _first_wrong(results: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> str:
+    """What differs by more than rounding in dtype, and by how much; "" where nothing does."""
+    seen = truth[-1].isfinite()
+    for name, got, want in zip(("out", "dq", "dk", "dv", "lse"), results, truth, strict=True):
+        off = got.double() - want
+        error = float(off[seen].abs().max() if name == "lse" else off.norm() / want.norm())
+        if not error <= (LSE_TOLERANCE if name == "lse" else TOLERANCE[dtype]):
+            return f"{name} is off by {error:.1e}"
+    return ""
