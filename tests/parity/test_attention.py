@@ -6,6 +6,7 @@ that are recomputed, on 3, 6 and 8; `--full`: the whole product, recomputed too,
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.support.attention import (
     ways,
 )
 from tests.support.pairwise import pairwise
-from tests.support.ranks import spawn
+from tests.support.ranks import each_once, spawn
 from uspft.sequence import ALGORITHMS, Cost, Traffic
 
 SCALE = DIM**-0.5
@@ -50,24 +51,31 @@ def compare(rank: int, cases: list[Case], world: int, break_order: bool) -> dict
         (way, w): Bench.of(way, None if w == 11 else w)
         for way, w in product(ways(world), WINDOWS)
     }
-    wanted: dict[Any, Any] = {}
+    layers = {
+        case: Layer(benches[case.way, case.window], rows_of(world)[case.rows], case.window)
+        for case in cases
+    }
+    inputs = {
+        (heads, rows): make_inputs(HEADS[heads], sum(row.length for row in rows_of(world)[rows]))
+        for heads, rows in {case[1:3] for case in cases}
+    }
+    truth = each_once(
+        {
+            case[1:4]: partial(dense, inputs[case[1:3]], layer, SCALE)
+            for case, layer in layers.items()
+        }
+    )
     found = {}
-    for case in cases:
-        bench, heads = benches[case.way, case.window], HEADS[case.heads]
-        layer = Layer(bench, rows_of(world)[case.rows], case.window)
-        key = case[1:4]
-        if key not in wanted:
-            inputs = make_inputs(heads, sum(row.length for row in layer.rows))
-            wanted[key] = inputs, dense(inputs, layer, SCALE)
-        inputs, want = wanted[key]
+    for case, layer in layers.items():
+        bench, want = layer.bench, truth[case[1:4]]
         here = bench.mesh.context.index
         index = layer.index(world - 1 - here if break_order else here)
-        got = shared(inputs, layer, index, SCALE, checkpointed=bool(case.checkpointed))
+        got = shared(inputs[case[1:3]], layer, index, SCALE, checkpointed=bool(case.checkpointed))
         off = [float((g - w[index]).abs().max()) for g, w in zip(got, want, strict=True)]
         sent = {k: Traffic(bench.books.bytes[k], bench.books.messages[k]) for k in KINDS}
         bench.books.close()
         cost = (
-            bench.algorithm.cost(layer.rows[0], heads, 8, case.window)
+            bench.algorithm.cost(layer.rows[0], HEADS[case.heads], 8, case.window)
             if len(layer.rows) == 1
             else None
         )

@@ -5,6 +5,7 @@ Every way on 4 and 8 ranks, pairwise with heads, rows and windows.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,11 +23,12 @@ from tests.support.attention import (
     ways,
 )
 from tests.support.pairwise import pairwise
-from tests.support.ranks import spawn
+from tests.support.ranks import each_once, spawn
 from uspft.batch import Segments
 from uspft.sequence import Heads
 
 LENGTH, DIM = 256, 32
+DTYPES = (torch.float32, torch.bfloat16)
 SCALE = DIM**-0.5
 HEADS = {
     "mha": Heads(4, 4, DIM),
@@ -45,23 +47,37 @@ def cases(world: int) -> list[Case]:
     return [Case(*one) for one in pairwise(ways(world), HEADS, ROWS, WINDOWS)]
 
 
-def errors(layer: Layer, heads: Heads, index: Tensor) -> Any:
+def rounded(heads: str, dtype: torch.dtype) -> list[Tensor]:
+    return [x.to(dtype) for x in make_inputs(HEADS[heads], LENGTH)]
+
+
+def errors(layer: Layer, heads: str, index: Tensor, truth: dict[Any, list[Tensor]]) -> Any:
     """By type: (largest error, sum of its squares) of out, dq, dk, dv on these tokens."""
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        rounded = [x.to(dtype) for x in make_inputs(heads, LENGTH)]
-        want, got = dense(rounded, layer, SCALE), shared(rounded, layer, index, SCALE)
+    for dtype, want in truth.items():
+        got = shared(rounded(heads, dtype), layer, index, SCALE)
         off = [g.double() - w[index] for g, w in zip(got, want, strict=True)]
         found[dtype] = [(float(x.abs().max()), float(x.square().sum())) for x in off]
     return found
 
 
+def true(layer: Layer, heads: str) -> dict[Any, list[Tensor]]:
+    """By type of the inputs: out, dq, dk, dv."""
+    return {dtype: dense(rounded(heads, dtype), layer, SCALE) for dtype in DTYPES}
+
+
 def work(rank: int, world: int) -> dict[Case, Any]:
-    found = {}
-    for case in cases(world):
-        layer = Layer(Bench.of(case.way, case.window), ROWS[case.rows], case.window)
-        found[case] = errors(layer, HEADS[case.heads], layer.index())
-    return found
+    layers = {
+        case: Layer(Bench.of(case.way, case.window), ROWS[case.rows], case.window)
+        for case in cases(world)
+    }
+    truth = each_once(
+        {case[1:4]: partial(true, layer, case.heads) for case, layer in layers.items()}
+    )
+    return {
+        case: errors(layer, case.heads, layer.index(), truth[case[1:4]])
+        for case, layer in layers.items()
+    }
 
 
 def alone() -> dict[tuple[Any, ...], Any]:
@@ -69,7 +85,7 @@ def alone() -> dict[tuple[Any, ...], Any]:
     found = {}
     for key in product(HEADS, ROWS, WINDOWS):
         layer = Layer(Bench.alone(), ROWS[key[1]], key[2])
-        found[key] = errors(layer, HEADS[key[0]], layer.index())
+        found[key] = errors(layer, key[0], layer.index(), true(layer, key[0]))
     return found
 
 

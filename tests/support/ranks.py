@@ -31,6 +31,15 @@ def spawn(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     return [answer for _, answer in answers]
 
 
+def each_once(makers: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """What each maker gives, made on one rank and handed to all; collective, in the same order."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = {key: make() for n, (key, make) in enumerate(makers.items()) if n % world == rank}
+    parts: list[Any] = [None] * world
+    dist.all_gather_object(parts, mine)
+    return {key: made for part in parts for key, made in part.items()}
+
+
 def _rank(
     rank: int, world: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
