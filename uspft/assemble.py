@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from uspft.checkpoint.folder import Checkpoint, CheckpointWeights
+from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
+from uspft.checkpoint.weights import weights_of
 from uspft.comm import largest
 from uspft.config import Recipe
 from uspft.data import training_rows
@@ -26,7 +25,7 @@ from uspft.model.causal import CausalLoss
 from uspft.model.config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
 from uspft.model.recompute import recompute_layers
-from uspft.model.weights import FolderWeights, RandomWeights
+from uspft.model.trained import choose_trained
 from uspft.sequence import Heads, of_recipe
 from uspft.world import World, make_world
 
@@ -63,9 +62,10 @@ def assemble(job: Job, device: torch.device) -> Run:
     model = build_model(
         config,
         dtype,
-        lambda empty: weights_of(recipe, checkpoint, empty, config),
+        lambda empty: weights_of(recipe.model, recipe.seed, empty, checkpoint),
         fill=world.mesh.rank == 0,
         partition=partitioner(deepspeed_config(recipe, layout)),
+        prepare=lambda empty: choose_trained(empty, recipe.model, recipe.seed),
     )
     if recipe.memory.gradient_checkpointing:
         recompute_layers(model)
@@ -119,13 +119,3 @@ def _local_heads(config: Any, layout: Layout) -> Heads:
     return (
         Heads(query // layout.ulysses, kv // layout.ulysses, dim) if fits else Heads(query, kv, dim)
     )
-
-
-def weights_of(recipe: Recipe, checkpoint: Checkpoint | None, empty: Any, config: Any) -> Any:
-    """Where the values of a model's parameters come from."""
-    if checkpoint:
-        return CheckpointWeights(checkpoint)
-    if recipe.model.config is not None:
-        std = getattr(config, "initializer_range", math.sqrt(1 / config.hidden_size))
-        return RandomWeights(empty, recipe.seed, std)
-    return FolderWeights(Path(recipe.model.name_or_path or ""))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from uspft.assemble import Run
+from uspft.checkpoint.adapter import export_adapter
 from uspft.checkpoint.export import export_folder
 from uspft.checkpoint.save import save_checkpoint
 from uspft.comm import KINDS, largest, total
@@ -23,6 +24,7 @@ from uspft.engine.zero import NotFinite, StepResult
 from uspft.evaluate import evaluate, record_of
 from uspft.guards import Guards
 from uspft.metrics import Journal, RunDisplay, peak_flops, peak_memory_bytes, step_flops
+from uspft.model.adapter import merged
 from uspft.model.build import parameter_count
 from uspft.model.config import layer_windows
 from uspft.schedule import learning_rate
@@ -81,8 +83,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                 )
             if stopped and step < steps:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
-    if recipe.export.huggingface:
-        export_run(run)
+    export_run(run)
 
 
 def _step(
@@ -98,20 +99,29 @@ def _step(
 
 
 def export_run(run: Run) -> None:
-    """Write OUTPUT/hf from the live engine; collective."""
-    output = run.job.recipe.output_dir
+    """Write OUTPUT/adapter, where there is one, and OUTPUT/hf from the live engine; collective."""
+    recipe, first_rank = run.job.recipe, run.world.mesh.rank == 0
+    block, output = recipe.model, recipe.output_dir
     assert output is not None
+    every, trained = run.engine.module.named(), run.engine.module.trained()
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in run.engine.module.named().items():
-            yield name, read_state(run.engine, parameter, "weight")
+    def read(name: str) -> Tensor:
+        return read_state(run.engine, every[name], "weight")
 
-    if run.world.mesh.rank == 0:
-        dtype = getattr(torch, run.job.recipe.model.dtype)
-        export_folder(tensors(), dtype, lambda at: describe(run, at), output / "hf")
-    else:
-        for _ in tensors():
-            pass
+    if block.adapter:
+        held = ((name, read(name)) for name in trained)
+        named = {"name_or_path": run.job.identity.get("model.name_or_path", block.name_or_path)}
+        if first_rank:
+            export_adapter(held, block.model_copy(update=named), output / "adapter")
+        else:
+            deque(held, 0)
+    if recipe.export.huggingface:
+        tensors = merged(every, read, block.adapter)
+        if first_rank:
+            dtype = getattr(torch, block.dtype)
+            export_folder(tensors, dtype, lambda at: describe(run, at), output / "hf")
+        else:
+            deque(tensors, 0)  # takes part in what the first rank reads
 
 
 def describe(run: Run, folder: Path) -> dict[str, Any]:
@@ -163,7 +173,10 @@ class Meter:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._parameters = parameter_count(run.engine.module.model, embedding=False)
+        model = run.engine.module.model
+        self._parameters = parameter_count(model, embedding=False)
+        trained = parameter_count(model, embedding=False, trained_only=True)
+        self._frozen = self._parameters - trained
         name = (
             torch.cuda.get_device_name(run.world.device) if run.world.device.type == "cuda" else ""
         )
@@ -223,5 +236,5 @@ class Meter:
         config = self._run.config
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, config.num_attention_heads, dim)
-        flops = step_flops(self._parameters, tokens, int(pairs), shape)
+        flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
         return flops / (seconds * self._peak * self._run.world.layout.ranks)

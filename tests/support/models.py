@@ -147,7 +147,7 @@ def pin_frequencies(net: Any, row: int) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process of plain transformers gives."""
+    """What one process of plain transformers gives; start and end of what trains."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -165,11 +165,13 @@ def reference(
     rope: dict[str, Any] | None = None,
     row: int | None = None,
     besides: Callable[[Any, int], torch.Tensor] | None = None,
+    prepare: Callable[[Any], dict[str, torch.nn.Parameter]] | None = None,
 ) -> Reference:
     """Each document alone; loss = sum over a step's targets ÷ their number; AdamW, decay 1.0.
 
     rope: rotary parameters; row: the length that their frequencies are for, where it matters;
-    besides: of the model and a step's index (from 0), a loss that takes part in the gradient alone.
+    besides: of the model and a step's index (from 0), a loss that takes part in the gradient alone;
+    prepare: changes the model, and returns what trains by name.
     """
     config = transformers.AutoConfig.from_pretrained(model)
     if rope:
@@ -179,12 +181,15 @@ def reference(
     ).train()
     if row:
         pin_frequencies(net, row)
-    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    trained = prepare(net) if prepare else dict(net.named_parameters())
+    start = {name: p.detach().clone() for name, p in trained.items()}
     groups = [
-        {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 1.0},
-        {"params": [p for p in net.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 1.0},
+        {"params": [p for p in trained.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    adam = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.95), eps=1e-8
+    )
     losses, norms, counts = [], [], []
     for documents in steps:
         targets = sum(label != -100 for _, labels in documents for label in labels[1:])
@@ -197,9 +202,9 @@ def reference(
             loss += part.item()
         if besides:
             besides(net, len(losses)).backward()  # type: ignore[no-untyped-call]
-        norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), clip)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), clip)))
         losses.append(loss)
         counts.append(targets)
         adam.step()
-    end = {name: p.detach().clone() for name, p in net.named_parameters()}
+    end = {name: p.detach().clone() for name, p in trained.items()}
     return Reference(losses, norms, counts, start, end)

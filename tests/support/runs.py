@@ -62,13 +62,17 @@ def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any
 
 
 def run_recipe(
-    recipe: dict[str, Any], output: Path, *, before: Callable[[Any], None] | None = None
+    recipe: dict[str, Any],
+    output: Path,
+    *,
+    before: Callable[[Any], None] | None = None,
+    resume: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]] | None:
     """Train; rank 0 gets (records of metrics.jsonl, final master weights). before: sees the Run."""
     from uspft.engine.state import read_state
     from uspft.loop import train
 
-    run = prepared(recipe, output)
+    run = prepared(recipe, output, resume=resume)
     if before:
         before(run)
     train(run, lambda: False)

@@ -14,6 +14,16 @@ from tests.support.ranks import spawn
 from tests.support.runs import prepared, small_recipe
 
 ROW, STEPS = 32, 5
+LORA = {"adapter": {"type": "lora", "rank": 3, "dropout": 0.2}}
+FREEZE = {"freeze": ["embed_tokens", r"layers\.0\..*proj"]}
+PARTLY = {
+    "zero0 lora": LORA,
+    "zero2 bf16 lora": LORA,
+    "zero3 whole lora": LORA,
+    "zero1 freeze": FREEZE,
+    "zero3 freeze": FREEZE,
+}
+"""What trains where that is not all."""
 STAGES: dict[str, tuple[dict[str, Any], str]] = {
     "zero0": ({"stage": 0}, "float32"),
     "zero1": ({"stage": 1}, "float32"),
@@ -26,6 +36,11 @@ STAGES: dict[str, tuple[dict[str, Any], str]] = {
     "zero2 bf16": ({"stage": 2}, "bfloat16"),
     "zero1 bf16": ({"stage": 1}, "bfloat16"),
     "zero3 bf16": ({"stage": 3}, "bfloat16"),
+    "zero0 lora": ({"stage": 0}, "float32"),
+    "zero2 bf16 lora": ({"stage": 2}, "bfloat16"),
+    "zero3 whole lora": ({"stage": 3, "stage3_param_persistence_threshold": 0}, "float32"),
+    "zero1 freeze": ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "float32"),
+    "zero3 freeze": ({"stage": 3, "offload_param": {"device": "cpu"}}, "float32"),
 }
 
 
@@ -49,7 +64,7 @@ def work(rank: int, folder: Path, data: Path) -> dict[str, Any]:
             folder / "model",
             data,
             ROW,
-            model={"dtype": dtype},
+            model={"dtype": dtype, **PARTLY.get(name, {})},
             data={"shuffle": True},
             parallel_config={"context_parallel": 2, "context_parallel_algo": "ring_cp"},
             deepspeed={"zero_optimization": zero},
@@ -85,3 +100,9 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(tmp_path: Path) -> None:
             for w in ("straight", "resumed")
         ]
         assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0]), name
+        state = json.loads(
+            (tmp_path / f"{name}-resumed/checkpoints/step-00000002/state.json").read_text()
+        )
+        held = {key.removeprefix("weight/") for key in state["files"] if key.startswith("weight/")}
+        assert (held == set(ends[0])) == (name not in PARTLY), name
+        assert {"lora" in key for key in held} == {"lora" in name}, name

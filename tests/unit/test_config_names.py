@@ -93,8 +93,6 @@ ASKED = {
         "strategies: auto": "hot switching",
     },
     "model": {
-        "adapter: {type: lora, rnak: 3}": "training an adapter",
-        "freeze: ['(']": "freezing parameters",
         "trust_remote_code: true": "code from the hub",
     },
     "data": {"train: [{path: x, weight: 2}]": "weighting sources"},

@@ -32,6 +32,24 @@ def test_loss_and_gradients_are_those_of_autograd(form: Logits, tile: int | None
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("frozen", [("weight", "bias"), ("bias",), ("hidden", "bias")])
+def test_what_is_frozen_costs_no_gradient_and_changes_no_other(frozen: tuple[str, ...]) -> None:
+    found = []
+    for off in ((), frozen):
+        torch.manual_seed(0)
+        head = Head(torch.nn.Linear(8, 13), 3)
+        inputs = {"hidden": torch.arange(80.0).view(10, 8) / 80, "weight": head.weight}
+        inputs["bias"] = head.bias
+        for name, value in inputs.items():
+            value.requires_grad_(name not in off)
+        head(inputs["hidden"], torch.arange(10), 0.3).backward()
+        found.append({name: value.grad for name, value in inputs.items()})
+    every, some = found
+    assert {name for name, value in some.items() if value is None} == set(frozen)
+    for name in set(some) - set(frozen):
+        torch.testing.assert_close(some[name], every[name])
+
+
 def test_a_config_says_what_bends_its_logits() -> None:
     class Config:
         logits_scaling = 8.0

@@ -56,6 +56,8 @@ def test_the_flops_of_a_step_are_those_counted_by_hand() -> None:
     # backward twice that; 4 heads, 2 layers.
     assert step_flops(0, 3, 6, (2, 4, 8)) == (2 * 96 + 2 * 192) * 4 * 2
     assert step_flops(10, 3, 6, (2, 4, 8)) == 180 + 4608
+    # Four of the ten are frozen: their own gradients, 2 · 4 · 3, are not worked out.
+    assert step_flops(10, 3, 0, (2, 4, 8), frozen=4) == 60 + 120 - 24
 
 
 def lines(path: Path) -> list[dict[str, int]]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -86,22 +85,6 @@ def _read_state(folder: Path) -> dict[str, Any]:
         if not isinstance(state.get(name), kind):
             raise CheckpointError(f"{folder}/state.json has no {name}")
     return dict(state)
-
-
-class CheckpointWeights:
-    """A checkpoint as the source of a model's weights."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def read(self, name: str, shape: torch.Size) -> Tensor:
-        value = self._checkpoint.tensor("weight", name)
-        if value.shape != shape:
-            raise CheckpointError(
-                f"{self._checkpoint.folder}: {name} is {tuple(value.shape)}, "
-                f"the model wants {tuple(shape)}"
-            )
-        return value
 
 
 def folder_of(output: Path, step: int) -> Path:

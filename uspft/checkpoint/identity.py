@@ -21,13 +21,16 @@ LOOSE = {
 
 CONTENTS = "data.train (contents)"
 """The name of the prepared data, which changes with all that changes its tokens."""
+BASE = "the base model (contents)"
+"""The digest of the model that an adapter, or what is not frozen of it, belongs to."""
 SHOWN = 80
 
 
 def identity_of(recipe: Recipe) -> dict[str, Any]:
     """Key → value of what decides the course of a run: model, data, seed, batch, optimizer.
 
-    As JSON gives it back. The contents of the data, `CONTENTS`, are added once they are known.
+    As JSON gives it back. The contents of the data, `CONTENTS`, and of a frozen model, `BASE`, are
+    added once they are known.
     """
     tree = json.loads(json.dumps(as_tree(recipe)))
     found = {"seed": tree["seed"]}
@@ -49,7 +52,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str
             what = "gives other tokens than the checkpoint was trained on"
             remedy = f"put files, tokenizer and library versions back, or write {anew}"
             found.append(("data.train", what, remedy))
-        elif old.get(key) != value:
+        elif key == BASE and old.get(key, value) != value:
+            place = "model.config" if new.get("model.config") else "model.name_or_path"
+            what = "is another model than the checkpoint was trained on, though of that name"
+            found.append((place, what, f"put its files back, or write {anew}"))
+        elif key != BASE and old.get(key) != value:
             what = f"is {_shown(value)}, and the checkpoint was trained with {_shown(old.get(key))}"
             found.append((key, what, f"write that value, {anew}"))
     return found

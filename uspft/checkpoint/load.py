@@ -18,7 +18,7 @@ def load_state(engine: ZeroEngine, checkpoint: Checkpoint, empty: Batch) -> None
     The model must have been built from the same checkpoint. empty: a batch without targets.
     """
     make_moments(engine, empty)
-    for name, parameter in engine.module.named().items():
+    for name, parameter in engine.module.trained().items():
         for kind in KINDS:
             write_state(parameter, kind, checkpoint.tensor(kind, name), engine)
     set_adam_steps(engine, int(checkpoint.state["adam_steps"]))

@@ -51,7 +51,7 @@ class _Parts:
 def save_checkpoint(
     engine: ZeroEngine, output: Path, step: int, keep_last: int, describe: Describe
 ) -> Path:
-    """Write weights and Adam moments after `step`, by parameter name; collective.
+    """Write weights and Adam moments of what trains after `step`, by parameter name; collective.
 
     describe: called on rank 0 with the folder; writes the model's own files there and returns what
     a resumed run must agree with. output must be one folder for all hosts. Raises CheckpointError
@@ -67,7 +67,7 @@ def save_checkpoint(
     parts = _Parts(aside, rank)
     load = [0] * world
     keys = []
-    for name, parameter in engine.module.named().items():
+    for name, parameter in engine.module.trained().items():
         for kind in KINDS:
             value = read_state(engine, parameter, kind)
             owner = load.index(min(load))

@@ -16,9 +16,12 @@ def check(target: Path, overrides: Sequence[str], place: Place) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
     found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
     recipe, shape = found.recipe, found.shape
+    trains = None
     if recipe.model.config or os.path.isdir(recipe.model.name_or_path or ""):
         with found.placed():
-            examine_model(recipe)
+            trains = examine_model(recipe).trains
+    elif recipe.model.adapter or recipe.model.freeze:
+        found.not_checked.append("the names in model.adapter and model.freeze (no model here)")
     print(f"{target}: no problem found")
     print(f"layout: {found.sentence}")
     if found.why:
@@ -28,6 +31,8 @@ def check(target: Path, overrides: Sequence[str], place: Place) -> int:
             f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "
             f"{shape.heads} query and {shape.kv_heads} KV heads, vocabulary {shape.vocab_size}"
         )
+    if trains:
+        print(f"trains: {trains}")
     if recipe.data.eval:
         every = recipe.training.eval_every_steps
         often = f"after every {every} steps and at the end" if every else "at the end"

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
 from transformers import AutoConfig
 
+from uspft.checkpoint.adapter import export_adapter
 from uspft.checkpoint.export import export_folder
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest
+from uspft.checkpoint.whole import model_block, whole_model
 from uspft.commands.place import Place
 from uspft.config import InputError
 
 
 def export(target: Path, overrides: Sequence[str], place: Place) -> int:
-    """Write hf/ beside checkpoints/. target: an output folder, or one of its checkpoints.
+    """Write hf/ beside checkpoints/, and adapter/ where one was trained.
 
-    Override: `to=FOLDER`. Raises InputError for another override, a folder that holds something
-    already (it would be replaced), or a target that is none; CheckpointError.
+    target: an output folder, or one of its checkpoints. Override: `to=FOLDER`, for the whole model
+    alone. Raises InputError for another override, a folder that holds something already (it would
+    be replaced), or a target that is none; CheckpointError.
     """
     to: Path | None = None
     for word in overrides:
@@ -37,16 +39,15 @@ def export(target: Path, overrides: Sequence[str], place: Place) -> int:
         raise CheckpointError(f"command line: {target}: {what}; name another checkpoint")
     destination = to or checkpoint.folder.parent.parent / "hf"
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in checkpoint.names:
-            yield name, checkpoint.tensor("weight", name)
-
     def describe(folder: Path) -> None:
         shutil.copytree(model, folder, dirs_exist_ok=True)
 
-    dtype = AutoConfig.from_pretrained(model, local_files_only=True).dtype
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
     try:
-        export_folder(tensors(), dtype, describe, destination)
+        if not to and checkpoint.state["identity"].get("model.adapter"):
+            held = ((name, checkpoint.tensor("weight", name)) for name in checkpoint.names)
+            export_adapter(held, model_block(checkpoint), destination.with_name("adapter"))
+        export_folder(whole_model(checkpoint, config), config.dtype, describe, destination)
     except OSError as error:
         what = f"{destination} cannot be written: {error.strerror}"
         raise InputError(f"command line: to: {what}; write to=FOLDER") from error

@@ -19,7 +19,10 @@ from uspft.commands.joining import joined
 from uspft.commands.place import Place
 from uspft.job import Job
 
-LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
+LIBRARIES = (
+    *("torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "tokenizers"),
+    "numpy",
+)
 
 
 def rank(folder: Path, place: Place) -> int:

@@ -29,6 +29,8 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
         lines.append(
             f"model:      {output / 'hf'}  (AutoModelForCausalLM.from_pretrained loads it)"
         )
+    if recipe.model.adapter:
+        lines.append(f"adapter:    {output / 'adapter'}  (PeftModel.from_pretrained loads it)")
     if recipe.checkpoint.every_steps:
         lines.append(f"checkpoint: {output / 'checkpoints'}  (more training.steps goes on from it)")
     lines.append(f"numbers:    {output / 'metrics.jsonl'}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest, set_aside, set_aside_after
-from uspft.checkpoint.identity import CONTENTS, differences, identity_of
+from uspft.checkpoint.identity import BASE, CONTENTS, differences, identity_of
 from uspft.commands.examine import Examined, examine, output_of, with_rows
 from uspft.commands.examine_model import examine_model
 from uspft.commands.export import export
@@ -24,6 +24,7 @@ from uspft.config.blocks import DataBlock
 from uspft.data import formats_of
 from uspft.job import Job
 from uspft.launcher import Hosts, hosts_from
+from uspft.model.digest import base_digest
 from uspft.model.files import fetch
 
 
@@ -72,8 +73,12 @@ def _prepare_job(
     recipe = found.recipe
     require_here(recipe)
     recipe, local = with_fetched(recipe, fetch(recipe))
-    config = examine_model(local)
+    config, trains = examine_model(local)
+    if trains:
+        screen.print(f"trains: {trains}", markup=False)
     identity = identity_of(recipe)
+    if trains:
+        identity[BASE] = base_digest(local.model)
     checkpoint = _checkpoint(recipe, output_of(recipe))
     _same(checkpoint, identity)
     corpus, evaluation = prepare_data(local, config.vocab_size, place, screen)

@@ -97,7 +97,7 @@ def _prepared(
     """With the recipe as it would train; what ranks do but for the layout; layers kept, and all."""
     require_here(found.recipe)
     _, local = with_fetched(found.recipe, fetch(found.recipe))
-    config = examine_model(local)
+    config = examine_model(local).config
     local, with_plain, depth = _fitted(local, config, screen)
     corpus, _ = prepare_data(
         local.model_copy(update={"data": local.data.model_copy(update={"eval": None})}),
@@ -124,6 +124,7 @@ def _fitted(recipe: Recipe, config: Any, screen: Console) -> tuple[Recipe, bool,
             markup=False,
         )
         recipe = with_depth(recipe, kept)
+        examine_model(recipe)  # what is to be frozen may all lie beyond them
     if without:
         screen.print(f"plain transformers is not run: {without}", markup=False)
     return recipe, without is None, {"kept": kept, "of": whole}

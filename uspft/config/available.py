@@ -80,8 +80,6 @@ LATER = (
         },
     ),
     Later("hot switching", {"parallel_config.strategies": (_given, "null")}),
-    Later("training an adapter", {"model.adapter": (_given, "null")}),
-    Later("freezing parameters", {"model.freeze": (_filled, "[]")}),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
     Later("weighting sources", {"data.train[].weight": (_given, "")}),
     Later("offloading activations", {"memory.offload_activations": (_is("cpu"), "none")}),

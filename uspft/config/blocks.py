@@ -24,6 +24,7 @@ from uspft.config.checks import choice, each, free, real, shown, table, text, to
 from uspft.config.deepspeed_fields import AIO, COMMS_LOGGER, FLOPS_PROFILER, zero_fields
 from uspft.config.problems import fault
 from uspft.config.rope import scaling
+from uspft.config.trained import AdapterBlock, pattern
 
 _is = PlainValidator  # a check takes the place of the type in validation
 _NONE = (None,)
@@ -66,19 +67,6 @@ def _sources_or_none(value: Any) -> tuple[Source, ...] | None:
     return None if value is None else _sources(value)
 
 
-class AdapterBlock(Block):
-    """Low-rank adapters instead of training every weight."""
-
-    type: Annotated[Literal["lora"], _is(choice("lora"))]
-    rank: Count = 16
-    alpha: Annotated[float, _is(real(above=0))] = 32.0
-    dropout: Annotated[float, _is(real(0, below=1))] = 0.0
-    target_modules: Annotated[
-        tuple[str, ...] | None,
-        _is(each(text("a module's name"), "a list of module names", also=_NONE)),
-    ] = None
-
-
 class ModelBlock(Block):
     """Which model, its compute type and its one-device attention kernel."""
 
@@ -96,9 +84,7 @@ class ModelBlock(Block):
     rope_scaling: Annotated[dict[str, Any] | None, _is(scaling)] = None
     overrides: Annotated[dict[str, Any], _is(free())] = Field(default_factory=dict)
     adapter: Annotated[AdapterBlock | None, _is(block(AdapterBlock, also=_NONE))] = None
-    freeze: Annotated[
-        tuple[str, ...], _is(each(text("a regular expression"), "a list of regular expressions"))
-    ] = ()
+    freeze: Annotated[tuple[str, ...], _is(each(pattern, "a list of regular expressions"))] = ()
     trust_remote_code: Flag = False
 
 

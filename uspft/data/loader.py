@@ -98,11 +98,12 @@ class StepLoader:
             kept = np.concatenate([whole[start:stop] for start, stop in held] or [whole[:0]])
             return torch.from_numpy(kept).to(self._world.device, non_blocking=True)
 
-        labels = mine([row.labels for row in rows])
+        labels, positions = mine([row.labels for row in rows]), np.arange(self._row_tokens)
         return Batch(
             input_ids=mine([row.input_ids for row in rows])[None],
             position_ids=mine([row.positions for row in rows])[None],
             labels=labels,
+            tokens=mine([index * self._row_tokens + positions for index in indices]),
             targets=int((labels != NOT_TRAINED).sum()),
             plan=plan,
             held=tuple(held),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -25,7 +26,12 @@ KINDS = ("weight", *MOMENTS)
 
 
 def read_state(engine: ZeroEngine, parameter: nn.Parameter, kind: str) -> Tensor:
-    """The whole float32 master weight or Adam moment of a parameter, on the device it lives on."""
+    """The whole float32 master weight or Adam moment of a parameter, on the device it lives on.
+
+    A frozen parameter has its weight alone, in the compute type until it is read.
+    """
+    if not parameter.requires_grad:
+        return _frozen(parameter, kind)
     master = engine.masters.get(id(parameter))
     if master is not None:
         held: Tensor = master.detach() if kind == "weight" else engine.adam.state[master][kind]
@@ -38,6 +44,15 @@ def read_state(engine: ZeroEngine, parameter: nn.Parameter, kind: str) -> Tensor
         raise RuntimeError(f"DeepSpeed keeps no {kind} of a parameter of shape {parameter.shape}")
     whole: Tensor = value.view(getattr(parameter, "ds_shape", parameter.shape))
     return whole
+
+
+def _frozen(parameter: nn.Parameter, kind: str) -> Tensor:
+    if kind != "weight":
+        raise RuntimeError(f"a frozen parameter of shape {parameter.shape} has no {kind}")
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach().float()
+    with GatheredParameters([parameter]):
+        return parameter.detach().to(torch.float32, copy=True)
 
 
 def write_state(parameter: nn.Parameter, kind: str, value: Tensor, engine: ZeroEngine) -> None:

@@ -88,7 +88,7 @@ class ZeroEngine:
         if self.stage > 0:
             return {}
         if optimizer is self.adam:
-            return {id(p): p for p in self.module.parameters()}
+            return {id(p): p for p in self.module.parameters() if p.requires_grad}
         pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
         return {id(half): full for half, full in pairs}
 
@@ -190,10 +190,11 @@ class ZeroEngine:
 
 
 def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """1-D parameters are not decayed. Partitioned ones look 1-D: ask for their shape."""
+    """What trains; 1-D parameters are not decayed. Partitioned ones look 1-D: ask for their
+    shape."""
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for parameter in module.parameters():
+    for parameter in filter(lambda p: p.requires_grad, module.parameters()):
         shape = getattr(parameter, "ds_shape", parameter.shape)
         (decay if len(shape) > 1 else plain).append(parameter)
     groups = [

@@ -41,13 +41,20 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def step_flops(
-    parameters: int, tokens: int, attention_pairs: int, heads: tuple[int, int, int]
+    parameters: int,
+    tokens: int,
+    attention_pairs: int,
+    heads: tuple[int, int, int],
+    *,
+    frozen: int = 0,
 ) -> float:
     """Forward and backward FLOPs of a step.
 
-    parameters: without the embedding look-up; attention_pairs: visible (query, key) pairs of one
-    layer, so documents count, causal half; heads: layers, query heads, head dim. 6 per parameter
-    and token; 12 · heads · dim per pair and layer (two products forward, four backward, 2 each).
+    parameters: those that train and frozen ones, without the embedding look-up; attention_pairs:
+    visible (query, key) pairs of one layer, so documents count, causal half; heads: layers, query
+    heads, head dim. 6 per parameter and token, 4 where it is frozen and has no gradient of its own;
+    12 · heads · dim per pair and layer (two products forward, four backward, 2 each).
     """
     layers, query_heads, dim = heads
-    return 6.0 * parameters * tokens + 12.0 * layers * query_heads * dim * attention_pairs
+    products = 6.0 * parameters - 2.0 * frozen
+    return products * tokens + 12.0 * layers * query_heads * dim * attention_pairs

@@ -28,13 +28,14 @@ IGNORED |= {"output_router_logits"}
 
 
 class Bound:
-    """What one forward call hands to every attention layer.
+    """What one forward call hands to every layer.
 
-    twice: layers are checkpointed, so each is called again before its backward.
+    tokens: as in Batch; twice: layers are checkpointed, so each is called again before its
+    backward.
     """
 
-    def __init__(self, world: World, plan: Plan, *, twice: bool) -> None:
-        self._world, self._plan = world, plan
+    def __init__(self, world: World, plan: Plan, tokens: Tensor, *, twice: bool) -> None:
+        self._world, self._plan, self.tokens = world, plan, tokens
         self._memory: dict[int, Kept] | None = {} if twice else None
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from uspft.model.attention import Bound
 from uspft.model.loss import Head, Logits
+from uspft.model.names import plain_name
 from uspft.model.recompute import recomputes
 from uspft.model.router import router_loss
+from uspft.model.trained import trained_parameters
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -36,7 +38,12 @@ class CausalLoss(nn.Module):
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
-            uspft=Bound(world, batch.plan, twice=self.training and recomputes(self.model)),
+            uspft=Bound(
+                world,
+                batch.plan,
+                batch.tokens,
+                twice=self.training and recomputes(self.model),
+            ),
             **wanted,
         )
         loss: Tensor = self.head(found.last_hidden_state[0], batch.labels, scale)
@@ -56,4 +63,8 @@ class CausalLoss(nn.Module):
 
     def named(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its Hugging Face name."""
-        return dict(self.model.named_parameters())
+        return {plain_name(name): value for name, value in self.model.named_parameters()}
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Of these the ones that train."""
+        return trained_parameters(self.model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,14 @@ def is_experts(name: str) -> bool:
 def is_router(module: nn.Module) -> bool:
     """Whether a module is the projection that chooses experts."""
     return type(module).__name__.endswith("TopKRouter")
+
+
+def expert_words(model: Any) -> set[str]:
+    """The names, fused or in files, of a model's matrices of experts; none where it has none."""
+    if not any(is_experts(name) for name, _ in model.named_parameters()):
+        return set()
+    spelling = SPELLINGS.get(model.config.model_type)
+    return {"experts", "gate_up_proj", "down_proj"} | set(spelling[1:] if spelling else ())
 
 
 def find(name: str, files: Collection[str]) -> Stored | None:

@@ -9,24 +9,27 @@ from typing import TYPE_CHECKING
 from uspft.config.problems import Fault, said
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
+    from uspft.config import ModelBlock, Recipe
 
 PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "*.txt"]
 
 
-def fetch(recipe: Recipe) -> Recipe:
-    """The recipe with hub ids of model and tokenizer replaced by folders, downloaded where needed.
+def fetch_model(block: ModelBlock) -> ModelBlock:
+    """The block with hub ids of model and tokenizer replaced by folders, downloaded where needed.
 
     Raises Fault where the hub cannot be reached or does not know the model.
     """
     update = {}
     for field in ("name_or_path", "tokenizer"):
-        name = getattr(recipe.model, field)
+        name = getattr(block, field)
         if name and not os.path.exists(name):
             update[field] = str(_download(name, f"model.{field}"))
-    if not update:
-        return recipe
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+    return block.model_copy(update=update)
+
+
+def fetch(recipe: Recipe) -> Recipe:
+    """The recipe with folders in place of hub ids, as `fetch_model`."""
+    return recipe.model_copy(update={"model": fetch_model(recipe.model)})
 
 
 def _download(name: str, key: str) -> Path:

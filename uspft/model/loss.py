@@ -5,6 +5,7 @@ Shapes: T tokens with a target, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +100,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         scale, tile, form = how
         wide = torch.promote_types(rows.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=rows.device)
-        training = any(ctx.needs_input_grad[:2])
-        grads = _Gradients(rows, weight, bias, wide) if training else None
+        needed = ctx.needs_input_grad[:3]
+        grads = _Gradients((rows, weight, bias), needed, wide) if any(needed) else None
         for start in range(0, len(rows), tile):
             part, target = rows[start : start + tile], labels[start : start + tile]
             logits = form.apply(nn.functional.linear(part, weight, bias).to(wide))
@@ -123,28 +124,37 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, *bias = (g.mul(factor.to(g.dtype)) for g in ctx.saved_tensors)
-        return rows, weight, bias[0] if bias else None, None, None
+        found = (g if g is None else g.mul(factor.to(g.dtype)) for g in ctx.saved_tensors)
+        return *found, None, None
 
 
 class _Gradients:
-    """Gradients of rows, weight and bias, the latter two summed in float32 or wider."""
+    """Gradients of rows, weight and bias where they are needed, the latter two summed in float32 or
+    wider: a frozen head's would be as large as its weight."""
 
     def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor | None],
+        needed: Sequence[bool],
+        wide: torch.dtype,
     ) -> None:
-        self._weight = weight
-        self._d_rows = torch.empty_like(rows)
-        self._d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
-        self._d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        rows, self._weight, bias = inputs
+        self._d_rows = torch.empty_like(rows) if needed[0] else None
+        self._d_weight = torch.zeros_like(self._weight, dtype=wide) if needed[1] else None
+        self._d_bias = (
+            torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
+        )
 
     def add(self, start: int, part: Tensor, slope: Tensor) -> None:
         """Add one tile: part [t, d], slope = d loss / d logits [t, V]."""
-        self._d_rows[start : start + len(part)] = slope @ self._weight
-        self._d_weight += slope.t() @ part
+        if self._d_rows is not None:
+            self._d_rows[start : start + len(part)] = slope @ self._weight
+        if self._d_weight is not None:
+            self._d_weight += slope.t() @ part
         if self._d_bias is not None:
             self._d_bias += slope.sum(0)
 
-    def result(self) -> list[Tensor]:
-        grads = [self._d_rows, self._d_weight.to(self._weight.dtype)]
-        return grads if self._d_bias is None else [*grads, self._d_bias.to(self._weight.dtype)]
+    def result(self) -> tuple[Tensor | None, ...]:
+        kind = self._weight.dtype
+        found = (self._d_rows, self._d_weight, self._d_bias)
+        return tuple(gradient if gradient is None else gradient.to(kind) for gradient in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from uspft.config.families import FAMILIES
 from uspft.config.problems import InputError, said
 from uspft.model.experts import find, fused_shapes, is_experts, is_router
+from uspft.model.names import plain_name
 
 
 class WeightsError(InputError):
@@ -64,12 +66,15 @@ class FolderWeights:
             raise WeightsError(what, _AGAIN)
         return value
 
+    @property
+    def files(self) -> list[Path]:
+        return [self._folder / file for file in sorted(set(self._files.values()))]
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor, experts fused, from the files' headers alone. Raises
         WeightsError."""
         found: dict[str, tuple[int, ...]] = {}
-        for file in sorted(set(self._files.values())):
-            path = self._folder / file
+        for path in self.files:
             try:
                 with safe_open(path, "pt") as tensors:
                     names = tensors.keys()
@@ -100,6 +105,12 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
     return WeightsError(f"{path} cannot be read: {said(error)}", "copy or download it again")
 
 
+def generator(seed: int, name: str) -> torch.Generator:
+    """Draws that are a function of the seed and a parameter's name alone."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
 class RandomWeights:
     """Random weights as a function of the seed and each parameter's name alone.
 
@@ -109,7 +120,8 @@ class RandomWeights:
     """
 
     def __init__(self, model: nn.Module, seed: int, std: float) -> None:
-        self._modules = dict(model.named_modules())
+        # Of a projection and its adapter's wrapper, which share a name, the projection comes last.
+        self._modules = {plain_name(name): module for name, module in model.named_modules()}
         self._seed, self._std = seed, std
         kind = getattr(getattr(model, "config", None), "model_type", None)
         self._norm = FAMILIES[kind].norm_start if kind in FAMILIES else 1.0
@@ -120,9 +132,8 @@ class RandomWeights:
         if kind == "bias":
             return torch.zeros(shape)
         if isinstance(module, nn.Linear | nn.Embedding) or is_experts(name) or is_router(module):
-            digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            value = torch.empty(shape).normal_(0.0, self._std, generator=generator)
+            drawn = generator(self._seed, name)
+            value = torch.empty(shape).normal_(0.0, self._std, generator=drawn)
             padding = getattr(module, "padding_idx", None)
             if padding is not None:
                 value[padding] = 0.0
@@ -131,3 +142,14 @@ class RandomWeights:
             return torch.full(shape, self._norm)
         what = f"no rule to initialise {name} of {type(module).__name__}"
         raise WeightsError(what, "name a folder with weights")
+
+
+class SplitWeights:
+    """What trains from one source, what is frozen from another."""
+
+    def __init__(self, trained: Collection[str], source: Weights, rest: Weights) -> None:
+        self._trained, self._source, self._rest = trained, source, rest
+
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        source = self._source if name in self._trained else self._rest
+        return source.read(name, shape)

@@ -96,8 +96,8 @@ def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
     length = recipe.data.sequence_length
     if length > LONGEST:
         return f"rows have {length:,} tokens, and it takes {LONGEST:,} at most"
-    if recipe.model.adapter or recipe.model.freeze:
-        return "not every weight of the model trains"
+    if recipe.model.adapter and recipe.model.adapter.dropout:
+        return "peft draws an adapter's dropout in another way"
     # Whole logits, their exponentials and gradients: a quarter of the memory at most.
     if 4 * 3 * 4 * length * config.vocab_size > memory:
         return f"the logits of {length:,} tokens take too much memory"

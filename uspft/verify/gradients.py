@@ -32,9 +32,8 @@ def gradients(engine: ZeroEngine, recipe: Recipe, norm: float) -> Iterator[tuple
     """
     clipped = min(1.0, recipe.training.max_grad_norm / (norm + 1e-6))
     factor = 1.0 / ((1.0 - recipe.optimizer.betas[0]) * clipped)
-    for name, parameter in engine.module.named().items():
-        if parameter.requires_grad:
-            yield name, read_state(engine, parameter, "exp_avg") * factor
+    for name, parameter in engine.module.trained().items():
+        yield name, read_state(engine, parameter, "exp_avg") * factor
 
 
 class GradientWriter:

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from uspft.assemble import weights_of
+from uspft.checkpoint.weights import weights_of
 from uspft.data import Row, training_rows
+from uspft.model.build import places
 from uspft.model.config import model_config
+from uspft.model.names import is_adapter
+from uspft.model.trained import choose_trained, trained_parameters
 from uspft.verify.gradients import See
 from uspft.verify.result import Measured
 
@@ -35,7 +38,7 @@ def plain(job: Job, device: torch.device, see: See) -> Measured:
     targets = sum(int((row.labels >= 0).sum()) for row in rows)
     loss = sum(_backward(model, row, targets, len(rows)) for row in rows)
     squares = 0.0
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model).items():
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         squares += float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
         see(name, gradient)
@@ -79,7 +82,7 @@ def _router_loss(model: Any, routed: Sequence[Sequence[Tensor] | None]) -> Tenso
 
 
 def _model(recipe: Recipe) -> Any:
-    """Built and filled by transformers; random weights are those that uspft draws."""
+    """Built and filled by transformers and peft; random weights are those that uspft draws."""
     dtype = getattr(torch, recipe.model.dtype)
     config = model_config(recipe.model, recipe.data.sequence_length)
     how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
@@ -88,14 +91,26 @@ def _model(recipe: Recipe) -> Any:
         model = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
     else:
         model = AutoModelForCausalLM.from_config(config, **how)
-        source = weights_of(recipe, None, model, config)
+        source = weights_of(recipe.model, recipe.seed, model)
         for name, parameter in model.named_parameters():
             parameter.data = source.read(name, parameter.shape)
+    choose_trained(model, recipe.model, recipe.seed)
+    _start_adapter(model, recipe)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
     if recipe.memory.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def _start_adapter(model: Any, recipe: Recipe) -> None:
+    """Values for what peft has added, which has none yet."""
+    source = weights_of(recipe.model, recipe.seed, model)
+    for name, (parameter, owners) in places(model).items():
+        if is_adapter(name):
+            value = torch.nn.Parameter(source.read(name, parameter.shape))
+            for module, attribute in owners:
+                setattr(module, attribute, value.requires_grad_(parameter.requires_grad))
 
 
 def _rows(job: Job) -> list[Row]:

@@ -1,0 +1,125 @@
+"""Adapters and frozen parameters that a model does not have; a base model that has changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.support.refused import Ground
+
+TARGETS, FREEZE = "model.adapter.target_modules", "model.freeze"
+WRONG: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "misspelt key": (
+        {"adapter": {"type": "lora", "rnak": 3}},
+        "model.adapter.rnak",
+        ("unknown key `rnak`; did you mean `rank`?",),
+    ),
+    "misspelt module": (
+        {"adapter": {"type": "lora", "target_modules": ["q_proj", "vproj"]}},
+        f"{TARGETS}[1]",
+        ("no projection `vproj`", "did you mean `v_proj`?"),
+    ),
+    "part of a name": (
+        {"adapter": {"type": "lora", "target_modules": ["proj"]}},
+        f"{TARGETS}[0]",
+        ("no projection `proj`",),
+    ),
+    "head": (
+        {"adapter": {"type": "lora", "target_modules": ["lm_head"]}},
+        f"{TARGETS}[0]",
+        ("embeddings and the head is not available yet", "q_proj"),
+    ),
+    "all": (
+        {"adapter": {"type": "lora", "target_modules": ["all-linear"]}},
+        f"{TARGETS}[0]",
+        ("leave target_modules out",),
+    ),
+    "none": (
+        {"adapter": {"type": "lora", "target_modules": []}},
+        TARGETS,
+        ("nothing would train",),
+    ),
+    "expression": ({"freeze": ["("]}, f"{FREEZE}[0]", ("no regular expression",)),
+    "nothing found": (
+        {"freeze": ["embed", "wte"]},
+        f"{FREEZE}[1]",
+        ("`wte` is found in no name", "model.embed_tokens.weight"),
+    ),
+    "everything": ({"freeze": ["."]}, FREEZE, ("leaves nothing to train",)),
+    "frozen twice": (
+        {"adapter": {"type": "lora"}, "freeze": ["embed_tokens"]},
+        f"{FREEZE}[0]",
+        ("`embed_tokens` is found in no name of a parameter that would train", "lora_A"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_model_does_not_have(
+    ground: Ground, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    block, key, words = WRONG[case]
+    ground.write({f"model.{name}": value for name, value in block.items()})
+    for verb in ("train", "check"):
+        ground.call(capsys, verb, str(ground.path)).about(key, *words)
+
+
+def test_experts_are_refused_and_the_rest_is_adapted(
+    ground: Ground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from uspft.__main__ import main
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],  # whose dense projections have the experts' names
+    )
+    config.save_pretrained(ground.folder / "moe")
+    moe = {"model.name_or_path": None, "model.config": str(ground.folder / "moe")}
+    wrong = {"type": "lora", "target_modules": ["q_proj", "gate_proj"]}
+    ground.write({**moe, "model.adapter": wrong})
+    found = ground.call(capsys, "check", str(ground.path))
+    found.about(f"{TARGETS}[1]", "`gate_proj` names experts", "k_proj, o_proj, q_proj, v_proj")
+    ground.write({**moe, "model.adapter": {"type": "lora", "rank": 2}})
+    assert main(["check", str(ground.path)]) == 0
+    said = capsys.readouterr().out
+    assert "(LoRA of rank 2 on k_proj, o_proj, q_proj, v_proj)" in said
+
+
+def test_a_base_model_that_has_changed(tmp_path: Path, good: tuple[Path, Path]) -> None:
+    """Its config, or one tensor, under the same name."""
+    from uspft.checkpoint.identity import BASE, differences
+    from uspft.config.blocks import ModelBlock
+    from uspft.model.digest import base_digest
+
+    model = tmp_path / "model"
+    shutil.copytree(good[0], model)
+    block = ModelBlock(name_or_path=str(model))
+    before = base_digest(block)
+    for file in ("config.json", "model.safetensors"):
+        kept = (model / file).read_bytes()
+        if file == "config.json":
+            (model / file).write_text(kept.decode().replace("10000.0", "20000.0"))
+        else:
+            tensors = load_file(model / file)
+            name = sorted(tensors)[-1]
+            save_file({**tensors, name: tensors[name] + 0.01}, model / file, {"format": "pt"})
+        after = base_digest(block)
+        assert after != before, file
+        (model / file).write_bytes(kept)
+        assert base_digest(block) == before
+    ((key, what, _),) = differences({BASE: before}, {BASE: after})
+    assert key == "model.name_or_path" and "another model" in what
+    assert differences({BASE: before}, {BASE: before}) == []

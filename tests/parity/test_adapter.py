@@ -1,0 +1,180 @@
+"""LoRA under every algorithm and ZeRO stage against plain peft in one process.
+
+Algorithms, stages, packing, checkpointing, models, adapted modules and dropout take turns so that
+every pair of values comes up. One spawn of four ranks, many engines inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.parity.test_training import (
+    FULLY,
+    PACKED_ROWS,
+    PLAIN_ROWS,
+    ROW,
+    ZERO,
+    mismatch,
+    row_documents,
+)
+from tests.support.adapters import document_tokens, peft_adapter, written_out_mask
+from tests.support.models import Documents, Reference, make_documents, make_model, reference
+from tests.support.pairwise import pairwise
+from tests.support.ranks import spawn
+from tests.support.runs import run_recipe, small_recipe
+
+STEPS, RATE, CLIP, SEED = 3, 5e-3, 0.005, 7
+RANK, ALPHA, DROPOUT = 4, 6.0, 0.4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "ulysses_cp": {"context_parallel": 4, "context_parallel_algo": "ulysses_cp"},
+    "ring_cp": {"context_parallel": 2, "context_parallel_algo": "ring_cp"},
+    "hybrid_cp": {
+        "context_parallel": 4,
+        "context_parallel_algo": "hybrid_cp",
+        "ulysses_degree_in_cp": 2,
+    },
+    "allgather_cp": {"context_parallel": 4, "context_parallel_algo": "allgather_cp"},
+    "planned_cp": {"context_parallel": 4, "context_parallel_algo": "planned_cp"},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"kind": "llama", "heads": 8, "kv_heads": 2},
+    "qwen2": {"kind": "qwen2", "heads": 4, "kv_heads": 1},
+    "qwen3": {"kind": "qwen3", "heads": 9, "kv_heads": 3},
+}
+TARGETS = (None, ("q_proj",), ("v_proj", "mlp.down_proj"), ("k_proj", "o_proj"), ("gate_proj",))
+
+
+class Case(NamedTuple):
+    """One run."""
+
+    layout: str
+    zero: str
+    model: str
+    targets: tuple[str, ...] | None
+    packed: bool
+    checkpointed: bool
+    dropout: float
+
+    @property
+    def rows(self) -> int:
+        """Two micro-batches where a row is shared by all."""
+        return 4 if self.layout == "whole" else 2
+
+
+CASES = [
+    Case(*found)
+    for found in pairwise(
+        tuple(LAYOUTS), FULLY, tuple(MODELS), TARGETS, (True, False), (True, False), (0.0, DROPOUT)
+    )
+]
+
+
+def recipe(case: Case, folder: Path, data: dict[bool, Documents]) -> dict[str, Any]:
+    adapter = {"type": "lora", "rank": RANK, "alpha": ALPHA, "dropout": case.dropout}
+    if case.targets:
+        adapter["target_modules"] = list(case.targets)
+    return {"seed": SEED} | small_recipe(
+        folder / case.model,
+        data[case.packed].path,
+        ROW,
+        model={"adapter": adapter},
+        data={"packing": "best_fit" if case.packed else "none"},
+        parallel_config=LAYOUTS[case.layout],
+        deepspeed={"zero_optimization": ZERO[case.zero]},
+        optimizer={"learning_rate": RATE},
+        training={"steps": STEPS, "global_batch_size": case.rows, "max_grad_norm": CLIP},
+        memory={"gradient_checkpointing": case.checkpointed},
+    )
+
+
+def work(rank: int, folder: Path, data: dict[bool, Documents]) -> dict[Case, Any]:
+    return {
+        case: run_recipe(recipe(case, folder, data), folder / f"run-{number}")
+        for number, case in enumerate(CASES)
+    }
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("adapter")
+    for name, kind in MODELS.items():
+        make_model(folder / name, **kind)
+    rows = {False: PLAIN_ROWS, True: PACKED_ROWS}
+    return folder, {
+        packed: make_documents(folder / f"{packed}.jsonl", list(chain(*rows[packed])), masked=share)
+        for packed, share in ((False, [0.0, 0.9, 0.4]), (True, [0.0, 0.95, 0.3]))
+    }
+
+
+def wanted(case: Case, setting: Any, *, seed: int = SEED, alpha: float = ALPHA) -> Reference:
+    """The same steps of plain peft; another seed or alpha for what must not agree."""
+    from uspft.model.adapter import AdapterStart
+
+    folder, data = setting
+    every = row_documents(data, case.packed)
+    stream = [every[i % len(every)] for i in range(STEPS * case.rows)]
+    steps = [
+        list(chain(*stream[i : i + case.rows])) for i in range(0, STEPS * case.rows, case.rows)
+    ]
+    no_base: Any = None
+    prepare = peft_adapter(
+        AdapterStart(no_base, seed).read,
+        masks=_masks(stream, case.dropout, seed) if case.dropout else None,
+        r=RANK,
+        lora_alpha=alpha,
+        target_modules=list(case.targets) if case.targets else "all-linear",
+    )
+    return reference(folder / case.model, steps, rate=RATE, clip=CLIP, prepare=prepare)
+
+
+def _masks(stream: list[list[Any]], p: float, seed: int) -> Callable[..., Any]:
+    """Each module meets every document once, in order."""
+
+    def of_module(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        documents = document_tokens(stream, ROW)
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            return x * written_out_mask(p, seed, name, next(documents), x.shape[-1])
+
+        return apply
+
+    return of_module
+
+
+def differs(got: Any, want: Reference) -> list[str]:
+    """What differs of losses, norms and the adapter."""
+    records, end = got
+    return mismatch((records, {name: v for name, v in end.items() if name in want.end}), want)
+
+
+@pytest.mark.timeout(600)
+def test_an_adapter_trains_as_in_one_process(setting: Any) -> None:
+    folder, data = setting
+    answers = spawn(4, work, folder, data)[0]
+    assert list(answers) == CASES
+    wrong = {case: differs(got, wanted(case, setting)) for case, got in answers.items()}
+    wrong = {case: found for case, found in wrong.items() if found}
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+    for case, (_, end) in answers.items():
+        base = _weights(folder / case.model)
+        frozen = {name: value for name, value in end.items() if "lora" not in name}
+        assert frozen.keys() == base.keys()
+        assert all(torch.equal(base[name], value) for name, value in frozen.items()), case
+    case = next(case for case in CASES if case.dropout and not case.targets)
+    assert differs(answers[case], wanted(case, setting, seed=SEED + 1))
+    assert differs(answers[case], wanted(case, setting, alpha=1.1 * ALPHA))
+    assert differs(answers[case], wanted(case._replace(dropout=DROPOUT + 0.05), setting))
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return {name: value.detach() for name, value in net.named_parameters()}

@@ -1,0 +1,116 @@
+"""A LoRA run through launch.sh: its numbers, its adapter for peft, its merged model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.adapters import peft_adapter
+from tests.support.launch import records, start
+from tests.support.models import make_documents, make_model, reference
+from tests.support.runs import small_recipe
+
+STEPS, SEED = 3, 5
+LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+ULYSSES = {"context_parallel": 2, "context_parallel_algo": "ulysses_cp"}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.timeout(600)
+def test_an_adapter_from_recipe_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps under one layout, the third under another; then what the run has left."""
+    from uspft.__main__ import main
+    from uspft.model.adapter import AdapterStart
+
+    model, out = make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2), tmp_path / "out"
+    data = make_documents(tmp_path / "d.jsonl", [48, 40, 33], masked=[0.0, 0.5])
+    recipe = {"seed": SEED} | small_recipe(
+        model,
+        data.path,
+        48,
+        model={"adapter": {"type": "lora", **LORA}},
+        parallel_config=RING,
+        deepspeed={"zero_optimization": {"stage": 3}},
+        training={"steps": 2, "max_grad_norm": 0.005},
+        checkpoint={"every_steps": 1, "keep_last": 1},
+        export={"huggingface": True},
+    )
+    process = start(recipe, tmp_path)
+    said, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "trains: 2,304 parameters, beside " in said and "on down_proj, q_proj)" in said
+    assert f"adapter:    {out}/adapter  (PeftModel.from_pretrained loads it)" in said
+    recipe |= {"parallel_config": ULYSSES, "deepspeed": {"zero_optimization": {"stage": 1}}}
+    process = start(recipe, tmp_path, f"training.steps={STEPS}")
+    said, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and "going on from" in said, err
+
+    no_base: Any = None
+    want = reference(
+        model,
+        [[document] for document in data.documents],
+        rate=1e-3,
+        clip=0.005,
+        prepare=peft_adapter(
+            AdapterStart(no_base, SEED).read,
+            r=LORA["rank"],
+            lora_alpha=LORA["alpha"],
+            target_modules=LORA["target_modules"],
+        ),
+    )
+    got = [record for record in records(tmp_path) if "loss" in record]
+    assert [r["loss"] for r in got] == pytest.approx(want.losses, rel=1e-5)
+    assert [r["grad_norm"] for r in got] == pytest.approx(want.grad_norms, rel=1e-4)
+    adapter = load_file(out / "adapter/adapter_model.safetensors")
+    for name, value in want.end.items():
+        moved = (value - want.start[name]).norm()
+        assert (adapter[f"base_model.model.{name}"] - value).norm() <= 2e-3 * moved > 0, name
+
+    state = json.loads((out / "checkpoints/step-00000003/state.json").read_text())
+    assert len(state["files"]) == 3 * len(want.end)  # weight and two moments; nothing of the base
+    is_as_peft_has_it(model, out, tmp_path / "again")
+    capsys.readouterr()
+    assert main(["export", str(out), f"to={tmp_path}/merged"]) == 0
+    for folder in (out / "hf", tmp_path / "merged"):
+        merged = weights(folder)
+        assert merged.keys() == weights(out / "hf").keys()
+        assert all(torch.equal(merged[name], value) for name, value in weights(out / "hf").items())
+
+
+def is_as_peft_has_it(model: Path, out: Path, again: Path) -> None:
+    """peft loads the adapter, would save it likewise, and merges it to what hf/ holds."""
+    ids = torch.arange(3, 40)[None]
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        before = base(ids).logits
+        peft = PeftModel.from_pretrained(base, str(out / "adapter"))
+        adapted = peft(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(merged, adapted, rtol=1e-5, atol=1e-5)
+    assert (adapted - before).abs().max() > 1e-3
+    peft.save_pretrained(str(again))
+    configs = [
+        json.loads((at / "adapter_config.json").read_text()) for at in (again, out / "adapter")
+    ]
+    for config in configs:
+        config["target_modules"] = sorted(config["target_modules"])
+    assert configs[0] == configs[1]
+    assert configs[1]["base_model_name_or_path"] == str(model)
+    ours, theirs = (load_file(at / "adapter_model.safetensors") for at in (out / "adapter", again))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    held = weights(out / "hf")
+    for name, value in peft.merge_and_unload().state_dict().items():
+        if name in held:
+            torch.testing.assert_close(held[name], value, rtol=0, atol=1e-7)

@@ -1,0 +1,150 @@
+"""LoRA through peft: two thin matrices beside a frozen projection, W x + alpha ÷ rank · B A x
+(2106.09685)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from uspft.config.checks import closest
+from uspft.config.problems import Fault
+from uspft.model.dropout import TokenDropout
+from uspft.model.experts import expert_words
+from uspft.model.names import ADAPTER, is_adapter, plain_name
+from uspft.model.weights import Weights, generator
+
+if TYPE_CHECKING:
+    from uspft.config.problems import Finding
+    from uspft.config.trained import AdapterBlock
+
+KEY = "model.adapter.target_modules"
+
+
+def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
+    """Put an adapter into a model on meta: nothing else of it trains. Raises Fault."""
+    from peft import inject_adapter_in_model  # seconds, for those who ask for it
+    from peft.tuners.lora import LoraLayer
+
+    config = lora_config(block, targets(model, block.target_modules))
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    if not block.dropout:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            own = TokenDropout(block.dropout, seed, plain_name(name))
+            module.lora_dropout[ADAPTER] = own
+    for layer in model.base_model.layers:
+        _tell_tokens(layer, [m for m in layer.modules() if isinstance(m, TokenDropout)])
+
+
+def _tell_tokens(layer: nn.Module, dropouts: list[TokenDropout]) -> None:
+    """A layer's dropouts learn which tokens it is called with, when it is recomputed too."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for dropout in dropouts:
+            dropout.tokens = kwargs["uspft"].tokens
+
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def targets(model: Any, wanted: Collection[str] | None) -> list[str]:
+    """The names of the modules to adapt, as peft matches them: whole, or the last words.
+
+    Raises Fault for each that names no linear projection of the layers.
+    """
+    found = _projections(model)
+    last = sorted({name.rpartition(".")[2] for name in found})
+    if wanted is None:
+        return last
+    findings = []
+    for number, name in enumerate(wanted):
+        if not any(f".{projection}".endswith(f".{name}") for projection in found):
+            findings.append(_refusal(model, (f"{KEY}[{number}]", name), last))
+    if findings or not wanted:
+        empty = (KEY, "is empty, and nothing would train", f"write some of {', '.join(last)}")
+        raise Fault(findings or [empty])
+    return sorted(wanted)
+
+
+def _projections(model: Any) -> list[str]:
+    """Linear projections of the layers, without those whose names experts have too."""
+    head, experts = model.get_output_embeddings(), expert_words(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and name.rpartition(".")[2] not in experts
+    ]
+
+
+def _refusal(model: Any, asked: tuple[str, str], known: list[str]) -> Finding:
+    """Why a name cannot be adapted. asked: key and name."""
+    key, name = asked
+    word, remedy = name.rpartition(".")[2], f"write some of {', '.join(known)}"
+    if word in expert_words(model):
+        what = f"`{name}` names experts, whose matrices transformers holds in one parameter"
+        return key, f"{what}: adapting them is not available yet", remedy
+    if word in ("lm_head", "embed_tokens"):
+        return key, f"`{name}`: adapting embeddings and the head is not available yet", remedy
+    if name == "all-linear":
+        return key, "`all-linear` is what no target_modules means", "leave target_modules out"
+    near = closest(name, known)
+    return (
+        key,
+        f"the model has no projection `{name}`",
+        f"did you mean `{near}`?" if near else remedy,
+    )
+
+
+def lora_config(block: AdapterBlock, names: list[str], base: str | None = None) -> Any:
+    """peft's description of the adapter. names: what `targets` gives; base: where the model is."""
+    from peft import LoraConfig
+
+    whole = block.alpha.is_integer()
+    return LoraConfig(
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        r=block.rank,
+        lora_alpha=int(block.alpha) if whole else block.alpha,
+        lora_dropout=block.dropout,
+        target_modules=names,
+    )
+
+
+class AdapterStart:
+    """A model's weights, and an adapter's as peft starts them: A uniform(±1 ÷ √in), B 0.
+
+    A is a function of the seed and of its name alone.
+    """
+
+    def __init__(self, base: Weights, seed: int) -> None:
+        self._base, self._seed = base, seed
+
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        if not is_adapter(name):
+            return self._base.read(name, shape)
+        if ".lora_B." in name:
+            return torch.zeros(shape)
+        bound = shape[1] ** -0.5
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator(self._seed, name))
+
+
+def merged(
+    names: Collection[str], read: Callable[[str], Tensor], block: AdapterBlock | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The base model's parameters in order, an adapter's products added as peft merges them.
+
+    names: of all parameters; read: a parameter's whole value, float32, called for each once.
+    """
+    for name in names:
+        if is_adapter(name):
+            continue
+        value, owner = read(name), name.removesuffix(".weight")
+        if block and f"{owner}.lora_A.weight" in names:
+            a, b = (read(f"{owner}.lora_{side}.weight") for side in "AB")
+            value = value + (b @ a) * (block.alpha / block.rank)
+        yield name, value

@@ -1,0 +1,58 @@
+"""Which parameters of a model train."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from uspft.config.problems import Fault
+from uspft.model.adapter import add_lora
+from uspft.model.build import parameter_count
+from uspft.model.names import plain_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from uspft.config.blocks import ModelBlock
+
+
+def choose_trained(model: Any, block: ModelBlock, seed: int) -> None:
+    """Add the recipe's adapter to a model on meta, and freeze what the recipe says.
+
+    Raises Fault where a name or an expression finds nothing, or nothing is left to train.
+    """
+    if block.adapter:
+        add_lora(model, block.adapter, seed)
+    trained = trained_parameters(model)
+    findings = []
+    for number, expression in enumerate(block.freeze):
+        found = [parameter for name, parameter in trained.items() if re.search(expression, name)]
+        for parameter in found:
+            parameter.requires_grad_(False)
+        if not found:
+            what = f"`{expression}` is found in no name of a parameter that would train"
+            example = next(iter(trained))
+            findings.append((f"model.freeze[{number}]", what, f"their names are like {example}"))
+    if not findings and not trained_parameters(model):
+        findings.append(("model.freeze", "leaves nothing to train", "freeze less"))
+    if findings:
+        raise Fault(findings)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter that trains, once, by its name in files."""
+    named = model.named_parameters()
+    return {plain_name(name): value for name, value in named if value.requires_grad}
+
+
+def what_trains(model: nn.Module, block: ModelBlock) -> str | None:
+    """How many parameters train and how many are frozen, for a person; None where all train."""
+    if not block.adapter and not block.freeze:
+        return None
+    trained = parameter_count(model, trained_only=True)
+    line = f"{trained:,} parameters, beside {parameter_count(model) - trained:,} frozen ones"
+    if block.adapter:
+        # ….q_proj.lora_A.weight
+        adapted = {name.split(".")[-3] for name in trained_parameters(model)}
+        line += f" (LoRA of rank {block.adapter.rank} on {', '.join(sorted(adapted))})"
+    return line
