@@ -52,7 +52,7 @@ def measured(engine: Any) -> dict[str, Any]:
         return sum(part.numel() * part.element_size() for part in parts)
 
     adam = engine.adam
-    masters = [p for group in adam.param_groups for p in group["params"]]
+    masters = list(adam.state)  # AdamW's own parameters, which DeepSpeed takes from its groups
     moments = [state[kind] for state in adam.state.values() for kind in ("exp_avg", "exp_avg_sq")]
     counts = [
         sum(getattr(p, "ds_numel", p.numel()) for p in ps) for ps in (trained.values(), frozen)

@@ -18,7 +18,7 @@ class AdapterBlock(Block):
     """Low-rank adapters (2106.09685) instead of training every weight; target_modules None: every
     linear projection of the layers."""
 
-    type: Annotated[Literal["lora"], _is(choice("lora"))]
+    type: Annotated[Literal["lora"], _is(choice("lora"))] = "lora"
     rank: Count = 16
     alpha: Annotated[float, _is(real(above=0))] = 32.0
     dropout: Annotated[float, _is(real(0, below=1))] = 0.0
