@@ -1,13 +1,15 @@
 """LoRA under every algorithm and ZeRO stage against plain peft in one process.
 
-Algorithms, stages, packing, checkpointing, models, adapted modules and dropout take turns so that
-every pair of values comes up. One spawn of four ranks, many engines inside.
+Every algorithm under every stage; packing, checkpointing, models, adapted modules and dropout take
+turns, so that each algorithm and each stage meets all of them (of the modules, four of five). One
+spawn of four ranks, many engines inside.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +27,9 @@ from tests.parity.test_training import (
 )
 from tests.support.adapters import document_tokens, peft_adapter, written_out_mask
 from tests.support.models import Documents, Reference, make_documents, make_model, reference
-from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
+from uspft.sequence import ALGORITHMS
 
 STEPS, RATE, CLIP, SEED = 3, 5e-3, 0.005, 7
 RANK, ALPHA, DROPOUT = 4, 6.0, 0.4
@@ -68,12 +70,32 @@ class Case(NamedTuple):
         return 4 if self.layout == "whole" else 2
 
 
-CASES = [
-    Case(*found)
-    for found in pairwise(
-        tuple(LAYOUTS), FULLY, tuple(MODELS), TARGETS, (True, False), (True, False), (0.0, DROPOUT)
-    )
-]
+TURNS = (tuple(MODELS), TARGETS, (True, False), (False, True), (DROPOUT, 0.0))
+
+
+def cases() -> list[Case]:
+    """Of each trait the value that layout and stage, and the trait before it, have met least."""
+    met: Counter[Any] = Counter()
+    found = []
+    for layout, zero in product(LAYOUTS, FULLY):
+        chosen: list[Any] = []
+        for number, values in enumerate(TURNS):
+            ours, before = [(layout, number), (zero, number)], (*chosen[-1:], number, "before")
+
+            def often(
+                value: Any, ours: Any = tuple(ours), before: Any = before
+            ) -> tuple[int, int, int]:
+                counts = [met[one, value] for one in ours]
+                return sum(counts), max(counts), met[before, value]
+
+            best = min(values, key=often)
+            met.update((one, best) for one in (*ours, before))
+            chosen.append(best)
+        found.append(Case(layout, zero, *chosen))
+    return found
+
+
+CASES = cases()
 
 
 def recipe(case: Case, folder: Path, data: dict[bool, Documents]) -> dict[str, Any]:
@@ -154,7 +176,7 @@ def differs(got: Any, want: Reference) -> list[str]:
     return mismatch((records, {name: v for name, v in end.items() if name in want.end}), want)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_an_adapter_trains_as_in_one_process(setting: Any) -> None:
     folder, data = setting
     answers = spawn(4, work, folder, data)[0]
@@ -178,3 +200,13 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return {name: value.detach() for name, value in net.named_parameters()}
+
+
+def test_every_layout_and_stage_meets_everything() -> None:
+    assert len(CASES) == 30 and set(LAYOUTS) == set(ALGORITHMS)
+    for place, names in ((0, LAYOUTS), (1, FULLY)):
+        for name in names:
+            mine = [case for case in CASES if case[place] == name]
+            met = [set(values) for values in zip(*mine, strict=True)][2:]
+            assert [len(values) for values in met[:1] + met[2:]] == [3, 2, 2, 2], name
+            assert len(met[1]) >= 4, name
