@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -151,10 +150,12 @@ def _start(work: VerifyJob, hosts: Hosts, place: Place, logs: str) -> int:
 
 
 def _fresh(folder: Path) -> None:
-    """An empty folder in place of an earlier one of this command."""
+    """A folder without what an earlier one of this command found; another host may log there."""
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for pattern in (REPORT, "*.jsonl", "*gradients.*"):
+            for file in folder.glob(pattern):
+                file.unlink()
     except OSError as error:
         what = f"`{folder}` cannot be written: {error.strerror}"
         raise Fault([("output_dir", what, "name another folder")]) from error

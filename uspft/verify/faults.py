@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from uspft.batch import Batch, Segments
 from uspft.data.tokenise import NOT_TRAINED
@@ -29,13 +31,11 @@ def order(batch: Batch, world: World, rows: list[Segments]) -> Batch:
     """The rank's tokens are dealt out in another order than its plan says: two halves change
     places, and all that belongs to a token with it."""
     half = len(batch.labels) // 2
-    return replace(
-        batch,
-        input_ids=batch.input_ids.roll(half, 1),
-        position_ids=batch.position_ids.roll(half, 1),
-        labels=batch.labels.roll(half),
-        row_of=batch.row_of.roll(half),
-    )
+    values = {one.name: getattr(batch, one.name) for one in fields(batch)}
+    rolled: dict[str, Any] = {
+        k: v.roll(half, -1) for k, v in values.items() if isinstance(v, Tensor)
+    }
+    return replace(batch, **rolled)
 
 
 def mask(batch: Batch, world: World, rows: list[Segments]) -> Batch:
