@@ -136,7 +136,8 @@ def test_plain_transformers_is_left_out_with_a_reason(tmp_path: Path) -> None:
 
     assert why() is None
     assert "at most" in str(why(data={"sequence_length": 8192}))
-    assert "not every weight" in str(why(model={"freeze": ("embed_tokens",)}))
+    assert "dropout" in str(why(model={"adapter": {"dropout": 0.1}}))
+    assert why(model={"adapter": {"dropout": 0.0}}) is None
     assert "too much memory" in str(why(memory=1 << 18))
 
 
