@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +14,9 @@ import torch
 
 from benchmarks.attention import _options
 from benchmarks.check import LARGEST_ERROR, dense, errors
+from benchmarks.convergence import BASE, YARDSTICK, compare
+from benchmarks.convergence_data import rows_of
+from benchmarks.convergence_ranks import Backwards
 from benchmarks.counting import SentBytes, written_bytes
 from benchmarks.documents import MIXES, documents_of
 from benchmarks.engines import ENGINES, Attention
@@ -117,3 +124,28 @@ def test_settings_and_options() -> None:
     for words in (["--hosts", "25", "--processes", "2"], ["--heads", "8/3"], ["--engines", "x"]):
         with pytest.raises(SystemExit):
             _options(words)
+
+
+def test_a_curve_is_compared_over_its_own_steps() -> None:
+    losses = {BASE.name: [3.0, 2.0, 1.0], YARDSTICK.name: [3.0, 2.5, 9.0], "x": [3.0, 3.0]}
+    back, other = compare(losses)
+    assert (back["largest"], back["of_yardstick"]) == (8.0, 1.0)
+    assert other["steps"] == 2
+    assert (other["largest"], other["yardstick"], other["of_yardstick"]) == (1.0, 0.5, 2.0)
+
+
+def test_the_rows_of_each_step_come_backwards() -> None:
+    stream: Any = SimpleNamespace(row=lambda index: index)
+    assert [Backwards(stream, 4).row(i) for i in range(8)] == [3, 2, 1, 0, 7, 6, 5, 4]
+
+
+def test_prompts_are_signatures_with_their_docstrings(tmp_path: Path) -> None:
+    data = rows_of("prompts", tmp_path)
+    assert data["train_on"] == "completion"
+    records = [json.loads(line) for line in Path(data["train"]).read_text().splitlines()]
+    assert len(records) > 1000
+    for record in records[::500]:
+        whole = textwrap.dedent(record["prompt"] + record["completion"])
+        (function,) = ast.parse(whole).body
+        assert isinstance(function, ast.FunctionDef) and ast.get_docstring(function)
+        assert record["completion"].strip()
