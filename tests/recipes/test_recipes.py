@@ -29,7 +29,13 @@ FRAGMENTS = sorted(
 )
 MODELS = sorted(path.name for path in (ROOT / "configs/models").iterdir())
 BUILT_FOR = re.compile(r"(?P<model>.+)-(?P<task>[a-z]+)-(?P<layout>[a-z]+)-(?P<length>\d+k)")
-LAYOUTS = {"whole": 1, "ulysses": "ulysses_cp", "ring": "ring_cp", "hybrid": "hybrid_cp"}
+LAYOUTS = {
+    "whole": 1,
+    "ulysses": "ulysses_cp",
+    "ring": "ring_cp",
+    "hybrid": "hybrid_cp",
+    "planned": "planned_cp",
+}
 QUICKSTART = "quickstart.yaml"
 
 
@@ -52,6 +58,9 @@ WANTED = {
     ),
     "llama3.1-8b-text-ulysses-64k.yaml": Wanted(
         2, "each row shared by 2 (Ulysses), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "qwen2.5-32b-lora-planned-32k.yaml": Wanted(
+        8, "each row shared by 8 (exchange), 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
     "qwen2.5-7b-chat-ulysses-32k.yaml": Wanted(
         8, "each row shared by 4 (Ulysses), 2 rows at a time; ZeRO-2, bfloat16 on cuda"
@@ -200,8 +209,9 @@ def test_a_recipe_is_named_after_what_it_holds(name: str) -> None:
     found = recipe(name)
     model = (found.model.name_or_path or "").split("/")[1].lower().removesuffix("-instruct")
     assert model.replace("llama-", "llama") == built["model"]
-    assert found.data.format == {"text": "text", "chat": "messages"}[built["task"]]
-    assert (found.data.chat_template is not None) == (built["task"] == "chat")
+    assert found.data.format == ("text" if built["task"] == "text" else "messages")
+    assert (found.data.chat_template is not None) == (built["task"] in ("chat", "lora"))
+    assert (found.model.adapter is not None) == (built["task"] == "lora")
     parallel = found.parallel_config
     split = parallel.context_parallel if built["layout"] == "whole" else None
     assert (split or parallel.context_parallel_algo) == LAYOUTS[built["layout"]]
