@@ -85,11 +85,11 @@ def _prepare_job(
     identity[CONTENTS] = corpus.name
     _same(checkpoint, identity)
     found = with_rows(found, first_rows(local, corpus))
-    recipe, parallel = found.recipe, found.recipe.parallel_config
-    local = local.model_copy(update={"parallel_config": parallel})
     formats = formats_of(_every_source(local.data))
+    settled = {"parallel_config": found.recipe.parallel_config}
     recipe, local = (
-        with_tiles(_with_formats(r, formats), config.vocab_size) for r in (recipe, local)
+        with_tiles(_with_formats(r, formats), config.vocab_size).model_copy(update=settled)
+        for r in (recipe, local)
     )
     job = Job(
         local,
