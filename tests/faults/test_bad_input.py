@@ -199,7 +199,7 @@ WORDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "folder": (["."], (".:1: is a folder; name a YAML file",)),
     "export": (["export", "nowhere"], ("command line: nowhere: does not exist; name an output",)),
     "export what": (["export", "."], ("command line: .: holds no checkpoint; name an output",)),
-    "export how": (["export", ".", "dtype=x"], ("dtype=x: export takes to=FOLDER",)),
+    "export how": (["export", ".", "dtype=x"], ("dtype=x: export takes to=FOLDER and base=PLACE",)),
     "rank by hand": (["rank", "folder"], ("command line: rank: is what train starts; ",)),
 }
 

@@ -123,9 +123,12 @@ CONSEQUENCES = [
 def test_the_cause_is_told_and_not_what_follows_from_it(tmp_path: Path, consequence: str) -> None:
     script = f"""
     if rank == 3:
+        mark("up")
         time.sleep(0.8)
         report(ValueError("the cause"))
     if rank == 1:
+        while not (folder / "up-3").exists():
+            time.sleep(0.01)
         {consequence}
     time.sleep(600)
     """

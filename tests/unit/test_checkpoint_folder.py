@@ -39,11 +39,14 @@ def test_the_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
     assert steps(tmp_path) == [100, 150]
 
 
-def test_going_on_from_an_older_one_moves_the_later_ones_aside(tmp_path: Path) -> None:
+def test_going_on_moves_later_checkpoints_and_exports_aside(tmp_path: Path) -> None:
     made(tmp_path, 50, 100, 150)
+    for name in ("hf", "adapter"):
+        (tmp_path / name).mkdir()
     place = set_aside_after(tmp_path, 50)
-    assert steps(tmp_path) == [50]
-    assert place and sorted(f.name for f in (place / "checkpoints").iterdir()) == [
+    assert steps(tmp_path) == [50] and not (tmp_path / "hf").exists()
+    assert place and sorted(f.name for f in place.iterdir()) == ["adapter", "checkpoints", "hf"]
+    assert sorted(f.name for f in (place / "checkpoints").iterdir()) == [
         "step-00000100",
         "step-00000150",
     ]

@@ -27,6 +27,8 @@ from uspft.config.problems import InputError
 
 FORMAT = 1
 LATEST = "latest"
+EXPORTS = ("hf", "adapter")
+"""Folders that the end of a run writes beside checkpoints/."""
 
 
 class CheckpointError(InputError):
@@ -104,11 +106,13 @@ def delete_older(output: Path, keep: int) -> None:
 
 
 def set_aside_after(output: Path, step: int) -> Path | None:
-    """Move checkpoints of later steps to earlier-<time>/: the run goes on from an older one."""
+    """Move what a run that goes on from `step` will make anew to earlier-<time>/: checkpoints of
+    later steps, and the exports of an earlier end."""
     later = [
         f for f in (output / "checkpoints").glob("step-*") if f.name > folder_of(output, step).name
     ]
-    return _move(later, output, "checkpoints") if later else None
+    later += [output / name for name in EXPORTS if (output / name).exists()]
+    return _move(later, output) if later else None
 
 
 def set_aside(output: Path, stays: Collection[str] = ()) -> Path | None:
@@ -121,12 +125,13 @@ def set_aside(output: Path, stays: Collection[str] = ()) -> Path | None:
     return _move(left, output) if left else None
 
 
-def _move(entries: list[Path], output: Path, into: str = "") -> Path:
-    """Move entries to a new folder earlier-<time>/ of the output, or to one inside it."""
+def _move(entries: list[Path], output: Path) -> Path:
+    """Move entries of the output to the same places in a new folder earlier-<time>/ inside it."""
     name = time.strftime("earlier-%Y%m%d-%H%M%S")
     tails = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     place = next(p for p in (output / (name + tail) for tail in tails) if not p.exists())
-    (place / into).mkdir(parents=True)
     for entry in entries:
-        entry.rename(place / into / entry.name)
+        aside = place / entry.relative_to(output)
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        entry.rename(aside)
     return place

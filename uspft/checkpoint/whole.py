@@ -28,20 +28,27 @@ def model_block(checkpoint: Checkpoint) -> ModelBlock:
     return ModelBlock.model_validate(fields)
 
 
-def whole_model(checkpoint: Checkpoint, config: Any) -> Iterator[tuple[str, Tensor]]:
+def whole_model(
+    checkpoint: Checkpoint, config: Any, base: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of the model by name, as the run's own export has it; one at a time.
 
-    Raises CheckpointError where the base model is not the one that it was trained on; Fault.
+    base: where the base model is now, if not where the run found it. Raises, before any is read,
+    CheckpointError where that is not the model that it was trained on; Fault.
     """
     identity = checkpoint.state["identity"]
     if BASE not in identity:  # all of it was trained
-        for name in checkpoint.names:
-            yield name, checkpoint.tensor("weight", name)
-        return
-    block = fetch_model(model_block(checkpoint))
-    if base_digest(block) != identity[BASE]:
-        base = block.config or block.name_or_path
-        raise CheckpointError(f"{base} is not the model that {checkpoint.folder} was trained on")
+        return ((name, checkpoint.tensor("weight", name)) for name in checkpoint.names)
+    block = _base(model_block(checkpoint), base)
+    place = block.config or block.name_or_path
+    try:
+        digest = base_digest(block)
+    except OSError as error:
+        what = f"the base model {place} cannot be read: {error.strerror}"
+        raise CheckpointError(f"{what}; put it back, or write base=PLACE") from error
+    if digest != identity[BASE]:
+        what = f"{place} is not the model that {checkpoint.folder} was trained on"
+        raise CheckpointError(f"{what}; put its files back, or write base=PLACE")
     dtype, seed = config.dtype or torch.float32, identity["seed"]
     model = empty_model(config, dtype)
     choose_trained(model, block, seed)
@@ -53,4 +60,12 @@ def whole_model(checkpoint: Checkpoint, config: Any) -> Iterator[tuple[str, Tens
         value = weights.read(name, parameter.shape)
         return value if parameter.requires_grad else value.to(dtype).float()
 
-    yield from merged(found, read, block.adapter)
+    return merged(found, read, block.adapter)
+
+
+def _base(block: ModelBlock, base: str | None) -> ModelBlock:
+    """The block with the base model in a folder here; a tokenizer is not needed."""
+    update: dict[str, str | None] = {"tokenizer": None}
+    if base:
+        update["config" if block.config else "name_or_path"] = base
+    return fetch_model(block.model_copy(update=update))

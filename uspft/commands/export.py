@@ -19,17 +19,19 @@ from uspft.config import InputError
 def export(target: Path, overrides: Sequence[str], place: Place) -> int:
     """Write hf/ beside checkpoints/, and adapter/ where one was trained.
 
-    target: an output folder, or one of its checkpoints. Override: `to=FOLDER`, for the whole model
-    alone. Raises InputError for another override, a folder that holds something already (it would
-    be replaced), or a target that is none; CheckpointError.
+    target: an output folder, or one of its checkpoints. Overrides: `to=FOLDER`, for the whole model
+    alone; `base=PLACE`, where the model that an adapter belongs to is now. Raises InputError for
+    another override, a folder that holds something already (it would be replaced), or a target that
+    is none; CheckpointError.
     """
-    to: Path | None = None
+    asked = {}
     for word in overrides:
         key, _, value = word.partition("=")
-        if key != "to" or not value:
-            what = "export takes to=FOLDER and nothing else"
-            raise InputError(f"command line: {word}: {what}; write to=FOLDER or leave it out")
-        to = Path(value).resolve()
+        if key not in ("to", "base") or not value:
+            what = "export takes to=FOLDER and base=PLACE and nothing else"
+            raise InputError(f"command line: {word}: {what}; write one of them or leave it out")
+        asked[key] = value
+    to = Path(asked["to"]).resolve() if "to" in asked else None
     if to:
         _require_room(to)
     checkpoint = _open(target)
@@ -43,16 +45,24 @@ def export(target: Path, overrides: Sequence[str], place: Place) -> int:
         shutil.copytree(model, folder, dirs_exist_ok=True)
 
     config = AutoConfig.from_pretrained(model, local_files_only=True)
+    whole = whole_model(checkpoint, config, asked.get("base"))
     try:
-        if not to and checkpoint.state["identity"].get("model.adapter"):
-            held = ((name, checkpoint.tensor("weight", name)) for name in checkpoint.names)
-            export_adapter(held, model_block(checkpoint), destination.with_name("adapter"))
-        export_folder(whole_model(checkpoint, config), config.dtype, describe, destination)
+        if not to:
+            export_adapter_of(checkpoint)
+        export_folder(whole, config.dtype, describe, destination)
     except OSError as error:
         what = f"{destination} cannot be written: {error.strerror}"
         raise InputError(f"command line: to: {what}; write to=FOLDER") from error
     print(f"step {checkpoint.step} of {checkpoint.folder.parent.parent} → {destination}")
     return 0
+
+
+def export_adapter_of(checkpoint: Checkpoint) -> None:
+    """Write adapter/ beside checkpoints/, where one was trained. Raises OSError."""
+    if checkpoint.state["identity"].get("model.adapter"):
+        block = model_block(checkpoint)
+        held = ((name, checkpoint.tensor("weight", name)) for name in checkpoint.names)
+        export_adapter(held, block, checkpoint.folder.parent.parent / "adapter")
 
 
 def _require_room(to: Path) -> None:

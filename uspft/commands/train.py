@@ -9,11 +9,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest, set_aside, set_aside_after
+from uspft.checkpoint.folder import (
+    EXPORTS,
+    Checkpoint,
+    CheckpointError,
+    newest,
+    set_aside,
+    set_aside_after,
+)
 from uspft.checkpoint.identity import BASE, CONTENTS, differences, identity_of
 from uspft.commands.examine import Examined, examine, output_of, with_rows
 from uspft.commands.examine_model import examine_model
-from uspft.commands.export import export
+from uspft.commands.export import export, export_adapter_of
 from uspft.commands.place import Place
 from uspft.commands.prepare import first_rows, prepare_data, require_here, steps_of, tokenizer_of
 from uspft.commands.sizes import with_fetched, with_tiles
@@ -39,11 +46,13 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
     recipe = found.recipe
     output = output_of(recipe)
     if checkpoint and checkpoint.step >= job.steps:
-        if speaks and recipe.export.huggingface and not (output / "hf").exists():
-            export(checkpoint.folder, [], place)  # the run ended between its last save and this
+        if speaks:
+            _export_missing(recipe, checkpoint, place)
+        made = [f"{name} {output / name}" for name in EXPORTS if (output / name).exists()]
         screen.print(
-            f"all {job.steps} steps are done: checkpoint {checkpoint.folder}, "
-            f"model {output / 'hf'}; to train anew: checkpoint.resume=never",
+            f"all {job.steps} steps are done: "
+            f"{', '.join([f'checkpoint {checkpoint.folder}', *made])}; "
+            "to train anew: checkpoint.resume=never",
             markup=False,
         )
         return 0
@@ -61,6 +70,15 @@ def train(target: Path, overrides: Sequence[str], place: Place) -> int:
     if code == 0 and speaks:
         screen.print(summary(recipe, target, overrides), markup=False)
     return code
+
+
+def _export_missing(recipe: Recipe, checkpoint: Checkpoint, place: Place) -> None:
+    """What the recipe asks for and is not there: the run ended between its last save and that."""
+    output = output_of(recipe)
+    if recipe.export.huggingface and not (output / "hf").exists():
+        export(checkpoint.folder, [], place)
+    elif recipe.model.adapter and not (output / "adapter").exists():
+        export_adapter_of(checkpoint)
 
 
 def _prepare_job(

@@ -45,7 +45,8 @@ class Bound:
             q, k, v = inputs
             return self._world.attend((q, k, v), self._plan, rule)
 
-        if self._memory is None or not torch.is_grad_enabled():
+        once = not (torch.is_grad_enabled() and any(x.requires_grad for x in qkv))
+        if once or self._memory is None:  # a layer without a backward is never called again
             return run(qkv)
         return attend_once(self._memory, layer, run, qkv)
 
