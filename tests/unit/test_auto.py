@@ -57,9 +57,9 @@ def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None
     before = examine(recipe, [], 1, None)
     assert before.recipe.parallel_config.context_parallel_algo == "planned_cp"
     assert before.why and "not known yet" in before.why
-    after = with_rows(before, WHOLE)
+    after = with_rows(before, before.recipe, WHOLE)
     assert after.recipe.parallel_config.context_parallel_algo == "ulysses_cp"
     assert after.recipe.parallel_config.exchange_stages is None
     assert (after.layout.ulysses, after.layout.ring) == (8, 1) and "heads divide" in str(after.why)
     named = examine(recipe, ["parallel_config.context_parallel_algo=ring_cp"], 1, None)
-    assert with_rows(named, WHOLE) is named
+    assert with_rows(named, named.recipe, WHOLE) is named

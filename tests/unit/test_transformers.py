@@ -135,8 +135,10 @@ def test_both_ends_are_those_that_the_readme_names() -> None:
     require_versions(stated)
 
 
-def test_where_uspft_is_not_installed_nothing_is_compared() -> None:
+def test_where_uspft_is_not_installed_the_file_beside_it_counts() -> None:
     def nowhere(name: str) -> list[str]:
         raise PackageNotFoundError
 
     require_versions(nowhere)
+    with pytest.raises(InputError, match=r"transformers: is 5\.19"):
+        require_versions(nowhere, lambda name: "5.19" if name == "transformers" else version(name))

@@ -116,11 +116,13 @@ def _ranks(recipe: Recipe, device: str, hosts: int) -> int | None:
     return here * hosts or None
 
 
-def with_rows(found: Examined, rows: Sequence[Segments]) -> Examined:
-    """What `context_parallel_algo: auto` becomes now that documents of some rows are known."""
+def with_rows(found: Examined, local: Recipe, rows: Sequence[Segments]) -> Examined:
+    """What `auto` becomes with documents of some rows; local: folders in place of hub ids."""
     asked, processes = found.loaded.recipe, found.recipe.launch.processes
     assert isinstance(processes, int)
-    settled, why = _settle_algorithm(asked, found.shape, processes, rows)
+    shape = read_shape(local.model, CONFIGS)
+    known = shape if isinstance(shape, ModelShape) else None
+    settled, why = _settle_algorithm(asked, known, processes, rows)
     if why is None:
         return found
     layout = layout_of(settled.parallel_config, found.layout.ranks)

@@ -102,7 +102,7 @@ def _prepare_job(
     corpus, evaluation = prepare_data(local, config.vocab_size, place, screen)
     identity[CONTENTS] = corpus.name
     _same(checkpoint, identity)
-    found = with_rows(found, first_rows(local, corpus))
+    found = with_rows(found, local, first_rows(local, corpus))
     formats = formats_of(_every_source(local.data))
     settled = {"parallel_config": found.recipe.parallel_config}
     recipe, local = (

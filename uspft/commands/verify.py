@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -69,19 +70,32 @@ def verify(target: Path, overrides: Sequence[str], place: Place, asked: Asked) -
         screen.print(
             f"one process, then {len(tried)} layouts of {found.layout.ranks}", markup=False
         )
+    try:
+        code = _run(work, layouts, hosts, place)
+        if code or hosts.index:
+            return code
+        report = _report(work, every, {**_facts(found, place, work), "layers": depth})
+    finally:
+        for name in work.folder.glob("*gradients.*") if hosts.index == 0 else ():
+            name.unlink()
+    path = work.folder / REPORT
+    path.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    screen.print(f"{report.text()}\nall numbers: {path}", markup=False)
+    return 0 if report.ok else 1
+
+
+def _run(work: VerifyJob, layouts: VerifyJob, hosts: Hosts, place: Place) -> int:
+    """The one process on the first host, then the layouts on all; an exit code."""
+    if hosts.index == 0:
         code = _start(work.alone(), Hosts(), place, "one-process")
         if code:
             return code
-    code = _start(layouts, hosts, place, "logs")
-    if code or hosts.index:
-        return code
-    report = _report(work, every, {**_facts(found, place, work), "layers": depth})
-    path = work.folder / REPORT
-    path.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    for name in work.folder.glob("*gradients.*"):
-        name.unlink()
-    screen.print(f"{report.text()}\nall numbers: {path}", markup=False)
-    return 0 if report.ok else 1
+        (reference,) = results(work.folder / REFERENCE)
+        if not reference.measured.losses:
+            what = f"one process already fails: {reference.measured.stopped}"
+            print(f"{what}; nothing was compared", file=sys.stderr)
+            return 1
+    return _start(layouts, hosts, place, "logs")
 
 
 def _require_fault(name: str | None) -> None:
@@ -108,7 +122,7 @@ def _prepared(
     steps = min(asked.steps or STEPS, job.steps)
     folder = output_of(found.recipe) / FOLDER
     work = VerifyJob(job, (), steps, folder, with_plain=with_plain, inject=asked.inject)
-    return with_rows(found, first_rows(local, corpus)), work, depth
+    return with_rows(found, local, first_rows(local, corpus)), work, depth
 
 
 def _fitted(recipe: Recipe, config: Any, screen: Console) -> tuple[Recipe, bool, dict[str, int]]:

@@ -6,27 +6,25 @@ Looked at before any of them is imported: another generation of transformers fai
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from uspft.config import InputError
 
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
 
 def require_versions(
     wanted: Callable[[str], list[str] | None] = requires, installed: Callable[[str], str] = version
 ) -> None:
-    """Raises InputError for each dependency that is missing or outside the range of pyproject.toml.
-
-    Where uspft itself is not installed, launch.sh has compared them.
-    """
-    try:
-        requirements = [Requirement(text) for text in wanted("uspft") or []]
-    except PackageNotFoundError:
-        return
+    """Raises InputError for each dependency that is missing or outside the range of pyproject.toml,
+    which stands beside the package where uspft is not installed as one."""
     problems = []
-    for requirement in requirements:
+    for requirement in map(Requirement, _stated(wanted)):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -41,3 +39,13 @@ def require_versions(
         problems.append(f"{requirement.name}: {what}; {remedy}")
     if problems:
         raise InputError("\n".join(problems))
+
+
+def _stated(wanted: Callable[[str], list[str] | None]) -> list[str]:
+    try:
+        return wanted("uspft") or []
+    except PackageNotFoundError:
+        if not PROJECT.exists():
+            return []
+        found: list[str] = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+        return found

@@ -33,18 +33,20 @@ _ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range
 class Sizes:
     """What one process holds. layers: parameters of each, in order; kinds: what each layer is, as
     far as layers differ; kept_bytes: activations of one layer that wait for the backward;
-    working_bytes: what comes once, the largest layer's own and a tile of logits."""
+    working_bytes: what comes once, the largest layer's own and a tile of logits;
+    parameter_bytes: of each, an adapter's own few not counted."""
 
     outside: int
     layers: tuple[int, ...]
     kinds: tuple[Hashable, ...]
     kept_bytes: int
     working_bytes: int
+    parameter_bytes: int = BYTES_PER_PARAMETER
 
     def need_bytes(self, depth: int) -> int:
         """Memory of one process with so many layers."""
         parameters = self.outside + sum(self.layers[:depth])
-        return BYTES_PER_PARAMETER * parameters + depth * self.kept_bytes + self.working_bytes
+        return self.parameter_bytes * parameters + depth * self.kept_bytes + self.working_bytes
 
     @property
     def shallowest(self) -> int:
@@ -79,6 +81,7 @@ def sizes_of(recipe: Recipe, config: Any, *, with_plain: bool) -> Sizes:
         tuple(map(tuple, kinds)),
         kept,
         working + 3 * 4 * at_once * config.vocab_size,
+        2 * element if recipe.model.adapter else BYTES_PER_PARAMETER,  # read, then cast
     )
 
 

@@ -28,9 +28,9 @@ EVERYWHERE = ("mask", "scale")
 
 
 def order(batch: Batch, world: World, rows: list[Segments]) -> Batch:
-    """The rank's tokens are dealt out in another order than its plan says: two halves change
-    places, and all that belongs to a token with it."""
-    half = len(batch.labels) // 2
+    """The rank's tokens are dealt out in another order than its plan says: each moves on by half a
+    row, and all that belongs to a token with it."""
+    half = len(batch.labels) // (2 * len(rows))
     values = {one.name: getattr(batch, one.name) for one in fields(batch)}
     rolled: dict[str, Any] = {
         k: v.roll(half, -1) for k, v in values.items() if isinstance(v, Tensor)

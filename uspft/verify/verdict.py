@@ -43,7 +43,7 @@ def measured_tolerance(dtype: str, reference: Measured, plain: Result | None) ->
     """TIMES what one process in this type differs from plain transformers in float32, and in
     float32 itself the fixed one. Never below a quarter of the fixed one: one number may agree by
     chance."""
-    fixed = FIXED[dtype]
+    fixed, most = FIXED[dtype], PLAIN[dtype]
     if dtype == "float32" or plain is None:
         return fixed
     loss, norm = differences(reference, plain.measured)
@@ -52,8 +52,8 @@ def measured_tolerance(dtype: str, reference: Measured, plain: Result | None) ->
         for group, one in plain.differences.items()
     }
     return Tolerance(
-        max(fixed.loss / 4, TIMES * loss),
-        max(fixed.grad_norm / 4, TIMES * norm),
+        min(most.loss, max(fixed.loss / 4, TIMES * loss)),
+        min(most.grad_norm, max(fixed.grad_norm / 4, TIMES * norm)),
         fixed.every,
         gradient,
     )
@@ -66,8 +66,9 @@ def differences(got: Measured, want: Measured) -> tuple[float, float]:
 
 
 def _largest(got: Sequence[float], want: Sequence[float]) -> float:
-    pairs = list(zip(got, want, strict=False))
-    return max((abs(a - b) / abs(b) if b else abs(a) for a, b in pairs), default=math.inf)
+    pairs = zip(got, want, strict=False)
+    found = [abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]
+    return max(found) if found and all(map(math.isfinite, found)) else math.inf
 
 
 def mismatches(result: Result, reference: Measured, allowed: Tolerance) -> list[str]:
@@ -75,10 +76,13 @@ def mismatches(result: Result, reference: Measured, allowed: Tolerance) -> list[
     measured = result.measured
     if measured.stopped:
         return [measured.stopped]
-    shared = min(len(measured.targets), len(reference.targets))
-    found = []
-    if measured.targets[:shared] != reference.targets[:shared]:
-        found.append(f"{measured.targets[0]} target tokens, not {reference.targets[0]}")
+    found = [
+        f"{got} target tokens in step {step}, not {want}"
+        for step, (got, want) in enumerate(
+            zip(measured.targets, reference.targets, strict=False), 1
+        )
+        if got != want
+    ]
     loss, norm = differences(measured, reference)
     if not loss <= allowed.loss:
         found.append(f"loss off by {loss:.1e}")
