@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from uspft.model.attention import attention
+from uspft.model.attention import Bound, attention
 from uspft.sequence import Rule
 
 
@@ -53,3 +54,13 @@ def test_what_changes_nothing_is_let_through() -> None:
 def test_what_would_have_to_be_ignored_is_refused_by_name(asked: Any, name: str) -> None:
     with pytest.raises(RuntimeError, match=f"Identity asks attention for {name}, which uspft does"):
         call(**asked)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_layer_without_a_backward_keeps_nothing(trains: bool) -> None:
+    """Frozen first layers are not called again under recomputation: nothing would free it."""
+    world: Any = SimpleNamespace(attend=lambda qkv, plan, rule: qkv[0] * 2)
+    bound = Bound(world, plan=None, tokens=torch.arange(6), twice=True)
+    q, kv = torch.ones(6, 4, 8, requires_grad=trains), torch.ones(6, 2, 8)
+    bound.attend(0, (q, kv, kv), Rule(0.5))
+    assert bool(bound._memory) == trains
