@@ -9,7 +9,7 @@ import torch
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
-from uspft.checkpoint.weights import weights_of
+from uspft.checkpoint.weights import WeightsOf, weights_of
 from uspft.comm import largest
 from uspft.config import Recipe
 from uspft.data import training_rows
@@ -43,7 +43,7 @@ class Run:
     first_step: int
 
 
-def assemble(job: Job, device: torch.device) -> Run:
+def assemble(job: Job, device: torch.device, weights: WeightsOf = weights_of) -> Run:
     """Build a run on this rank; collective. torch.distributed and DeepSpeed are already up."""
     recipe = job.recipe
     config = model_config(recipe.model, recipe.data.sequence_length)
@@ -62,7 +62,7 @@ def assemble(job: Job, device: torch.device) -> Run:
     model = build_model(
         config,
         dtype,
-        lambda empty: weights_of(recipe.model, recipe.seed, empty, checkpoint),
+        lambda empty: weights(recipe.model, recipe.seed, empty, checkpoint),
         fill=world.mesh.rank == 0,
         partition=partitioner(deepspeed_config(recipe, layout)),
         prepare=lambda empty: choose_trained(empty, recipe.model, recipe.seed),

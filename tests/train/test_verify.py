@@ -18,6 +18,8 @@ from tests.support.ranks import spawn
 from tests.support.runs import job_of, small_recipe
 from uspft.verify.depth import USABLE, sizes_of
 from uspft.verify.faults import FAULTS
+from uspft.verify.gradients import GradientFile
+from uspft.verify.job import GRADIENTS
 
 ROW = 64
 LENGTHS = [40, 24, 64, 33, 31, 64, 50, 14]
@@ -25,6 +27,7 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "packed": ("float32", "best_fit", 3, ["whole rows, data 2", "ulysses_cp 2", "planned_cp 2"]),
     "single": ("float32", "none", 1, ["ring_cp 2"]),
     "bfloat16": ("bfloat16", "best_fit", 2, ["ring_cp 2", "whole rows, data 2"]),
+    "adapter": ("float32", "best_fit", 3, ["ring_cp 2"]),
 }
 """(compute type, packing, ZeRO stage, the layouts that each fault is tried in)."""
 
@@ -38,7 +41,7 @@ def verify_job(case: str, folder: Path, fault: str | None) -> Any:
         folder / "model",
         folder / "d.jsonl",
         ROW,
-        model={"dtype": dtype},
+        model={"dtype": dtype} | ({"adapter": {"rank": 4}} if case == "adapter" else {}),
         data={"packing": packing},
         training={"steps": 3, "global_batch_size": 2, "max_grad_norm": 0.5},
         deepspeed={"zero_optimization": {"stage": stage}},
@@ -86,8 +89,10 @@ def test_each_fault_is_caught_in_every_layout_and_nothing_without_one(tmp_path: 
     make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2)
     make_documents(tmp_path / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
     spawn(1, alone, tmp_path)
+    gradients = GradientFile(tmp_path / "adapter" / GRADIENTS)
+    assert gradients.names and all(gradients.read(name).norm() > 0 for name in gradients.names)
     answers = spawn(2, together, tmp_path)[0]
-    assert set(answers) == set(product(CASES, [None, *FAULTS])) and len(answers) == 15
+    assert set(answers) == set(product(CASES, [None, *FAULTS])) and len(answers) == 20
     missed = {case: text for case, (ok, text) in answers.items() if not ok}
     assert not missed, "\n".join(f"{case}\n{text}" for case, text in missed.items())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.config import ModelBlock
+
+
+WeightsOf = Callable[["ModelBlock", int, Any, Checkpoint | None], Weights]
+"""What `weights_of` is."""
 
 
 class CheckpointWeights:

@@ -14,6 +14,7 @@ from uspft.schedule import learning_rate
 from uspft.verify.faults import EVERYWHERE, FAULTS
 from uspft.verify.gradients import See, gradients
 from uspft.verify.result import Measured
+from uspft.verify.weights import weights_under_way
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -25,7 +26,7 @@ def measure(job: Job, device: torch.device, steps: int, fault: str | None, see: 
 
     fault: one of FAULTS, or None. Nothing is written, and all memory is given back.
     """
-    run = assemble(job, device)
+    run = assemble(job, device, weights_under_way)
     recipe, found = job.recipe, Measured()
     for step in range(1, steps + 1):
         batches = run.loader.batches(step)

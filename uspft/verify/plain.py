@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from uspft.checkpoint.weights import weights_of
 from uspft.data import Row, training_rows
 from uspft.model.build import places
 from uspft.model.config import model_config
@@ -20,6 +19,7 @@ from uspft.model.names import is_adapter
 from uspft.model.trained import choose_trained, trained_parameters
 from uspft.verify.gradients import See
 from uspft.verify.result import Measured
+from uspft.verify.weights import weights_under_way
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -91,7 +91,7 @@ def _model(recipe: Recipe) -> Any:
         model = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
     else:
         model = AutoModelForCausalLM.from_config(config, **how)
-        source = weights_of(recipe.model, recipe.seed, model)
+        source = weights_under_way(recipe.model, recipe.seed, model)
         for name, parameter in model.named_parameters():
             parameter.data = source.read(name, parameter.shape)
     choose_trained(model, recipe.model, recipe.seed)
@@ -105,7 +105,7 @@ def _model(recipe: Recipe) -> Any:
 
 def _start_adapter(model: Any, recipe: Recipe) -> None:
     """Values for what peft has added, which has none yet."""
-    source = weights_of(recipe.model, recipe.seed, model)
+    source = weights_under_way(recipe.model, recipe.seed, model)
     for name, (parameter, owners) in places(model).items():
         if is_adapter(name):
             value = torch.nn.Parameter(source.read(name, parameter.shape))
