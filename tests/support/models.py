@@ -162,6 +162,7 @@ def reference(
     *,
     rate: float,
     clip: float,
+    eps: float = 1e-8,
     rope: dict[str, Any] | None = None,
     row: int | None = None,
     besides: Callable[[Any, int], torch.Tensor] | None = None,
@@ -188,7 +189,7 @@ def reference(
         {"params": [p for p in trained.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.95), eps=1e-8
+        [group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.95), eps=eps
     )
     losses, norms, counts = [], [], []
     for documents in steps:
