@@ -1,10 +1,11 @@
 """Three steps of the project's own loop against plain transformers in one process.
 
-Four algorithms on 1 and 4 processes × ZeRO 0, 1, 2, 3 and 3 with everything partitioned × packed or
-not × 1 or 2 micro-batches, float32; on 2 processes pairwise, and so the other algorithms and ZeRO 3
-without reduce_scatter (PAIRS). Models with every kind of heads and windows take turns, so that each
-meets every layout, stage, packing and number of micro-batches. One spawn per number of processes,
-many engines inside.
+Four algorithms × ZeRO 0, 1, 2, 3 and 3 with everything partitioned × packed or not × 1 or 2
+micro-batches, float32: all of it on 1 process, on 2 and 4 pairwise (`--full`: all of it there too),
+and so the other algorithms and ZeRO 3 without reduce_scatter (PAIRS). Models with every kind of
+heads and windows take turns, so that each meets every layout, stage, packing and number of
+micro-batches; the last test says which pairs are met. One spawn per number of processes, many
+engines inside.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import astuple, dataclass
 from functools import cache
-from itertools import chain, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -92,25 +93,27 @@ class Case:
         return {"context_parallel": context, "context_parallel_algo": self.algorithm, **own}
 
 
-def cases(world: int) -> list[Case]:
+def cases(world: int, *, full: bool = False) -> list[Case]:
+    """Runs on so many processes; full: the product in place of its pairs."""
     layouts = {
         1: [("whole", 1, 1)],
         2: [("whole", 1, 1), ("ulysses_cp", 2, 1), ("ring_cp", 1, 2), ("hybrid_cp", 2, 1)],
         4: [("whole", 1, 1), ("ulysses_cp", 4, 1), ("ring_cp", 1, 4), ("hybrid_cp", 2, 2)],
     }[world]
     factors = layouts, FULLY, (False, True), (1, 2)
-    found = pairwise(*factors) if world == 2 else product(*factors)
+    found = product(*factors) if full or world == 1 else pairwise(*factors)
     every = [Case(*layout, world, zero, packed, passes) for layout, zero, packed, passes in found]
-    every += [Case(*layout, world, *PAIRS[-1]) for layout in layouts if world > 1]
+    turns = zip(layouts, product((False, True), (2, 1)), strict=False)
+    every += [Case(*layout, world, PAIRS[-1][0], *batch) for layout, batch in turns if world > 1]
     return every + [Case(*layout, world, *rest) for layout in PAIRWISE[world] for rest in PAIRS]
 
 
 @cache
-def models(world: int) -> dict[Case, str]:
+def models(world: int, *, full: bool = False) -> dict[Case, str]:
     """The model of each case: the one that has met its layout, stage and batch least often."""
     met: Counter[tuple[str, Any]] = Counter()
     found = {}
-    for case in cases(world):
+    for case in cases(world, full=full):
         traits = (astuple(case)[:3], case.zero, case.packed, case.passes)
         found[case] = min(KINDS, key=lambda kind: [met[kind, trait] for trait in traits])
         met.update((found[case], trait) for trait in traits)
@@ -123,10 +126,10 @@ def row_documents(data: dict[bool, Documents], packed: bool) -> list[list[Any]]:
     return [[next(waiting) for _ in row] for row in (PACKED_ROWS if packed else PLAIN_ROWS)]
 
 
-def run_case(case: Case, folder: Path, data: dict[bool, Documents]) -> Any:
+def run_case(case: Case, model: Path, output: Path, data: dict[bool, Documents]) -> Any:
     """Records and final parameters of one case."""
     recipe = small_recipe(
-        folder / models(case.world)[case],
+        model,
         data[case.packed].path,
         ROW,
         data={"packing": "best_fit" if case.packed else "none"},
@@ -136,11 +139,11 @@ def run_case(case: Case, folder: Path, data: dict[bool, Documents]) -> Any:
         memory={"gradient_checkpointing": case.passes == 2},
     )
     name = "-".join(map(str, astuple(case))).replace(" ", "")
-    return run_recipe(recipe, folder / f"runs-{case.world}" / name)
+    return run_recipe(recipe, output / name)
 
 
-def work(rank: int, folder: Path, world: int, data: dict[bool, Documents]) -> dict[Case, Any]:
-    return {case: run_case(case, folder, data) for case in cases(world)}
+def work(rank: int, todo: dict[Case, Path], output: Path, data: dict[bool, Documents]) -> Any:
+    return {case: run_case(case, model, output, data) for case, model in todo.items()}
 
 
 def mismatch(got: Any, want: Reference) -> list[str]:
@@ -197,18 +200,37 @@ def references(setting: Any) -> Any:
     return get
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_training_equals_one_process(world: int, setting: Any, references: Any) -> None:
+@pytest.fixture
+def compare(setting: Any, references: Any, tmp_path: Path) -> Any:
     folder, data = setting
-    answers = spawn(world, work, folder, world, data)[0]
-    assert len(answers) == {1: 20, 2: 30, 4: 114}[world]
-    wrong = {}
-    for case, got in answers.items():
-        found = mismatch(got, references(models(world)[case], case.packed, case.rows))
-        if found:
-            wrong[case] = found
-    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+    def run(todo: dict[Case, str]) -> None:
+        world, places = next(iter(todo)).world, {case: folder / todo[case] for case in todo}
+        answers = spawn(world, work, places, tmp_path, data)[0]
+        assert answers.keys() == todo.keys()
+        wrong = {}
+        for case, got in answers.items():
+            found = mismatch(got, references(todo[case], case.packed, case.rows))
+            if found:
+                wrong[case] = found
+        assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+    return run
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "count"), [(1, 20), (2, 30), (4, 54)])
+def test_training_equals_one_process(world: int, count: int, compare: Any) -> None:
+    assert len(models(world)) == count
+    compare(models(world))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "count"), [(2, 90), (4, 114)])
+def test_the_whole_product(world: int, count: int, compare: Any) -> None:
+    assert len(models(world, full=True)) == count
+    compare(models(world, full=True))
 
 
 def test_the_comparison_finds_what_is_wrong(references: Any) -> None:
@@ -228,11 +250,20 @@ def test_the_comparison_finds_what_is_wrong(references: Any) -> None:
             assert len(mismatch((records, {**want.end, name: other}), want)) == 1
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_pair_is_met(world: int) -> None:
+    """Of layout, stage, packing, micro-batches, model; stage and model on 4 processes alone."""
+    runs = [
+        (astuple(case)[:3], case.zero, case.packed, case.passes, kind)
+        for case, kind in models(world).items()
+    ]
+    factors = [set(values) for values in zip(*runs, strict=True)]
+    assert factors[1:] == [set(ZERO), {False, True}, {1, 2}, set(KINDS)]
+    for (m, one), (n, other) in combinations(enumerate(factors), 2):
+        if world == 4 or (m, n) != (1, 4):
+            missing = set(product(one, other)) - {(run[m], run[n]) for run in runs}
+            assert not missing, missing
+
+
 def test_the_registry_is_covered() -> None:
-    for world in (2, 4):
-        met = {(case.algorithm, case.ulysses, kind) for case, kind in models(world).items()}
-        layouts = {(case.algorithm, case.ulysses) for case in cases(world)}
-        assert met == {(*layout, kind) for layout in layouts for kind in KINDS}
-    stages = {(case.zero, kind) for case, kind in models(4).items()}
-    assert stages == set(product(ZERO, KINDS))
     assert {case.algorithm for world in (1, 2, 4) for case in cases(world)} == set(ALGORITHMS)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+HOST = "127.0.0.1"
+
 
 def spawn(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Run work(rank, *args) on `world` gloo processes; what each returned, by rank.
@@ -21,9 +23,11 @@ def spawn(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     Raises AssertionError with the first rank's traceback where one raised.
     """
     multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
+        own = (world, store.port, folder, work, args)
         mp.start_processes(  # type: ignore[no-untyped-call]
-            _rank, (world, folder, work, args), nprocs=world, start_method="forkserver"
+            _rank, own, nprocs=world, start_method="forkserver"
         )
         answers = [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world)]
     wrong = [f"rank {r} of {world}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
@@ -41,13 +45,13 @@ def each_once(makers: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
 
 
 def _rank(
-    rank: int, world: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
+    rank: int, world: int, port: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     # What DeepSpeed reads; torch.distributed is up before it looks for anything else.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ["DS_ACCELERATOR"] = "cpu"
-    store = dist.FileStore(f"{folder}/store", world)
+    store = dist.TCPStore(HOST, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         answer = True, work(rank, *args)
