@@ -50,7 +50,8 @@ def assemble(job: Job, device: torch.device, weights: WeightsOf = weights_of) ->
     dtype = getattr(torch, recipe.model.dtype)
     layout = this_layout(recipe)
 
-    kernel = believed_kernel(recipe.model.attention, _local_heads(config, layout), dtype, device)
+    heads, softcap = _local_heads(config, layout), getattr(config, "attn_logit_softcapping", None)
+    kernel = believed_kernel(recipe.model.attention, heads, dtype, device, softcap)
     windows = set(layer_windows(config))
     window = windows.pop() if len(windows) == 1 else None
     world = make_world(layout, of_recipe(recipe, layout, window), kernel, device)

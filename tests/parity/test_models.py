@@ -135,7 +135,7 @@ def wanted(folder: Path, model: str, data: dict[bool, Documents], packed: bool) 
 def test_every_family_trains_as_one_process(setting: Any) -> None:
     folder, data = setting
     answers = spawn(4, work, folder, data)[0]
-    assert len(answers) == 90
+    assert len(answers) == 100
     wants = {
         (case.model, case.packed): wanted(folder, case.model, data, case.packed)
         for case in {(case.model, case.packed): case for case in answers}.values()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -27,6 +28,7 @@ ROWS = [[31, 17], [20, 28], [40], [33, 15], [25, 23], [29, 19]]
 OFFICIAL: dict[str, tuple[str, Callable[..., Any]]] = {
     "mixtral": ("num_local_experts", modeling_mixtral.load_balancing_loss_func),
     "qwen3_moe": ("num_experts", modeling_qwen3_moe.load_balancing_loss_func),
+    "gpt_oss": ("num_local_experts", modeling_gpt_oss.load_balancing_loss_func),
 }
 CASES: list[tuple[str, str, int, int | None, str, int, int]] = [
     ("mixtral", "ulysses_cp", 4, None, "zero1", 1, 1),
@@ -40,6 +42,7 @@ CASES: list[tuple[str, str, int, int | None, str, int, int]] = [
     ("qwen3_moe", "hybrid_cp", 4, 2, "zero3", 3, 3),
     ("qwen3_moe", "planned_cp", 4, 2, "zero1", 1, 3),
     ("qwen3_moe", "allgather_cp", 4, None, "zero0", 1, 1),
+    ("gpt_oss", "hybrid_cp", 4, 2, "zero2", 1, 2),
 ]
 """(model, algorithm, context ranks, Ulysses degree, stage, rows of a micro-batch, of a step)."""
 ALONE = ("mixtral", "ring_cp", 4, None, "zero1", 1, 3)

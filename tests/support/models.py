@@ -39,7 +39,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2",
         {
-            "attn_logit_softcapping": None,
+            "attn_logit_softcapping": 1.5,
             "final_logit_softcapping": 0.7,
             "query_pre_attn_scalar": 24,
             "head_dim": 24,
@@ -53,6 +53,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 20,
             "sliding_window": 7,
             "sliding_window_pattern": 2,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 9,
         },
     ),
 }

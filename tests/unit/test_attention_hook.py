@@ -15,6 +15,8 @@ from uspft.sequence import Rule
 class Seen:
     """Stands for what a forward call binds; remembers the rule that it was asked for."""
 
+    softcap: float | None = None
+
     def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], rule: Rule) -> torch.Tensor:
         self.rule = rule
         return torch.zeros_like(qkv[0])
@@ -23,6 +25,7 @@ class Seen:
 def call(**asked: Any) -> Rule:
     q, kv = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
     seen: Any = Seen()
+    seen.softcap = asked.pop("made_with", None)
     mask = asked.pop("attention_mask", None)
     given = {"scaling": 0.5, "uspft": seen, **asked}
     out, _ = attention(torch.nn.Identity(), q, kv, kv, mask, **given)
@@ -36,6 +39,24 @@ def test_scale_and_window_are_handed_on() -> None:
     assert call(scaling=0.1, sliding_window=7) == Rule(0.1, 7)
 
 
+def test_sinks_are_handed_on_in_float32() -> None:
+    sinks = torch.arange(4.0, dtype=torch.bfloat16, requires_grad=True)
+    found = call(s_aux=sinks).sinks
+    assert found is not None and found.dtype == torch.float32 and found.tolist() == [0, 1, 2, 3]
+    found.sum().backward()
+    assert sinks.grad is not None and sinks.grad.tolist() == [1, 1, 1, 1]
+    wide = torch.zeros(4, dtype=torch.float64)
+    same = call(s_aux=wide).sinks
+    assert same is not None and same.dtype == torch.float64 and same.data_ptr() != wide.data_ptr()
+
+
+def test_a_softcap_must_be_the_kernels() -> None:
+    assert call(softcap=50.0, made_with=50.0) == Rule(0.5)
+    for asked, made in ((50.0, None), (None, 50.0), (30.0, 50.0)):
+        with pytest.raises(RuntimeError, match=f"softcap {asked}, and its kernel was .* {made}"):
+            call(softcap=asked, made_with=made)
+
+
 def test_what_changes_nothing_is_let_through() -> None:
     assert call(position_ids=torch.arange(6), use_cache=False, is_causal=True, softcap=None)
 
@@ -43,8 +64,6 @@ def test_what_changes_nothing_is_let_through() -> None:
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
-        ({"s_aux": torch.zeros(4)}, "s_aux"),  # attention sinks
-        ({"softcap": 50.0}, "softcap"),
         ({"dropout": 0.1}, "dropout"),
         ({"attention_mask": torch.zeros(1, 1, 6, 6)}, "attention_mask"),
         ({"alibi_slopes": torch.zeros(4)}, "alibi_slopes"),

@@ -108,7 +108,7 @@ def test_the_sizes_are_those_of_transformers(tmp_path: Path) -> None:
         filled = FAMILIES[ours.model_type].defaults
         for key in filled.keys() - ours.raw.keys() - {"head_dim", "sliding_window"}:
             assert getattr(theirs, key) == filled[key]
-    assert len(bare) == 12
+    assert len(bare) == 13
 
 
 def test_where_a_config_is_looked_for(tmp_path: Path) -> None:
@@ -151,20 +151,20 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
 REFUSED: list[tuple[Any, str]] = [
     ({"model_type": "opt"}, "model_type `opt` is not available yet"),
     (
-        {**QWEN3, "model_type": "gpt_oss"},
-        "model_type `gpt_oss` has attention sinks, which no attention kernel here has",
+        {**PLAIN, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+        "has a quantization_config; training quantised weights is not available yet",
     ),
     (
         {**QWEN3, "model_type": "llama4_text"},
         "model_type `llama4_text` attends in chunks, which no algorithm here splits",
     ),
     (
-        {**GEMMA2, "attn_logit_softcapping": 30.0},
-        "attn_logit_softcapping is 30.0: no attention kernel here has a soft-cap",
+        {**GEMMA2, "attn_logit_softcapping": -1.0},
+        "attn_logit_softcapping is -1.0, not a number above 0",
     ),
     (
-        without(GEMMA2, "attn_logit_softcapping"),
-        "attn_logit_softcapping is 50.0: no attention kernel here has a soft-cap",
+        {**GEMMA2, "model_type": "gemma3_text", "attn_logit_softcapping": 30.0},
+        "attn_logit_softcapping is 30.0, which transformers' gemma3_text does not heed",
     ),
     (
         {**GEMMA2, "model_type": "gemma3_text", "use_bidirectional_attention": True},
@@ -308,6 +308,25 @@ def test_scaling_is_refused_where_rotary_positions_are_the_familys_own(tmp_path:
         ((key, what, found),) = read(tmp_path, config, rope_scaling=yarn)
         assert key == "model.rope_scaling" and config["model_type"] in what and found == remedy
     assert shape(tmp_path, GEMMA2, rope_scaling=yarn).model_type == "gemma2"
+
+
+def test_a_kernel_without_a_softcap_is_refused_where_the_model_has_one(tmp_path: Path) -> None:
+    usual = without(GEMMA2, "attn_logit_softcapping")  # transformers' own is 50
+    for config in (usual, {**GEMMA2, "attn_logit_softcapping": 50.0}):
+        ((key, what, remedy),) = read(tmp_path, config, attention="flash_attn_3")
+        assert key == "model.attention" and remedy == "write one of auto, flash_attn_2, torch"
+        assert what == "is flash_attn_3, which has no soft-cap, and attn_logit_softcapping is 50.0"
+        assert shape(tmp_path, config, attention="flash_attn_2")
+    assert shape(tmp_path, GEMMA2, attention="flash_attn_3")
+
+
+def test_gpt_oss_has_positions_of_its_own_where_its_config_has_none(tmp_path: Path) -> None:
+    bare = {**PLAIN, "model_type": "gpt_oss"}
+    rope = shape(tmp_path, bare).rope
+    assert rope is not None and (rope["rope_type"], rope["factor"]) == ("yarn", 32.0)
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    assert shape(tmp_path, {**bare, "rope_parameters": plain}).rope == plain
+    assert shape(tmp_path, bare).attention_bias and not shape(tmp_path, QWEN3).attention_bias
 
 
 def test_phi_3_has_one_kind_of_scaling_by_three_names(tmp_path: Path) -> None:

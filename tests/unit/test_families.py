@@ -53,7 +53,9 @@ def test_random_weights_start_as_transformers_start(folder: Path) -> None:
         config, torch.float32, lambda model: RandomWeights(model, 0, 0.02), fill=True
     )
     for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        assert abs(one.std() - other.std()) < 0.004 and abs(one.mean() - other.mean()) < 0.004, name
+        near = max(0.004, 0.08 / one.numel() ** 0.5)  # of a few numbers, four standard errors
+        assert abs(one.std() - other.std()) < near and abs(one.mean() - other.mean()) < near, name
+        assert bool(one.any()) == bool(other.any()), name
 
 
 def test_a_missing_expert_is_missed(folder: Path) -> None:

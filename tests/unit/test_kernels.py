@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from uspft.kernels import Block, Grouped, Mask, Partial, believed_kernel, choose
-from uspft.kernels.dense import dense_attention
+from uspft.config.families import CAPPED_KERNELS
+from uspft.kernels import Block, Grouped, Mask, Partial, believed_kernel, capped, choose
+from uspft.kernels.dense import SEEN, dense_attention
 from uspft.kernels.kernel import Part
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
@@ -24,6 +25,46 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("heads", [(4, 4, 16), (8, 2, 16), (6, 1, 24)])
 def test_the_cpu_kernel_passes_the_probe(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     probe(TorchCpu(), heads, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.7, 50.0])
+@pytest.mark.parametrize("tile", [2**22, 50])
+def test_the_capped_kernel_passes_the_probe(
+    dtype: torch.dtype, softcap: float, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capped, "TILE_SCORES", tile)
+    for heads in ((4, 4, 16), (8, 2, 16), (6, 1, 24)):
+        probe(capped.TorchCapped(softcap), heads, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.7, 50.0])
+def test_the_probe_sees_a_forgotten_softcap(dtype: torch.dtype, softcap: float) -> None:
+    forgetful = TorchCpu()
+    forgetful.softcap = softcap
+    with pytest.raises(RuntimeError, match="is wrong on this machine"):
+        probe(forgetful, HEADS, dtype, CPU)
+
+
+def test_pieces_of_blocks_cover_each_score_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capped, "TILE_SCORES", 40)
+    for block in (
+        Block(3, 30, 5, 32, Mask.CAUSAL),
+        Block(0, 29, 4, 33, Mask.FLIPPED),
+        Block(1, 4, 0, 33, Mask.FULL),
+        Block(0, 33, 7, 8, Mask.FULL),
+    ):
+        pieces = list(capped._pieces([block], 2))
+        met = torch.zeros(33, 33, dtype=torch.int)
+        for piece in pieces:
+            assert 2 * (piece.q1 - piece.q0) * (piece.k1 - piece.k0) <= 40
+            square = met[piece.q0 : piece.q1, piece.k0 : piece.k1]
+            square += SEEN[piece.mask](torch.ones_like(square))
+        whole = torch.zeros_like(met)
+        square = whole[block.q0 : block.q1, block.k0 : block.k1]
+        square += SEEN[block.mask](torch.ones_like(square))
+        assert torch.equal(met, whole)
 
 
 def varlen_on_cpu() -> VarlenKernel:
@@ -65,6 +106,7 @@ def test_uneven_head_groups_equal_dense_attention() -> None:
     "kernel",
     [
         TorchCpu(),
+        capped.TorchCapped(2.0),
         varlen_on_cpu(),
         Grouped(TorchCpu(), [((0, 1), (0, 1)), ((1, 4), (1, 2))]),
     ],
@@ -191,6 +233,17 @@ def test_auto_tries_what_is_installed_the_fastest_first(monkeypatch: pytest.Monk
     with pytest.raises(ImportError, match="built for another torch"):
         believed_kernel("flash_attn_4", HEADS, FLOAT, gpu)
     assert believed_kernel("auto", HEADS, FLOAT, CPU).name == "torch"
+
+
+def test_a_softcap_takes_a_kernel_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    able = [name for name, source in choose.SOURCES.items() if source.capped]
+    assert sorted(["auto", *able]) == sorted(CAPPED_KERNELS)
+    assert believed_kernel("auto", HEADS, FLOAT, CPU, 30.0).softcap == 30.0
+    assert believed_kernel("auto", HEADS, FLOAT, CPU).softcap is None
+    monkeypatch.setattr(choose, "is_installed", lambda name: name in ("flash_attn_3", "torch"))
+    monkeypatch.setattr(choose, "probe", lambda kernel, *rest: probe(kernel, HEADS, FLOAT, CPU))
+    found = believed_kernel("auto", HEADS, FLOAT, torch.device("cuda"), 30.0)
+    assert isinstance(found, capped.TorchCapped)  # flash_attn_3 is installed, and has none
 
 
 def test_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

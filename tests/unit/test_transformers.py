@@ -58,6 +58,8 @@ def modeling(kind: str) -> Any:
 def test_no_family_branches_on_the_name_of_its_attention(kind: str) -> None:
     """Padding-free arguments and float32 casts belong to transformers' own flash functions."""
     harmless = {"FlashAttentionKwargs", "_supports_flash_attn"}  # a type and a flag, not read here
+    # Of which flash kernels gpt-oss may be asked for; uspft asks for none.
+    harmless |= {"_compatible_flash_implementations", "flash_attention_4"}
     assert set(branches(modeling(kind))) <= harmless
 
 
@@ -74,8 +76,8 @@ def test_no_mask_is_made_for_a_name_without_a_mask_function() -> None:
 class Seen:
     """Stands for what a forward call binds; remembers the types it was asked for."""
 
-    def __init__(self) -> None:
-        self.types: list[set[torch.dtype]] = []
+    def __init__(self, softcap: float | None) -> None:
+        self.softcap, self.types = softcap, list[set[torch.dtype]]()
 
     def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], rule: Rule) -> torch.Tensor:
         self.types.append({x.dtype for x in qkv})
@@ -88,7 +90,8 @@ def test_attention_is_asked_in_the_models_own_type(kind: str, tmp_path: Path) ->
     net = AutoModelForCausalLM.from_pretrained(
         make_model(tmp_path, kind, kv_heads=2), dtype=torch.bfloat16, attn_implementation=NAME
     )
-    seen, ids = Seen(), torch.arange(6)[None]
+    seen = Seen(getattr(net.config, "attn_logit_softcapping", None))
+    ids = torch.arange(6)[None]
     net.train().base_model(input_ids=ids, position_ids=ids, use_cache=False, uspft=seen)
     assert seen.types == [{torch.bfloat16}] * net.config.num_hidden_layers
 

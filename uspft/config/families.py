@@ -30,7 +30,8 @@ class Family:
     where use_sliding_window) | typed (as layer_types says); defaults: what transformers takes where
     config.json has no such field; whole_heads: hidden_size is a multiple of the heads;
     ropes, scalings: rotary types of its config and of model.rope_scaling; norm_start: a
-    new norm's weight; routed: its tokens choose experts.
+    new norm's weight; routed: its tokens choose experts; capped: attention has its
+    attn_logit_softcapping; rope: rotary parameters where config.json has none.
     """
 
     windows: str = "none"
@@ -41,11 +42,15 @@ class Family:
     scalings: tuple[str, ...] = ROPE_TYPES
     norm_start: float = 1.0
     routed: bool = False
+    capped: bool = False
+    rope: Mapping[str, Any] = field(default_factory=dict)
 
 
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _GEMMA |= {"tie_word_embeddings": True}
 _LONGROPE = ("default", "longrope")
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+_GPT_OSS_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 
 FAMILIES: dict[str, Family] = {
@@ -62,12 +67,28 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "granite": Family(),
     "gemma2": Family(
-        "typed", {**_GEMMA, "attn_logit_softcapping": 50.0}, whole_heads=True, norm_start=0.0
+        "typed",
+        {**_GEMMA, "attn_logit_softcapping": 50.0},
+        whole_heads=True,
+        norm_start=0.0,
+        capped=True,
     ),
     "gemma3_text": Family("typed", _GEMMA, whole_heads=True, scalings=(), norm_start=0.0),
+    "gpt_oss": Family(
+        "typed",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "attention_bias": True,
+        },
+        routed=True,
+        rope=_GPT_OSS_ROPE,
+    ),
 }
+CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
+"""Values of model.attention that can have a soft-cap."""
 REFUSED: dict[str, tuple[str, str]] = {
-    "gpt_oss": ("has attention sinks, which no attention kernel here has", ""),
     "gemma3": ("takes images too", "name its text model, of type gemma3_text"),
     "llama4": ("takes images too, and attends in chunks", ""),
     "llama4_text": ("attends in chunks, which no algorithm here splits", ""),
@@ -82,11 +103,14 @@ _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
 def unsupported(
-    raw: Mapping[str, Any], named: Named, scaling: Mapping[str, Any] | None = None
+    raw: Mapping[str, Any],
+    named: Named,
+    scaling: Mapping[str, Any] | None = None,
+    kernel: str = "auto",
 ) -> list[Finding]:
     """Traits that would change the mathematics and that uspft does not have: refused by name.
 
-    scaling: the recipe's model.rope_scaling.
+    scaling, kernel: the recipe's model.rope_scaling and model.attention.
     """
     kind = str(raw.get("model_type"))
     family = FAMILIES.get(kind)
@@ -95,8 +119,8 @@ def unsupported(
         named_types = f"name a model of type {', '.join(FAMILIES)}"
         return [(named("model_type"), f"model_type `{kind}` {why}", remedy or named_types)]
     full = {**family.defaults, **raw}
-    findings = _windows(kind, family, full, named) + _attention(full, named) + _noise(full, named)
-    findings += _router_loss(kind, full, named)
+    findings = _windows(kind, family, full, named) + _attention(kind, full, named, kernel)
+    findings += _noise(full, named) + _router_loss(kind, full, named)
     if full.get("quantization_config") is not None:
         what = "has a quantization_config; training quantised weights is not available yet"
         findings.append((named("quantization_config"), what, "name the unquantised model"))
@@ -110,13 +134,18 @@ def unsupported(
     return findings
 
 
-def _attention(full: Mapping[str, Any], named: Named) -> list[Finding]:
+def _attention(kind: str, full: Mapping[str, Any], named: Named, kernel: str) -> list[Finding]:
     findings = []
-    cap = full.get("attn_logit_softcapping")
-    if cap is not None:
-        what = f"attn_logit_softcapping is {cap}: no attention kernel here has a soft-cap"
-        remedy = "name another model, or write model.overrides.attn_logit_softcapping: null"
-        findings.append((named("attn_logit_softcapping"), what, f"{remedy} to train without it"))
+    cap, key = full.get("attn_logit_softcapping"), "attn_logit_softcapping"
+    if cap is not None and not FAMILIES[kind].capped:
+        what = f"{key} is {cap}, which transformers' {kind} does not heed"
+        findings.append((named(key), what, f"write model.overrides.{key}: null"))
+    elif cap is not None and (type(cap) not in (int, float) or not 0 < cap < math.inf):
+        what = f"{key} is {cap!r}, not a number above 0"
+        findings.append((named(key), what, f"write model.overrides.{key}: 50.0"))
+    elif cap is not None and kernel not in CAPPED_KERNELS:
+        what = f"is {kernel}, which has no soft-cap, and {key} is {cap}"
+        findings.append(("model.attention", what, f"write one of {', '.join(CAPPED_KERNELS)}"))
     if full.get("use_bidirectional_attention"):
         what = "use_bidirectional_attention is true, and attention here is causal"
         remedy = "write model.overrides.use_bidirectional_attention: false"
@@ -218,7 +247,8 @@ def _ropes(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     transformers 5 writes rope_parameters, older two keys; some families one for each layer type.
     """
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    family = FAMILIES.get(str(raw.get("model_type")), Family())
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or family.rope
     if isinstance(given, dict) and {_FULL, _WINDOWED} & given.keys():
         each = [given.get(kind) or {} for kind in (_FULL, _WINDOWED)]
         return [_one_form(rope, raw) for rope in each]

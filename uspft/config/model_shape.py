@@ -55,7 +55,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     def named(field: str) -> str:
         return f"model.overrides.{field}" if field in model.overrides else key
 
-    findings = unsupported(raw, named, model.rope_scaling)
+    findings = unsupported(raw, named, model.rope_scaling, model.attention)
     if findings:
         return findings
     family = FAMILIES[raw["model_type"]]
@@ -68,7 +68,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
         **sizes,
         rope=rope_of(raw),
         tied=bool(full.get("tie_word_embeddings", False)),
-        attention_bias=family.qkv_bias or bool(raw.get("attention_bias", False)),
+        attention_bias=family.qkv_bias or bool(full.get("attention_bias", False)),
         raw=raw,
     )
 

@@ -11,23 +11,28 @@ from typing import NamedTuple
 import torch
 
 from uspft.kernels import cuda
+from uspft.kernels.capped import TorchCapped
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 
 
 class Source(NamedTuple):
-    """Where a CUDA kernel comes from: a module that must be installed, and what makes it."""
+    """Where a CUDA kernel comes from: a module that must be installed, and what makes it.
+
+    capped: makes one with a soft-cap; None: it has none.
+    """
 
     module: str
     make: Callable[[], Kernel]
+    capped: Callable[[float], Kernel] | None = None
 
 
 SOURCES = {
     "flash_attn_4": Source("flash_attn.cute", partial(cuda.torch_flash, "FA4")),
     "flash_attn_3": Source("flash_attn_interface", partial(cuda.torch_flash, "FA3")),
-    "flash_attn_2": Source("flash_attn.flash_attn_interface", cuda.flash_attn_2),
-    "torch": Source("torch", cuda.torch_flash),
+    "flash_attn_2": Source("flash_attn.flash_attn_interface", cuda.flash_attn_2, cuda.flash_attn_2),
+    "torch": Source("torch", cuda.torch_flash, TorchCapped),
 }
 """The fastest first; torch's own is always there."""
 
@@ -42,18 +47,24 @@ def is_installed(name: str) -> bool:
 
 
 def believed_kernel(
-    wish: str, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    wish: str,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    softcap: float | None = None,
 ) -> Kernel:
     """The kernel of `model.attention`; `auto`: the fastest that is installed, loads and passes.
 
-    heads: query heads, KV heads, head dim of one rank. Raises what the last one tried did:
-    ImportError where it does not load, RuntimeError where it fails or is wrong here.
+    heads: query heads, KV heads, head dim of one rank; softcap: of the model's scores. Raises what
+    the last one tried did: ImportError where it does not load, RuntimeError where it fails or is
+    wrong here.
     """
+    makers: list[Callable[[], Kernel]]
     if device.type == "cpu":
-        makers: list[Callable[[], Kernel]] = [TorchCpu]
+        makers = [TorchCpu if softcap is None else partial(TorchCapped, softcap)]
     else:
         names = [name for name in SOURCES if is_installed(name)] if wish == "auto" else [wish]
-        makers = [SOURCES[name].make for name in names]
+        makers = [make for name in names if (make := _maker(SOURCES[name], softcap))]
     for number, make in enumerate(makers, 1):
         try:
             kernel = make()
@@ -63,3 +74,9 @@ def believed_kernel(
             if number == len(makers):
                 raise
     raise AssertionError("there always is a kernel to try")
+
+
+def _maker(source: Source, softcap: float | None) -> Callable[[], Kernel] | None:
+    if softcap is None:
+        return source.make
+    return partial(source.capped, softcap) if source.capped else None

@@ -49,14 +49,15 @@ def _restore() -> None:
         attention.restore_flash_attention_impl()
 
 
-def flash_attn_2() -> VarlenKernel:
+def flash_attn_2(softcap: float | None = None) -> VarlenKernel:
     """The flash-attn 2 package; raises ImportError where it is not installed."""
     _restore()
     flash = importlib.import_module("flash_attn.flash_attn_interface")
+    cap = softcap or 0.0
 
     def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = flash._flash_attn_varlen_forward(
-            q, k, v, *x[:4], dropout_p=0.0, softmax_scale=scale, causal=x.causal
+            q, k, v, *x[:4], dropout_p=0.0, softmax_scale=scale, causal=x.causal, softcap=cap
         )
         return out, lse
 
@@ -73,10 +74,10 @@ def flash_attn_2() -> VarlenKernel:
             causal=x.causal,
             window_size_left=-1,
             window_size_right=-1,
-            softcap=0.0,
+            softcap=cap,
             alibi_slopes=None,
             deterministic=False,
         )
         return dq, dk, dv
 
-    return VarlenKernel("flash_attn_2", forward, backward)
+    return VarlenKernel("flash_attn_2", forward, backward, softcap)

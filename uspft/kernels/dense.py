@@ -17,7 +17,12 @@ SEEN: dict[Mask, Callable[[Tensor], Tensor]] = {
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Sequence[Block],
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, h, D], lse [h, T]) over the union of blocks, differentiable, O(T · T') memory.
 
@@ -30,6 +35,8 @@ def dense_attention(
         square = seen[block.q0 : block.q1, block.k0 : block.k1]
         square |= SEEN[block.mask](torch.ones_like(square))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()

@@ -21,7 +21,7 @@ class Grouped:
     """
 
     def __init__(self, kernel: Kernel, groups: Sequence[tuple[Heads, Heads]]) -> None:
-        self.name = kernel.name
+        self.name, self.softcap = kernel.name, kernel.softcap
         self._kernel, self._groups = kernel, groups
 
     def forward(

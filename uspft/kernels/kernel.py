@@ -35,10 +35,11 @@ class Kernel(Protocol):
 
     q [T, h, D], k and v [T', g, D] with g dividing h (grouped queries share a KV head); lse is the
     natural log of the softmax denominator, float32 (float64 for float64), scale included. name: the
-    recipe's word for it.
+    recipe's word for it. softcap: scores s become softcap · tanh(s / softcap) before the softmax.
     """
 
     name: str
+    softcap: float | None
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float

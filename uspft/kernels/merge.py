@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from uspft.kernels.kernel import Part
+from uspft.kernels.sinks import with_sinks
 
 
 class Partial:
@@ -54,9 +55,12 @@ class Partial:
             self._out[q0:q1] = out
             self._lse[:, q0:q1] = lse
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """(out [T, h, D] in q's dtype, contiguous; lse [h, T])."""
+    def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(out [T, h, D] in q's dtype, contiguous; lse [h, T]), sinks [h] joined where given."""
         if self._out is None:
             self._start([])
         assert self._out is not None
-        return self._out.to(self._like.dtype).contiguous(), self._lse
+        out, lse = self._out, self._lse
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        return out.to(self._like.dtype).contiguous(), lse

@@ -34,9 +34,11 @@ def probe(
     wide = [torch.randn(n, h, dim, generator=generator, dtype=torch.float64) for n, h in shapes]
     by_token = [x.to(device, dtype) for x in wide]
     by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in by_token]
-    truth = _truth(by_token, dim**-0.5)
+    # Scores that a soft-cap bends: a kernel that forgets it is seen.
+    scale = dim**-0.5 * (kernel.softcap / 4 if kernel.softcap else 1.0)
+    truth = _truth(by_token, scale, kernel.softcap)
     for inputs in (by_token, by_head):  # exchanged q, k, v lie by token, a model's own by head
-        wrong = _first_wrong(_results(kernel, inputs, dim**-0.5), truth, dtype)
+        wrong = _first_wrong(_results(kernel, inputs, scale), truth, dtype)
         if wrong:
             raise RuntimeError(
                 f"attention kernel {kernel.name} is wrong on this machine: {wrong}, relatively "
@@ -63,11 +65,12 @@ def _results(kernel: Kernel, inputs: list[Tensor], scale: float) -> list[Tensor]
     return [out, *grads, lse]
 
 
-def _truth(inputs: list[Tensor], scale: float) -> list[Tensor]:
+def _truth(inputs: list[Tensor], scale: float, softcap: float | None) -> list[Tensor]:
     """The same in float64, from the same rounded inputs."""
     q, k, v, dout = (x.detach().double() for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(q, k, v, [b for blocks in BLOCKS for b in blocks], scale)
+    every = [block for blocks in BLOCKS for block in blocks]
+    out, lse = dense_attention(q, k, v, every, scale, softcap)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout), lse.detach()]
 
 

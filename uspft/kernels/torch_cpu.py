@@ -21,6 +21,7 @@ class TorchCpu:
     """
 
     name = "torch"
+    softcap: float | None = None
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float

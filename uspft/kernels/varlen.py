@@ -37,8 +37,10 @@ class VarlenKernel:
     Not yet run on a GPU.
     """
 
-    def __init__(self, name: str, forward: Forward, backward: Backward) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, forward: Forward, backward: Backward, softcap: float | None = None
+    ) -> None:
+        self.name, self.softcap = name, softcap
         self._forward, self._backward = forward, backward
 
     def forward(

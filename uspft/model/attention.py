@@ -7,6 +7,7 @@ for an implementation that registers no mask function.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,13 +43,20 @@ class Bound:
         """Attention of one layer: q [T, H, D], k and v [T, G, D] → [T, H, D]."""
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
-            q, k, v = inputs
-            return self._world.attend((q, k, v), self._plan, rule)
+            q, k, v, *sinks = inputs
+            own = replace(rule, sinks=sinks[0]) if sinks else rule
+            return self._world.attend((q, k, v), self._plan, own)
 
-        once = not (torch.is_grad_enabled() and any(x.requires_grad for x in qkv))
+        inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
+        once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
         if once or self._memory is None:  # a layer without a backward is never called again
-            return run(qkv)
-        return attend_once(self._memory, layer, run, qkv)
+            return run(inputs)
+        return attend_once(self._memory, layer, run, inputs)
+
+    @property
+    def softcap(self) -> float | None:
+        """What the kernel does to scores, in every layer."""
+        return self._world.kernel.softcap
 
 
 def attention(
@@ -61,12 +69,14 @@ def attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     uspft: Bound | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Attention across ranks: query [1, H, T, D], key and value [1, G, T, D] → [1, T, H, D].
 
-    sliding_window: keys that a query sees, itself counted.
+    sliding_window: keys that a query sees, itself counted; s_aux [H]: sinks.
 
     Raises RuntimeError, naming it, for anything that it would have to ignore.
     """
@@ -80,8 +90,20 @@ def attention(
         )
     if uspft is None:
         raise RuntimeError(f"{type(module).__name__} was called without a plan (uspft=)")
+    if softcap != uspft.softcap:
+        raise RuntimeError(
+            f"{type(module).__name__} asks attention for softcap {softcap}, "
+            f"and its kernel was made with {uspft.softcap}"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return uspft.attend(id(module), (q, k, v), Rule(scaling, sliding_window))[None], None
+    # A copy: where ZeRO has partitioned the parameter, its storage is taken back after the layer.
+    sinks = None if s_aux is None else s_aux.to(_wide(s_aux), copy=True)
+    rule = Rule(scaling, sliding_window, sinks)
+    return uspft.attend(id(module), (q, k, v), rule)[None], None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 AttentionInterface.register(NAME, attention)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 _FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
+_BIAS = re.compile(r".*\.mlp\.experts\.(gate_up_proj|down_proj)_bias")
 _ROUTER = re.compile(r"(?P<block>.*)\.mlp\.gate\.weight")
 
 
@@ -52,8 +53,8 @@ class Stored(NamedTuple):
 
 
 def is_experts(name: str) -> bool:
-    """Whether a parameter holds all experts of a layer."""
-    return _FUSED.fullmatch(name) is not None
+    """Whether a parameter holds something of all experts of a layer."""
+    return bool(_FUSED.fullmatch(name) or _BIAS.fullmatch(name))
 
 
 def is_router(module: nn.Module) -> bool:

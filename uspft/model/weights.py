@@ -115,8 +115,8 @@ class RandomWeights:
     """Random weights as a function of the seed and each parameter's name alone.
 
     As transformers initialises them: projections, embeddings, experts and their routers normal(0,
-    initializer_range), the padding token's embedding 0, norms 1 (0 where 1 is added to them),
-    biases 0.
+    initializer_range), attention's sinks and a router's bias too, the padding token's embedding 0,
+    norms 1 (0 where 1 is added to them), other biases 0.
     """
 
     def __init__(self, model: nn.Module, seed: int, std: float) -> None:
@@ -129,11 +129,13 @@ class RandomWeights:
     def read(self, name: str, shape: torch.Size) -> Tensor:
         owner, _, kind = name.rpartition(".")
         module = self._modules[owner]
-        if kind == "bias":
+        routes = is_router(module)
+        if kind.endswith("bias") and not routes:
             return torch.zeros(shape)
-        if isinstance(module, nn.Linear | nn.Embedding) or is_experts(name) or is_router(module):
-            drawn = generator(self._seed, name)
-            value = torch.empty(shape).normal_(0.0, self._std, generator=drawn)
+        projects = isinstance(module, nn.Linear | nn.Embedding)
+        if projects or routes or kind == "sinks" or is_experts(name):
+            source = generator(self._seed, name)
+            value = torch.empty(shape).normal_(0.0, self._std, generator=source)
             padding = getattr(module, "padding_idx", None)
             if padding is not None:
                 value[padding] = 0.0

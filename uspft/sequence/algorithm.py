@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -25,10 +25,19 @@ class Heads(NamedTuple):
 @dataclass(frozen=True)
 class Rule:
     """How scores become weights: softmax(scale · q·k) over the last `window` keys of a document,
-    the query's own counted; None: over all that come before."""
+    the query's own counted; None: over all that come before.
+
+    sinks [H]: scores of keys that every query sees and that give it nothing, one a head; float32 or
+    wider.
+    """
 
     scale: float
     window: int | None = None
+    sinks: Tensor | None = None
+
+    def of_heads(self, heads: tuple[int, int]) -> Rule:
+        """The same for query heads [first, last) alone."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks[slice(*heads)])
 
 
 @dataclass(frozen=True)

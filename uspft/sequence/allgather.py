@@ -37,7 +37,7 @@ class AllGather:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
     ) -> Tensor:
-        return attend_exchanged(qkv, _exchange(plan), rule.scale, split.ring, split.kernel)
+        return attend_exchanged(qkv, _exchange(plan), rule, split.ring, split.kernel)
 
     def cost(
         self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None

@@ -15,13 +15,14 @@ from torch.autograd.function import once_differentiable
 from uspft.comm import Group, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
-from uspft.sequence.algorithm import Traffic
+from uspft.kernels.sinks import sinks_gradient
+from uspft.sequence.algorithm import Rule, Traffic
 from uspft.sequence.plan import Plan
 from uspft.sequence.sums import Sum
 
 
 def attend_blocks(
-    qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, scale: float, ring: Group, kernel: Kernel
+    qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, ring: Group, kernel: Kernel
 ) -> Tensor:
     """out [T, h, D] of q [T, h, D] over all keys that the plan's blocks name, differentiable.
 
@@ -29,7 +30,7 @@ def attend_blocks(
     ones on their way. Keys travel again in the backward; each partial dK, dV goes straight home,
     rounded once to the compute type and summed there in float32.
     """
-    out: Tensor = _BlockAttention.apply(*qkv, plan, scale, ring, kernel)
+    out: Tensor = _BlockAttention.apply(*qkv, rule.sinks, plan, rule.scale, ring, kernel)
     return out
 
 
@@ -57,6 +58,7 @@ class _BlockAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         plan: Plan,
         scale: float,
         ring: Group,
@@ -66,15 +68,15 @@ class _BlockAttention(torch.autograd.Function):
         for source, keys, values in _travel(k, v, plan, ring):
             partial.add(kernel.forward((q, keys, values), plan.blocks[source], scale))
             del keys, values  # or they would live on beside the next two
-        out, lse = partial.result()
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = partial.result(sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.plan, ctx.scale, ctx.ring, ctx.kernel = plan, scale, ring, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         dq, dkv = Sum(q.shape, q), Sum((2, *k.shape), k)
         returns = _Returns(k, ctx.plan, ctx.ring, dkv)
         for source, keys, values in _travel(k, v, ctx.plan, ctx.ring):
@@ -89,7 +91,8 @@ class _BlockAttention(torch.autograd.Function):
             returns.send(source, partials)
         returns.finish()
         dk, dv = dkv.result()
-        return dq.result(), dk, dv, None, None, None, None
+        dsinks = None if sinks is None else sinks_gradient(sinks, out, lse, dout)
+        return dq.result(), dk, dv, dsinks, None, None, None, None
 
 
 def _travel(k: Tensor, v: Tensor, plan: Plan, ring: Group):  # type: ignore[no-untyped-def]

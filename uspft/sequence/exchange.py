@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, shift
 from uspft.kernels import Block, Kernel, Partial
-from uspft.sequence.algorithm import Traffic
+from uspft.kernels.sinks import sinks_gradient
+from uspft.sequence.algorithm import Rule, Traffic
 from uspft.sequence.plan import Plan
 from uspft.sequence.regions import Run, Share, blocks_between, cut
 from uspft.sequence.sums import Sum
@@ -151,7 +152,7 @@ def exchange_traffic(exchanges: Sequence[Exchange], pair_bytes: int) -> Traffic:
 def attend_exchanged(
     qkv: tuple[Tensor, Tensor, Tensor],
     exchange: Exchange,
-    scale: float,
+    rule: Rule,
     ring: Group,
     kernel: Kernel,
 ) -> Tensor:
@@ -160,7 +161,7 @@ def attend_exchanged(
     All transfers are posted first; this rank's own blocks hide the first, each stage's blocks the
     next. Each partial dK, dV goes home once, in the compute type, and is summed there in float32.
     """
-    out: Tensor = _ExchangedAttention.apply(*qkv, exchange, scale, ring, kernel)
+    out: Tensor = _ExchangedAttention.apply(*qkv, rule.sinks, exchange, rule.scale, ring, kernel)
     return out
 
 
@@ -171,6 +172,7 @@ class _ExchangedAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         exchange: Exchange,
         scale: float,
         ring: Group,
@@ -186,15 +188,15 @@ class _ExchangedAttention(torch.autograd.Function):
             partial.add(kernel.forward((q, keys, values), stage.blocks, scale))
             received += [keys, values] if exchange.keep else []
         arriving.finish()
-        out, lse = partial.result()
-        ctx.save_for_backward(q, k, v, out, lse, *received)
+        out, lse = partial.result(sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *received)
         ctx.exchange, ctx.scale, ctx.ring, ctx.kernel = exchange, scale, ring, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *received = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *received = ctx.saved_tensors
         exchange, kernel = ctx.exchange, ctx.kernel
         dq, dkv = Sum(q.shape, q), Sum((2, *k.shape), k)
         saved = (out, lse, dout)
@@ -220,7 +222,8 @@ class _ExchangedAttention(torch.autograd.Function):
             own()  # hides the way home
         returning.finish(dkv)
         dk, dv = dkv.result()
-        return dq.result(), dk, dv, None, None, None, None
+        dsinks = None if sinks is None else sinks_gradient(sinks, out, lse, dout)
+        return dq.result(), dk, dv, dsinks, None, None, None, None
 
 
 class _Arriving:

@@ -63,10 +63,10 @@ class Planned:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
     ) -> Tensor:
-        def inner(qkv: tuple[Tensor, Tensor, Tensor], kernel: Kernel) -> Tensor:
-            return attend_exchanged(qkv, self._exchange(plan), rule.scale, split.ring, kernel)
+        def inner(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule, kernel: Kernel) -> Tensor:
+            return attend_exchanged(qkv, self._exchange(plan), rule, split.ring, kernel)
 
-        return attend_over_heads(qkv, plan, split, inner)
+        return attend_over_heads(qkv, plan, rule, split, inner)
 
     def _exchange(self, plan: Plan) -> Exchange:
         stages = self.stages or self.ring

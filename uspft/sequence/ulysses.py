@@ -45,28 +45,30 @@ class Ulysses:
         return Cost(all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes))
 
 
-Inner = Callable[[tuple[Tensor, Tensor, Tensor], Kernel], Tensor]
-"""Attention out [T, h, D] of some heads of a ring rank's tokens, with the kernel that fits them."""
+Inner = Callable[[tuple[Tensor, Tensor, Tensor], Rule, Kernel], Tensor]
+"""Attention out [T, h, D] of some heads of a ring rank's tokens, with the rule and the kernel that
+fit them."""
 
 
 def attend_over_heads(
-    qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, split: Split, inner: Inner
+    qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split, inner: Inner
 ) -> Tensor:
     """Ulysses exchange around attention: q [t, H, D], k, v [t, G, D] → out [t, H, D]."""
     size, first = split.ulysses.size, split.ring.index * split.ulysses.size
     if size == 1:
-        return inner(qkv, split.kernel)
+        return inner(qkv, rule, split.kernel)
     tokens = plan.tokens[first : first + size]
     query, kv = qkv[0].shape[1], qkv[1].shape[1]
     shares = split_heads(query, kv, size)
     groups = shares.groups(split.ulysses.index, query // kv)
     kernel = split.kernel if len(groups) == 1 else Grouped(split.kernel, groups)
+    mine = rule.of_heads(shares.query[split.ulysses.index])
     q, k, v = scatter_heads(qkv, tokens, split.ulysses)
     if plan.sorting is None:
-        return gather_heads(inner((q, k, v), kernel), shares, tokens, split.ulysses)
+        return gather_heads(inner((q, k, v), mine, kernel), shares, tokens, split.ulysses)
     index, received = plan.once(("sorting", q.device), lambda: _both_ways(plan.sorting, q.device))
     q, k, v = (x.index_select(0, index) for x in (q, k, v))
-    out = inner((q, k, v), kernel).index_select(0, received)
+    out = inner((q, k, v), mine, kernel).index_select(0, received)
     return gather_heads(out, shares, tokens, split.ulysses)
 
 
@@ -76,10 +78,10 @@ def blocks_over_heads(
     """Ulysses exchange around attention over blocks, which a ring brings where it is larger than
     one rank."""
 
-    def inner(qkv: tuple[Tensor, Tensor, Tensor], kernel: Kernel) -> Tensor:
-        return attend_blocks(qkv, plan, rule.scale, split.ring, kernel)
+    def inner(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule, kernel: Kernel) -> Tensor:
+        return attend_blocks(qkv, plan, rule, split.ring, kernel)
 
-    return attend_over_heads(qkv, plan, split, inner)
+    return attend_over_heads(qkv, plan, rule, split, inner)
 
 
 def _both_ways(sorting: Sequence[int] | None, device: torch.device) -> tuple[Tensor, Tensor]:

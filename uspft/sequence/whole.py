@@ -31,7 +31,7 @@ class Whole:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
     ) -> Tensor:
-        return attend_blocks(qkv, plan, rule.scale, split.ring, split.kernel)
+        return attend_blocks(qkv, plan, rule, split.ring, split.kernel)
 
     def cost(
         self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None

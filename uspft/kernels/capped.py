@@ -1,0 +1,115 @@
+"""Attention whose scores are capped, in torch operations: any device, any type.
+
+s → cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, section 2), which torch's flash kernels do not
+have. A block is cut until no piece has more than a tile of scores, so memory does not grow with it.
+
+Shapes: n queries and m keys of a piece, g KV heads, r query heads for each of them, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from uspft.kernels.blocks import Block, Mask
+from uspft.kernels.dense import SEEN
+from uspft.kernels.kernel import Gradient, Part
+
+TILE_SCORES = 2**22
+"""Scores of all heads that are in memory at once, about; a few tensors of them are."""
+
+
+class TorchCapped:
+    """The soft-cap written out, in float32 or wider."""
+
+    name = "torch"
+
+    def __init__(self, softcap: float) -> None:
+        self.softcap: float | None = softcap
+        self._cap = softcap
+
+    def forward(
+        self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
+    ) -> list[Part]:
+        parts = []
+        for piece in _pieces(blocks, qkv[0].shape[1]):
+            q, k, v = _by_group(qkv, piece)
+            capped, _ = self._scores(q, k, piece, scale)
+            lse = capped.logsumexp(-1)
+            out = torch.einsum("grnm,mgd->ngrd", (capped - lse[..., None]).exp_(), v)
+            parts.append(Part(piece.q0, piece.q1, out.flatten(1, 2), lse.flatten(0, 1)))
+        return parts
+
+    def backward(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        saved: tuple[Tensor, Tensor, Tensor],
+        blocks: Sequence[Block],
+        scale: float,
+    ) -> tuple[list[Gradient], list[Gradient]]:
+        queries, keys = [], []
+        groups = qkv[1].shape[1]
+        for piece in _pieces(blocks, qkv[0].shape[1]):
+            q, k, v = _by_group(qkv, piece)
+            rows = slice(piece.q0, piece.q1)
+            out, dout = (_wide(x[rows]).unflatten(1, (groups, -1)) for x in (saved[0], saved[2]))
+            lse = saved[1][:, rows].unflatten(0, (groups, -1))[..., None]
+            capped, slope = self._scores(q, k, piece, scale)
+            weights = (capped - lse).exp_()
+            dv = torch.einsum("grnm,ngrd->mgd", weights, dout)
+            along = torch.einsum("ngrd,ngrd->grn", out, dout)[..., None]
+            dscores = torch.einsum("ngrd,mgd->grnm", dout, v).sub_(along)
+            dscores.mul_(weights).mul_(slope).mul_(scale)
+            dq = torch.einsum("grnm,mgd->ngrd", dscores, k).flatten(1, 2)
+            dk = torch.einsum("grnm,ngrd->mgd", dscores, q)
+            queries.append(Gradient(piece.q0, piece.q1, (dq,)))
+            keys.append(Gradient(piece.k0, piece.k1, (dk, dv)))
+        return queries, keys
+
+    def _scores(self, q: Tensor, k: Tensor, piece: Block, scale: float) -> tuple[Tensor, Tensor]:
+        """(capped scores [g, r, n, m], -inf where unseen; how steep the cap is there)."""
+        bent = torch.einsum("ngrd,mgd->grnm", q, k).mul_(scale / self._cap).tanh_()
+        slope = 1 - bent.square()
+        capped = bent.mul_(self._cap)
+        if piece.mask is not Mask.FULL:
+            seen = SEEN[piece.mask](torch.ones_like(capped[0, 0], dtype=torch.bool))
+            capped.masked_fill_(~seen, -torch.inf)
+        return capped, slope
+
+
+def _pieces(blocks: Sequence[Block], heads: int) -> Iterator[Block]:
+    """Blocks cut in halves until each has a tile of scores."""
+    for block in blocks:
+        if heads * (block.q1 - block.q0) * (block.k1 - block.k0) <= TILE_SCORES:
+            yield block
+        else:
+            yield from _pieces(_halves(block), heads)
+
+
+def _halves(block: Block) -> list[Block]:
+    """A block in two, along its longer side; one on the diagonal in two such and the full square
+    between them."""
+    q0, q1, k0, k1, mask = block
+    q, k = (q0 + q1) // 2, (k0 + k1) // 2
+    if mask is Mask.FULL:
+        if q1 - q0 < k1 - k0:
+            return [Block(q0, q1, k0, k, mask), Block(q0, q1, k, k1, mask)]
+        return [Block(q0, q, k0, k1, mask), Block(q, q1, k0, k1, mask)]
+    first, second = Block(q0, q, k0, k0 + q - q0, mask), Block(q, q1, k0 + q - q0, k1, mask)
+    if mask is Mask.CAUSAL:
+        return [first, second, Block(q, q1, k0, k0 + q - q0, Mask.FULL)]
+    return [first, second, Block(q0, q, k0 + q - q0, k1, Mask.FULL)]
+
+
+def _by_group(qkv: tuple[Tensor, Tensor, Tensor], piece: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """q [n, g, r, D], k and v [m, g, D] of a piece."""
+    q, k, v = qkv
+    keys = slice(piece.k0, piece.k1)
+    by_group = _wide(q[piece.q0 : piece.q1]).unflatten(1, (k.shape[1], -1))
+    return by_group, _wide(k[keys]), _wide(v[keys])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
