@@ -1,7 +1,8 @@
-"""Every algorithm against dense float64 attention in one process: out, dq, dk, dv.
+"""Every algorithm against dense float64 attention in one process: out, dq, dk, dv, dsinks.
 
-The whole product of ways, heads, rows and windows on 1, 2 and 4 ranks; pairwise, and with layers
-that are recomputed, on 3, 6 and 8; `--full`: the whole product, recomputed too, on 1 to 8.
+The whole product of ways, heads, rows and windows on 1, 2 and 4 ranks, and pairwise with sinks;
+pairwise, with sinks and layers that are recomputed, on 3, 6 and 8; `--full`: the whole product,
+recomputed too, on 1 to 8.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.attention import (
     DIM,
@@ -22,6 +24,7 @@ from tests.support.attention import (
     Layer,
     dense,
     make_inputs,
+    make_sinks,
     rows_of,
     shared,
     ways,
@@ -40,12 +43,19 @@ def whole_product(world: int, *, recomputed: bool) -> list[Case]:
     return [Case(*one) for one in found]
 
 
-def pairs(world: int) -> list[Case]:
-    return [Case(*one) for one in pairwise(ways(world), HEADS, rows_of(world), WINDOWS, (0, 1))]
+def pairs(world: int, sinks: tuple[bool, ...] = (False, True)) -> list[Case]:
+    """With these ranks, recomputed and not."""
+    factors = ways(world), HEADS, rows_of(world), WINDOWS, (False, True), sinks
+    return [Case(*one) for one in pairwise(*factors)]
+
+
+def sinks(case: Case) -> torch.Tensor | None:
+    return make_sinks(HEADS[case.heads]) if case.sinks else None
 
 
 def compare(rank: int, cases: list[Case], world: int, break_order: bool) -> dict[Case, Any]:
-    """By case: the largest errors of (out, dq, dk, dv) on this rank's tokens, and its books."""
+    """By case: the largest errors of (out, dq, dk, dv) on this rank's tokens, and of dsinks where
+    there are any, and its books."""
     benches = {
         # Layers may have other windows than the one that tokens are ordered for.
         (way, w): Bench.of(way, None if w == 11 else w)
@@ -61,17 +71,23 @@ def compare(rank: int, cases: list[Case], world: int, break_order: bool) -> dict
     }
     truth = each_once(
         {
-            case[1:4]: partial(dense, inputs[case[1:3]], layer, SCALE)
+            case.question: partial(dense, inputs[case[1:3]], layer, SCALE, sinks(case))
             for case, layer in layers.items()
         }
     )
     found = {}
     for case, layer in layers.items():
-        bench, want = layer.bench, truth[case[1:4]]
+        bench, want = layer.bench, truth[case.question]
         here = bench.mesh.context.index
         index = layer.index(world - 1 - here if break_order else here)
-        got = shared(inputs[case[1:3]], layer, index, SCALE, checkpointed=bool(case.checkpointed))
-        off = [float((g - w[index]).abs().max()) for g, w in zip(got, want, strict=True)]
+        again = {"sinks": sinks(case), "checkpointed": case.checkpointed}
+        got = shared(inputs[case[1:3]], layer, index, SCALE, **again)
+        tokens = zip(got[:4], want[:4], strict=True)
+        off = [float((g - w[index]).abs().max()) for g, w in tokens]
+        for part, whole in zip(got[4:], want[4:], strict=True):
+            if world > 1:
+                dist.all_reduce(part)
+            off.append(float((part - whole).abs().max()))
         sent = {k: Traffic(bench.books.bytes[k], bench.books.messages[k]) for k in KINDS}
         bench.books.close()
         cost = (
@@ -87,7 +103,7 @@ def check(answers: list[dict[Case, Any]], cases: list[Case]) -> None:
     assert all(answer.keys() == set(cases) for answer in answers)
     for case in cases:
         for off, _, _ in (answer[case] for answer in answers):
-            assert max(off) < 1e-10, f"{case}: out, dq, dk, dv off by {off}"
+            assert max(off) < 1e-10, f"{case}: out, dq, dk, dv, dsinks off by {off}"
         cost = answers[0][case][2]
         if cost:
             assert busiest([answer[case][1] for answer in answers]) == cost, f"{case}: the books"
@@ -107,7 +123,7 @@ def busiest(books: list[dict[str, Traffic]]) -> Cost:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_algorithm_equals_dense_attention(world: int) -> None:
-    cases = whole_product(world, recomputed=False)
+    cases = whole_product(world, recomputed=False) + pairs(world, sinks=(True,))
     check(spawn(world, compare, cases, world, False), cases)
 
 
@@ -121,12 +137,12 @@ def test_pairwise_on_more_ranks(world: int) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_the_whole_product(world: int) -> None:
-    cases = whole_product(world, recomputed=True)
+    cases = whole_product(world, recomputed=True) + pairs(world, sinks=(True,))
     check(spawn(world, compare, cases, world, False), cases)
 
 
 def test_a_wrong_token_order_is_seen() -> None:
-    every = whole_product(2, recomputed=False)
+    every = whole_product(2, recomputed=False) + pairs(2, sinks=(True,))
     # Regular documents look the same from either end.
     cases = [c for c in every if c.window is None and c.rows != "packed regular"]
     for found in spawn(2, compare, cases, 2, True):

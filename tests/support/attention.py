@@ -82,6 +82,12 @@ class Case(NamedTuple):
     rows: str
     window: int | None = None
     checkpointed: bool = False
+    sinks: bool = False
+
+    @property
+    def question(self) -> tuple[str, str, int | None, bool]:
+        """What one answer of dense attention is to."""
+        return self.heads, self.rows, self.window, self.sinks
 
 
 @cache
@@ -150,59 +156,83 @@ class Layer:
         """Their bounds, rows laid end to end."""
         return self.plan.documents
 
-    def attend(self, qkv: list[Tensor], scale: float, *, checkpointed: bool = False) -> Tensor:
-        """Attention of this rank's tokens; checkpointed: as a recomputed layer runs it."""
+    def attend(self, inputs: list[Tensor], scale: float, *, checkpointed: bool = False) -> Tensor:
+        """Attention of this rank's tokens; inputs: q, k, v and, where there are any, sinks;
+        checkpointed: as a recomputed layer runs it."""
         mesh = self.bench.mesh
         split = Split(mesh.ulysses, mesh.ring, self.bench.kernel)
-        rule = Rule(scale, self.window)
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
-            q, k, v = inputs
+            q, k, v, *sinks = inputs
+            rule = Rule(scale, self.window, *sinks)
             return self.bench.algorithm.attend((q, k, v), self.plan, rule, split)
 
         if not checkpointed:
-            return run(tuple(qkv))
+            return run(tuple(inputs))
         memory: dict[int, Any] = {}
-        one = torch.ones((), dtype=qkv[0].dtype, requires_grad=True)
+        one = torch.ones((), dtype=inputs[0].dtype, requires_grad=True)
 
         def layer(*inputs: Tensor) -> Tensor:
             return attend_once(memory, 0, run, inputs) * one  # which keeps what it multiplies
 
-        out: Tensor = checkpoint(layer, *qkv, use_reentrant=False)
+        out: Tensor = checkpoint(layer, *inputs, use_reentrant=False)
         return out
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
 
 
 def make_inputs(heads: Heads, tokens: int) -> list[Tensor]:
     """q, k, v and dout, unit normal, float64, the same everywhere."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     counts = (heads.query, heads.kv, heads.kv, heads.query)
     return [
         torch.randn(tokens, n, heads.dim, dtype=torch.float64, generator=generator) for n in counts
     ]
 
 
-def dense(inputs: list[Tensor], layer: Layer, scale: float) -> list[Tensor]:
-    """out, dq, dk, dv of all tokens in one process, in float64."""
+def make_sinks(heads: Heads) -> Tensor:
+    """One score a query head, float64, the same everywhere; some outweigh all keys."""
+    return 3 * torch.randn(heads.query, dtype=torch.float64, generator=seeded(1))
+
+
+def dense(
+    inputs: list[Tensor], layer: Layer, scale: float, sinks: Tensor | None = None
+) -> list[Tensor]:
+    """out, dq, dk, dv of all tokens, and dsinks where there are any, in one process in float64."""
     q, k, v, dout = [x.double() for x in inputs]
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    leaves = [
+        x.clone().requires_grad_() for x in ((q, k, v) if sinks is None else (q, k, v, sinks))
+    ]
     place = torch.arange(len(q))
     document = torch.full_like(place, -1)
     for number, (a, b) in enumerate(layer.documents()):
         document[a:b] = number
     far = place[:, None] - place
     seen = (document[:, None] == document) & (far >= 0) & (far < (layer.window or len(q)))
-    wide = [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in leaves]
+    wide = [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in leaves[:3]]
     scores = torch.einsum("qhd,khd->hqk", wide[0], wide[1]) * scale
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, leaves[3][:, None, None].expand(-1, len(q), 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : len(q)]
     weights = weights.masked_fill((document < 0)[:, None], 0.0)  # padding attends to nothing
     out = torch.einsum("hqk,khd->qhd", weights, wide[2])
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def shared(
-    inputs: list[Tensor], layer: Layer, index: Tensor, scale: float, *, checkpointed: bool = False
+    inputs: list[Tensor],
+    layer: Layer,
+    index: Tensor,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    checkpointed: bool = False,
 ) -> list[Tensor]:
-    """out, dq, dk, dv of this rank's tokens, which are those at `index`."""
+    """out, dq, dk, dv of this rank's tokens, which are those at `index`, and its part of dsinks."""
     mine = [x[index].clone().requires_grad_() for x in inputs[:3]]
+    mine += [] if sinks is None else [sinks.clone().requires_grad_()]
     out = layer.attend(mine, scale, checkpointed=checkpointed)
     return [out.detach(), *torch.autograd.grad(out, mine, inputs[3][index])]
