@@ -22,6 +22,7 @@ def dense_attention(
     v: Tensor,
     blocks: Sequence[Block],
     scale: float,
+    *,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [T, h, D], lse [h, T]) over the union of blocks, differentiable, O(T · T') memory.

@@ -70,7 +70,7 @@ def _truth(inputs: list[Tensor], scale: float, softcap: float | None) -> list[Te
     q, k, v, dout = (x.detach().double() for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     every = [block for blocks in BLOCKS for block in blocks]
-    out, lse = dense_attention(q, k, v, every, scale, softcap)
+    out, lse = dense_attention(q, k, v, every, scale, softcap=softcap)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout), lse.detach()]
 
 
