@@ -11,6 +11,7 @@ import pytest
 from uspft.config import ModelShape, check_length, families, read_shape, with_factor
 from uspft.config.blocks import ModelBlock
 from uspft.config.families import FAMILIES
+from uspft.config.mixers import MIXERS
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -156,7 +157,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         {**QWEN3, "model_type": "llama4_text"},
-        "model_type `llama4_text` attends in chunks, which no algorithm here splits",
+        "model_type `llama4_text` has attention in chunks, which no algorithm here splits",
     ),
     (
         {**GEMMA2, "attn_logit_softcapping": -1.0},
@@ -176,7 +177,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         {**GEMMA2, "layer_types": ["sliding_attention", "chunked_attention"]},
-        "layer_types has chunked_attention, which is not available yet",
+        "layer_types has chunked_attention (attention in chunks), which no algorithm here splits",
     ),
     ({**PHI3, "resid_pdrop": 0.1}, "resid_pdrop is 0.1, which is not available yet"),
     ({**PHI3, "embd_pdrop": 0.2}, "embd_pdrop is 0.2, which is not available yet"),
@@ -235,7 +236,28 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         {**QWEN3, "layer_types": ["full_attention", "linear_attention", "mamba"]},
-        "layer_types has linear_attention, mamba, which is not available yet",
+        "layer_types has linear_attention, mamba (linear attention or a state space and "
+        "state-space layers), which no algorithm here splits",
+    ),
+    (
+        {**QWEN3, "layer_types": ["full_attention", "conv"]},
+        "layer_types has conv (short convolutions), which no algorithm here splits",
+    ),
+    (
+        {**QWEN3, "layer_types": ["full_attention", "odd_attention"]},
+        "layer_types has odd_attention, which is not available yet",
+    ),
+    (
+        {**QWEN3, "model_type": "new", "layer_types": ["conv", "full_attention"]},
+        "model_type `new` has conv (short convolutions), which no algorithm here splits",
+    ),
+    (
+        {**QWEN3, "model_type": "granitemoehybrid", "layer_types": ["attention", "mamba"]},
+        "model_type `granitemoehybrid` has state-space layers, which no algorithm here splits",
+    ),
+    (
+        {**QWEN3, "model_type": "granitemoehybrid", "layer_types": ["attention"]},
+        "model_type `granitemoehybrid` is not available yet",
     ),
     (
         {**LLAMA, "sliding_window": 4096},
@@ -293,10 +315,13 @@ def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> N
 
 
 def test_every_refused_type_is_refused_and_says_what_to_name(tmp_path: Path) -> None:
-    assert not FAMILIES.keys() & families.REFUSED.keys()
-    for kind in families.REFUSED:
+    mixed = [kind for mixer in MIXERS.values() for kind in mixer.models]
+    kinds = {*mixed, *families.REFUSED}
+    assert len(kinds) == len(mixed) + len(families.REFUSED) and not FAMILIES.keys() & kinds
+    for kind in kinds:
         ((key, what, remedy),) = read(tmp_path, {**QWEN3, "model_type": kind})
         assert key == "model.config" and kind in what and "name " in remedy
+        assert "not available" not in what
 
 
 def test_scaling_is_refused_where_rotary_positions_are_the_familys_own(tmp_path: Path) -> None:

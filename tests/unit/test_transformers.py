@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -18,11 +19,13 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, masking_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.support.models import make_model
 from uspft.commands.versions import require_versions
 from uspft.config import InputError
-from uspft.config.families import FAMILIES
+from uspft.config.families import FAMILIES, REFUSED
+from uspft.config.mixers import MIXERS
 from uspft.model.attention import NAME
 from uspft.sequence import Rule
 
@@ -82,6 +85,47 @@ class Seen:
     def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], rule: Rule) -> torch.Tensor:
         self.types.append({x.dtype for x in qkv})
         return torch.zeros_like(qkv[0])
+
+
+SIGNS = {
+    "state-space layers": r"A_log|selective_scan",
+    "linear attention": r"delta_rule|kda|LightningAttention",
+    "short convolutions": r"conv_state|nn\.Conv1d",
+    "recurrent layers": r"recurrent_gate|wkv|mlstm",
+    "attention in chunks": r"create_chunked_causal_mask",
+    "attention to keys that an indexer picks": r"Indexer\b",
+}
+"""How the source of a model that has it shows it."""
+STATE = r"(conv|recurrent|ssm)_state|selective_scan|wkv|mlstm|LightningAttention"
+
+
+def sources() -> dict[str, str]:
+    """By model_type what the modeling files of its folder say."""
+    found = {}
+    for folder in (Path(transformers.__file__).parent / "models").iterdir():
+        configs, models = (
+            "".join(f.read_text("utf-8") for f in folder.glob(f"{part}_*.py"))
+            for part in ("configuration", "modeling")
+        )
+        for kind in re.findall(r'^    model_type = "(\w+)"', configs, re.MULTILINE):
+            found[kind] = models
+    return found
+
+
+def test_what_is_said_of_models_without_plain_attention_is_true_of_them() -> None:
+    said = {kind: what for what, mixer in MIXERS.items() for kind in mixer.models}
+    source = sources()
+    here = said.keys() & source.keys()
+    assert len(here) > 30
+    assert SIGNS.keys() == set(said.values())
+    for kind in here:
+        assert re.search(SIGNS[said[kind]], source[kind]), (kind, said[kind])
+    signs = "|".join([STATE, *(SIGNS[what] for what in list(SIGNS)[-2:])])
+    shows = {
+        kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if re.search(signs, source.get(kind, ""))
+    }
+    assert len(shows) > 30 and shows <= said.keys() | REFUSED.keys(), "name those without a reason"
+    assert not any(re.search(signs, source[kind]) for kind in FAMILIES)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

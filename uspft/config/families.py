@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from uspft.config.mixers import mixer_of, other_layers
 from uspft.config.problems import Finding
 
 Named = Callable[[str], str]
@@ -91,12 +92,9 @@ CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
 REFUSED: dict[str, tuple[str, str]] = {
     "gemma3": ("takes images too", "name its text model, of type gemma3_text"),
     "llama4": ("takes images too, and attends in chunks", ""),
-    "llama4_text": ("attends in chunks, which no algorithm here splits", ""),
-    "qwen3_next": ("has linear attention, which no algorithm here splits", ""),
-    "mamba": ("has a state space instead of attention, which no algorithm here splits", ""),
-    "jamba": ("has state-space layers, which no algorithm here splits", ""),
 }
-"""(why, remedy) of model types that are asked for and cannot be trained exactly."""
+"""(why, remedy) of model types that are asked for and cannot be trained exactly; others of them,
+by what they have in place of attention, are in mixers.py."""
 
 _NOISE = re.compile(r"dropout|pdrop|drop_path|jitter")
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
@@ -115,7 +113,9 @@ def unsupported(
     kind = str(raw.get("model_type"))
     family = FAMILIES.get(kind)
     if family is None:
-        why, remedy = REFUSED.get(kind, ("is not available yet", ""))
+        mixer = mixer_of(raw)
+        why = f"has {mixer}, which no algorithm here splits" if mixer else "is not available yet"
+        why, remedy = REFUSED.get(kind, (why, ""))
         named_types = f"name a model of type {', '.join(FAMILIES)}"
         return [(named("model_type"), f"model_type `{kind}` {why}", remedy or named_types)]
     full = {**family.defaults, **raw}
@@ -199,7 +199,10 @@ def _windows(kind: str, family: Family, full: Mapping[str, Any], named: Named) -
     types, window = set(full.get("layer_types") or []), full.get("sliding_window")
     other = sorted(map(str, types - {_FULL, _WINDOWED}))
     if other:
+        mixer = other_layers(other)
         what = f"layer_types has {', '.join(other)}, which is not available yet"
+        if mixer:
+            what = f"layer_types has {mixer}, which no algorithm here splits"
         remedy = f"name a model with {_FULL} and {_WINDOWED} only"
         return [(named("layer_types"), what, remedy)]
     if family.windows == "none":

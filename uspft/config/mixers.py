@@ -1,0 +1,78 @@
+"""Layers that mix tokens in ways that no algorithm here splits: what they are, and who has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """model_types that have it, and what `layer_types` calls it."""
+
+    models: tuple[str, ...]
+    layers: tuple[str, ...]
+
+
+STATES = "state-space layers"
+ATTENTION = {"attention", "full_attention"}
+"""What files of models with STATES call the layers that have none."""
+
+MIXERS: dict[str, Mixer] = {
+    STATES: Mixer(
+        (
+            *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2"),
+            *("falcon_h1", "nemotron_h", "granitemoehybrid"),
+        ),
+        ("mamba", "mamba2"),
+    ),
+    "linear attention": Mixer(
+        (
+            *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+            *("qwen4_exp", "qwen4_exp_text", "minimax", "kimi_linear", "bailing_hybrid"),
+            *("olmo_hybrid", "glm5_next", "glm5_next_text"),
+        ),
+        (),
+    ),
+    # transformers has one name for both
+    "linear attention or a state space": Mixer((), ("linear_attention",)),
+    "attention joined with a state or a convolution": Mixer((), ("hybrid", "hybrid_sliding")),
+    "short convolutions": Mixer(
+        (
+            *("lfm2", "lfm2_moe", "lfm3", "zaya", "inkling_text", "inkling2_text"),
+            *("inkling_mm_model", "inkling2"),
+        ),
+        ("conv",),
+    ),
+    "recurrent layers": Mixer(("recurrent_gemma", "rwkv", "xlstm"), ("recurrent",)),
+    "attention in chunks": Mixer(("llama4_text",), ("chunked_attention",)),
+    "attention to keys that an indexer picks": Mixer(
+        (
+            *("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl", "minimax_m3_vl_text"),
+            *("axk2", "dots3_note", "dots3_note_text", "hy_v4"),
+        ),
+        (
+            *("indexed_attention", "compressed_sparse_attention", "minimax_m3_sparse"),
+            *("heavily_compressed_attention", "deepseek_sparse_attention"),
+        ),
+    ),
+}
+
+
+def other_layers(layers: Iterable[object]) -> str | None:
+    """What of `layer_types` no algorithm splits, and what that is."""
+    names = {name: what for what, mixer in MIXERS.items() for name in mixer.layers}
+    found = sorted({str(one) for one in layers} & names.keys())
+    means = " and ".join(dict.fromkeys(names[one] for one in found))
+    return f"{', '.join(found)} ({means})" if found else None
+
+
+def mixer_of(raw: Mapping[str, Any]) -> str | None:
+    """What a config has that no algorithm splits, by its model_type or else its layer_types."""
+    kind, layers = raw.get("model_type"), raw.get("layer_types")
+    layers = layers if isinstance(layers, list) else []
+    named = [what for what, mixer in MIXERS.items() if kind in mixer.models]
+    if layers and named == [STATES] and {*map(str, layers)} <= ATTENTION:
+        named = []  # Granite 4.0's dense models have a hybrid's type
+    return named[0] if named else other_layers(layers)
