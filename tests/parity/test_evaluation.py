@@ -24,7 +24,7 @@ from tests.parity.test_training import ZERO
 from tests.support.models import KINDS, Documents, make_documents, make_model
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
-from tests.support.runs import prepared, run_recipe, small_recipe
+from tests.support.runs import close, prepared, run_recipe, small_recipe
 from uspft.sequence import ALGORITHMS
 
 pytestmark = pytest.mark.timeout(900)  # whichever test comes first waits for the ranks
@@ -142,9 +142,8 @@ def trained(case: Case, folder: Path, output: Path, *, evaluates: bool) -> Any:
     without["training"]["eval_micro_batch_size"] = None
     blocks: dict[str, Any] = {} if evaluates else without
     blocks = {key: dict(value) for key, value in blocks.items()}
-    blocks.setdefault("training", {})["steps"] = 3
     got = run_recipe(
-        recipe(case, folder, checkpoint={"every_steps": 1, "keep_last": 3}, **blocks), output
+        recipe(case, folder, checkpoint={"every_steps": 1, "keep_last": STEPS}, **blocks), output
     )
     if not got:
         return None
@@ -175,7 +174,7 @@ def stopping(case: Case, folder: Path, output: Path, asks: Iterator[bool] | None
             train(run, lambda answers=answers: next(answers))  # type: ignore[misc]
         except Interrupted:
             assert answers is asks
-        run.engine.close()
+        close(run)
     if dist.get_rank() == 0:
         return [json.loads(line) for line in (output / "metrics.jsonl").open()]
     return None
@@ -312,12 +311,12 @@ def test_training_is_bit_for_bit_as_without_evaluation(answers: dict[str, Any]) 
         for key in SAME:
             assert [r[key] for r in steps] == [r[key] for r in without[0]], (case, key)
         assert all(torch.equal(without[1][name], end) for name, end in with_[1].items()), case
-        assert without[2].keys() == with_[2].keys() and len(with_[2]) == 3
+        assert without[2].keys() == with_[2].keys() and len(with_[2]) == STEPS
         for at, tensors in with_[2].items():
             assert tensors.keys() == without[2][at].keys()
             assert all(torch.equal(without[2][at][key], x) for key, x in tensors.items()), case
         losses = [record["eval_loss"] for record in with_[0] if "eval_loss" in record]
-        assert len(set(losses)) == 3, "what was trained does not show"
+        assert len(set(losses)) == STEPS, "what was trained does not show"
 
 
 @pytest.mark.parametrize("how", ["stopped before", "stopped inside"])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
-from tests.support.runs import prepared, small_recipe
+from tests.support.runs import close, prepared, small_recipe
 
 BF16, FLOAT32 = 2, 4
 TRAINED: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ def work(rank: int, folder: Path, data: Path) -> dict[tuple[str, int], dict[str,
             run = prepared(recipe, folder / f"{name}-{stage}")
             train(run, lambda: False)
             found[name, stage] = measured(run.engine)
-            run.engine.close()
+            close(run)
     return found
 
 

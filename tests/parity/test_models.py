@@ -27,7 +27,7 @@ from tests.support.models import (
     reference,
 )
 from tests.support.ranks import spawn
-from tests.support.runs import prepared, run_recipe, small_recipe
+from tests.support.runs import close, prepared, run_recipe, small_recipe
 from uspft.config.families import FAMILIES
 
 ROW, STEPS, RATE, CLIP = 48, 2, 1e-3, 0.5
@@ -178,7 +178,7 @@ def resumed(rank: int, folder: Path, data: Documents) -> list[tuple[Any, Any]]:
         train(run, lambda: False)
         named = run.engine.module.named().items()
         end = {name: read_state(run.engine, value, "weight").clone() for name, value in named}
-        run.engine.close()
+        close(run)
         found.append((through and through[1], end))
     return found
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
-from tests.support.runs import prepared, small_recipe
+from tests.support.runs import close, prepared, small_recipe
 
-ROW, STEPS = 32, 5
+ROW, STEPS = 32, 4
 LORA = {"adapter": {"type": "lora", "rank": 3, "dropout": 0.2}}
 FREEZE = {"freeze": ["embed_tokens", r"layers\.0\..*proj"]}
 PARTLY = {
@@ -54,7 +54,7 @@ def segment(recipe: dict[str, Any], output: Path, stop_after: int | None) -> Non
         train(run, lambda: stop_after is not None and next(asked) + 1 >= stop_after)
     except Interrupted:
         assert stop_after
-    run.engine.close()
+    close(run)
 
 
 def work(rank: int, folder: Path, data: Path) -> dict[str, Any]:
