@@ -27,6 +27,7 @@ from uspft.model.loss import tile_tokens
 from uspft.model.recompute import recompute_layers
 from uspft.model.trained import choose_trained
 from uspft.sequence import Heads, of_recipe
+from uspft.sequence.heads import split_heads
 from uspft.world import World, make_world
 
 
@@ -50,8 +51,8 @@ def assemble(job: Job, device: torch.device, weights: WeightsOf = weights_of) ->
     dtype = getattr(torch, recipe.model.dtype)
     layout = this_layout(recipe)
 
-    heads, softcap = _local_heads(config, layout), getattr(config, "attn_logit_softcapping", None)
-    kernel = believed_kernel(recipe.model.attention, heads, dtype, device, softcap)
+    shapes, softcap = _head_shapes(config, layout), getattr(config, "attn_logit_softcapping", None)
+    kernel = believed_kernel(recipe.model.attention, shapes, dtype, device, softcap)
     windows = set(layer_windows(config))
     window = windows.pop() if len(windows) == 1 else None
     world = make_world(layout, of_recipe(recipe, layout, window), kernel, device)
@@ -113,10 +114,9 @@ def make_loader(job: Job, world: World) -> StepLoader:
     )
 
 
-def _local_heads(config: Any, layout: Layout) -> Heads:
+def _head_shapes(config: Any, layout: Layout) -> list[Heads]:
+    """The heads of every rank's attention calls: all ranks try all, and choose the same kernel."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query, kv = config.num_attention_heads, config.num_key_value_heads
-    fits = query % layout.ulysses == kv % layout.ulysses == 0
-    return (
-        Heads(query // layout.ulysses, kv // layout.ulysses, dim) if fits else Heads(query, kv, dim)
-    )
+    calls = split_heads(query, kv, layout.ulysses).calls(query // kv)
+    return [Heads(*call, dim) for call in sorted(calls)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from uspft.comm import total
+from uspft.comm import largest
 
 if TYPE_CHECKING:
     from uspft.assemble import Run
@@ -56,10 +56,9 @@ class Guards:
                 raise RuntimeError(f"{name} is whole on rank {world.mesh.rank} under ZeRO-3")
             whole += count * part.element_size()
             kept += part.numel() * part.element_size()
-        everywhere, _ = total([kept, 0], world.mesh.tokens, world.device)
+        most, least = largest([kept, -kept], world.mesh.tokens, world.device)
         self._say(
-            f"parameters: {_size(whole)}, {_size(everywhere / world.layout.ranks)} on each of "
-            f"{world.layout.ranks} ranks"
+            f"parameters: {_size(whole)}, {_sizes(-least, most)} of {world.layout.ranks} ranks"
         )
 
 
@@ -78,6 +77,11 @@ def first_loss_warning(loss: float, vocabulary: int, *, random: bool) -> str | N
             "or vocabulary those of this model, and are its weights the right ones?"
         )
     return None
+
+
+def _sizes(least: float, most: float) -> str:
+    """What the emptiest and the fullest rank hold."""
+    return f"{_size(least)} to {_size(most)} on each" if least < most else f"{_size(most)} on each"
 
 
 def _size(byte_count: float) -> str:

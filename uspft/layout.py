@@ -66,10 +66,12 @@ class Layout:
             for base in itertools.product(*fixed)
         ]
 
-    @property
-    def name(self) -> str:
-        """Short name for `metrics.jsonl`: degrees above 1, or "one process"."""
-        parts = [f"{a}{d}" for a, d in zip(AXES, self.degrees, strict=True) if d > 1]
+    def name(self, algorithm: str | None = None) -> str:
+        """Short name for `metrics.jsonl`: degrees above 1, or "single"; algorithm: the recipe's
+        `context_parallel_algo`, which stands for the ring where it is not one."""
+        ring = {"allgather_cp": "allgather", "planned_cp": "planned"}.get(algorithm or "", "ring")
+        axes = [ring if axis == "ring" else axis for axis in AXES]
+        parts = [f"{a}{d}" for a, d in zip(axes, self.degrees, strict=True) if d > 1]
         return "-".join(parts) or "single"
 
     def sentence(self, algorithm: str | None) -> str:

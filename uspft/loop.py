@@ -215,7 +215,7 @@ class Meter:
             "peak_memory_bytes": int(memory),
             "comm_bytes": {k: int(b) for k, b in zip(KINDS, bytes_sent, strict=True) if b},
             "attention_balance": busiest * tokens.size / pairs if pairs else 1.0,
-            "strategy": layout.name,
+            "strategy": layout.name(world.algorithm.name),
         }
         if result.router_loss is not None:
             record["router_loss"] = result.router_loss

@@ -48,7 +48,9 @@ def make_mesh(layout: Layout, books: Books, timeout: timedelta = TIMEOUT) -> Mes
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     if layout.ranks != world:
-        raise ValueError(f"layout {layout.name} is for {layout.ranks} ranks, the world has {world}")
+        raise ValueError(
+            f"layout {layout.name()} is for {layout.ranks} ranks, the world has {world}"
+        )
     mine = {}
     for name, axes in GROUPS.items():
         for ranks in layout.groups(axes):

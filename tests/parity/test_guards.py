@@ -29,6 +29,12 @@ def other_label(run: Any, batch: Batch) -> None:
         batch.labels[3] = -100
 
 
+def shard_positions(run: Any, batch: Batch) -> None:
+    """A rank counts positions in its shard, not in the row."""
+    if torch.distributed.get_rank() == 1:
+        batch.position_ids[0] = torch.arange(batch.position_ids.shape[1])
+
+
 def exchanged_shares(run: Any, batch: Batch) -> None:
     """Each rank holds what the other one should."""
     object.__setattr__(batch, "held", batch.held[::-1])
@@ -43,6 +49,7 @@ def other_rows(run: Any, batch: Batch) -> None:
 FAULTS: dict[str, tuple[Callable[[Any, Batch], None], str]] = {
     "token": (other_token, "do not hold each of their tokens once"),
     "label": (other_label, "do not hold each of their tokens once"),
+    "positions": (shard_positions, "do not hold each of their tokens once"),
     "shares": (exchanged_shares, "do not hold each of their tokens once"),
     "rows": (other_rows, "read different rows"),
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from importlib import invalidate_caches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from uspft.assemble import _head_shapes
 from uspft.config.families import CAPPED_KERNELS
 from uspft.kernels import Block, Grouped, Mask, Partial, believed_kernel, capped, choose
 from uspft.kernels.dense import SEEN, dense_attention
@@ -16,6 +18,7 @@ from uspft.kernels.kernel import Part
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.kernels.varlen import Varlen, VarlenKernel
+from uspft.layout import Layout
 
 CPU, FLOAT, HEADS = torch.device("cpu"), torch.float32, (4, 2, 16)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -224,26 +227,55 @@ def test_auto_tries_what_is_installed_the_fastest_first(monkeypatch: pytest.Monk
     )
     monkeypatch.setattr(choose, "probe", lambda kernel, *rest: probe(kernel, HEADS, FLOAT, CPU))
     gpu = torch.device("cuda")
-    assert isinstance(believed_kernel("auto", HEADS, FLOAT, gpu), TorchCpu)
+    assert isinstance(believed_kernel("auto", [HEADS], FLOAT, gpu), TorchCpu)
     assert tried == ["flash_attn_4", "flash_attn_3", "flash_attn_2"]
     with pytest.raises(RuntimeError, match="is wrong on this machine"):
         believed_kernel(
-            "flash_attn_3", HEADS, FLOAT, gpu
+            "flash_attn_3", [HEADS], FLOAT, gpu
         )  # asked for by name: nothing else will do
     with pytest.raises(ImportError, match="built for another torch"):
-        believed_kernel("flash_attn_4", HEADS, FLOAT, gpu)
-    assert believed_kernel("auto", HEADS, FLOAT, CPU).name == "torch"
+        believed_kernel("flash_attn_4", [HEADS], FLOAT, gpu)
+    assert believed_kernel("auto", [HEADS], FLOAT, CPU).name == "torch"
 
 
 def test_a_softcap_takes_a_kernel_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     able = [name for name, source in choose.SOURCES.items() if source.capped]
     assert sorted(["auto", *able]) == sorted(CAPPED_KERNELS)
-    assert believed_kernel("auto", HEADS, FLOAT, CPU, 30.0).softcap == 30.0
-    assert believed_kernel("auto", HEADS, FLOAT, CPU).softcap is None
+    assert believed_kernel("auto", [HEADS], FLOAT, CPU, 30.0).softcap == 30.0
+    assert believed_kernel("auto", [HEADS], FLOAT, CPU).softcap is None
     monkeypatch.setattr(choose, "is_installed", lambda name: name in ("flash_attn_3", "torch"))
     monkeypatch.setattr(choose, "probe", lambda kernel, *rest: probe(kernel, HEADS, FLOAT, CPU))
-    found = believed_kernel("auto", HEADS, FLOAT, torch.device("cuda"), 30.0)
+    found = believed_kernel("auto", [HEADS], FLOAT, torch.device("cuda"), 30.0)
     assert isinstance(found, capped.TorchCapped)  # flash_attn_3 is installed, and has none
+
+
+@pytest.mark.parametrize(
+    ("heads", "ulysses", "calls"),
+    [
+        ((8, 2), 1, {(8, 2)}),
+        ((8, 2), 2, {(4, 1)}),
+        ((8, 2), 4, {(2, 1)}),
+        ((6, 2), 4, {(1, 1), (2, 1)}),
+        ((9, 3), 2, {(3, 1), (1, 1), (2, 1)}),
+        ((3, 1), 8, {(1, 1)}),
+    ],
+)
+def test_what_is_probed_are_the_calls_that_ranks_make(
+    heads: tuple[int, int], ulysses: int, calls: set[tuple[int, int]]
+) -> None:
+    config = SimpleNamespace(
+        num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=None, hidden_size=72
+    )
+    shapes = _head_shapes(config, Layout(ulysses=ulysses, ring=2))
+    assert {(query, kv) for query, kv, _ in shapes} == calls and len(shapes) == len(calls)
+    assert {dim for _, _, dim in shapes} == {72 // heads[0]}
+
+
+def test_a_kernel_that_fails_on_one_shape_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(choose, "probe", lambda kernel, heads, *rest: tried.append(heads[0]))
+    believed_kernel("auto", [HEADS, (3, 1, 8)], FLOAT, CPU)
+    assert tried == [HEADS[0], 3]
 
 
 def test_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

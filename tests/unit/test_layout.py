@@ -125,8 +125,13 @@ def test_what_does_not_fit_is_told(
         (Layout(data=2), None, "2 processes, each row whole on one process, 2 rows", "data2"),
         (Layout(ulysses=4), "ulysses_cp", "4 processes, each row shared by 4 (Ulysses)", ""),
         (Layout(ring=4), "ring_cp", "4 processes, each row shared by 4 (zigzag ring)", "ring4"),
-        (Layout(ring=4), "allgather_cp", "each row shared by 4 (all-gather), 1 row", "ring4"),
-        (Layout(ring=4), "planned_cp", "each row shared by 4 (exchange), 1 row", "ring4"),
+        (Layout(ring=4), "allgather_cp", "each row shared by 4 (all-gather), 1 row", "allgather4"),
+        (
+            Layout(ulysses=2, ring=4),
+            "planned_cp",
+            "each row shared by 8 (Ulysses 2 × exchange 4), 1 row",
+            "ulysses2-planned4",
+        ),
         (
             Layout(ulysses=2, ring=2, data=2),
             "hybrid_cp",
@@ -137,7 +142,13 @@ def test_what_does_not_fit_is_told(
 )
 def test_a_layout_in_words(layout: Layout, algorithm: str | None, sentence: str, name: str) -> None:
     assert sentence in layout.sentence(algorithm)
-    assert name in layout.name
+    assert name in layout.name(algorithm)
+
+
+def test_layouts_of_other_algorithms_have_other_names() -> None:
+    ring = Layout(ring=2)
+    names = {ring.name(algorithm) for algorithm in ("ring_cp", "allgather_cp", "planned_cp")}
+    assert names == {"ring2", "allgather2", "planned2"} and ring.name() == "ring2"
 
 
 # 16 tokens on 4 ranks (USP, 2405.07719, algorithm 2), by Ulysses and ring degree.

@@ -137,17 +137,18 @@ class StepLoader:
 
     def require_shares(self, batches: Sequence[Batch]) -> None:
         """Each rank must hold the tokens that the algorithm says, and all of a row's ranks together
-        the row, each token once; collective. RuntimeError."""
+        the row, each token once and at its place in its document; collective. RuntimeError."""
         world = self._world
         for batch in batches:
             rows = [self._row(index) for index in batch.rows]
             _, said = world.share(self.documents(batch))
             places = [np.arange(a, b) for a, b in said]
-            ids, labels = batch.input_ids[0].cpu().numpy(), batch.labels.cpu().numpy()
-            here = _digest(np.concatenate(places or [ids[:0]]), ids, labels)
-            whole_ids = np.concatenate([row.input_ids for row in rows])
-            whole_labels = np.concatenate([row.labels for row in rows])
-            whole = _digest(np.arange(len(whole_ids)), whole_ids, whole_labels)
+            told = (batch.input_ids[0], batch.labels, batch.position_ids[0])
+            held_here = [x.cpu().numpy() for x in told]
+            here = _digest(np.concatenate(places or [held_here[0][:0]]), held_here)
+            each = [(row.input_ids, row.labels, _in_documents(row.segments)) for row in rows]
+            in_rows = [np.concatenate(parts) for parts in zip(*each, strict=True)]
+            whole = _digest(np.arange(len(in_rows[0])), in_rows)
             held, wrong = total(
                 [here, float(tuple(said) != batch.held)], world.mesh.context, world.device
             )
@@ -173,11 +174,19 @@ def _place(row: Row, number: int) -> NDArray[np.int64]:
     return np.where(np.arange(len(row.input_ids)) < row.segments.bounds[-1], number, -1)
 
 
-def _digest(positions: NDArray[np.int64], ids: NDArray[Any], labels: NDArray[Any]) -> float:
+def _in_documents(segments: Segments) -> NDArray[np.int64]:
+    """Each token's place in its document, 0 for padding: from the bounds that attention goes by."""
+    places = np.zeros(segments.length, np.int64)
+    for start, stop in segments:
+        places[start:stop] = np.arange(stop - start)
+    return places
+
+
+def _digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
     """A sum over tokens of 64 mixed bits each (splitmix64), modulo DIGEST: the order does not
-    matter, which token stands at which position does."""
-    mixed = np.zeros(len(ids), np.uint64)
-    for part in (positions, ids, labels):
+    matter, what is held at which place of the row does."""
+    mixed = np.zeros(len(places), np.uint64)
+    for part in (places, *held):
         mixed = (mixed + part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
     return float(int(mixed.sum(dtype=np.uint64)) % DIGEST)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,16 +48,16 @@ def is_installed(name: str) -> bool:
 
 def believed_kernel(
     wish: str,
-    heads: tuple[int, int, int],
+    shapes: Sequence[tuple[int, int, int]],
     dtype: torch.dtype,
     device: torch.device,
     softcap: float | None = None,
 ) -> Kernel:
     """The kernel of `model.attention`; `auto`: the fastest that is installed, loads and passes.
 
-    heads: query heads, KV heads, head dim of one rank; softcap: of the model's scores. Raises what
-    the last one tried did: ImportError where it does not load, RuntimeError where it fails or is
-    wrong here.
+    shapes: query heads, KV heads, head dim of each call that must be right; softcap: of the model's
+    scores. Raises what the last one tried did: ImportError where it does not load, RuntimeError
+    where it fails or is wrong here.
     """
     makers: list[Callable[[], Kernel]]
     if device.type == "cpu":
@@ -68,7 +68,8 @@ def believed_kernel(
     for number, make in enumerate(makers, 1):
         try:
             kernel = make()
-            probe(kernel, heads, dtype, device)
+            for heads in shapes:
+                probe(kernel, heads, dtype, device)
             return kernel
         except Exception:  # packages refuse a device or a shape each in their own way
             if number == len(makers):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -46,6 +46,12 @@ class HeadSplit:
                     continue
             found.append(((first, last), (kv - k0, kv - k0 + 1)))
         return found
+
+    def calls(self, per_kv: int) -> set[tuple[int, int]]:
+        """How many (query, KV) heads kernel calls have, of any member."""
+        members = range(len(self.query))
+        ranges = chain.from_iterable(self.groups(member, per_kv) for member in members)
+        return {(b - a, d - c) for (a, b), (c, d) in ranges}
 
 
 @lru_cache(maxsize=256)
