@@ -50,6 +50,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         f"{FREEZE}[1]",
         ("`wte` is found in no name", "model.embed_tokens.weight"),
     ),
+    "tied head": (
+        {"freeze": ["lm_head"], "overrides": {"tie_word_embeddings": True}},
+        f"{FREEZE}[0]",
+        ("lm_head.weight alone, which is model.embed_tokens.weight (tied", "write embed_tokens,"),
+    ),
     "everything": ({"freeze": ["."]}, FREEZE, ("leaves nothing to train",)),
     "frozen twice": (
         {"adapter": {"type": "lora"}, "freeze": ["embed_tokens"]},

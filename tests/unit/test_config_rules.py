@@ -108,6 +108,8 @@ COMBINATIONS = {
     "a GPU kernel, and launch.device is cpu; write auto or torch",
     "model: {attention: flash_attn_2, dtype: float32}": "model.attention: is flash_attn_2, which "
     "has no float32, and model.dtype is float32; write auto or torch, or dtype: bfloat16",
+    "model: {rope_scaling: {type: yarn, factor: 2}}": "model.rope_scaling: has `type`, whose key "
+    "is `rope_type`; write rope_type: yarn",
     "model: {rope_scaling: {factor: 2}}": "model.rope_scaling: has no `rope_type`; "
     "write {rope_type: yarn, factor: 4.0} or null",
     "model: {rope_scaling: {rope_type: yarm, factor: 2}}": "model.rope_scaling.rope_type: unknown "

@@ -24,7 +24,8 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
         tenth = max(1, len(losses) // 10)
         first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
         lines.append(f"done: loss {first:.3f} → {last:.3f} (first and last tenth of the steps)")
-    lines += _evaluated([record for record in steps if "eval_loss" in record])
+    if recipe.data.eval:  # the run that this one goes on from may have had it
+        lines += _evaluated([record for record in steps if "eval_loss" in record])
     if recipe.export.huggingface:
         lines.append(
             f"model:      {output / 'hf'}  (AutoModelForCausalLM.from_pretrained loads it)"

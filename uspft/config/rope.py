@@ -54,6 +54,8 @@ def scaling(value: Any) -> dict[str, Any] | None:
     """A scaling of rotary positions with the keys that its type has; None where none is asked."""
     if value is None:
         return None
+    if isinstance(value, dict) and "type" in value and "rope_type" not in value:
+        raise fault("has `type`, whose key is `rope_type`", f"write rope_type: {value['type']}")
     if not isinstance(value, dict) or "rope_type" not in value:
         what = "has no `rope_type`" if isinstance(value, dict) else "expected a mapping or null"
         raise fault(what, "write {rope_type: yarn, factor: 4.0} or null")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.problems import Fault
@@ -30,13 +31,25 @@ def choose_trained(model: Any, block: ModelBlock, seed: int) -> None:
         for parameter in found:
             parameter.requires_grad_(False)
         if not found:
-            what = f"`{expression}` is found in no name of a parameter that would train"
-            example = next(iter(trained))
-            findings.append((f"model.freeze[{number}]", what, f"their names are like {example}"))
+            findings.append((f"model.freeze[{number}]", *_not_found(expression, model, trained)))
     if not findings and not trained_parameters(model):
         findings.append(("model.freeze", "leaves nothing to train", "freeze less"))
     if findings:
         raise Fault(findings)
+
+
+def _not_found(
+    expression: str, model: nn.Module, trained: Mapping[str, nn.Parameter]
+) -> tuple[str, str]:
+    """What to say of an expression that is in no name: a tied weight has but one of its names."""
+    known = {id(parameter): name for name, parameter in trained.items()}
+    for other, parameter in model.named_parameters(remove_duplicate=False):
+        name = known.get(id(parameter))
+        if name and re.search(expression, other):
+            what = f"`{expression}` is found in {other} alone, which is {name} (tied embeddings)"
+            return what, f"write {name.split('.')[-2]}, which freezes both"
+    what = f"`{expression}` is found in no name of a parameter that would train"
+    return what, f"their names are like {next(iter(trained))}"
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
