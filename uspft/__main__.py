@@ -20,7 +20,7 @@ LATER = ("plan", "inspect", "convert", "calibrate", "report")
 USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
        uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
-       uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER]
+       uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
 to come: plan, inspect, convert, calibrate, report"""
 
 

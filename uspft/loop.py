@@ -24,7 +24,7 @@ from uspft.engine.zero import NotFinite, StepResult
 from uspft.evaluate import evaluate, record_of
 from uspft.guards import Guards
 from uspft.metrics import Journal, RunDisplay, peak_flops, peak_memory_bytes, step_flops
-from uspft.model.adapter import merged
+from uspft.model.adapter import adapter_of, merged
 from uspft.model.build import parameter_count
 from uspft.model.config import layer_windows
 from uspft.schedule import learning_rate
@@ -103,13 +103,13 @@ def export_run(run: Run) -> None:
     recipe, first_rank = run.job.recipe, run.world.mesh.rank == 0
     block, output = recipe.model, recipe.output_dir
     assert output is not None
-    every, trained = run.engine.module.named(), run.engine.module.trained()
+    every = run.engine.module.named()
 
     def read(name: str) -> Tensor:
         return read_state(run.engine, every[name], "weight")
 
     if block.adapter:
-        held = ((name, read(name)) for name in trained)
+        held = adapter_of(every, read)
         named = {"name_or_path": run.job.identity.get("model.name_or_path", block.name_or_path)}
         if first_rank:
             export_adapter(held, block.model_copy(update=named), output / "adapter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,11 +16,13 @@ def peft_adapter(
     start: Callable[[str, torch.Size], torch.Tensor],
     *,
     masks: Callable[[str], Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    frozen: str | None = None,
     **lora: Any,
 ) -> Callable[[Any], dict[str, torch.nn.Parameter]]:
     """What `reference` prepares a model with: an adapter whose weights begin as start(name, shape).
 
-    masks: by a module's name what takes the place of its dropout.
+    masks: by a module's name what takes the place of its dropout; frozen: an expression for names
+    of the adapter's weights that stay as they begin.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -30,7 +33,10 @@ def peft_adapter(
             if parameter.requires_grad:
                 plain = name.removeprefix("base_model.model.").replace(".default", "")
                 parameter.data = start(plain, parameter.shape)
-                trained[plain] = parameter
+                if frozen and re.search(frozen, plain):
+                    parameter.requires_grad_(False)
+                else:
+                    trained[plain] = parameter
         for name, module in net.named_modules():
             if masks and name.endswith("lora_dropout"):
                 module["default"] = _Masked(masks(name.removesuffix(".lora_dropout")))

@@ -19,6 +19,7 @@ from tests.support.runs import small_recipe
 
 STEPS, SEED = 3, 5
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+FROZEN = r"layers\.0\..*lora_A"
 RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
 ULYSSES = {"context_parallel": 2, "context_parallel_algo": "ulysses_cp"}
 
@@ -39,7 +40,7 @@ def test_an_adapter_from_recipe_to_peft(tmp_path: Path, capsys: pytest.CaptureFi
         model,
         data.path,
         48,
-        model={"adapter": {"type": "lora", **LORA}},
+        model={"adapter": {"type": "lora", **LORA}, "freeze": [FROZEN]},
         parallel_config=RING,
         deepspeed={"zero_optimization": {"stage": 3}},
         training={"steps": 2, "max_grad_norm": 0.005},
@@ -49,7 +50,7 @@ def test_an_adapter_from_recipe_to_peft(tmp_path: Path, capsys: pytest.CaptureFi
     process = start(recipe, tmp_path)
     said, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert "trains: 2,304 parameters, beside " in said and "on down_proj, q_proj)" in said
+    assert "trains: 1,664 parameters, beside " in said and "on down_proj, q_proj)" in said
     assert f"adapter:    {out}/adapter  (PeftModel.from_pretrained loads it)" in said
     recipe |= {"parallel_config": ULYSSES, "deepspeed": {"zero_optimization": {"stage": 1}}}
     process = start(recipe, tmp_path, f"training.steps={STEPS}")
@@ -64,6 +65,7 @@ def test_an_adapter_from_recipe_to_peft(tmp_path: Path, capsys: pytest.CaptureFi
         clip=0.005,
         prepare=peft_adapter(
             AdapterStart(no_base, SEED).read,
+            frozen=FROZEN,
             r=LORA["rank"],
             lora_alpha=LORA["alpha"],
             target_modules=LORA["target_modules"],
@@ -76,6 +78,12 @@ def test_an_adapter_from_recipe_to_peft(tmp_path: Path, capsys: pytest.CaptureFi
     for name, value in want.end.items():
         moved = (value - want.start[name]).norm()
         assert (adapter[f"base_model.model.{name}"] - value).norm() <= 2e-3 * moved > 0, name
+    stays = {name for name in adapter if name.removeprefix("base_model.model.") not in want.end}
+    assert len(adapter) == 8 and len(stays) == 2
+    start_of = AdapterStart(no_base, SEED).read
+    for name in stays:
+        begun = start_of(name.removeprefix("base_model.model."), adapter[name].shape)
+        assert torch.equal(adapter[name], begun), name
 
     state = json.loads((out / "checkpoints/step-00000003/state.json").read_text())
     assert len(state["files"]) == 3 * len(want.end)  # weight and two moments; nothing of the base

@@ -19,7 +19,7 @@ FREEZE = {"freeze": ["embed_tokens", r"layers\.0\..*proj"]}
 PARTLY = {
     "zero0 lora": LORA,
     "zero2 bf16 lora": LORA,
-    "zero3 whole lora": LORA,
+    "zero3 whole lora": LORA | {"freeze": [r"layers\.0\..*lora_A"]},
     "zero1 freeze": FREEZE,
     "zero3 freeze": FREEZE,
 }

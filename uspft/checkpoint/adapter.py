@@ -12,7 +12,6 @@ from torch import Tensor
 
 from uspft.config import ModelBlock
 from uspft.model.adapter import lora_config
-from uspft.model.names import is_adapter
 
 PREFIX = "base_model.model."
 """What peft writes before the base model's own names."""
@@ -21,20 +20,17 @@ PREFIX = "base_model.model."
 def export_adapter(tensors: Iterable[tuple[str, Tensor]], block: ModelBlock, target: Path) -> Path:
     """Write an adapter's float32 weights for `PeftModel.from_pretrained`.
 
-    tensors: every parameter that trains, by name. Written aside and renamed: complete or absent.
+    tensors: what `adapter_of` gives. Written aside and renamed: complete or absent.
     """
     assert block.adapter is not None
-    held = {
-        PREFIX + name: value.to("cpu").float().contiguous().clone()
-        for name, value in tensors
-        if is_adapter(name)
-    }
+    held = {PREFIX + name: value.to("cpu").float().contiguous().clone() for name, value in tensors}
     aside = target.with_name(f".{target.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     save_file(held, aside / "adapter_model.safetensors", metadata={"format": "pt"})
     adapted = block.adapter.target_modules or {name.split(".")[-3] for name in held}
     config = lora_config(block.adapter, sorted(adapted), _base(block))
+    config.target_modules = sorted(adapted)  # peft has made a set of it, written in any order
     config.inference_mode = True
     config.save_pretrained(str(aside))
     shutil.rmtree(target, ignore_errors=True)

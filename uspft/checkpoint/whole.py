@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError
 from uspft.checkpoint.identity import BASE
 from uspft.checkpoint.weights import weights_of
 from uspft.config import ModelBlock
-from uspft.model.adapter import merged
+from uspft.config.problems import InputError
+from uspft.model.adapter import adapter_of, merged
 from uspft.model.build import empty_model, places
 from uspft.model.digest import base_digest
 from uspft.model.files import fetch_model
@@ -28,28 +31,43 @@ def model_block(checkpoint: Checkpoint) -> ModelBlock:
     return ModelBlock.model_validate(fields)
 
 
-def whole_model(
-    checkpoint: Checkpoint, config: Any, base: str | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the model by name, as the run's own export has it; one at a time.
+@dataclass(frozen=True)
+class WholeModel:
+    """Every parameter of a checkpoint's model; none is read before it is asked for."""
 
-    base: where the base model is now, if not where the run found it. Raises, before any is read,
-    CheckpointError where that is not the model that it was trained on; Fault.
+    names: Collection[str]
+    read: Callable[[str], Tensor]
+    block: ModelBlock
+    """What the run's recipe said, the base model named as it is found now."""
+    dtype: torch.dtype
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's own parameters, as the run's own export has them; one at a time."""
+        return merged(self.names, self.read, self.block.adapter)
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's."""
+        return adapter_of(self.names, self.read)
+
+
+def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
+    """What a checkpoint holds, and beside it what was frozen: the base model, as it was trained on.
+
+    base: where that is now, if not where the run found it. Raises CheckpointError where it is
+    another model, or is asked for in vain; Fault.
     """
-    identity = checkpoint.state["identity"]
+    config = AutoConfig.from_pretrained(checkpoint.folder / "model", local_files_only=True)
+    dtype = config.dtype or torch.float32
+    identity, said = checkpoint.state["identity"], model_block(checkpoint)
     if BASE not in identity:  # all of it was trained
-        return ((name, checkpoint.tensor("weight", name)) for name in checkpoint.names)
-    block = _base(model_block(checkpoint), base)
-    place = block.config or block.name_or_path
-    try:
-        digest = base_digest(block)
-    except OSError as error:
-        what = f"the base model {place} cannot be read: {error.strerror}"
-        raise CheckpointError(f"{what}; put it back, or write base=PLACE") from error
-    if digest != identity[BASE]:
-        what = f"{place} is not the model that {checkpoint.folder} was trained on"
-        raise CheckpointError(f"{what}; put its files back, or write base=PLACE")
-    dtype, seed = config.dtype or torch.float32, identity["seed"]
+        if base:
+            what = f"{checkpoint.folder} holds the whole model"
+            raise CheckpointError(f"command line: base: {what}, and needs no other; leave it out")
+        return WholeModel(checkpoint.names, partial(checkpoint.tensor, "weight"), said, dtype)
+    if base:
+        said = said.model_copy(update={"config" if said.config else "name_or_path": base})
+    block = _base(said, identity[BASE], given=base is not None)
+    seed = identity["seed"]
     model = empty_model(config, dtype)
     choose_trained(model, block, seed)
     weights = weights_of(block, seed, model, checkpoint)
@@ -60,12 +78,28 @@ def whole_model(
         value = weights.read(name, parameter.shape)
         return value if parameter.requires_grad else value.to(dtype).float()
 
-    return merged(found, read, block.adapter)
+    return WholeModel(found, read, said, dtype)
 
 
-def _base(block: ModelBlock, base: str | None) -> ModelBlock:
-    """The block with the base model in a folder here; a tokenizer is not needed."""
-    update: dict[str, str | None] = {"tokenizer": None}
-    if base:
-        update["config" if block.config else "name_or_path"] = base
-    return fetch_model(block.model_copy(update=update))
+def _base(said: ModelBlock, digest: str, *, given: bool) -> ModelBlock:
+    """The block with the base model in a folder here; a tokenizer is not needed.
+
+    digest: of the model that it must be; given: whether the command line named it. Raises
+    CheckpointError.
+    """
+    place = said.config or said.name_or_path
+    try:
+        block = fetch_model(said.model_copy(update={"tokenizer": None}))
+        if base_digest(block) == digest:
+            return block
+        what = f"`{place}` is not the model that was trained on"
+    except OSError as error:
+        what = f"`{place}` cannot be read: {error.strerror}"
+    except InputError as error:
+        what = "; ".join(what for _, what, _ in error.findings) or str(error)
+    if given:
+        remedy = "name that model's folder, or its org/name of the hub"
+    else:
+        what = f"is needed, since the run's base model is not where it was: {what}"
+        remedy = "put it back, or write base=FOLDER, where it is now"
+    raise CheckpointError(f"command line: base: {what}; {remedy}")

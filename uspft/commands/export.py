@@ -6,12 +6,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from uspft.checkpoint.adapter import export_adapter
 from uspft.checkpoint.export import export_folder
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest
-from uspft.checkpoint.whole import model_block, whole_model
+from uspft.checkpoint.whole import WholeModel, whole_model
 from uspft.commands.place import Place
 from uspft.config import InputError
 
@@ -20,9 +18,9 @@ def export(target: Path, overrides: Sequence[str], place: Place) -> int:
     """Write hf/ beside checkpoints/, and adapter/ where one was trained.
 
     target: an output folder, or one of its checkpoints. Overrides: `to=FOLDER`, for the whole model
-    alone; `base=PLACE`, where the model that an adapter belongs to is now. Raises InputError for
-    another override, a folder that holds something already (it would be replaced), or a target that
-    is none; CheckpointError.
+    alone; `base=PLACE`, where the model that an adapter, or what was not frozen of it, belongs to
+    is now. Raises InputError for another override or one given twice, a folder that holds something
+    already (it would be replaced), or a target that is none; CheckpointError.
     """
     asked = {}
     for word in overrides:
@@ -30,6 +28,8 @@ def export(target: Path, overrides: Sequence[str], place: Place) -> int:
         if key not in ("to", "base") or not value:
             what = "export takes to=FOLDER and base=PLACE and nothing else"
             raise InputError(f"command line: {word}: {what}; write one of them or leave it out")
+        if key in asked:
+            raise InputError(f"command line: {key}: is given twice; write it once")
         asked[key] = value
     to = Path(asked["to"]).resolve() if "to" in asked else None
     if to:
@@ -39,17 +39,16 @@ def export(target: Path, overrides: Sequence[str], place: Place) -> int:
     if not (model / "config.json").is_file():
         what = f"{model} holds no config.json"
         raise CheckpointError(f"command line: {target}: {what}; name another checkpoint")
+    whole = whole_model(checkpoint, asked.get("base"))
     destination = to or checkpoint.folder.parent.parent / "hf"
 
     def describe(folder: Path) -> None:
         shutil.copytree(model, folder, dirs_exist_ok=True)
 
-    config = AutoConfig.from_pretrained(model, local_files_only=True)
-    whole = whole_model(checkpoint, config, asked.get("base"))
     try:
         if not to:
-            export_adapter_of(checkpoint)
-        export_folder(whole, config.dtype, describe, destination)
+            export_adapter_of(whole, destination.with_name("adapter"))
+        export_folder(whole.merged(), whole.dtype, describe, destination)
     except OSError as error:
         what = f"{destination} cannot be written: {error.strerror}"
         raise InputError(f"command line: to: {what}; write to=FOLDER") from error
@@ -57,12 +56,10 @@ def export(target: Path, overrides: Sequence[str], place: Place) -> int:
     return 0
 
 
-def export_adapter_of(checkpoint: Checkpoint) -> None:
-    """Write adapter/ beside checkpoints/, where one was trained. Raises OSError."""
-    if checkpoint.state["identity"].get("model.adapter"):
-        block = model_block(checkpoint)
-        held = ((name, checkpoint.tensor("weight", name)) for name in checkpoint.names)
-        export_adapter(held, block, checkpoint.folder.parent.parent / "adapter")
+def export_adapter_of(whole: WholeModel, target: Path) -> None:
+    """Write the adapter's folder, where one was trained. Raises OSError."""
+    if whole.block.adapter:
+        export_adapter(whole.adapter(), whole.block, target)
 
 
 def _require_room(to: Path) -> None:

@@ -18,6 +18,7 @@ from uspft.checkpoint.folder import (
     set_aside_after,
 )
 from uspft.checkpoint.identity import BASE, CONTENTS, differences, identity_of
+from uspft.checkpoint.whole import whole_model
 from uspft.commands.examine import Examined, examine, output_of, with_rows
 from uspft.commands.examine_model import examine_model
 from uspft.commands.export import export, export_adapter_of
@@ -78,7 +79,7 @@ def _export_missing(recipe: Recipe, checkpoint: Checkpoint, place: Place) -> Non
     if recipe.export.huggingface and not (output / "hf").exists():
         export(checkpoint.folder, [], place)
     elif recipe.model.adapter and not (output / "adapter").exists():
-        export_adapter_of(checkpoint)
+        export_adapter_of(whole_model(checkpoint), output / "adapter")
 
 
 def _prepare_job(

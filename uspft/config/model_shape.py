@@ -73,6 +73,11 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     )
 
 
+def no_folder(key: str, name: str) -> Finding:
+    """What is wrong with the name of a model or tokenizer that no hub id could be."""
+    return key, f"the folder `{name}` does not exist", "name a folder, or org/name of the hub"
+
+
 def _file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
     if model.config is not None:
         file = model.config / "config.json" if os.path.isdir(model.config) else model.config
@@ -89,9 +94,7 @@ def _file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
     if os.path.isfile(folder):
         return [(key, f"`{name}` is a file", "name its folder, or write it as model.config")]
     if not HUB_ID.fullmatch(name):
-        return [
-            (key, f"the folder `{name}` does not exist", "name a folder, or org/name of the hub")
-        ]
+        return [no_folder(key, name)]
     known = repo_configs / "models" / f"{name.replace('/', '--')}.json"
     return known if known.is_file() else None
 

@@ -133,6 +133,16 @@ class AdapterStart:
         return torch.empty(shape).uniform_(-bound, bound, generator=generator(self._seed, name))
 
 
+def adapter_of(
+    names: Collection[str], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """An adapter's parameters in order, those that `model.freeze` keeps as they began too.
+
+    names and read: as for `merged`.
+    """
+    return ((name, read(name)) for name in names if is_adapter(name))
+
+
 def merged(
     names: Collection[str], read: Callable[[str], Tensor], block: AdapterBlock | None
 ) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from uspft.config.model_shape import HUB_ID, no_folder
 from uspft.config.problems import Fault, said
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*
 def fetch_model(block: ModelBlock) -> ModelBlock:
     """The block with hub ids of model and tokenizer replaced by folders, downloaded where needed.
 
-    Raises Fault where the hub cannot be reached or does not know the model.
+    Raises Fault for a folder that is not here, and where the hub cannot be reached or does not know
+    the model.
     """
     update = {}
     for field in ("name_or_path", "tokenizer"):
@@ -33,6 +35,8 @@ def fetch(recipe: Recipe) -> Recipe:
 
 
 def _download(name: str, key: str) -> Path:
+    if not HUB_ID.fullmatch(name):
+        raise Fault([no_folder(key, name)])
     from huggingface_hub import snapshot_download
 
     try:
