@@ -19,13 +19,13 @@ from tests.support.models import (
     Documents,
     make_documents,
     make_model,
-    pin_frequencies,
     reference,
 )
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
 from uspft.config.blocks import ModelBlock
 from uspft.model.config import model_config
+from uspft.verify.plain_config import pin_frequencies
 
 ROW, ORIGINAL = 48, 32
 LENGTHS = {"whole": [48], "padded": [41], "packed": [31, 17]}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from uspft.verify.plain_config import pin_frequencies
 
 VOCABULARY = 97
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -138,20 +139,6 @@ def make_documents(path: Path, lengths: list[int], *, masked: list[float]) -> Do
     lines = [json.dumps({"input_ids": ids, "labels": labels}) for ids, labels in found]
     path.write_text("\n".join(lines) + "\n")
     return Documents(path, found)
-
-
-def pin_frequencies(net: Any, row: int) -> None:
-    """Rotary frequencies of transformers' own functions for this length, in every call."""
-    rotary = net.get_decoder().rotary_emb
-    by_kind = rotary.rope_type if isinstance(rotary.rope_type, dict) else {None: rotary.rope_type}
-    for kind, name in by_kind.items():
-        if name != "default":
-            prefix = f"{kind}_" if kind else ""
-            found = ROPE_INIT_FUNCTIONS[name](net.config, "cpu", seq_len=row, layer_type=kind)
-            setattr(rotary, f"{prefix}inv_freq", found[0])
-            setattr(rotary, f"{prefix}attention_scaling", found[1])
-    plain = dict.fromkeys(by_kind, "default")
-    rotary.rope_type = plain if isinstance(rotary.rope_type, dict) else "default"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +35,14 @@ def model_config(block: ModelBlock, length_tokens: int) -> Any:
     key = "model.name_or_path" if block.config is None else "model.config"
     source = Path(block.config or block.name_or_path or "")
     try:
-        config = _read(source, block.overrides)
+        config, known = _read(source, block.overrides)
     except Exception as error:  # transformers has no kind of its own
         what = f"transformers cannot read the config of `{source}`: {said(error)}"
         raise Fault([(key, what, "mend its config.json, or name another")]) from error
     findings = [
         (f"model.overrides.{field}", *finding)
         for field, value in block.overrides.items()
-        if (finding := _override(config, field, value))
+        if field not in known and (finding := _override(config, field, value))
     ]
     if findings:
         raise Fault(findings)
@@ -56,17 +56,19 @@ def model_config(block: ModelBlock, length_tokens: int) -> Any:
     return config
 
 
-def _read(source: Path, overrides: Mapping[str, Any]) -> Any:
-    """The config of a file; overrides that say which layers have a window rule over what the file
-    says of single layers, and must be known when transformers works out the layers."""
+def _read(source: Path, overrides: Mapping[str, Any]) -> tuple[Any, Collection[str]]:
+    """The config of a file, and the overrides that are in it: those that say which layers have a
+    window rule over what the file says of single layers, and must be known when transformers works
+    out the layers."""
     windows = {key: overrides[key] for key in WINDOWS if key in overrides}
     if not windows or "layer_types" in overrides:
-        return AutoConfig.from_pretrained(source, local_files_only=True)
+        return AutoConfig.from_pretrained(source, local_files_only=True), ()
     raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
     if FAMILIES[raw["model_type"]].windows != "switched":
-        return AutoConfig.from_pretrained(source, local_files_only=True)
-    raw = {**raw, **windows, "layer_types": None}
-    return AutoConfig.for_model(raw.pop("model_type"), **raw)
+        return AutoConfig.from_pretrained(source, local_files_only=True), ()
+    raw = {**raw, **windows}
+    raw.pop("layer_types", None)
+    return AutoConfig.for_model(raw.pop("model_type"), **raw), windows
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:

@@ -1,4 +1,7 @@
-"""The first step in plain transformers: nothing of uspft's model, loss or engine is in it."""
+"""The first step in plain transformers: config, model, positions, attention and loss are its own.
+
+Of uspft are the rows, what random weights start from, and which parameters train.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from uspft.data import Row, training_rows
 from uspft.model.build import places
-from uspft.model.config import model_config
 from uspft.model.names import is_adapter
 from uspft.model.trained import choose_trained, trained_parameters
 from uspft.verify.gradients import See
+from uspft.verify.plain_config import pin_frequencies, plain_config
 from uspft.verify.result import Measured
 from uspft.verify.weights import weights_under_way
 
@@ -84,7 +87,7 @@ def _router_loss(model: Any, routed: Sequence[Sequence[Tensor] | None]) -> Tenso
 def _model(recipe: Recipe) -> Any:
     """Built and filled by transformers and peft; random weights are those that uspft draws."""
     dtype = getattr(torch, recipe.model.dtype)
-    config = model_config(recipe.model, recipe.data.sequence_length)
+    config = plain_config(recipe.model)
     how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     if recipe.model.config is None:
         name = recipe.model.name_or_path
@@ -94,6 +97,7 @@ def _model(recipe: Recipe) -> Any:
         source = weights_under_way(recipe.model, recipe.seed, model)
         for name, parameter in model.named_parameters():
             parameter.data = source.read(name, parameter.shape)
+    pin_frequencies(model, recipe.data.sequence_length)
     choose_trained(model, recipe.model, recipe.seed)
     _start_adapter(model, recipe)
     for parameter in model.parameters():
