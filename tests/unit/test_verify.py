@@ -139,6 +139,12 @@ def test_plain_transformers_is_left_out_with_a_reason(tmp_path: Path) -> None:
     assert "dropout" in str(why(model={"adapter": {"dropout": 0.1}}))
     assert why(model={"adapter": {"dropout": 0.0}}) is None
     assert "too much memory" in str(why(memory=1 << 18))
+    make_model(tmp_path, "gemma2", kv_heads=2)  # whose soft-cap transformers writes out
+    assert why() is None
+    long = {"data": {"sequence_length": 4096}, "memory": 1 << 30}
+    assert "every score of 4,096 tokens" in str(why(**long))
+    make_model(tmp_path, "qwen2", kv_heads=2)
+    assert why(**long) is None
 
 
 def result(loss: float = 2.0, norm: float = 1.0, off: float = 0.0) -> Result:

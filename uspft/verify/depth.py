@@ -14,6 +14,7 @@ from uspft.config import Fault
 from uspft.model.build import empty_model
 from uspft.model.config import layer_windows
 from uspft.model.loss import tile_tokens
+from uspft.verify.plain_config import score_bytes
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -70,6 +71,7 @@ def sizes_of(recipe: Recipe, config: Any, *, with_plain: bool) -> Sizes:
     element = 4 if with_plain or recipe.model.dtype == "float32" else 2
     tokens = recipe.data.sequence_length * (1 if with_plain else recipe.training.micro_batch_size)
     working = tokens * element * _elements_per_token(config)
+    working += score_bytes(config, tokens) if with_plain else 0
     kept = working
     if recipe.memory.gradient_checkpointing:
         kept, working = 2 * tokens * element * config.hidden_size, 2 * working
@@ -104,6 +106,8 @@ def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
     # Whole logits, their exponentials and gradients: a quarter of the memory at most.
     if 4 * 3 * 4 * length * config.vocab_size > memory:
         return f"the logits of {length:,} tokens take too much memory"
+    if 4 * score_bytes(config, length) > memory:
+        return f"transformers writes out every score of {length:,} tokens, and they take too much"
     return None
 
 

@@ -20,7 +20,7 @@ from uspft.model.build import places
 from uspft.model.names import is_adapter
 from uspft.model.trained import choose_trained, trained_parameters
 from uspft.verify.gradients import See
-from uspft.verify.plain_config import pin_frequencies, plain_config
+from uspft.verify.plain_config import attention_of, pin_frequencies, plain_config
 from uspft.verify.result import Measured
 from uspft.verify.weights import weights_under_way
 
@@ -88,7 +88,7 @@ def _model(recipe: Recipe) -> Any:
     """Built and filled by transformers and peft; random weights are those that uspft draws."""
     dtype = getattr(torch, recipe.model.dtype)
     config = plain_config(recipe.model)
-    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention_of(config)}
     if recipe.model.config is None:
         name = recipe.model.name_or_path
         model = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
