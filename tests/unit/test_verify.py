@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import make_model
+from tests.support.models import make_documents, make_model
 from tests.support.refused import Ground
+from uspft.__main__ import main
 from uspft.commands.examine import layout_findings
 from uspft.config import Fault, Recipe
 from uspft.model.config import model_config
+from uspft.verify import job as verify_job
 from uspft.verify.depth import USABLE, Sizes, fitting_depth, sizes_of, why_not_plain, with_depth
+from uspft.verify.job import VerifyJob
 from uspft.verify.layouts import Candidate, candidates, chosen
 from uspft.verify.report import Report
 from uspft.verify.result import Difference, Measured, Result, group_of
@@ -216,6 +219,87 @@ def test_the_verdict_of_all() -> None:
     entries = json.loads(json.dumps(report(good, result(off=math.inf)).as_json(), allow_nan=False))
     assert [one["verdict"] for one in entries["layouts"]] == ["equal", "DIFFERS"]
     assert entries["verdict"] == "differs"
+
+
+def scaled(share: float, loss: float = 2.0, mlp: float | None = None) -> Result:
+    """Every gradient off by a share."""
+    groups = {"attention": Difference(share, "q"), "mlp": Difference(mlp or share, "up")}
+    return Result(Measured([loss], [1.0 + share], [7]), groups)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "scale"),
+    [
+        (scaled(2e-3, loss=2.004), True),
+        (scaled(2e-3), True),  # gradients alone
+        (scaled(2e-3, loss=2.4), False),
+        (scaled(2e-3, mlp=2e-2), False),
+        (scaled(math.inf), False),
+        (result(off=0.1), False),
+        (Result(Measured(stopped="step 1: the loss is nan"), {}), False),
+    ],
+)
+def test_one_factor_in_all_is_a_scale_and_not_attention(wrong: Result, scale: bool) -> None:
+    every = report(wrong, result(), wrong, wrong, wrong).text()
+    assert "every layout that shares rows differs" in every
+    assert ("a wrong scale" in every) == scale == ("attention kernel, mask or" not in every)
+    assert ("a wrong scale" in report(wrong, wrong).text()) == scale
+    some = report(wrong, result(), result()).text()
+    assert "only some layouts differ" in some and ("a wrong scale" in some) == scale
+
+
+@pytest.fixture
+def ranks_answer(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
+    """What the layouts' ranks leave, in turn, in place of running; the one process leaves 2.0."""
+    answers: list[Result] = []
+
+    def answer(words: Any, *rest: Any, **more: Any) -> int:
+        work = VerifyJob.read(Path(words[0]))
+        if work.is_reference:
+            Result(REFERENCE, {}).leave(work.folder / verify_job.REFERENCE)
+            return 0
+        for one in answers[: len(work.layouts)]:
+            one.leave(work.folder / verify_job.LAYOUTS)
+        return 0 if answers else 1
+
+    monkeypatch.setattr("uspft.commands.verify.start_ranks", answer)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("last", "words", "code", "verdict"),
+    [
+        (result(), [], 0, "equal"),
+        (result(off=1e-3), [], 1, "differs"),
+        (Result(Measured(stopped="step 1: the loss is nan"), {}), [], 1, "differs"),
+        (result(), ["--inject", "mask"], 1, "not caught"),
+        (None, [], 1, None),
+    ],
+)
+def test_the_command_says_it_by_its_exit_code(
+    last: Result | None,
+    words: list[str],
+    code: int,
+    verdict: str | None,
+    ranks_answer: list[Result],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_model(tmp_path / "model", "llama")
+    given = {
+        "model": {"name_or_path": str(tmp_path / "model"), "dtype": "float32"},
+        "data": {"train": str(make_documents(tmp_path / "d.jsonl", [32, 20], masked=[0.0]).path)},
+        "training": {"steps": 3, "global_batch_size": 2},
+        "launch": {"device": "cpu", "processes": 2},
+        "output_dir": str(tmp_path / "out"),
+    }
+    given["data"] |= {"sequence_length": 32, "cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "r.yaml").write_text(json.dumps(given))
+    ranks_answer += [*[result(off=0.1 if words else 0.0)] * 4, last] if last else []
+    assert main(["verify", str(tmp_path / "r.yaml"), *words]) == code
+    path = tmp_path / "out" / "verify" / "verify.json"
+    assert (json.loads(path.read_text())["verdict"] if path.exists() else None) == verdict
+    assert verdict is None or "5 layouts" in capsys.readouterr().out
 
 
 def test_parameters_have_groups() -> None:

@@ -10,7 +10,14 @@ from typing import Any
 from uspft.config import as_tree
 from uspft.verify.layouts import Candidate
 from uspft.verify.result import GROUPS, Measured, Result
-from uspft.verify.verdict import PLAIN, Tolerance, differences, measured_tolerance, mismatches
+from uspft.verify.verdict import (
+    PLAIN,
+    Tolerance,
+    differences,
+    measured_tolerance,
+    mismatches,
+    one_factor,
+)
 
 _ORDER = [group for group, _ in GROUPS]
 
@@ -162,29 +169,38 @@ class Report:
         told += [f"{line.name}: {'; '.join((line.wrong or [])[:4])}" for line in wrong]
         if not told:
             return [f"equal: {count} of {count} layouts give what one process gives"]
-        return [*told, *_hints(self.tried), f"DIFFERS: {len(wrong)} of {count} layouts"]
+        scaled = all(
+            one_factor(line.result, self.reference, self.tolerance) for line in wrong if line.result
+        )
+        return [*told, *_hints(self.tried, scaled), f"DIFFERS: {len(wrong)} of {count} layouts"]
 
 
-def _hints(tried: Sequence[Line]) -> list[str]:
-    """What a mismatch may mean, from which layouts and which numbers show it."""
+def _hints(tried: Sequence[Line], scaled: bool) -> list[str]:
+    """What a mismatch may mean, from which layouts show it; scaled: all are off by one factor."""
     wrong = [line for line in tried if line.wrong]
     if not wrong:
         return []
-    if any(line.candidate and line.candidate.layout.context == 1 for line in wrong):
-        return [
+    shared = [line for line in tried if line.candidate and line.candidate.layout.context > 1]
+    algorithms = {line.candidate.parallel.context_parallel_algo for line in wrong if line.candidate}
+    if any(line not in shared for line in wrong):
+        hint = (
             "layouts with whole rows differ too: look at ZeRO, the gradients' reduction or "
             "versions that differ between ranks, before sequence parallelism"
+        )
+    elif len(wrong) < len(shared):
+        others = ", ".join(sorted(map(str, algorithms)))
+        hint = f"only some layouts differ: train with another one than {others}, and report it"
+    elif scaled:
+        hint = "every layout that shares rows differs"
+    else:
+        hint = "every layout that shares rows differs: attention kernel, mask or order of tokens"
+    if scaled:
+        return [
+            hint,
+            "all gradients are off by one factor, as by a wrong scale: the count of targets that "
+            "the loss is divided by, or the average over ranks; not attention",
         ]
-    if len(wrong) == sum(
-        1 for line in tried if line.candidate and line.candidate.layout.context > 1
-    ):
-        return ["every layout that shares rows differs: attention kernel, mask or order of tokens"]
-    names = sorted(
-        {str(line.candidate.parallel.context_parallel_algo) for line in wrong if line.candidate}
-    )
-    return [
-        f"only some layouts differ: train with another one than {', '.join(names)}, and report it"
-    ]
+    return [hint]
 
 
 def _right(cells: Sequence[str], widths: Sequence[int]) -> list[str]:

@@ -15,6 +15,9 @@ MOST = 0.5
 """A gradient tolerance beyond this would pass a gradient that has nothing to do with the right one
 (whose difference is about 1.4)."""
 
+ALIKE = 1.1
+"""Shares that differ less than this, by rounding and later steps, are of one factor."""
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -69,6 +72,16 @@ def _largest(got: Sequence[float], want: Sequence[float]) -> float:
     pairs = zip(got, want, strict=False)
     found = [abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]
     return max(found) if found and all(map(math.isfinite, found)) else math.inf
+
+
+def one_factor(result: Result, reference: Measured, allowed: Tolerance) -> bool:
+    """Whether every group's gradient and the norm are off by one and the same share, and the loss
+    by that or by nothing: then it is a scale, and no token's own."""
+    loss, norm = differences(result.measured, reference)
+    each = [norm, *(one.value for one in result.differences.values())]
+    if loss > allowed.loss:
+        each.append(loss)
+    return len(result.differences) > 1 and max(each) <= ALIKE * min(each) < math.inf
 
 
 def mismatches(result: Result, reference: Measured, allowed: Tolerance) -> list[str]:
