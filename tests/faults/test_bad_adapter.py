@@ -19,6 +19,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "model.adapter.rnak",
         ("unknown key `rnak`; did you mean `rank`?",),
     ),
+    "peft's key": (
+        {"adapter": {"type": "lora", "r": 3}},
+        "model.adapter.r",
+        ("here it is `model.adapter.rank`",),
+    ),
     "misspelt module": (
         {"adapter": {"type": "lora", "target_modules": ["q_proj", "vproj"]}},
         f"{TARGETS}[1]",
@@ -72,6 +77,35 @@ def test_what_a_model_does_not_have(
     ground.write({f"model.{name}": value for name, value in block.items()})
     for verb in ("train", "check"):
         ground.call(capsys, verb, str(ground.path)).about(key, *words)
+
+
+def test_a_hub_model_whose_config_is_known_is_looked_at(
+    ground: Ground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of it is here but configs/models/; of another hub model not even that."""
+    from uspft.__main__ import main
+
+    hub = {"model.name_or_path": "Qwen/Qwen2.5-0.5B"}
+    for block, key, words in (
+        WRONG["misspelt module"],
+        WRONG["nothing found"],
+        ({"overrides": {"hiden_size": 3}}, "model.overrides.hiden_size", ("no such field",)),
+    ):
+        ground.write(hub | {f"model.{name}": value for name, value in block.items()})
+        ground.call(capsys, "check", str(ground.path)).about(key, *words)
+    lora = {"model.adapter": {"type": "lora", "rank": 129, "target_modules": ["q_proj", "v_proj"]}}
+    ground.write(hub | lora | {"model.freeze": [r"layers\.([0-9]|1\d)\."]})  # of 24 layers 20
+    assert main(["check", str(ground.path)]) == 0
+    said = capsys.readouterr().out
+    trained = 4 * 129 * (896 + 896 + 896 + 128)
+    frozen = 494_032_768 + 5 * trained
+    assert f"trains: {trained:,} parameters, beside {frozen:,} frozen ones" in said
+    assert "; the rank is more than the smaller side of v_proj, where" in said
+    assert "not checked: the names" not in said
+    ground.write({"model.name_or_path": "some/model", "model.freeze": ["nothing"], **lora})
+    assert main(["check", str(ground.path)]) == 0
+    said = capsys.readouterr().out
+    assert "not checked: the names in model.adapter, model.freeze" in said and "trains:" not in said
 
 
 def test_experts_are_refused_and_the_rest_is_adapted(

@@ -171,6 +171,7 @@ def test_a_recipe_passes_check(copy: Path, name: str) -> None:
     assert "\nmodel: " in done.stdout and "not checked: the sizes" not in done.stdout, (
         "no shape for its model"
     )
+    assert ("\ntrains: " in done.stdout) == ("-lora-" in name)
     assert listing(copy) == before
 
 

@@ -16,12 +16,14 @@ def check(target: Path, overrides: Sequence[str], place: Place) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
     found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
     recipe, shape = found.recipe, found.shape
-    trains = None
-    if recipe.model.config or os.path.isdir(recipe.model.name_or_path or ""):
+    trains, model = None, recipe.model
+    asks = [f"model.{key}" for key in ("adapter", "freeze", "overrides") if getattr(model, key)]
+    here = model.config or os.path.isdir(model.name_or_path or "")
+    if shape and (here or asks):
         with found.placed():
             trains = examine_model(recipe).trains
-    elif recipe.model.adapter or recipe.model.freeze:
-        found.not_checked.append("the names in model.adapter and model.freeze (no model here)")
+    elif asks:
+        found.not_checked.append(f"the names in {', '.join(asks)} (no config of the model here)")
     print(f"{target}: no problem found")
     print(f"layout: {found.sentence}")
     if found.why:

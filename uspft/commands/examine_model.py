@@ -1,9 +1,13 @@
-"""What a model that is here says of a recipe: its config, whether its weights fit, what trains."""
+"""What a model's config, and its weights where they are here, say of a recipe."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from uspft.commands.place import CONFIGS
+from uspft.config.model_shape import config_file
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -17,19 +21,22 @@ class ExaminedModel(NamedTuple):
 
 
 def examine_model(recipe: Recipe) -> ExaminedModel:
-    """Build a model that is here on meta, compare its weights, and choose what trains.
+    """Build the model on meta, compare its weights where they are here, and choose what trains.
 
-    Raises Fault, WeightsError.
+    Its config must be on this machine. Raises Fault, WeightsError.
     """
     # Seconds of imports, which a recipe that is refused before does without.
     from uspft.model.config import model_config
     from uspft.model.fit import require_fit, require_model
     from uspft.model.trained import choose_trained, what_trains
 
-    config = model_config(recipe.model, recipe.data.sequence_length)
+    file = config_file(recipe.model, CONFIGS)
+    assert isinstance(file, Path)  # what is wrong with it has been told
+    config = model_config(recipe.model, recipe.data.sequence_length, file)
     named = recipe.model.config is None
     model = require_model(config, "model.name_or_path" if named else "model.config")
-    if named:
-        require_fit(model, Path(recipe.model.name_or_path or ""))
+    folder = Path(recipe.model.name_or_path or "")
+    if named and os.path.isdir(folder):
+        require_fit(model, folder)
     choose_trained(model, recipe.model, recipe.seed)
     return ExaminedModel(config, what_trains(model, recipe.model))

@@ -44,7 +44,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     `repo_configs` is the folder whose models/<org>--<name>.json describes a hub model.
     """
     key = "model.name_or_path" if model.config is None else "model.config"
-    file = _file(model, repo_configs)
+    file = config_file(model, repo_configs)
     if not isinstance(file, Path):
         return file
     raw = _json(file, key)
@@ -78,7 +78,8 @@ def no_folder(key: str, name: str) -> Finding:
     return key, f"the folder `{name}` does not exist", "name a folder, or org/name of the hub"
 
 
-def _file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
+def config_file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
+    """The model's config.json, or what is wrong; None where it is not on this machine."""
     if model.config is not None:
         file = model.config / "config.json" if os.path.isdir(model.config) else model.config
         if os.path.isfile(file):

@@ -93,7 +93,11 @@ _THEIRS = {
     "model.tokenizer": "tokenizer_name tokenizer_name_or_path",
     "model.dtype": "torch_dtype precision bf16 fp16 params_dtype compute_dtype",
     "model.attention": "attn_implementation flash_attention flash_attn attn_impl",
-    "model.adapter": "lora lora_r lora_rank lora_alpha peft peft_config",
+    "model.adapter": "lora peft peft_config",
+    "model.adapter.rank": "model.adapter.r lora_r lora_rank",
+    "model.adapter.alpha": "lora_alpha",
+    "model.adapter.dropout": "lora_dropout",
+    "model.adapter.target_modules": "lora_target lora_target_modules",
     "data.train": "dataset datasets dataset_name train_file train_data data.path",
     "data.eval": "eval_dataset validation_file val_data",
     "data.sequence_length": "max_seq_length max_seq_len max_length seq_length seq_len "

@@ -26,14 +26,15 @@ RULED = {
 """Fields that model.overrides cannot set, and what to write instead."""
 
 
-def model_config(block: ModelBlock, length_tokens: int) -> Any:
+def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None) -> Any:
     """The config of a local folder or config.json, with the recipe's overrides and rope scaling.
 
-    length_tokens: of a row; rotary positions that depend on it are settled.
+    length_tokens: of a row; rotary positions that depend on it are settled. file: where the config
+    is, if not where the recipe says.
     Raises Fault for one that transformers cannot read, and for each override that does not fit it.
     """
     key = "model.name_or_path" if block.config is None else "model.config"
-    source = Path(block.config or block.name_or_path or "")
+    source = file or Path(block.config or block.name_or_path or "")
     try:
         config, known = _read(source, block.overrides)
     except Exception as error:  # transformers has no kind of its own

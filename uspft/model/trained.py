@@ -68,4 +68,15 @@ def what_trains(model: nn.Module, block: ModelBlock) -> str | None:
         # ….q_proj.lora_A.weight
         adapted = {name.split(".")[-3] for name in trained_parameters(model)}
         line += f" (LoRA of rank {block.adapter.rank} on {', '.join(sorted(adapted))})"
+        if narrow := _narrower(model, block.adapter.rank):
+            line += f"; the rank is more than the smaller side of {', '.join(narrow)}"
+            line += ", where it adds parameters and no freedom"
     return line
+
+
+def _narrower(model: nn.Module, rank: int) -> list[str]:
+    """Last words of the adapted projections with a side smaller than the rank."""
+    shapes = {plain_name(name): value.shape for name, value in model.named_parameters()}
+    owners = [name.partition(".lora_A.")[0] for name in shapes if ".lora_A." in name]
+    narrow = [owner for owner in owners if min(shapes[f"{owner}.weight"]) < rank]
+    return sorted({owner.rpartition(".")[2] for owner in narrow})
