@@ -4,8 +4,8 @@ Four algorithms × ZeRO 0, 1, 2, 3 and 3 with everything partitioned × packed o
 micro-batches, float32: all of it on 1 process, on 2 and 4 pairwise (`--full`: all of it there too),
 and so the other algorithms and ZeRO 3 without reduce_scatter (PAIRS). Models with every kind of
 heads and windows take turns, so that each meets every layout, stage, packing and number of
-micro-batches; the last test says which pairs are met. One spawn per number of processes, many
-engines inside.
+micro-batches, and each family every algorithm, packed and not; the last tests say so. One spawn per
+number of processes, many engines inside.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ PAIRWISE: dict[int, list[tuple[str, int, int]]] = {
         ("ulysses_cp", 2, 1),
     ],
 }
+WORLDS = (1, 2, 4)
 PLAIN_ROWS = [[48], [47], [20], [33], [48], [5], [41], [30]]
 PACKED_ROWS = [[31, 17], [48], [20, 28], [40, 8], [33, 15], [25, 23], [29, 19], [26, 22], [45, 3]]
 """Lengths that best-fit packing joins in one way only."""
@@ -109,15 +110,31 @@ def cases(world: int, *, full: bool = False) -> list[Case]:
 
 
 @cache
-def models(world: int, *, full: bool = False) -> dict[Case, str]:
-    """The model of each case: the one that has met its layout, stage and batch least often."""
-    met: Counter[tuple[str, Any]] = Counter()
+def turns(*, full: bool = False) -> dict[Case, str]:
+    """The model of each case: the one that meets most of its traits for the first time, else all of
+    them least often. Layout, stage and batch count in a world; family, algorithm and packing in
+    all worlds together."""
+    met: Counter[tuple[Any, ...]] = Counter()
+
+    def traits(case: Case, kind: str) -> list[tuple[Any, ...]]:
+        own = (astuple(case)[:3], case.zero, case.packed, case.passes)
+        family = KINDS[kind]["kind"], case.algorithm, case.packed
+        return [family, *((case.world, kind, trait) for trait in own)]
+
+    def familiarity(case: Case, kind: str) -> tuple[int, list[int]]:
+        counts = [met[trait] for trait in traits(case, kind)]
+        return sum(map(bool, counts)), counts
+
     found = {}
-    for case in cases(world, full=full):
-        traits = (astuple(case)[:3], case.zero, case.packed, case.passes)
-        found[case] = min(KINDS, key=lambda kind: [met[kind, trait] for trait in traits])
-        met.update((found[case], trait) for trait in traits)
+    for case in chain.from_iterable(cases(world, full=full) for world in WORLDS):
+        found[case] = min(KINDS, key=lambda kind: familiarity(case, kind))
+        met.update(traits(case, found[case]))
     return found
+
+
+def models(world: int, *, full: bool = False) -> dict[Case, str]:
+    """The cases of so many processes, each with its model."""
+    return {case: kind for case, kind in turns(full=full).items() if case.world == world}
 
 
 def row_documents(data: dict[bool, Documents], packed: bool) -> list[list[Any]]:
@@ -265,5 +282,10 @@ def test_every_pair_is_met(world: int) -> None:
             assert not missing, missing
 
 
-def test_the_registry_is_covered() -> None:
-    assert {case.algorithm for world in (1, 2, 4) for case in cases(world)} == set(ALGORITHMS)
+@pytest.mark.parametrize("full", [False, True])
+def test_every_family_meets_every_algorithm_packed_and_not(full: bool) -> None:
+    families = {kind["kind"] for kind in KINDS.values()}
+    wanted = set(product(families, ALGORITHMS, (False, True)))
+    runs = turns(full=full).items()
+    assert {(KINDS[kind]["kind"], case.algorithm, case.packed) for case, kind in runs} == wanted
+    assert len(wanted) == 36
