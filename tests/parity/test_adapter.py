@@ -1,8 +1,8 @@
 """LoRA under every algorithm and ZeRO stage against plain peft in one process.
 
 Every algorithm under every stage; packing, checkpointing, models, adapted modules and dropout take
-turns, so that each algorithm and each stage meets all of them (of the modules, four of five). One
-spawn of four ranks, many engines inside.
+turns, so that each algorithm and each stage meets all of them (of the modules, four of five). In
+bfloat16 two of them, by the error of one process. One spawn of four ranks, many engines inside.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.parity.test_training import (
     mismatch,
     row_documents,
 )
-from tests.support.adapters import document_tokens, peft_adapter, written_out_mask
+from tests.support.adapters import compute_in, document_tokens, peft_adapter, written_out_mask
 from tests.support.models import Documents, Reference, make_documents, make_model, reference
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
@@ -33,6 +33,9 @@ from uspft.sequence import ALGORITHMS
 
 STEPS, RATE, CLIP, SEED = 3, 5e-3, 0.005, 7
 RANK, ALPHA, DROPOUT = 4, 6.0, 0.4
+ADAM = {"float32": (RATE, 1e-8, CLIP), "bfloat16": (0.05, 0.1, 100.0)}
+"""Rate, eps and clip by type. In bfloat16 eps is far above the gradients, and changes go with them:
+otherwise one that is nearly 0 is as far off as its sign."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "ulysses_cp": {"context_parallel": 4, "context_parallel_algo": "ulysses_cp"},
@@ -97,8 +100,17 @@ def cases() -> list[Case]:
 
 CASES = cases()
 
+ROUNDED = [
+    Case("ring_cp", "zero1", "llama", None, packed=True, checkpointed=True, dropout=0.0),
+    Case("planned_cp", "zero3 whole", "qwen3", None, packed=False, checkpointed=False, dropout=0.0),
+]
+"""Runs in bfloat16: the base and what is computed; the adapter's masters are float32."""
 
-def recipe(case: Case, folder: Path, data: dict[bool, Documents]) -> dict[str, Any]:
+
+def recipe(
+    case: Case, folder: Path, data: dict[bool, Documents], dtype: str = "float32"
+) -> dict[str, Any]:
+    rate, eps, clip = ADAM[dtype]
     adapter = {"type": "lora", "rank": RANK, "alpha": ALPHA, "dropout": case.dropout}
     if case.targets:
         adapter["target_modules"] = list(case.targets)
@@ -106,20 +118,24 @@ def recipe(case: Case, folder: Path, data: dict[bool, Documents]) -> dict[str, A
         folder / case.model,
         data[case.packed].path,
         ROW,
-        model={"adapter": adapter},
+        model={"adapter": adapter, "dtype": dtype},
         data={"packing": "best_fit" if case.packed else "none"},
         parallel_config=LAYOUTS[case.layout],
         deepspeed={"zero_optimization": ZERO[case.zero]},
-        optimizer={"learning_rate": RATE},
-        training={"steps": STEPS, "global_batch_size": case.rows, "max_grad_norm": CLIP},
+        optimizer={"learning_rate": rate, "eps": eps},
+        training={"steps": STEPS, "global_batch_size": case.rows, "max_grad_norm": clip},
         memory={"gradient_checkpointing": case.checkpointed},
     )
 
 
-def work(rank: int, folder: Path, data: dict[bool, Documents]) -> dict[Case, Any]:
+def work(rank: int, folder: Path, data: dict[bool, Documents]) -> dict[str, dict[Case, Any]]:
+    """By type and case."""
     return {
-        case: run_recipe(recipe(case, folder, data), folder / f"run-{number}")
-        for number, case in enumerate(CASES)
+        dtype: {
+            case: run_recipe(recipe(case, folder, data, dtype), folder / f"{dtype}-{number}")
+            for number, case in enumerate(cases)
+        }
+        for dtype, cases in (("float32", CASES), ("bfloat16", ROUNDED))
     }
 
 
@@ -135,8 +151,25 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
 
 
-def wanted(case: Case, setting: Any, *, seed: int = SEED, alpha: float = ALPHA) -> Reference:
-    """The same steps of plain peft; another seed or alpha for what must not agree."""
+@pytest.fixture(scope="module")
+def answers(setting: Any) -> dict[str, dict[Case, Any]]:
+    found: dict[str, dict[Case, Any]] = spawn(4, work, *setting)[0]
+    return found
+
+
+def wanted(
+    case: Case,
+    setting: Any,
+    *,
+    seed: int = SEED,
+    alpha: float = ALPHA,
+    base: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Reference:
+    """The same steps of plain peft; another seed or alpha for what must not agree.
+
+    base: makes of the base's parameters what they are held as. The adapter, in float32 whatever
+    they are, then starts from values rounded to bfloat16, and takes part in the base's type.
+    """
     from uspft.model.adapter import AdapterStart
 
     folder, data = setting
@@ -146,14 +179,30 @@ def wanted(case: Case, setting: Any, *, seed: int = SEED, alpha: float = ALPHA) 
         list(chain(*stream[i : i + case.rows])) for i in range(0, STEPS * case.rows, case.rows)
     ]
     no_base: Any = None
-    prepare = peft_adapter(
-        AdapterStart(no_base, seed).read,
+    start = AdapterStart(no_base, seed).read
+
+    def begin(name: str, shape: torch.Size) -> torch.Tensor:
+        value = start(name, shape)
+        return rounded(value) if base else value
+
+    adapted = peft_adapter(
+        begin,
         masks=_masks(stream, case.dropout, seed) if case.dropout else None,
         r=RANK,
         lora_alpha=alpha,
         target_modules=list(case.targets) if case.targets else "all-linear",
     )
-    return reference(folder / case.model, steps, rate=RATE, clip=CLIP, prepare=prepare)
+
+    def prepare(net: Any) -> dict[str, torch.nn.Parameter]:
+        for parameter in net.parameters() if base else ():
+            parameter.data = base(parameter.data)
+        trained = adapted(net)
+        if net.dtype != torch.float32:
+            compute_in(net, net.dtype)
+        return trained
+
+    rate, eps, clip = ADAM["bfloat16" if base else "float32"]
+    return reference(folder / case.model, steps, rate=rate, clip=clip, eps=eps, prepare=prepare)
 
 
 def _masks(stream: list[list[Any]], p: float, seed: int) -> Callable[..., Any]:
@@ -177,22 +226,72 @@ def differs(got: Any, want: Reference) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_an_adapter_trains_as_in_one_process(setting: Any) -> None:
-    folder, data = setting
-    answers = spawn(4, work, folder, data)[0]
-    assert list(answers) == CASES
-    wrong = {case: differs(got, wanted(case, setting)) for case, got in answers.items()}
+def test_an_adapter_trains_as_in_one_process(
+    setting: Any, answers: dict[str, dict[Case, Any]]
+) -> None:
+    folder, _ = setting
+    by_case = answers["float32"]
+    assert list(by_case) == CASES
+    wrong = {case: differs(got, wanted(case, setting)) for case, got in by_case.items()}
     wrong = {case: found for case, found in wrong.items() if found}
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
-    for case, (_, end) in answers.items():
+    for case, (_, end) in by_case.items():
         base = _weights(folder / case.model)
         frozen = {name: value for name, value in end.items() if "lora" not in name}
         assert frozen.keys() == base.keys()
         assert all(torch.equal(base[name], value) for name, value in frozen.items()), case
     case = next(case for case in CASES if case.dropout and not case.targets)
-    assert differs(answers[case], wanted(case, setting, seed=SEED + 1))
-    assert differs(answers[case], wanted(case, setting, alpha=1.1 * ALPHA))
-    assert differs(answers[case], wanted(case._replace(dropout=DROPOUT + 0.05), setting))
+    assert differs(by_case[case], wanted(case, setting, seed=SEED + 1))
+    assert differs(by_case[case], wanted(case, setting, alpha=1.1 * ALPHA))
+    assert differs(by_case[case], wanted(case._replace(dropout=DROPOUT + 0.05), setting))
+
+
+def errors(got: Any, truth: Reference) -> dict[str, float]:
+    """How far off: A and B of all modules by what gradients have changed, losses and norms by
+    themselves."""
+    records, end = got
+    decayed = (1 - ADAM["bfloat16"][0]) ** STEPS
+    found = {}
+    for side in ("lora_A", "lora_B"):
+        names = [name for name in truth.end if side in name]
+        off = sum(float((end[n] - truth.end[n]).square().sum()) for n in names)
+        moved = sum(float((truth.end[n] - decayed * truth.start[n]).square().sum()) for n in names)
+        found[side] = (off / moved) ** 0.5
+    for key, want in (("loss", truth.losses), ("grad_norm", truth.grad_norms)):
+        off = sum((r[key] / w - 1) ** 2 for r, w in zip(records, want, strict=True))
+        found[key] = (off / len(want)) ** 0.5
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_in_bfloat16_it_is_about_as_far_off_as_one_process(
+    setting: Any, answers: dict[str, dict[Case, Any]]
+) -> None:
+    """From float32 on the rounded base: changes at most 2 × as far as one process of these types,
+    loss and norm one rounding to bfloat16."""
+    assert list(answers["bfloat16"]) == ROUNDED
+    for case, got in answers["bfloat16"].items():
+        truth = wanted(case, setting, base=rounded)
+        alone = errors(as_answer(wanted(case, setting, base=torch.Tensor.bfloat16)), truth)
+        assert all(1e-3 < alone[side] < 0.05 for side in ("lora_A", "lora_B")), alone
+
+        bounds = {"loss": 2**-8, "grad_norm": 2**-8} | {
+            side: 2 * alone[side] for side in ("lora_A", "lora_B")
+        }
+        off = errors(got, truth)
+        assert all(off[key] <= bounds[key] for key in bounds), (case, off, bounds)
+        off = errors(got, wanted(case, setting, alpha=1.1 * ALPHA, base=rounded))
+        assert all(off[key] > bounds[key] for key in ("lora_A", "lora_B", "grad_norm")), off
+
+
+def rounded(value: torch.Tensor) -> torch.Tensor:
+    return value.bfloat16().float()
+
+
+def as_answer(alone: Reference) -> Any:
+    """A reference as a run's records and end."""
+    pairs = zip(alone.losses, alone.grad_norms, strict=True)
+    return [{"loss": loss, "grad_norm": norm} for loss, norm in pairs], alone.end
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

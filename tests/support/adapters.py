@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.parametrize import register_parametrization
 
 
 def peft_adapter(
@@ -43,6 +44,21 @@ def peft_adapter(
         return trained
 
     return prepare
+
+
+def compute_in(net: Any, dtype: torch.dtype) -> None:
+    """An adapter's weights, whatever type they are held in, are cast to this one where they are
+    used."""
+
+    class Cast(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to(dtype)
+
+    sides = ("lora_A.default", "lora_B.default")
+    thin = [module for name, module in net.named_modules() if name.endswith(sides)]
+    assert thin
+    for module in thin:
+        register_parametrization(module, "weight", Cast(), unsafe=True)
 
 
 class _Masked(torch.nn.Module):

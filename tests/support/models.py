@@ -193,7 +193,7 @@ def reference(
         adam.zero_grad()
         loss = 0.0
         for ids, labels in documents:
-            logits = net(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+            logits = net(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
             part = F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum") / targets
             part.backward()
             loss += part.item()
