@@ -13,17 +13,29 @@ compgen -G '/dev/nvidia[0-9]*' >/dev/null || chosen="($chosen) and not gpu"
 python=${USPFT_PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # ranks are many, cores few
 
+# with_transformers VERSION TESTS...: everything else stays as it is, and transformers itself says what it cannot work with.
+with_transformers() {
+  local version=$1 other
+  shift
+  other=$("$python" -c 'import sys; print(sys.prefix)')/transformers-$version
+  if [ ! -d "$other" ]; then   # kept for the next time
+    rm -rf "$other.partial"
+    "$python" -m pip install --quiet --no-deps --target "$other.partial" "transformers==$version" || return 1
+    mv "$other.partial" "$other"
+  fi
+  PYTHONPATH="$other${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q "$@"
+}
+decided_by_transformers=(
+  tests/unit/test_transformers.py tests/unit/test_families.py tests/unit/test_attention_hook.py
+  tests/unit/test_config_shape.py tests/unit/test_plain_config.py
+  tests/parity/test_router.py tests/parity/test_rope.py
+)
+oldest=$(sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).0
+
 if [ "${1:-}" = --transformers ]; then
-  version=${2:?write --transformers VERSION, such as 5.20.0}
+  version=${2:?write --transformers VERSION, such as $oldest}
   shift 2
-  other=$(mktemp -d) || exit 1
-  trap 'rm -rf "$other"' EXIT
-  # Alone: everything else stays as it is, and transformers itself says what it cannot work with.
-  "$python" -m pip install --quiet --no-deps --target "$other" "transformers==$version" || exit $?
-  PYTHONPATH="$other${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q \
-    tests/unit/test_transformers.py tests/unit/test_families.py tests/unit/test_attention_hook.py \
-    tests/unit/test_config_shape.py tests/parity/test_models.py tests/parity/test_router.py \
-    tests/parity/test_rope.py "$@"
+  with_transformers "$version" "${decided_by_transformers[@]}" tests/parity/test_models.py "$@"
   exit $?
 fi
 
@@ -41,6 +53,7 @@ phase lint "$python" -m ruff check --quiet .
 phase types "$python" -m mypy --no-error-summary
 phase imports "$python" -c 'from importlinter.cli import lint_imports_command as run; run()' --no-logo
 phase tests "$python" -m pytest -q -m "$chosen" "$@"
+[ $# -gt 0 ] || phase "transformers $oldest" with_transformers "$oldest" "${decided_by_transformers[@]}"
 
 printf '== %s\n' "$times"
 if [ ${#failed[@]} -gt 0 ]; then

@@ -1,6 +1,6 @@
 """What uspft counts on in transformers, at both ends of the supported range; fails when it changes.
 
-`bash tests/run.sh --transformers VERSION` runs this with another version than the installed one.
+`bash tests/run.sh` runs this with the installed version and with the oldest that is supported.
 """
 
 from __future__ import annotations
