@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from uspft.assemble import _head_shapes
 from uspft.config.families import CAPPED_KERNELS
-from uspft.kernels import Block, Grouped, Mask, Partial, believed_kernel, capped, choose
+from uspft.kernels import Block, Grouped, Mask, Partial, believed_kernel, capped, choose, torch_cpu
 from uspft.kernels.dense import SEEN, dense_attention
-from uspft.kernels.kernel import Part
+from uspft.kernels.kernel import Kernel, Part
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.kernels.varlen import Varlen, VarlenKernel
@@ -32,7 +33,7 @@ def test_the_cpu_kernel_passes_the_probe(dtype: torch.dtype, heads: tuple[int, i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [0.7, 50.0])
-@pytest.mark.parametrize("tile", [2**22, 50])
+@pytest.mark.parametrize("tile", [2**18, 12])
 def test_the_capped_kernel_passes_the_probe(
     dtype: torch.dtype, softcap: float, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,10 +59,10 @@ def test_pieces_of_blocks_cover_each_score_once(monkeypatch: pytest.MonkeyPatch)
         Block(1, 4, 0, 33, Mask.FULL),
         Block(0, 33, 7, 8, Mask.FULL),
     ):
-        pieces = list(capped._pieces([block], 2))
+        pieces = list(capped._pieces([block]))
         met = torch.zeros(33, 33, dtype=torch.int)
         for piece in pieces:
-            assert 2 * (piece.q1 - piece.q0) * (piece.k1 - piece.k0) <= 40
+            assert (piece.q1 - piece.q0) * (piece.k1 - piece.k0) <= 40
             square = met[piece.q0 : piece.q1, piece.k0 : piece.k1]
             square += SEEN[piece.mask](torch.ones_like(square))
         whole = torch.zeros_like(met)
@@ -91,18 +92,106 @@ def varlen_on_cpu() -> VarlenKernel:
     return VarlenKernel("varlen", forward, backward)
 
 
+TILED_SHAPES = ((70, 4), (90, 2), (90, 2), (70, 4))
+TILED = (
+    Block(0, 33, 0, 33, Mask.CAUSAL),
+    Block(33, 70, 34, 71, Mask.CAUSAL),
+    Block(0, 40, 71, 90, Mask.FULL),
+    Block(34, 37, 0, 34, Mask.FULL),
+    Block(40, 66, 0, 26, Mask.FLIPPED),
+)
+"""Long and short, wide and tall; no query meets a key twice."""
+BACKWARD = torch_cpu._BACKWARD
+
+
+def computed(kernel: Any, inputs: Any, blocks: Any) -> list[Tensor]:
+    """out, dq, dk and dv of a kernel, joined and added up."""
+    q, k, v, dout = inputs
+    partial = Partial(q)
+    for block in blocks:
+        partial.add(kernel.forward((q, k, v), [block], 0.3))
+    out, lse = partial.result()
+    queries, keys = kernel.backward((q, k, v), (out, lse, dout), blocks, 0.3)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for start, stop, (dq,) in queries:
+        grads[0][start:stop] += dq
+    for start, stop, pair in keys:
+        for total, part in zip(grads[1:], pair, strict=True):
+            total[start:stop] += part
+    return [out, *grads]
+
+
+def expected(dense: Any, inputs: Any) -> list[Tensor]:
+    """out, dq, dk and dv of the written-out formula."""
+    *qkv, dout = inputs
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out, _ = dense(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
 def test_the_variable_length_path_passes_the_probe() -> None:
     probe(varlen_on_cpu(), (4, 2, 16), torch.float32, CPU)
 
 
-def test_uneven_head_groups_equal_dense_attention() -> None:
-    q, k, v = (torch.randn(20, n, 8, dtype=torch.float64) for n in (4, 2, 2))
-    square = [Block(0, 20, 0, 20, Mask.CAUSAL)]
-    uneven = Grouped(TorchCpu(), [((0, 1), (0, 1)), ((1, 4), (1, 2))])
-    (part,) = uneven.forward((q, k, v), square, 0.3)
+@pytest.mark.parametrize("kernel", [TorchCpu(), capped.TorchCapped(2.0)])
+def test_uneven_head_groups_equal_dense_attention(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capped, "TILE_SCORES", 30)
+    monkeypatch.setattr(torch_cpu, "TILE", 7)
+    q, k, v, dout = (torch.randn(20, n, 8, dtype=torch.float64) for n in (4, 2, 2, 4))
+    blocks = [Block(0, 20, 0, 20, Mask.CAUSAL)]
+    uneven = Grouped(kernel, [((0, 1), (0, 1)), ((1, 4), (1, 2))])
     spread = torch.tensor([0, 1, 1, 1])
-    want, lse = dense_attention(q, k[:, spread], v[:, spread], square, 0.3)
-    assert torch.allclose(part.out, want) and torch.allclose(part.lse, lse)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return dense_attention(q, k[:, spread], v[:, spread], blocks, 0.3, softcap=kernel.softcap)
+
+    found = computed(uneven, (q, k, v, dout), blocks)
+    for got, want in zip(found, expected(dense, (q, k, v, dout)), strict=True):
+        assert torch.allclose(got, want)
+
+
+@pytest.mark.parametrize("tile", [1, 5, 16, 33, 64])
+@pytest.mark.parametrize("joined", [20, 1000])
+def test_tiles_of_the_cpu_kernel_equal_dense_attention(
+    tile: int, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_cpu, "TILE", tile)
+    monkeypatch.setattr(torch_cpu, "JOINED_ROWS", joined)
+    inputs = tuple(torch.randn(n, h, 8, dtype=torch.float64) for n, h in TILED_SHAPES)
+    found = computed(TorchCpu(), inputs, TILED)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return dense_attention(q, k, v, TILED, 0.3)
+
+    for got, want in zip(found, expected(dense, inputs), strict=True):
+        assert torch.allclose(got, want, rtol=1e-11, atol=1e-11)
+
+
+def test_a_tile_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_cpu, "TILE", 16)
+    tiles = torch_cpu._tiles
+    monkeypatch.setattr(torch_cpu, "_tiles", lambda *shape: list(tiles(*shape))[:-1])
+    with pytest.raises(AssertionError):
+        test_tiles_of_the_cpu_kernel_equal_dense_attention(16, 1000, monkeypatch)
+
+
+@pytest.mark.parametrize(("dtype", "calls"), [(torch.float32, 4 + 3), (torch.bfloat16, 1)])
+def test_types_that_tiles_would_round_are_not_tiled(
+    dtype: torch.dtype, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = []
+
+    def counting(*args: Any, **options: Any) -> Any:
+        count.append(args)
+        return BACKWARD(*args, **options)
+
+    monkeypatch.setattr(torch_cpu, "_BACKWARD", counting)
+    n = 4 * torch_cpu.TILE
+    x = tuple(torch.randn(n, 1, 8, dtype=dtype) for _ in range(4))
+    computed(TorchCpu(), x, [Block(0, n, 0, n, Mask.CAUSAL)])
+    assert len(count) == calls
 
 
 @pytest.mark.parametrize(
@@ -124,27 +213,13 @@ def test_a_block_reads_its_own_tokens_only(kernel: Any) -> None:
         Block(15, 30, 15, 30, Mask.CAUSAL),
     ]
 
-    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        q, k, v, dout = inputs
-        partial = Partial(q)
-        partial.add(kernel.forward((q, k, v), blocks, 0.3))
-        out, lse = partial.result()
-        queries, keys = kernel.backward((q, k, v), (out, lse, dout), blocks, 0.3)
-        grads = [torch.zeros_like(x) for x in (q, k, v)]
-        for start, stop, (dq,) in queries:
-            grads[0][start:stop] += dq
-        for start, stop, pair in keys:
-            for total, part in zip(grads[1:], pair, strict=True):
-                total[start:stop] += part
-        return [out, *grads]
-
-    before = run([q, k, v, dout])
+    before = computed(kernel, (q, k, v, dout), blocks)
     for block in blocks:
         broken = [x.clone() for x in (q, k, v, dout)]
         for x in broken:
             x[: block.q0], x[block.q1 :] = torch.nan, torch.nan
         rows = slice(block.q0, block.q1)
-        after = run(broken)
+        after = computed(kernel, broken, blocks)
         assert all(torch.equal(x[rows], y[rows]) for x, y in zip(before, after, strict=True))
         assert not torch.equal(before[0], after[0])
 

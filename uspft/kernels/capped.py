@@ -17,8 +17,9 @@ from uspft.kernels.blocks import Block, Mask
 from uspft.kernels.dense import SEEN
 from uspft.kernels.kernel import Gradient, Part
 
-TILE_SCORES = 2**22
-"""Scores of all heads that are in memory at once, about; a few tensors of them are."""
+TILE_SCORES = 2**18
+"""Scores of one head that are in memory at once; a few tensors of them are. The same for any number
+of heads, so that heads that are computed apart come in the same pieces."""
 
 
 class TorchCapped:
@@ -34,7 +35,7 @@ class TorchCapped:
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
     ) -> list[Part]:
         parts = []
-        for piece in _pieces(blocks, qkv[0].shape[1]):
+        for piece in _pieces(blocks):
             q, k, v = _by_group(qkv, piece)
             capped, _ = self._scores(q, k, piece, scale)
             lse = capped.logsumexp(-1)
@@ -51,7 +52,7 @@ class TorchCapped:
     ) -> tuple[list[Gradient], list[Gradient]]:
         queries, keys = [], []
         groups = qkv[1].shape[1]
-        for piece in _pieces(blocks, qkv[0].shape[1]):
+        for piece in _pieces(blocks):
             q, k, v = _by_group(qkv, piece)
             rows = slice(piece.q0, piece.q1)
             out, dout = (_wide(x[rows]).unflatten(1, (groups, -1)) for x in (saved[0], saved[2]))
@@ -79,13 +80,13 @@ class TorchCapped:
         return capped, slope
 
 
-def _pieces(blocks: Sequence[Block], heads: int) -> Iterator[Block]:
+def _pieces(blocks: Sequence[Block]) -> Iterator[Block]:
     """Blocks cut in halves until each has a tile of scores."""
     for block in blocks:
-        if heads * (block.q1 - block.q0) * (block.k1 - block.k0) <= TILE_SCORES:
+        if (block.q1 - block.q0) * (block.k1 - block.k0) <= TILE_SCORES:
             yield block
         else:
-            yield from _pieces(_halves(block), heads)
+            yield from _pieces(_halves(block))
 
 
 def _halves(block: Block) -> list[Block]:

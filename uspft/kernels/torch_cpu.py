@@ -1,14 +1,24 @@
-"""torch's flash attention on CPU: float64, float32, bfloat16, float16."""
+"""torch's flash attention on CPU: float64, float32, bfloat16, float16.
+
+Shapes: n rows (queries) and m keys of a block, h/g query/KV heads, D head dim.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from uspft.kernels.blocks import Block, Mask
 from uspft.kernels.kernel import Gradient, Part
+from uspft.kernels.merge import Partial
+
+TILE = 256
+"""Keys of one call backward, rows of the smallest triangles. The op takes 512 keys at a time on its
+own, more than a core's cache holds backward, and a triangle's last keys whole, seen or not."""
+JOINED_ROWS = 1024
+"""Of the largest triangle cut forward; in longer ones, joining costs what the cut saves."""
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -17,7 +27,8 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class TorchCpu:
     """Block by block through aten's CPU flash op; grouped queries natively, no copies of q, k, v.
 
-    The op divides by zero on an empty block; blocks are never empty.
+    The op divides by zero on an empty block; blocks are never empty. Blocks in types that rounding
+    between tiles does not hurt are tiled for the op.
     """
 
     name = "torch"
@@ -28,10 +39,10 @@ class TorchCpu:
     ) -> list[Part]:
         parts = []
         for block in blocks:
-            q, k, v = (_to_kernel(x, block) for x in _cut(qkv, block))
-            out, lse = _FORWARD(q, k, v, 0.0, block.mask is not Mask.FULL, scale=scale)
-            lse = lse[0].flip(1) if block.mask is Mask.FLIPPED else lse[0]
-            parts.append(Part(block.q0, block.q1, _from_kernel(out, block), lse))
+            q, k, v = (_turned(x, block) for x in _cut(qkv, block))
+            out, lse = _forward(q, k, v, block.mask is not Mask.FULL, scale)
+            lse = lse.flip(1) if block.mask is Mask.FLIPPED else lse
+            parts.append(Part(block.q0, block.q1, _turned(out, block), lse))
         return parts
 
     def backward(
@@ -44,13 +55,12 @@ class TorchCpu:
         queries, keys = [], []
         for block in blocks:
             rows = slice(block.q0, block.q1)
-            q, k, v = (_to_kernel(x, block) for x in _cut(qkv, block))
-            out, dout = (_to_kernel(x[rows], block) for x in (saved[0], saved[2]))
-            lse = saved[1][None, :, rows]
-            lse = lse.flip(2) if block.mask is Mask.FLIPPED else lse
-            causal = block.mask is not Mask.FULL
-            grads = _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
-            dq, dk, dv = (_from_kernel(grad, block) for grad in grads)
+            q, k, v = (_turned(x, block) for x in _cut(qkv, block))
+            out, dout = (_turned(x[rows], block) for x in (saved[0], saved[2]))
+            lse = saved[1][:, rows]
+            lse = lse.flip(1) if block.mask is Mask.FLIPPED else lse
+            grads = _backward((q, k, v), (out, lse, dout), block.mask is not Mask.FULL, scale)
+            dq, dk, dv = (_turned(grad, block) for grad in grads)
             queries.append(Gradient(block.q0, block.q1, (dq,)))
             keys.append(Gradient(block.k0, block.k1, (dk, dv)))
         return queries, keys
@@ -62,14 +72,74 @@ def _cut(qkv: tuple[Tensor, Tensor, Tensor], block: Block) -> tuple[Tensor, Tens
     return q[block.q0 : block.q1], k[keys], v[keys]
 
 
-def _to_kernel(x: Tensor, block: Block) -> Tensor:
-    """[T, h, D] → [1, h, T, D], reversed for a flipped block. The op takes the last dimension to be
-    contiguous, and does not ask."""
-    x = x.flip(0) if block.mask is Mask.FLIPPED else x
+def _turned(x: Tensor, block: Block) -> Tensor:
+    """[n, heads, D], reversed for a flipped block, which makes it causal."""
+    return x.flip(0) if block.mask is Mask.FLIPPED else x
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(out [n, h, D], lse [h, n]); a short triangle as two and the rectangle between them."""
+    n = len(q)
+    if not (causal and TILE < n <= JOINED_ROWS and _is_exact(q)):
+        out, lse = _FORWARD(*map(_to_kernel, (q, k, v)), 0.0, causal, scale=scale)
+        return _from_kernel(out), lse[0]
+    middle = -(-n // (2 * TILE)) * TILE
+    joined = Partial(q)
+    halves = ((0, middle), (middle, n))
+    joined.add([Part(a, b, *_forward(q[a:b], k[a:b], v[a:b], True, scale)) for a, b in halves])
+    square = _forward(q[middle:], k[:middle], v[:middle], False, scale)
+    joined.add([Part(middle, n, *square)])
+    return joined.result()
+
+
+def _backward(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq [n, h, D], dk and dv [m, g, D]), strip by strip of keys."""
+    (q, k, v), (out, lse, dout) = qkv, saved
+
+    def of(rows: slice, keys: slice, causal: bool) -> list[Tensor]:
+        given = map(_to_kernel, (dout[rows], q[rows], k[keys], v[keys], out[rows]))
+        grads = _BACKWARD(*given, lse[None, :, rows], 0.0, causal, scale=scale)
+        return [_from_kernel(grad) for grad in grads]
+
+    whole = slice(0, len(q)), slice(0, len(k)), causal
+    if len(k) <= TILE or not _is_exact(q):
+        dq, dk, dv = of(*whole)
+        return dq, dk, dv
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in qkv)
+    for rows, keys, triangle in _tiles(*whole):
+        parts = of(rows, keys, triangle)
+        for total, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
+            total[where] += part
+    return dq, dk, dv
+
+
+def _tiles(rows: slice, keys: slice, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+    """(rows, keys, causal) of each call: strips of keys, in a triangle a small one and the rest."""
+    for start in range(keys.start, keys.stop, TILE):
+        strip = slice(start, min(start + TILE, keys.stop))
+        if causal:
+            yield strip, strip, True
+        below = slice(strip.stop if causal else rows.start, rows.stop)
+        if below.start < below.stop:
+            yield below, strip, False
+
+
+def _is_exact(x: Tensor) -> bool:
+    """Whether sums of tiles are as good as the op's own: they are added in the type of x."""
+    return x.dtype in (torch.float32, torch.float64)
+
+
+def _to_kernel(x: Tensor) -> Tensor:
+    """[n, heads, D] → [1, heads, n, D]. The op takes the last dimension to be contiguous, and does
+    not ask."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.transpose(0, 1)[None]
 
 
-def _from_kernel(x: Tensor, block: Block) -> Tensor:
-    x = x[0].transpose(0, 1)
-    return x.flip(0) if block.mask is Mask.FLIPPED else x
+def _from_kernel(x: Tensor) -> Tensor:
+    return x[0].transpose(0, 1)
