@@ -150,7 +150,7 @@ class Layer:
             [torch.arange(a, b) + at for a, b in order[context]]
             for at, order in zip(starts, self.orders, strict=True)
         )
-        return torch.cat(list(runs))
+        return torch.cat([torch.arange(0), *runs])
 
     def documents(self) -> list[tuple[int, int]]:
         """Their bounds, rows laid end to end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,20 @@ import pytest
 from uspft.batch import Segments
 from uspft.commands.examine import examine, with_rows
 from uspft.sequence import ALGORITHMS, Heads
-from uspft.sequence.auto import recommend
+from uspft.sequence.auto import Work, recommend
 
 LLAMA_8B, QWEN_7B = Heads(32, 8, 128), Heads(28, 4, 128)
 WHOLE = [Segments.single(1 << 15)]
 SHORT = [Segments(tuple(range(0, 1 << 15, 512)), 1 << 15)]
+ODD = [Segments((0, 10_000), 3 << 13)]
 LONG = [Segments((0, 30_000), 1 << 15)]
 
 
 @pytest.mark.parametrize(
     ("ranks", "per_host", "heads", "rows", "want"),
     [
+        (12, 8, LLAMA_8B, ODD, ("planned_cp", 4)),
+        (6, 4, LLAMA_8B, ODD, ("planned_cp", 2)),
         (8, 8, LLAMA_8B, WHOLE, ("ulysses_cp", None)),
         (8, 8, LLAMA_8B, LONG, ("ulysses_cp", None)),
         (8, 8, LLAMA_8B, SHORT, ("planned_cp", 1)),
@@ -38,10 +42,38 @@ def test_the_rules(
     rows: list[Segments] | None,
     want: tuple[str, int | None],
 ) -> None:
-    choice = recommend(ranks, per_host, heads, rows)
+    choice = recommend(ranks, per_host, heads, rows and Work(rows))
     assert choice[:2] == want, choice
     assert choice.why and "\n" not in choice.why
     assert choice.algorithm in ALGORITHMS
+
+
+def long_tailed(seed: int) -> Segments:
+    """A row of 64k tokens, its documents as long as source files are: log-normal."""
+    draw = random.Random(seed)
+    starts, length = [0], 1 << 16
+    while (start := starts[-1] + max(16, int(draw.lognormvariate(7.3, 1.4)))) < length:
+        starts.append(start)
+    return Segments(tuple(starts), length)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_mixed_corpus_gets_the_planned_exchange(keep: bool) -> None:
+    rows = [long_tailed(seed) for seed in range(4)]
+    assert recommend(8, 8, LLAMA_8B, Work(rows, keep=keep))[:2] == ("planned_cp", 1)
+
+
+def test_fetching_keys_again_is_part_of_the_price() -> None:
+    halves = [Segments((0, 1 << 14), 1 << 15)]
+    assert recommend(8, 8, LLAMA_8B, Work(halves)).algorithm == "planned_cp"
+    assert recommend(8, 8, LLAMA_8B, Work(halves, keep=False)).algorithm == "ulysses_cp"
+
+
+def test_a_window_is_part_of_the_price() -> None:
+    assert recommend(8, 8, LLAMA_8B, Work(WHOLE)).algorithm == "ulysses_cp"
+    assert recommend(8, 8, LLAMA_8B, Work(WHOLE, (4096,) * 32)).algorithm == "planned_cp"
+    mixed = (4096, None) * 16  # half of the layers see all
+    assert recommend(8, 8, LLAMA_8B, Work(WHOLE, mixed)).algorithm == "ulysses_cp"
 
 
 def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None:
@@ -57,9 +89,9 @@ def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None
     before = examine(recipe, [], 1, None)
     assert before.recipe.parallel_config.context_parallel_algo == "planned_cp"
     assert before.why and "not known yet" in before.why
-    after = with_rows(before, before.recipe, WHOLE)
+    after = with_rows(before, before.recipe, Work(WHOLE))
     assert after.recipe.parallel_config.context_parallel_algo == "ulysses_cp"
     assert after.recipe.parallel_config.exchange_stages is None
     assert (after.layout.ulysses, after.layout.ring) == (8, 1) and "heads divide" in str(after.why)
     named = examine(recipe, ["parallel_config.context_parallel_algo=ring_cp"], 1, None)
-    assert with_rows(named, named.recipe, WHOLE) is named
+    assert with_rows(named, named.recipe, Work(WHOLE)) is named

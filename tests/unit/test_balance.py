@@ -35,10 +35,13 @@ def positions(order: list[tuple[Run, ...]], ulysses: int) -> list[Ints]:
     return [np.concatenate(held[at : at + ulysses]) for at in range(0, len(held), ulysses)]
 
 
-def balance(order: list[tuple[Run, ...]], segments: Segments, ulysses: int) -> float:
-    """The busiest rank's pairs of query and key ÷ the mean."""
-    starts = starts_of(segments)
-    work = [int((at - starts[at] + 1).sum()) for at in positions(order, ulysses)]
+def balance(
+    order: list[tuple[Run, ...]], segments: Segments, ulysses: int, window: int = ROW
+) -> float:
+    """The busiest rank's pairs of query and key ÷ the mean; padding has none."""
+    starts, last = starts_of(segments), segments.bounds[-1]
+    held = [at[at < last] for at in positions(order, ulysses)]
+    work = [int(np.minimum(at - starts[at] + 1, window).sum()) for at in held]
     return max(work) * len(work) / sum(work)
 
 
@@ -65,6 +68,23 @@ def test_long_tailed_rows_are_equal_work(ulysses: int, ring: int, rows: int) -> 
         blind.append(balance(zigzag, segments, ulysses))
     assert max(found) <= LIMIT, found
     assert max(blind) > 1.2, "zigzag that does not look at documents would have done"
+
+
+@pytest.mark.parametrize("window", [64, 1024, 16384])
+def test_windows_are_equal_work_too(window: int) -> None:
+    for lengths in ([ROW], long_tailed(0), long_tailed(1)):
+        segments = packed(lengths)
+        order = balanced(segments, 1, 8, window=window)
+        assert balance(order, segments, 1, window) <= LIMIT
+
+
+@pytest.mark.parametrize("fetches", [1, 2])
+def test_a_row_with_padding_is_equal_work(fetches: int) -> None:
+    for seed in range(2):
+        bounds = packed(long_tailed(seed)).bounds
+        segments = Segments(tuple(b for b in bounds if b < 0.8 * ROW), ROW)
+        order = balanced(segments, 1, 8, fetches=fetches)
+        assert balance(order, segments, 1) <= LIMIT
 
 
 # Documents, and what the busiest of four ranks may send, forward and backward, in units of one

@@ -32,7 +32,7 @@ from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.layout import Layout, layout_of
 from uspft.sequence import Heads, of_recipe
-from uspft.sequence.auto import recommend
+from uspft.sequence.auto import Work, recommend
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
             f"the sizes of model {recipe.model.name_or_path} (not on this machine)"
         )
     ranks = ranks or _ranks(recipe, device, hosts)
-    recipe, why = _settle_algorithm(recipe, shape, (ranks or 0) // hosts, _known_rows(recipe))
+    recipe, why = _settle_algorithm(recipe, shape, (ranks or 0) // hosts, _known_work(recipe))
     layout = layout_of(recipe.parallel_config, ranks)
     if isinstance(layout, Layout):
         findings += layout_findings(recipe, layout, shape) + _hosts(layout, hosts)
@@ -116,13 +116,13 @@ def _ranks(recipe: Recipe, device: str, hosts: int) -> int | None:
     return here * hosts or None
 
 
-def with_rows(found: Examined, local: Recipe, rows: Sequence[Segments]) -> Examined:
-    """What `auto` becomes with documents of some rows; local: folders in place of hub ids."""
+def with_rows(found: Examined, local: Recipe, work: Work) -> Examined:
+    """What `auto` becomes where rows and layers are known; local: folders in place of hub ids."""
     asked, processes = found.loaded.recipe, found.recipe.launch.processes
     assert isinstance(processes, int)
     shape = read_shape(local.model, CONFIGS)
     known = shape if isinstance(shape, ModelShape) else None
-    settled, why = _settle_algorithm(asked, known, processes, rows)
+    settled, why = _settle_algorithm(asked, known, processes, work)
     if why is None:
         return found
     layout = layout_of(settled.parallel_config, found.layout.ranks)
@@ -132,14 +132,14 @@ def with_rows(found: Examined, local: Recipe, rows: Sequence[Segments]) -> Exami
     return replace(found, recipe=recipe, layout=layout, why=why)
 
 
-def _known_rows(recipe: Recipe) -> list[Segments] | None:
+def _known_work(recipe: Recipe) -> Work | None:
     """What rows look like before the data is read: known where each holds one sample."""
     whole = Segments.single(recipe.data.sequence_length)
-    return [whole] if recipe.data.packing == "none" else None
+    return Work([whole]) if recipe.data.packing == "none" else None
 
 
 def _settle_algorithm(
-    recipe: Recipe, shape: ModelShape | None, per_host: int, rows: Sequence[Segments] | None
+    recipe: Recipe, shape: ModelShape | None, per_host: int, work: Work | None
 ) -> tuple[Recipe, str | None]:
     """The recipe with `context_parallel_algo: auto` replaced by what it means here, and why."""
     parallel = recipe.parallel_config
@@ -150,7 +150,9 @@ def _settle_algorithm(
         return recipe.model_copy(update={"parallel_config": settled}), None
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     ranks = parallel.context_parallel
-    choice = recommend(ranks, per_host or ranks, heads, rows)
+    if work:
+        work = work._replace(keep=not recipe.memory.gradient_checkpointing)
+    choice = recommend(ranks, per_host or ranks, heads, work)
     update = {
         "context_parallel_algo": choice.algorithm,
         "ulysses_degree_in_cp": choice.ulysses,
@@ -181,15 +183,13 @@ def _resolve(
 
 
 def _with_degrees(recipe: Recipe, layout: Layout) -> ParallelBlock:
-    """`parallel_config` with numbers; what does not apply is null: nothing is left to choose."""
+    """`parallel_config` with numbers; what does not apply is null. `exchange_stages: auto` stays:
+    it cuts messages by their size, which no number says."""
     parallel = recipe.parallel_config
-    stages = None
-    if parallel.context_parallel_algo == "planned_cp" and layout.ring > 1:
-        asked = parallel.exchange_stages
-        stages = asked if isinstance(asked, int) else layout.ring - 1
+    exchanges = parallel.context_parallel_algo == "planned_cp" and layout.ring > 1
     degrees = {
         "data_parallel": layout.data,
-        "exchange_stages": stages,
+        "exchange_stages": parallel.exchange_stages if exchanges else None,
         "tensor_mesh": None,
         "tensor_slices": None,
     }
@@ -249,7 +249,7 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
             (
                 "model.dtype",
                 "float32 has no flash attention on a GPU",
-                "write bfloat16 or float16, or launch.device: cpu",
+                "write bfloat16, or launch.device: cpu",
             )
         ]
     if device == "cpu" and recipe.model.attention.startswith("flash"):

@@ -15,7 +15,7 @@ from uspft.config import Fault, Recipe
 from uspft.data import prepare, prepare_sets, read_report, training_rows
 from uspft.kernels.choose import is_installed
 
-FIRST_ROWS = 2
+FIRST_ROWS = 4
 """Of a run that are looked at before a split is chosen for all."""
 
 

@@ -32,8 +32,10 @@ from uspft.config.blocks import DataBlock
 from uspft.data import formats_of
 from uspft.job import Job
 from uspft.launcher import Hosts, hosts_from
+from uspft.model.config import layer_windows
 from uspft.model.digest import base_digest
 from uspft.model.files import fetch
+from uspft.sequence.auto import Work
 
 
 def train(target: Path, overrides: Sequence[str], place: Place) -> int:
@@ -103,7 +105,7 @@ def _prepare_job(
     corpus, evaluation = prepare_data(local, config.vocab_size, place, screen)
     identity[CONTENTS] = corpus.name
     _same(checkpoint, identity)
-    found = with_rows(found, local, first_rows(local, corpus))
+    found = with_rows(found, local, Work(first_rows(local, corpus), layer_windows(config)))
     formats = formats_of(_every_source(local.data))
     settled = {"parallel_config": found.recipe.parallel_config}
     recipe, local = (

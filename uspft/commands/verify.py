@@ -29,7 +29,9 @@ from uspft.config.problems import COMMAND_LINE
 from uspft.job import Job
 from uspft.launcher import Hosts, hosts_from
 from uspft.layout import Layout
+from uspft.model.config import layer_windows
 from uspft.model.files import fetch
+from uspft.sequence.auto import Work
 from uspft.verify.depth import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
 from uspft.verify.faults import FAULTS
 from uspft.verify.job import LAYOUTS, PLAIN, REFERENCE, VerifyJob, without_extras
@@ -122,7 +124,8 @@ def _prepared(
     steps = min(asked.steps or STEPS, job.steps)
     folder = output_of(found.recipe) / FOLDER
     work = VerifyJob(job, (), steps, folder, with_plain=with_plain, inject=asked.inject)
-    return with_rows(found, local, first_rows(local, corpus)), work, depth
+    known = Work(first_rows(local, corpus), layer_windows(config))
+    return with_rows(found, local, known), work, depth
 
 
 def _fitted(recipe: Recipe, config: Any, screen: Console) -> tuple[Recipe, bool, dict[str, int]]:

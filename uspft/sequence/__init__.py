@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.sequence.algorithm import Algorithm, Cost, Heads, Rule, Split, Traffic
 from uspft.sequence.allgather import AllGather
+from uspft.sequence.auto import ring_ranks_of_a_host
 from uspft.sequence.plan import Plan
 from uspft.sequence.planned import Planned
 from uspft.sequence.ring import Ring
@@ -70,9 +71,7 @@ def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algo
 
 
 def _ring_ranks_per_host(recipe: Recipe, layout: Layout) -> int | None:
-    """Neighbours in the ring that one host holds; None where one host holds all, or none fit."""
     processes = recipe.launch.processes
     if not isinstance(processes, int):
         return None
-    here, left = divmod(processes, layout.tensor * layout.ulysses)
-    return here if not left and 1 < here < layout.ring and layout.ring % here == 0 else None
+    return ring_ranks_of_a_host(processes, layout.tensor * layout.ulysses, layout.ring)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 from uspft.batch import Segments
@@ -26,13 +26,20 @@ class Choice(NamedTuple):
     why: str
 
 
-def recommend(
-    ranks: int, per_host: int, heads: Heads | None, rows: Sequence[Segments] | None
-) -> Choice:
+class Work(NamedTuple):
+    """What costs depend on beside heads: documents of some rows of the run, the sliding window of
+    each attention layer (None: it sees all), and whether received keys stay for the backward."""
+
+    rows: Sequence[Segments]
+    windows: Sequence[int | None] = (None,)
+    keep: bool = True
+
+
+def recommend(ranks: int, per_host: int, heads: Heads | None, work: Work | None) -> Choice:
     """The algorithm for `ranks` that share a row.
 
     per_host: how many of them are on one host, where links are fast. heads: None where the model is
-    not known yet. rows: documents of some rows of the run; None where the data has not been read.
+    not known yet. work: None where the data has not been read.
     """
     inside = min(ranks, per_host)
     fits = [
@@ -40,18 +47,27 @@ def recommend(
         for u in range(1, inside + 1)
         if inside % u == ranks % u == 0 and heads and heads.query % u == heads.kv % u == 0
     ]
-    if heads is None or rows is None:
+    if heads is None or work is None:
         ulysses = max(fits, default=1) if ranks > inside else 1
         unknown = "the model's heads" if heads is None else "the documents' lengths"
         why = f"only keys that attention needs travel; {unknown}, not known yet, may change this"
         return Choice(Planned.name, ulysses, why)
+    window = work.windows[0] if len(set(work.windows)) == 1 else None
     splits: list[Algorithm] = [
-        Planned(ranks // u, u, per_host=_ring_ranks(ranks, inside, u)) for u in fits if u < ranks
+        Planned(
+            ranks // u,
+            u,
+            keep=work.keep,
+            window=window,
+            per_host=ring_ranks_of_a_host(inside, u, ranks // u),
+        )
+        for u in fits
+        if u < ranks
     ]
     if ranks in fits:
         splits.append(Ulysses(ranks))
-    splits = [s for s in splits if not s.problems(rows[0].length, heads)] or splits
-    seconds = {split: _seconds(split, inside, heads, rows) for split in splits}
+    splits = [s for s in splits if not s.problems(work.rows[0].length, heads)] or splits
+    seconds = {split: _seconds(split, inside, heads, work) for split in splits}
     best = min(splits, key=lambda split: seconds[split])
     simple = splits[-1]
     if simple.ring == 1 and seconds[simple] <= SIMPLER * seconds[best]:
@@ -61,17 +77,23 @@ def recommend(
     return Choice(Planned.name, best.ulysses, _why_tokens(best, seconds, inside, heads))
 
 
-def _ring_ranks(ranks: int, inside: int, ulysses: int) -> int | None:
-    """Ring ranks of one host, where a row spans several."""
-    here = inside // ulysses
-    return here if 1 < here < ranks // ulysses else None
+def ring_ranks_of_a_host(processes: int, divisor: int, ring: int) -> int | None:
+    """Neighbours in the ring that one host of so many processes holds; None where it holds all of
+    them, or where hosts would hold unequal parts. divisor: processes of one ring rank."""
+    here, left = divmod(processes, divisor)
+    return here if not left and 1 < here < ring and ring % here == 0 else None
 
 
-def _seconds(split: Algorithm, inside: int, heads: Heads, rows: Sequence[Segments]) -> float:
+def _seconds(split: Algorithm, inside: int, heads: Heads, work: Work) -> float:
     """On the wire for a layer of one row, forward and backward: heads stay inside a host."""
     across = BETWEEN if split.ulysses * split.ring > inside else INSIDE
-    costs = [split.cost(row, heads, ELEMENT_BYTES) for row in rows]
-    return fmean(c.all_to_all.bytes / INSIDE + c.gather.bytes / across for c in costs)
+    layers = Counter(work.windows)
+    total = 0.0
+    for row in work.rows:
+        for window, count in layers.items():
+            cost = split.cost(row, heads, ELEMENT_BYTES, window)
+            total += count * (cost.all_to_all.bytes / INSIDE + cost.gather.bytes / across)
+    return total / (len(work.rows) * len(work.windows))
 
 
 def _why_heads(best: Algorithm, seconds: dict[Algorithm, float]) -> str:

@@ -38,61 +38,45 @@ class Leg(NamedTuple):
     pieces: int
 
 
-@dataclass(frozen=True)
 class Exchange:
-    """Who sends what to whom: a plan, in how many stages, trimmed to what is needed or not, and
-    whether received keys stay for the backward (no second fetch) or are fetched again.
+    """Who sends what to whom, worked out once for all layers of a plan that have the same window.
 
-    least: tokens of a message below which it is not cut in pieces; None: none is.
+    blocks_here: this rank's queries against its own keys. arrivals: what comes, by leg, in the
+    order in which legs are posted, the same on every rank. keep: received keys stay for the
+    backward, or are fetched again. It holds nothing of the plan that would hold the plan itself:
+    a micro-batch's plan is gone with its last user.
     """
 
-    plan: Plan
-    stages: int
-    trimmed: bool
-    keep: bool
-    least: int | None = None
-
-    @cached_property
-    def legs(self) -> list[Leg]:
-        """In the order in which they are posted; the same on every rank."""
-        far = range(1, self.plan.ring)
-        count = min(self.stages, len(far))
-        stages = [tuple(d for d in far if (d - 1) * count // len(far) == s) for s in range(count)]
-        pieces = 1 if self.least is None else max(1, MESSAGES // max(1, count))
-        return [
-            Leg(distances, piece, most)
-            for distances in stages
-            for most in [pieces if len(distances) == 1 else 1]
-            for piece in range(most)
+    def __init__(
+        self, plan: Plan, stages: int, *, trimmed: bool, keep: bool, least: int | None = None
+    ) -> None:
+        """trimmed: to the keys that are seen; else whole shares travel. least: tokens of a message
+        below which it is not cut in pieces; None: none is."""
+        me, ring = plan.ring_index, plan.ring
+        self.keep, self.blocks_here = keep, plan.blocks_here
+        parcels = _Parcels(plan, trimmed, least)
+        legs = _legs(ring, stages, 1 if least is None else MESSAGES)
+        self.arrivals = [
+            Stage(plan, leg, [parcels.of(me, (me - d) % ring, leg) for d in leg.distances])
+            for leg in legs
         ]
-
-    def parcel(self, to: int, source: int, leg: Leg) -> tuple[Run, ...]:
-        """Positions that `source` sends to `to` in a leg."""
-        plan = self.plan
-        whole = plan.parcel(to, source) if self.trimmed else tuple(plan.shares[source].runs)
-        if leg.pieces == 1:
-            return whole
-        tokens = sum(b - a for a, b in whole)
-        size = max(self.least or 1, -(-tokens // leg.pieces))
-        return cut(whole, leg.piece * size, (leg.piece + 1) * size)
-
-    @cached_property
-    def arrivals(self) -> list[Stage]:
-        """What arrives here, by leg."""
-        return [Stage(self, leg) for leg in self.legs]
+        share = plan.shares[me]
+        self._leaving = {
+            (d, leg): [
+                (share.before(a), share.before(b)) for a, b in parcels.of((me + d) % ring, me, leg)
+            ]
+            for leg in legs
+            for d in leg.distances
+        }
 
     def leaving(self, distance: int, leg: Leg) -> list[Run]:
         """Local index ranges of this rank's tokens for the rank `distance` further on."""
-        me, share = self.plan.ring_index, self.plan.shares[self.plan.ring_index]
-        runs = self.parcel((me + distance) % self.plan.ring, me, leg)
-        return [(share.before(a), share.before(b)) for a, b in runs]
+        return self._leaving[distance, leg]
 
-    @cached_property
+    @property
     def _sent(self) -> list[int]:
         """Tokens of each message that is sent: keys once or twice, others' gradients home."""
-        given = [
-            sum(b - a for a, b in self.leaving(d, leg)) for leg in self.legs for d in leg.distances
-        ]
+        given = [sum(b - a for a, b in runs) for runs in self._leaving.values()]
         taken = [size for stage in self.arrivals for size in stage.sizes]
         return [tokens for tokens in given * (1 if self.keep else 2) + taken if tokens]
 
@@ -107,19 +91,48 @@ class Exchange:
         return len(self._sent)
 
 
+def _legs(ring: int, stages: int, messages: int) -> list[Leg]:
+    """stages: 0 is one for each other rank, and where these are fewer than messages, in pieces."""
+    far = range(1, ring)
+    count = min(stages or ring, len(far))
+    parts = [tuple(d for d in far if (d - 1) * count // len(far) == s) for s in range(count)]
+    pieces = 1 if stages else max(1, messages // max(1, count))
+    return [Leg(distances, piece, pieces) for distances in parts for piece in range(pieces)]
+
+
+@dataclass(frozen=True)
+class _Parcels:
+    plan: Plan
+    trimmed: bool
+    least: int | None
+
+    def of(self, to: int, source: int, leg: Leg) -> tuple[Run, ...]:
+        """Positions that `source` sends to `to` in a leg."""
+        plan = self.plan
+        whole = plan.parcel(to, source) if self.trimmed else tuple(plan.shares[source].runs)
+        if leg.pieces == 1:
+            return whole
+        tokens = sum(b - a for a, b in whole)
+        size = max(self.least or 1, -(-tokens // leg.pieces))
+        return cut(whole, leg.piece * size, (leg.piece + 1) * size)
+
+
 class Stage:
     """Keys of a leg's ranks, laid out by position, so that a run of queries needs one block."""
 
-    def __init__(self, exchange: Exchange, leg: Leg) -> None:
-        plan = exchange.plan
-        me = plan.ring_index
+    def __init__(self, plan: Plan, leg: Leg, parcels: list[tuple[Run, ...]]) -> None:
+        """parcels: the positions that each of the leg's ranks sends."""
         self.leg = leg
-        self._runs = [exchange.parcel(me, (me - d) % plan.ring, leg) for d in leg.distances]
-        self.sizes = [sum(b - a for a, b in runs) for runs in self._runs]
-        self._share = Share([run for runs in self._runs for run in runs])
-        self.blocks: tuple[Block, ...] = tuple(
-            blocks_between(plan.shares[me], self._share, plan.documents, plan.window)
-        )
+        self._runs = parcels
+        self.sizes = [sum(b - a for a, b in runs) for runs in parcels]
+        self._share = Share([run for runs in parcels for run in runs])
+        self._queries = plan.shares[plan.ring_index]
+        self._rule = plan.documents, plan.window
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """This rank's queries against what came."""
+        return tuple(blocks_between(self._queries, self._share, *self._rule))
 
     def by_position(self, parcels: list[Tensor]) -> Tensor:
         """Parcels [2, n, g, D] of each distance → one [2, N, g, D] in the order of positions."""
@@ -180,14 +193,12 @@ class _ExchangedAttention(torch.autograd.Function):
     ) -> Tensor:
         arriving = _Arriving(k, v, exchange, ring)
         partial = Partial(q)
-        own = exchange.plan.blocks_here
-        partial.add(kernel.forward((q, k, v), own, scale))
+        partial.add(kernel.forward((q, k, v), exchange.blocks_here, scale))
         received = []
         for stage in exchange.arrivals:
             keys, values = arriving.wait(stage)
             partial.add(kernel.forward((q, keys, values), stage.blocks, scale))
             received += [keys, values] if exchange.keep else []
-        arriving.finish()
         out, lse = partial.result(sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *received)
         ctx.exchange, ctx.scale, ctx.ring, ctx.kernel = exchange, scale, ring, kernel
@@ -202,8 +213,7 @@ class _ExchangedAttention(torch.autograd.Function):
         saved = (out, lse, dout)
 
         def own() -> None:
-            blocks = exchange.plan.blocks_here
-            queries, keys = kernel.backward((q, k, v), saved, blocks, ctx.scale)
+            queries, keys = kernel.backward((q, k, v), saved, exchange.blocks_here, ctx.scale)
             dq.add(queries)
             dkv.add(keys)
 
@@ -216,9 +226,7 @@ class _ExchangedAttention(torch.autograd.Function):
             queries, partials = kernel.backward((q, *pair), saved, stage.blocks, ctx.scale)
             dq.add(queries)
             returning.send(stage, partials)
-        if arriving:
-            arriving.finish()
-        else:
+        if not arriving:
             own()  # hides the way home
         returning.finish(dkv)
         dk, dv = dkv.result()
@@ -227,30 +235,29 @@ class _ExchangedAttention(torch.autograd.Function):
 
 
 class _Arriving:
-    """Keys and values under way, all posted at once."""
+    """Keys and values under way, all posted at once; what leaves lives until its leg is over."""
 
     def __init__(self, k: Tensor, v: Tensor, exchange: Exchange, ring: Group) -> None:
-        self._parcels: dict[Leg, list[tuple[Callable[[], None], Tensor]]] = {}
-        self._leaving = []
+        self._parcels: dict[Leg, list[tuple[Callable[[], None], Tensor, Tensor]]] = {}
+        copies: dict[tuple[Run, ...], Tensor] = {}  # the same for many: a whole share
         for stage in exchange.arrivals:
             parcels = self._parcels[stage.leg] = []
             for distance, tokens in zip(stage.leg.distances, stage.sizes, strict=True):
-                cuts = exchange.leaving(distance, stage.leg)
-                out = torch.stack([torch.cat([x[a:b] for a, b in cuts] or [x[:0]]) for x in (k, v)])
+                cuts = tuple(exchange.leaving(distance, stage.leg))
+                if cuts not in copies:
+                    pair = [torch.cat([x[a:b] for a, b in cuts] or [x[:0]]) for x in (k, v)]
+                    copies[cuts] = torch.stack(pair)
                 parcel = k.new_empty((2, tokens, *k.shape[1:]))
-                parcels.append((shift(out, parcel, distance, ring, "gather"), parcel))
-                self._leaving.append(out)  # must live until it has left
+                wait = shift(copies[cuts], parcel, distance, ring, "gather")
+                parcels.append((wait, parcel, copies[cuts]))
 
     def wait(self, stage: Stage) -> tuple[Tensor, Tensor]:
         """Keys and values [N, g, D] of a stage, once they are here."""
         parcels = self._parcels.pop(stage.leg)
-        for wait, _ in parcels:
+        for wait, _, _ in parcels:
             wait()
-        whole = stage.by_position([parcel for _, parcel in parcels])
+        whole = stage.by_position([parcel for _, parcel, _ in parcels])
         return whole[0], whole[1]
-
-    def finish(self) -> None:
-        self._leaving.clear()
 
 
 class _Returning:

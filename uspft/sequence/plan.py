@@ -7,6 +7,9 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from uspft.batch import Segments
 from uspft.kernels import Block
 from uspft.sequence.regions import Run, Share, blocks_between, work_of
@@ -86,6 +89,9 @@ class Plan:
 
     def parcel(self, i: int, j: int) -> tuple[Run, ...]:
         """The positions of ring rank j whose keys ring rank i's queries see."""
+        return self.once(("parcel", i, j), lambda: self._parcel(i, j))
+
+    def _parcel(self, i: int, j: int) -> tuple[Run, ...]:
         found: list[Run] = []
         for start, stop in self.documents:
             for a, _ in self.shares[i].within(start, stop):
@@ -128,16 +134,14 @@ def _lay_end_to_end(rows: Sequence[Segments], orders: Sequence[Order]) -> list[l
     return held
 
 
-def _sorting(received: list[Run]) -> tuple[int, ...] | None:
+def _sorting(received: list[Run]) -> NDArray[np.int64] | None:
     starts = [start for start, _ in received]
     if starts == sorted(starts):
         return None
     places, at = {}, 0
     for start, stop in received:
-        places[start, stop] = at
+        places[start] = at
         at += stop - start
-    return tuple(
-        place
-        for start, stop in sorted(received)
-        for place in range(places[start, stop], places[start, stop] + stop - start)
+    return np.concatenate(
+        [np.arange(places[start], places[start] + stop - start) for start, stop in sorted(received)]
     )

@@ -69,10 +69,10 @@ class Planned:
         return attend_over_heads(qkv, plan, rule, split, inner)
 
     def _exchange(self, plan: Plan) -> Exchange:
-        stages = self.stages or self.ring
+        least = None if self.stages else self.piece_tokens
         return plan.once(
-            ("needed", stages, self.keep, self.piece_tokens),
-            lambda: Exchange(plan, stages, trimmed=True, keep=self.keep, least=self.piece_tokens),
+            ("needed", self.stages, self.keep, least),
+            lambda: Exchange(plan, self.stages, trimmed=True, keep=self.keep, least=least),
         )
 
     def cost(

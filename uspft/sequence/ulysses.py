@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from uspft.batch import Segments
@@ -64,9 +66,10 @@ def attend_over_heads(
     kernel = split.kernel if len(groups) == 1 else Grouped(split.kernel, groups)
     mine = rule.of_heads(shares.query[split.ulysses.index])
     q, k, v = scatter_heads(qkv, tokens, split.ulysses)
-    if plan.sorting is None:
+    sorting = plan.sorting
+    if sorting is None:
         return gather_heads(inner((q, k, v), mine, kernel), shares, tokens, split.ulysses)
-    index, received = plan.once(("sorting", q.device), lambda: _both_ways(plan.sorting, q.device))
+    index, received = plan.once(("sorting", q.device), lambda: _both_ways(sorting, q.device))
     q, k, v = (x.index_select(0, index) for x in (q, k, v))
     out = inner((q, k, v), mine, kernel).index_select(0, received)
     return gather_heads(out, shares, tokens, split.ulysses)
@@ -84,9 +87,9 @@ def blocks_over_heads(
     return attend_over_heads(qkv, plan, rule, split, inner)
 
 
-def _both_ways(sorting: Sequence[int] | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def _both_ways(sorting: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
     """(index that sorts, index that undoes it), on the device."""
-    index = torch.tensor(sorting, device=device)
+    index = torch.as_tensor(sorting, device=device)
     return index, index.argsort()
 
 

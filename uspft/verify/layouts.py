@@ -112,7 +112,7 @@ def _block(
         if name == Planned.name and layout.ring > 1:
             asked = own.exchange_stages
             most = layout.ring - 1
-            update["exchange_stages"] = min(asked, most) if isinstance(asked, int) else most
+            update["exchange_stages"] = min(asked, most) if isinstance(asked, int) else "auto"
     return own.model_copy(update=update)
 
 
