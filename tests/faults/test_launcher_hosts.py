@@ -13,6 +13,7 @@ import pytest
 from tests.faults.launched import launch, launch_hosts, two_free_ports
 from uspft.launcher import Hosts, LaunchError, LocalRanks, hosts_from, interface_to, watch
 from uspft.launcher.hosts import carriers_v4
+from uspft.launcher.processes import shared_environment
 
 GOOD = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -72,10 +73,32 @@ def test_the_interface_that_leads_to_an_address() -> None:
         assert interface_to(address) == name and name in here
 
 
-def test_the_interface_of_the_default_route() -> None:
+def default_interfaces() -> set[str | None]:
     table = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    defaults = {fields[0] for fields in table if fields[1] == fields[7] == "00000000"}
-    assert interface_to("198.51.100.7") in (defaults or {None})
+    return {fields[0] for fields in table if fields[1] == fields[7] == "00000000"} or {None}
+
+
+def test_the_interface_of_the_default_route() -> None:
+    assert interface_to("198.51.100.7") in default_interfaces()
+
+
+@pytest.mark.parametrize("place", ["127.0.1.1", "127.0.0.1", "::1"])
+def test_a_name_that_stands_for_loopback_is_reached_from_elsewhere(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = socket.AF_INET6 if ":" in place else socket.AF_INET
+    monkeypatch.setattr("uspft.launcher.hosts.resolve", lambda address: (family, place))
+    for name in ("node0", "node0.cluster", "localhost7"):
+        assert interface_to(name) in default_interfaces()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "localhost"])
+def test_loopback_that_is_asked_for_is_taken(address: str) -> None:
+    ranks = LocalRanks(1, Hosts(2, 0, address, 29500))
+    told = shared_environment(ranks, {})
+    assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+    own = shared_environment(ranks, {"NCCL_SOCKET_IFNAME": "ib0"})
+    assert (own["GLOO_SOCKET_IFNAME"], own["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
 
 
 def test_ranks_are_numbered_over_hosts_and_told_the_interface(tmp_path: Path) -> None:
@@ -88,7 +111,7 @@ def test_ranks_are_numbered_over_hosts_and_told_the_interface(tmp_path: Path) ->
     hosts = launch_hosts(tmp_path, 2, script)
     assert [host.end()[0] for host in hosts] == [0, 0]
     told = {path.name: path.read_text() for path in tmp_path.glob("host*/env-*")}
-    assert told == {f"env-{rank}": f"{rank % 2} 4 lo lo" for rank in range(4)}
+    assert told == {f"env-{rank}": f"{rank % 2} 4 lo =lo" for rank in range(4)}
 
 
 @pytest.mark.parametrize(("failing", "other"), [(0, 1), (1, 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import ipaddress
 import socket
 import struct
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from uspft.config.problems import InputError
 
 MAX_PORT = 65535
 SIOCGIFCONF, INTERFACE_BYTES = 0x8912, 40  # Linux, 64 bit: struct ifreq
+ELSEWHERE = socket.AF_INET, "198.51.100.1"
+"""An address of RFC 5737 that is nobody's: the default route leads there."""
 
 
 class LaunchError(InputError):
@@ -107,15 +110,27 @@ def interface_to(address: str) -> str | None:
     """Return the network interface that leads to an address, or that carries it; None: unknown.
 
     The kernel's route decides: connecting a datagram socket sends nothing, and names this side.
+    Debian gives a host's own name 127.0.1.1, which other hosts cannot reach: such a name leads
+    where the default route does. An address that says loopback itself means it.
     """
     try:
         family, place = resolve(address)
+        if is_loopback(place) and not is_loopback(address):
+            family, place = ELSEWHERE
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((place, 9))
             here = str(probe.getsockname()[0])
         return carriers_v4().get(here) if family == socket.AF_INET else carriers_v6().get(here)
     except OSError:
         return None
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether an address, or localhost in place of one, is loopback by what it says."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address.partition(".")[0] in ("localhost", "ip6-localhost", "ip6-loopback")
 
 
 def carriers_v4() -> dict[str, str]:

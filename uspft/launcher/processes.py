@@ -116,7 +116,8 @@ def shared_environment(ranks: LocalRanks, environment: Mapping[str, str]) -> dic
         "PYTHONFAULTHANDLER": "1",
     }
     if hosts.count > 1 and (interface := interface_to(hosts.address)):
-        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        # NCCL takes a plain eth1 for eth10 too.
+        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {
         **defaults,
         **environment,
