@@ -58,11 +58,15 @@ def _join(environment: Mapping[str, str], device: torch.device) -> None:
     address = environment["MASTER_ADDR"]
     host = f"[{address}]" if ":" in address else address
     where = f"tcp://{host}:{environment['MASTER_PORT']}"
+    world = int(environment["WORLD_SIZE"])
+    # Bound to a device, torch splits every later group off the first; one rank alone has seen
+    # NCCL fail at that (DeepSpeed issue 8248).
+    bound = device.type == "cuda" and world > 1
     dist.init_process_group(
         backend,
         init_method=where,
         rank=int(environment["RANK"]),
-        world_size=int(environment["WORLD_SIZE"]),
+        world_size=world,
         timeout=TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if bound else None,
     )
