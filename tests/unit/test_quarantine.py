@@ -14,15 +14,21 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 
 # One process and one group. "deaf": what is set has no effect, and the loader notes that it was
-# called instead of compiling.
+# called instead of compiling. "gpu": the accelerator says it is one, and has no such op, as CUDA's.
 PROGRAM = """
 import sys
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
-assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
+if sys.argv[1] == "gpu":
+    deepspeed.ops._probe_compatible_ops = lambda: print("PROBED") or {}
+    get_accelerator().device_name = lambda index=None: "cuda"
+    get_accelerator().create_op_builder = lambda name: None
+else:
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+    assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
 
 class Deaf(dict):
     def __setitem__(self, key, value):
@@ -89,6 +95,12 @@ def test_nothing_is_compiled(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "READY" in done.stdout and "COMPILER" not in done.stdout
     assert list((tmp_path / "built").iterdir()) == []
+
+
+def test_no_op_is_probed_for_a_gpu(tmp_path: Path) -> None:
+    done = prepare(tmp_path, "gpu")
+    assert done.returncode == 0, done.stderr
+    assert "READY" in done.stdout and "PROBED" not in done.stdout
 
 
 def test_without_the_switch_it_would_be(tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ def prepare_deepspeed(*, talks: bool = False) -> None:
     talks: keep what its own loggers say, where a recipe asks for it.
     """
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
 
     logger.setLevel(logging.INFO if talks else logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Reading this table probes how every op would be built: not on GPUs, which have no such op.
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _import_muon_uncompiled()
     # torch 2.13 warns on every call of collectives that DeepSpeed uses under their older names.
     warnings.filterwarnings(
