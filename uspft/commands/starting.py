@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from uspft.commands.place import Place
 from uspft.config import Recipe
 from uspft.launcher import Hosts, LocalRanks, run_ranks
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The names by which torch takes its allocator's settings, the newer first."""
 
 
 def start_ranks(
@@ -28,11 +31,16 @@ def start_ranks(
     return run_ranks(
         [sys.executable, "-m", "uspft", "rank", *words],
         LocalRanks(recipe.launch.processes, hosts),
-        environment={
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # a host without a name is no user's concern
-            **place.environment,
-            "DS_ACCELERATOR": recipe.launch.device,
-        },
+        environment=ranks_environment(recipe.launch.device, place.environment),
         log_dir=logs,
         on_stop=on_stop,
     )
+
+
+def ranks_environment(device: str, own: Mapping[str, str]) -> dict[str, str]:
+    """What ranks on cpu or cuda find in their environment; own: the user's, which wins."""
+    defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a host without a name is no user's concern
+    if device == "cuda" and not own.keys() & ALLOCATOR:
+        # Sizes differ from row to row: fixed segments would leave gaps that no row fits.
+        defaults[ALLOCATOR[0]] = "expandable_segments:True"
+    return {**defaults, **own, "DS_ACCELERATOR": device}
