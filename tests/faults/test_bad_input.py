@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.data_cases import CHAT, TOKENIZER
 from tests.support.refused import Ground
+from uspft.__main__ import main
 
 PARALLEL = "parallel_config"
 RING2 = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
@@ -181,6 +182,20 @@ def test_more_processes_than_gpus(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     ground.write({"launch": {"device": "cuda", "processes": 4}, "model.dtype": "bfloat16"})
     ground.call(capsys).about("launch.processes", "4 processes", "2 GPUs; start at most 2")
+
+
+def test_a_gpu_without_flash_attention(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", [(8, 0), (7, 5)].__getitem__)
+    monkeypatch.setattr("torch.cuda.get_device_name", ["A100", "Tesla T4"].__getitem__)
+    ground.write({"launch": {"device": "cuda", "processes": 2}, "model.dtype": "bfloat16"})
+    told = "GPU 1 of this host, Tesla T4, has compute capability 7.5: bfloat16 and flash attention"
+    ground.call(capsys).about("launch.device", told, "or write launch.device: cpu")
+    assert not (ground.folder.parent / "cache").exists(), "data was prepared"
+    assert main(["train", str(ground.path), "launch.processes=1"]) == 1
+    assert len(ground.started) == 1
 
 
 WORDS: dict[str, tuple[list[str], tuple[str, ...]]] = {

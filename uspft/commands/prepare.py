@@ -19,6 +19,10 @@ FIRST_ROWS = 4
 """Of a run that are looked at before a split is chosen for all."""
 
 
+AMPERE = 8
+"""Compute capability from which GPUs have flash attention, and bfloat16 in hardware."""
+
+
 def require_here(recipe: Recipe) -> None:
     """Raises Fault where this host lacks GPUs or the kernel; `check` may run elsewhere."""
     count, wanted = torch.cuda.device_count(), recipe.launch.processes
@@ -26,10 +30,26 @@ def require_here(recipe: Recipe) -> None:
         what = f"{wanted} processes on this host, which has {count} GPUs"
         remedy = f"start at most {count}" if count else "write launch.device: cpu"
         raise Fault([("launch.processes", what, f"{remedy}, or start it on a host that has them")])
+    if recipe.launch.device == "cuda" and isinstance(wanted, int):
+        _require_flash(wanted)
     name = recipe.model.attention
     if name != "auto" and not is_installed(name):
         what = f"is {name}, and its package is not installed in {sys.prefix}"
         raise Fault([("model.attention", what, "install it there, or write auto")])
+
+
+def _require_flash(processes: int) -> None:
+    """Raises Fault where a process's GPU is too old; asking makes no context on it."""
+    for index in range(processes):
+        major, minor = torch.cuda.get_device_capability(index)
+        if major < AMPERE:
+            name = torch.cuda.get_device_name(index)
+            what = (
+                f"is cuda, and GPU {index} of this host, {name}, has compute capability "
+                f"{major}.{minor}: bfloat16 and flash attention need {AMPERE}.0 (Ampere) or newer"
+            )
+            remedy = "start it on a host with newer GPUs, or write launch.device: cpu"
+            raise Fault([("launch.device", what, remedy)])
 
 
 def prepare_data(
