@@ -74,18 +74,25 @@ def written_out_mask(p: float, seed: int, name: str, tokens: list[int], width: i
     """The factors that dropout multiplies with, [tokens, width]: its definition in unsigned words
     of numpy, which wrap by themselves."""
     digest = hashlib.blake2b(f"dropout:{seed}:{name}".encode(), digest_size=8).digest()
-    token_key, column_key = np.frombuffer(digest, "<u4")
+    (key,) = np.frombuffer(digest, "<u8")
+    half, factor = np.uint64(32), np.uint64(0xD6E8FEB86659FD93)
 
-    def mix(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
-            x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-        return x ^ (x >> np.uint32(15))
+    def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        for _ in range(3):
+            x = x * factor
+            x = x ^ (x >> half)
+        return x | np.uint64(1)
 
-    low = np.array([token & 0xFFFFFFFF for token in tokens], np.uint32)
-    high = np.array([token >> 32 for token in tokens], np.uint32)
-    rows = mix(mix(low ^ token_key) ^ high)
-    draws = mix(rows[:, None] ^ mix(np.arange(width, dtype=np.uint32) ^ column_key))
-    return torch.from_numpy((draws >= np.uint32(round(p * 2**32))) / (1 - p)).float()
+    rows = mix(np.array([2**64 - 1 - token for token in tokens], np.uint64))
+    fours = mix(np.arange(-(-width // 4), dtype=np.uint64) ^ key)
+    words = rows[:, None] * fours
+    words = (words ^ (words >> half)) * factor
+    words = words ^ (words >> half)
+    # The lowest 16 bits of a word first, each as a signed number.
+    fields = np.stack([words >> np.uint64(16 * i) & np.uint64(0xFFFF) for i in range(4)], -1)
+    draws = (fields.astype(np.int64) ^ 0x8000).reshape(len(tokens), -1)[:, :width]
+    level = round(p * 2**16)
+    return torch.from_numpy((draws >= level) / (1 - level / 2**16)).float()
 
 
 def document_tokens(rows: list[list[Any]], row_tokens: int) -> Iterator[list[int]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from uspft.config.checks import closest
 from uspft.config.problems import Fault
-from uspft.model.dropout import TokenDropout
+from uspft.model.dropout import TokenDropout, token_words
 from uspft.model.experts import expert_words
 from uspft.model.names import ADAPTER, is_adapter, plain_name
 from uspft.model.weights import Weights, generator
@@ -44,8 +44,9 @@ def _tell_tokens(layer: nn.Module, dropouts: list[TokenDropout]) -> None:
     """A layer's dropouts learn which tokens it is called with, when it is recomputed too."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        words = token_words(kwargs["uspft"].tokens)
         for dropout in dropouts:
-            dropout.tokens = kwargs["uspft"].tokens
+            dropout.words = words
 
     layer.register_forward_pre_hook(before, with_kwargs=True)
 

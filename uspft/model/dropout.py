@@ -3,6 +3,9 @@
 Every layout, micro-batch and recomputation drops the same features of a token, since none of them
 has a part in the draw: a rank draws for its own tokens what one process would draw for them.
 
+A word of 64 bits stands for each token and for each four features; products of the two, mixed once
+more, are four draws of 16 bits each. Arithmetic is modulo 2^64, as int64 is on every device.
+
 Shapes: T tokens of this rank, d features.
 """
 
@@ -15,69 +18,92 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-WORD = (1 << 32) - 1
-TILE = 1 << 20
-"""Elements whose draws, eight bytes each, stand in memory at one time."""
+FACTOR = 0xD6E8FEB86659FD93 - (1 << 64)
+"""Of a mixing function by degski: x ^= x >> 32 and x *= FACTOR in turn."""
+DRAWS, LEVELS = 4, 1 << 16
+"""Draws in a word, and how many values each has: p is exact to half a level."""
+TILE, TILE_CPU = 1 << 24, 1 << 18
+"""Elements drawn at a time, three bytes each: few kernel launches, or what stays in a cache."""
+
+
+def fold(words: Tensor) -> Tensor:
+    """x ^= x >> 32 in place, int64 as if unsigned (on little-endian machines)."""
+    low, high = words.view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
+    low.bitwise_xor_(high)
+    return words
 
 
 def mixed(words: Tensor) -> Tensor:
-    """Words of 32 bits, held in int64, mixed so that every bit depends on all (a bijection).
+    """int64 words in place, each bit made to depend on all, and then odd: 63 bits are left."""
+    for _ in range(3):
+        fold(words.mul_(FACTOR))
+    return words.bitwise_or_(1)
 
-    C. Wellons' lowbias32; the second factor is written less 2^32, so that no product overflows.
+
+def token_words(tokens: Tensor) -> Tensor:
+    """What stands for tokens in draws: their numbers in the stream of rows, [T] int64, mixed.
+
+    They are the same for every module and seed; a layer's modules share them.
     """
-    words = words ^ (words >> 16)
-    words.mul_(0x21F0AAAD).bitwise_and_(WORD)
-    words.bitwise_xor_(words >> 15)
-    words.mul_(0xD35A2D97 - (1 << 32)).bitwise_and_(WORD)
-    return words.bitwise_xor_(words >> 15)
+    return mixed(~tokens)
 
 
 class TokenDropout(nn.Module):
     """x · m ÷ (1 − p), where m is 1 with probability 1 − p, drawn for (seed, name, token, feature).
 
-    tokens: which token of the whole stream of rows each of x is, [T] int64; set before each call.
+    p is rounded to a multiple of 2^-16, and what is kept is scaled by that. words: `token_words` of
+    x's tokens, [T]; set before each call.
     """
 
     def __init__(self, p: float, seed: int, name: str) -> None:
         super().__init__()
-        self.p = p
+        dropped = min(max(round(p * LEVELS), 1), LEVELS - 1)
+        self._below, self._scale = dropped - LEVELS // 2, LEVELS / (LEVELS - dropped)
         digest = hashlib.blake2b(f"dropout:{seed}:{name}".encode(), digest_size=8).digest()
-        self._keys = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
-        self.tokens: Tensor | None = None
+        self._key = int.from_bytes(digest, "little", signed=True)
+        self._features = torch.empty(0, dtype=torch.int64)
+        self.words: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [1, T, d]; as it is outside training."""
         if not self.training:
             return x
-        tokens = self.tokens
-        if tokens is None or tokens.shape != x.shape[1:2]:
-            raise RuntimeError("dropout was called without the numbers of its tokens")
-        out: Tensor = _Dropped.apply(x, tokens, self)
+        words = self.words
+        if words is None or words.shape != x.shape[1:2]:
+            raise RuntimeError("dropout was called without the words of its tokens")
+        out: Tensor = _Dropped.apply(x, words, self)
         return out
 
-    def dropped(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def dropped(self, x: Tensor, words: Tensor) -> Tensor:
         """x with features dropped and the rest scaled; the same map serves gradients."""
         out, width = torch.empty_like(x), x.shape[-1]
-        columns = mixed(torch.arange(width, device=x.device) ^ self._keys[1])
-        step = max(1, TILE // width)
-        for start in range(0, len(tokens), step):
-            part = tokens[start : start + step]
-            rows = mixed(mixed(part & WORD ^ self._keys[0]) ^ (part >> 32 & WORD))
-            draws = mixed(rows[:, None] ^ columns)
-            tile = x[0, start : start + step] * (1.0 / (1.0 - self.p))
-            out[0, start : start + step] = tile.masked_fill_(draws < round(self.p * 2**32), 0.0)
+        features = self._feature_words(width, x.device)
+        step = max(1, (TILE_CPU if x.device.type == "cpu" else TILE) // width)
+        for start in range(0, len(words), step):
+            part = slice(start, start + step)
+            products = fold(words[part, None] * features).mul_(FACTOR)
+            draws = fold(products).view(torch.int16)[:, :width]
+            kept = torch.mul(x[0, part], self._scale, out=out[0, part])
+            kept.masked_fill_(draws < self._below, 0.0)
         return out
+
+    def _feature_words(self, width: int, device: torch.device) -> Tensor:
+        """[⌈d ÷ 4⌉] int64, drawn at the first call."""
+        count = -(-width // DRAWS)
+        if self._features.shape != (count,) or self._features.device != device:
+            self._features = mixed(torch.arange(count, device=device) ^ self._key)
+        return self._features
 
 
 class _Dropped(torch.autograd.Function):
     """Keeps no mask: the backward draws it again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, how: TokenDropout) -> Tensor:
-        ctx.tokens, ctx.how = tokens, how
-        return how.dropped(x, tokens)
+    def forward(ctx: Any, x: Tensor, words: Tensor, how: TokenDropout) -> Tensor:
+        ctx.words, ctx.how = words, how
+        return how.dropped(x, words)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.how.dropped(dout, ctx.tokens), None, None
+        return ctx.how.dropped(dout, ctx.words), None, None
