@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import invalidate_caches
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,10 @@ from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
+from uspft.sequence.regions import Share, blocks_between
 
-CPU, FLOAT, HEADS = torch.device("cpu"), torch.float32, (4, 2, 16)
+CPU, GPU, FLOAT = torch.device("cpu"), torch.device("cuda"), torch.float32
+HEADS = (4, 2, 16)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -104,12 +108,12 @@ TILED = (
 BACKWARD = torch_cpu._BACKWARD
 
 
-def computed(kernel: Any, inputs: Any, blocks: Any) -> list[Tensor]:
-    """out, dq, dk and dv of a kernel, joined and added up."""
+def computed(kernel: Any, inputs: Any, blocks: Any, *, at_once: bool = False) -> list[Tensor]:
+    """out, dq, dk and dv of a kernel, joined and added up; forward block by block, or at once."""
     q, k, v, dout = inputs
     partial = Partial(q)
-    for block in blocks:
-        partial.add(kernel.forward((q, k, v), [block], 0.3))
+    for call in [blocks] if at_once else [[block] for block in blocks]:
+        partial.add(kernel.forward((q, k, v), call, 0.3))
     out, lse = partial.result()
     queries, keys = kernel.backward((q, k, v), (out, lse, dout), blocks, 0.3)
     grads = [torch.zeros_like(x) for x in (q, k, v)]
@@ -131,6 +135,44 @@ def expected(dense: Any, inputs: Any) -> list[Tensor]:
 
 def test_the_variable_length_path_passes_the_probe() -> None:
     probe(varlen_on_cpu(), (4, 2, 16), torch.float32, CPU)
+
+
+PACKED = [Block(a, b, a, b, Mask.CAUSAL) for a, b in pairwise((0, 17, 18, 40, 70))]
+WINDOWED = blocks_between(Share([(0, 70)]), Share([(0, 70)]), [(0, 50), (50, 53), (53, 70)], 9)
+SHARED = (
+    Block(0, 20, 0, 30, Mask.FULL),
+    Block(20, 30, 30, 35, Mask.FULL),
+    Block(35, 70, 0, 31, Mask.FULL),
+    Block(0, 20, 35, 55, Mask.FLIPPED),
+    Block(20, 40, 60, 80, Mask.FLIPPED),
+)
+"""Neighbours by query, by key and not at all."""
+
+
+@pytest.mark.parametrize(
+    ("blocks", "runs"), [(PACKED, (1, 1)), (SHARED, (2 + 1, 2 + 2)), (TILED, (4, 5))]
+)
+def test_neighbours_are_one_part(blocks: Sequence[Block], runs: tuple[int, int]) -> None:
+    q, k, v, dout = (torch.randn(n, h, 8) for n, h in TILED_SHAPES)
+    parts = varlen_on_cpu().forward((q, k, v), blocks, 0.3)
+    lse = torch.zeros(4, 70)
+    queries, keys = varlen_on_cpu().backward((q, k, v), (q, lse, dout), blocks, 0.3)
+    assert (len(parts), len(queries), len(keys)) == (runs[0], *runs)
+    if blocks is PACKED:
+        assert (parts[0].q0, parts[0].q1, len(parts[0].out)) == (0, 70, 70)
+
+
+@pytest.mark.parametrize("blocks", [PACKED, WINDOWED, SHARED, TILED])
+def test_the_variable_length_path_equals_dense_attention(blocks: Sequence[Block]) -> None:
+    inputs = tuple(torch.randn(n, h, 8, dtype=torch.float64) for n, h in TILED_SHAPES)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return dense_attention(q, k, v, blocks, 0.3)
+
+    found = computed(varlen_on_cpu(), inputs, blocks)
+    at_once = computed(varlen_on_cpu(), inputs, blocks, at_once=True)
+    for got, again, want in zip(found, at_once, expected(dense, inputs), strict=True):
+        assert torch.allclose(got, want) and torch.allclose(again, want)
 
 
 @pytest.mark.parametrize("kernel", [TorchCpu(), capped.TorchCapped(2.0)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from uspft.kernels.blocks import Block, Mask
 from uspft.kernels.kernel import Gradient, Part
+
+Range = tuple[int, int]
 
 
 class Varlen(NamedTuple):
@@ -47,11 +49,12 @@ class VarlenKernel:
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
     ) -> list[Part]:
         parts = []
-        for call in _calls(blocks):
-            q, k, v = _gather(qkv, call)
-            out, lse = self._forward(q, k, v, _varlen(call, q.device), scale)
-            for b, i, j in _places(call, "q"):
-                parts.append(Part(b.q0, b.q1, _way(out[i:j], b), _way(lse[:, i:j], b, 1)))
+        q, k, v = qkv
+        for call in _calls(blocks, q.device):
+            given = call.q.take(q), call.k.take(k), call.k.take(v)
+            out, lse = self._forward(*given, call.lengths, scale)
+            pieces = call.q.pieces(out), call.q.pieces(lse, 1)
+            parts += [Part(*run, *piece) for run, *piece in zip(call.q.runs, *pieces, strict=True)]
         return parts
 
     def backward(
@@ -62,59 +65,83 @@ class VarlenKernel:
         scale: float,
     ) -> tuple[list[Gradient], list[Gradient]]:
         queries, keys = [], []
-        out, lse, dout = saved
-        for call in _calls(blocks):
-            ranges = [(b, b.q0, b.q1) for b in call]
-            rows = _take(out, ranges), _take(lse.t(), ranges).t().contiguous(), _take(dout, ranges)
-            lengths = _varlen(call, out.device)
-            dq, dk, dv = self._backward(_gather(qkv, call), rows, lengths, scale)
-            for b, i, j in _places(call, "q"):
-                queries.append(Gradient(b.q0, b.q1, (_way(dq[i:j], b),)))
-            for b, i, j in _places(call, "k"):
-                keys.append(Gradient(b.k0, b.k1, (_way(dk[i:j], b), _way(dv[i:j], b))))
+        (q, k, v), (out, lse, dout) = qkv, saved
+        for call in _calls(blocks, q.device):
+            given = call.q.take(q), call.k.take(k), call.k.take(v)
+            rows = call.q.take(out), call.q.take(lse, 1).contiguous(), call.q.take(dout)
+            dq, dk, dv = self._backward(given, rows, call.lengths, scale)
+            for run, part in zip(call.q.runs, call.q.pieces(dq), strict=True):
+                queries.append(Gradient(*run, (part,)))
+            pairs = zip(call.k.pieces(dk), call.k.pieces(dv), strict=True)
+            for run, pair in zip(call.k.runs, pairs, strict=True):
+                keys.append(Gradient(*run, pair))
         return queries, keys
 
 
-def _calls(blocks: Sequence[Block]) -> list[tuple[Block, ...]]:
-    """Blocks by mask: the kernels take one a call."""
+class Side(NamedTuple):
+    """The queries, or the keys, of a call's blocks laid end to end.
+
+    runs: their ranges of tokens, neighbours joined. order: token by token, int32 on the device;
+    None: one run, in order. turned: last token first, in which order a flipped mask is causal.
+    """
+
+    runs: tuple[Range, ...]
+    order: Tensor | None
+    turned: bool
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Tokens of x in the order of the call; no copy where they already lie in it."""
+        if self.order is not None:
+            return x.index_select(dim, self.order)
+        start, stop = self.runs[0]
+        return x.narrow(dim, start, stop - start)
+
+    def pieces(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """What came of the call, run by run."""
+        x = x.flip(dim) if self.turned else x
+        return x.split([stop - start for start, stop in self.runs], dim)
+
+
+class _Call(NamedTuple):
+    """Blocks of one mask, which is what the kernels take."""
+
+    q: Side
+    k: Side
+    lengths: Varlen
+
+
+def _calls(blocks: Sequence[Block], device: torch.device) -> list[_Call]:
     groups = [tuple(b for b in blocks if b.mask is mask) for mask in Mask]
-    return [group for group in groups if group]
-
-
-def _gather(qkv: tuple[Tensor, Tensor, Tensor], call: Sequence[Block]) -> tuple[Tensor, ...]:
-    q, k, v = qkv
-    keys = [(b, b.k0, b.k1) for b in call]
-    return _take(q, [(b, b.q0, b.q1) for b in call]), _take(k, keys), _take(v, keys)
-
-
-def _take(x: Tensor, ranges: list[tuple[Block, int, int]]) -> Tensor:
-    """Ranges of tokens laid end to end; no copy where they already are."""
-    in_place = all(a[2] == b[1] for a, b in pairwise(ranges))
-    if in_place and ranges[0][0].mask is not Mask.FLIPPED:
-        return x[ranges[0][1] : ranges[-1][2]]
-    return torch.cat([_way(x[start:stop], block) for block, start, stop in ranges])
-
-
-def _way(x: Tensor, block: Block, dim: int = 0) -> Tensor:
-    """Tokens in the order in which a block's mask is causal or full, or back from it."""
-    return x.flip(dim) if block.mask is Mask.FLIPPED else x
-
-
-def _places(call: Sequence[Block], side: str) -> list[tuple[Block, int, int]]:
-    places, at = [], 0
-    for block in call:
-        length = block.q1 - block.q0 if side == "q" else block.k1 - block.k0
-        places.append((block, at, at + length))
-        at += length
-    return places
+    return [_call(group, device) for group in groups if group]
 
 
 @lru_cache(maxsize=64)
-def _varlen(call: tuple[Block, ...], device: torch.device) -> Varlen:
+def _call(blocks: tuple[Block, ...], device: torch.device) -> _Call:
     """Cached: every layer of a step asks for the same blocks, and the copy to the device waits."""
-    q = [0, *(stop for _, _, stop in _places(call, "q"))]
-    k = [0, *(stop for _, _, stop in _places(call, "k"))]
-    lengths_q = max(b.q1 - b.q0 for b in call)
-    lengths_k = max(b.k1 - b.k0 for b in call)
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (q, k))
-    return Varlen(cu_q, cu_k, lengths_q, lengths_k, call[0].mask is not Mask.FULL)
+    causal = blocks[0].mask is not Mask.FULL
+    q, k = [(b.q0, b.q1) for b in blocks], [(b.k0, b.k1) for b in blocks]
+    turned = blocks[0].mask is Mask.FLIPPED
+    (cu_q, longest_q), (cu_k, longest_k) = (_lengths(x[:: -1 if turned else 1]) for x in (q, k))
+    lengths = Varlen(_put(cu_q, device), _put(cu_k, device), longest_q, longest_k, causal)
+    return _Call(_side(q, turned, device), _side(k, turned, device), lengths)
+
+
+def _side(ranges: Sequence[Range], turned: bool, device: torch.device) -> Side:
+    runs: list[Range] = []
+    for start, stop in ranges:
+        follows = runs and runs[-1][1] == start
+        runs.append((runs.pop()[0], stop) if follows else (start, stop))
+    if len(runs) == 1 and not turned:
+        return Side(tuple(runs), None, turned)
+    index = torch.cat([torch.arange(*run, dtype=torch.int32) for run in runs])
+    return Side(tuple(runs), _put(index.flip(0) if turned else index, device), turned)
+
+
+def _lengths(ranges: Sequence[Range]) -> tuple[Tensor, int]:
+    """(cumulative lengths, the longest)."""
+    lengths = [stop - start for start, stop in ranges]
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths)
+
+
+def _put(x: Tensor, device: torch.device) -> Tensor:
+    return x.to(device)
