@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
 from uspft.checkpoint.weights import WeightsOf, weights_of
-from uspft.comm import largest
 from uspft.config import Recipe
 from uspft.data import training_rows
 from uspft.data.loader import EMPTY, StepLoader
@@ -42,21 +42,26 @@ class Run:
     engine: ZeroEngine
     config: Any
     first_step: int
+    refused: list[str]
+    """A line for each attention kernel that is installed and was tried before the one in use."""
 
 
 def assemble(job: Job, device: torch.device, weights: WeightsOf = weights_of) -> Run:
     """Build a run on this rank; collective. torch.distributed and DeepSpeed are already up."""
+    _same_job(job)
     recipe = job.recipe
     config = model_config(recipe.model, recipe.data.sequence_length)
     dtype = getattr(torch, recipe.model.dtype)
     layout = this_layout(recipe)
 
     shapes, softcap = _head_shapes(config, layout), getattr(config, "attn_logit_softcapping", None)
-    kernel = believed_kernel(recipe.model.attention, shapes, dtype, device, softcap)
+    wish = recipe.model.attention
+    kernel, refused = believed_kernel(
+        wish, shapes, dtype, device, softcap, said_by_all=_said_by_all
+    )
     windows = set(layer_windows(config))
     window = windows.pop() if len(windows) == 1 else None
     world = make_world(layout, of_recipe(recipe, layout, window), kernel, device)
-    _same_job(job, world)
 
     loader = make_loader(job, world)
 
@@ -78,14 +83,20 @@ def assemble(job: Job, device: torch.device, weights: WeightsOf = weights_of) ->
         empty = loader.batch([EMPTY] * recipe.training.micro_batch_size)
         load_state(engine, checkpoint, empty)
     first_step = checkpoint.step if checkpoint else 0
-    return Run(job, world, loader, evaluation_sets(job, world), engine, config, first_step)
+    evaluation = evaluation_sets(job, world)
+    return Run(job, world, loader, evaluation, engine, config, first_step, refused)
 
 
-def _same_job(job: Job, world: World) -> None:
+def _said_by_all(mine: str) -> list[str]:
+    """What every rank says, by rank; collective."""
+    said = [""] * dist.get_world_size()
+    dist.all_gather_object(said, mine)
+    return said
+
+
+def _same_job(job: Job) -> None:
     """Every rank must run the same thing: hosts may differ in files, overrides or versions."""
-    mine = float(job.fingerprint())
-    highest, lowest = largest([mine, -mine], world.mesh.tokens, world.device)
-    if highest != -lowest:
+    if len(set(_said_by_all(f"{job.fingerprint():x}"))) > 1:
         raise RuntimeError(
             f"this host and another run different things (here {job.fingerprint():x}): recipe, "
             f"overrides, data ({job.corpus.name}), steps ({job.steps}) or checkpoint "

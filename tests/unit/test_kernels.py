@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from uspft.assemble import _head_shapes
+from tests.support.ranks import spawn
+from uspft.assemble import _head_shapes, _said_by_all, _same_job
 from uspft.config.families import CAPPED_KERNELS
 from uspft.kernels import Block, Grouped, Mask, Partial, believed_kernel, capped, choose, torch_cpu
 from uspft.kernels.dense import SEEN, dense_attention
@@ -326,44 +327,115 @@ def test_a_query_without_a_key_has_out_zero_and_lse_minus_infinity() -> None:
     assert out[1:3].isfinite().all() and lse[:, 1:3].isfinite().all()
 
 
-def test_auto_tries_what_is_installed_the_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
+def fake_sources(tried: list[str], **wrong: Exception | str | None) -> dict[str, choose.Source]:
+    """Sources by name; wrong: what making one raises, "broken", "absent" or None, which works."""
 
-    def source(name: str, *, works: bool) -> choose.Source:
+    def source(name: str, wrong: Exception | str | None) -> choose.Source:
         def make() -> Any:
             tried.append(name)
-            if name == "flash_attn_4":
-                raise ImportError("built for another torch")
-            return TorchCpu() if works else Broken()
+            if isinstance(wrong, Exception):
+                raise wrong
+            return Broken() if wrong else TorchCpu()
 
-        return choose.Source("torch", make)
+        return choose.Source("no_such_module" if wrong == "absent" else "torch", make)
 
-    works = {"flash_attn_4": True, "flash_attn_3": False, "flash_attn_2": True, "torch": True}
-    monkeypatch.setattr(
-        choose, "SOURCES", {name: source(name, works=fine) for name, fine in works.items()}
-    )
-    monkeypatch.setattr(choose, "probe", lambda kernel, *rest: probe(kernel, HEADS, FLOAT, CPU))
-    gpu = torch.device("cuda")
-    assert isinstance(believed_kernel("auto", [HEADS], FLOAT, gpu), TorchCpu)
+    return {name: source(name, what) for name, what in wrong.items()}
+
+
+def probe_on_cpu(kernel: Kernel, *rest: Any) -> None:
+    probe(kernel, HEADS, FLOAT, CPU)
+
+
+STALE = ImportError("built for another torch\nand more")
+
+
+def test_auto_tries_what_is_installed_the_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    wrong = {"flash_attn_4": STALE, "flash_attn_3": "broken", "flash_attn_2": None, "torch": None}
+    sources = fake_sources(tried, absent="absent", **wrong)
+    monkeypatch.setattr(choose, "SOURCES", sources)
+    monkeypatch.setattr(choose, "probe", probe_on_cpu)
+    kernel, refused = believed_kernel("auto", [HEADS], FLOAT, GPU)
+    assert isinstance(kernel, TorchCpu)
     assert tried == ["flash_attn_4", "flash_attn_3", "flash_attn_2"]
+    assert refused[0] == "flash_attn_4 refused: ImportError: built for another torch"
+    assert refused[1].startswith("flash_attn_3 refused: RuntimeError: attention kernel")
+    assert len(refused) == 2
+    # Asked for by name: nothing else will do.
     with pytest.raises(RuntimeError, match="is wrong on this machine"):
-        believed_kernel(
-            "flash_attn_3", [HEADS], FLOAT, gpu
-        )  # asked for by name: nothing else will do
+        believed_kernel("flash_attn_3", [HEADS], FLOAT, GPU)
     with pytest.raises(ImportError, match="built for another torch"):
-        believed_kernel("flash_attn_4", [HEADS], FLOAT, gpu)
-    assert believed_kernel("auto", [HEADS], FLOAT, CPU).name == "torch"
+        believed_kernel("flash_attn_4", [HEADS], FLOAT, GPU)
+    with pytest.raises(ImportError, match="absent is not installed"):
+        believed_kernel("absent", [HEADS], FLOAT, GPU)
+    assert believed_kernel("auto", [HEADS], FLOAT, CPU)[0].name == "torch"
+
+
+def test_a_lost_device_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    lost = torch.AcceleratorError("an illegal memory access")
+    monkeypatch.setattr(choose, "SOURCES", fake_sources(tried, flash_attn_4=lost, torch=None))
+    with pytest.raises(torch.AcceleratorError):
+        believed_kernel("auto", [HEADS], FLOAT, GPU)
+    assert tried == ["flash_attn_4"]
+
+
+def test_where_all_are_refused_the_error_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = fake_sources([], flash_attn_4=STALE, torch=RuntimeError("no kernel image"))
+    monkeypatch.setattr(choose, "SOURCES", sources)
+    with pytest.raises(RuntimeError, match="no kernel image") as found:
+        believed_kernel("auto", [HEADS], FLOAT, GPU)
+    assert found.value.__notes__ == ["flash_attn_4 refused: ImportError: built for another torch"]
+
+
+def choosing(rank: int) -> list[Any]:
+    """What this rank chooses, and why, where no kernel but torch's works on both."""
+    tried: list[str] = []
+    choose.probe = probe_on_cpu  # type: ignore[assignment]
+    choose.SOURCES = fake_sources(
+        tried,
+        flash_attn_4=STALE if rank else None,
+        flash_attn_3=None if rank else "absent",
+        flash_attn_2=None if rank else "broken",
+        torch=None,
+    )
+    kernel, refused = believed_kernel("auto", [HEADS], FLOAT, GPU, said_by_all=_said_by_all)
+    try:
+        believed_kernel("flash_attn_4", [HEADS], FLOAT, GPU, said_by_all=_said_by_all)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    job: Any = SimpleNamespace(fingerprint=lambda: rank, corpus=Path(), steps=1, resume_from=None)
+    with pytest.raises(RuntimeError, match=f"run different things .here {rank}"):
+        _same_job(job)
+    job.fingerprint = lambda: 1
+    _same_job(job)
+    return [kernel.name, tried, refused, told]
+
+
+def test_ranks_choose_the_same_kernel() -> None:
+    first, second = spawn(2, choosing)
+    assert first[0] == second[0] == "torch" and first[2] == second[2]
+    assert first[1] == ["flash_attn_4", "flash_attn_2", "torch", "flash_attn_4"]
+    assert second[1] == ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch", "flash_attn_4"]
+    assert first[2][:2] == [
+        "flash_attn_4 refused on rank 1: ImportError: built for another torch",
+        "flash_attn_3 refused on rank 0: ImportError: flash_attn_3 is not installed",
+    ]
+    assert first[2][2].startswith("flash_attn_2 refused on rank 0: RuntimeError: attention kernel")
+    assert second[3].startswith("ImportError: built for another torch")
+    assert first[3].startswith("RuntimeError: attention kernel flash_attn_4 refused on rank 1: Imp")
 
 
 def test_a_softcap_takes_a_kernel_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     able = [name for name, source in choose.SOURCES.items() if source.capped]
     assert sorted(["auto", *able]) == sorted(CAPPED_KERNELS)
-    assert believed_kernel("auto", [HEADS], FLOAT, CPU, 30.0).softcap == 30.0
-    assert believed_kernel("auto", [HEADS], FLOAT, CPU).softcap is None
+    assert believed_kernel("auto", [HEADS], FLOAT, CPU, 30.0)[0].softcap == 30.0
+    assert believed_kernel("auto", [HEADS], FLOAT, CPU)[0].softcap is None
     monkeypatch.setattr(choose, "is_installed", lambda name: name in ("flash_attn_3", "torch"))
-    monkeypatch.setattr(choose, "probe", lambda kernel, *rest: probe(kernel, HEADS, FLOAT, CPU))
-    found = believed_kernel("auto", [HEADS], FLOAT, torch.device("cuda"), 30.0)
-    assert isinstance(found, capped.TorchCapped)  # flash_attn_3 is installed, and has none
+    monkeypatch.setattr(choose, "probe", probe_on_cpu)
+    found, refused = believed_kernel("auto", [HEADS], FLOAT, GPU, 30.0)
+    # flash_attn_3 is installed, and has none.
+    assert isinstance(found, capped.TorchCapped) and not refused
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def _run(job: Job, device: torch.device) -> int:
     if first:
         _describe_environment(job, device)
     run = assemble(job, device)
+    for line in run.refused if first else ():
+        print(f"model.attention: {line}; using {run.world.kernel.name}", flush=True)
     if first and job.recipe.model.attention == "auto":
         _settle_attention(job, run.world.kernel.name)
     asked: list[int] = []  # from here on there is something to save
