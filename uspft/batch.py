@@ -35,16 +35,18 @@ class Batch:
     """This rank's share of one micro-batch, its rows laid end to end.
 
     input_ids and position_ids [1, T] int64 on the device; labels [T] int64, already shifted on the
-    whole row, -100 where there is no target. tokens [T] int64 number them through the stream of
-    rows: a row's index × its length + the position in the row. plan is what attention computes
-    here; held are the tokens' positions in the rows; rows are the indices in the stream of rows
-    (-1: an empty row that only keeps ranks in step); row_of [T] int64: which of these rows a token
-    is of, -1 for padding.
+    whole row, -100 where there is no target; chosen int64: the places where there is one, and
+    targets their number, which the host knows without asking the device. tokens [T] int64 number
+    them through the stream of rows: a row's index × its length + the position in the row. plan is
+    what attention computes here; held are the tokens' positions in the rows; rows are the indices
+    in the stream of rows (-1: an empty row that only keeps ranks in step); row_of [T] int64: which
+    of these rows a token is of, -1 for padding.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
+    chosen: Tensor
     tokens: Tensor
     targets: int
     plan: Any

@@ -102,14 +102,14 @@ def test_the_summary_tells_both_kinds_of_loss_apart(tmp_path: Path) -> None:
 def test_no_gradient_is_worked_out_under_no_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     head = Head(nn.Linear(8, 13), tile=3)
-    hidden, labels = torch.randn(10, 8), torch.randint(0, 13, (10,))
+    inputs = torch.randn(10, 8), torch.randint(0, 13, (10,)), torch.arange(10)
     made = []
     kept = loss._Gradients
     monkeypatch.setattr(loss, "_Gradients", lambda *of: made.append(1) or kept(*of))
     with torch.no_grad():
-        alone = head(hidden, labels, 1.0)
+        alone = head(*inputs, 1.0)
     assert not made and not alone.requires_grad
-    assert torch.equal(head(hidden, labels, 1.0), alone) and made
+    assert torch.equal(head(*inputs, 1.0), alone) and made
 
 
 def test_sets_are_prepared_apart_and_named(tmp_path: Path) -> None:

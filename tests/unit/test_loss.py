@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from uspft.model.loss import Head, Logits
 
@@ -20,7 +23,8 @@ def test_loss_and_gradients_are_those_of_autograd(form: Logits, tile: int | None
     labels = torch.randint(0, 13, (10,))
     labels[::4] = -100
     inputs = [hidden, projection.weight, projection.bias]
-    got = Head(projection, tile, form)(hidden, labels, 0.3)
+    chosen = torch.tensor([1, 2, 3, 5, 6, 7, 9])
+    got = Head(projection, tile, form)(hidden, labels, chosen, 0.3)
     logits = projection(hidden) * form.scale
     if form.cap is not None:
         logits = form.cap * torch.tanh(logits / form.cap)
@@ -42,12 +46,37 @@ def test_what_is_frozen_costs_no_gradient_and_changes_no_other(frozen: tuple[str
         inputs["bias"] = head.bias
         for name, value in inputs.items():
             value.requires_grad_(name not in off)
-        head(inputs["hidden"], torch.arange(10), 0.3).backward()
+        head(inputs["hidden"], torch.arange(10), torch.arange(10), 0.3).backward()
         found.append({name: value.grad for name, value in inputs.items()})
     every, some = found
     assert {name for name, value in some.items() if value is None} == set(frozen)
     for name in set(some) - set(frozen):
         torch.testing.assert_close(some[name], every[name])
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operations that ran inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_never_waits_for_the_device() -> None:
+    head, labels = Head(torch.nn.Linear(8, 13), 3), torch.tensor([4, -100, 2, 1, -100, 0])
+    hidden = torch.randn(6, 8, requires_grad=True)
+    with Calls() as calls:
+        head(hidden, labels, torch.tensor([0, 2, 3, 5]), 0.3).backward()
+    assert {"index_select", "scatter_add_"} <= calls.names
+    waits = {"nonzero", "_local_scalar_dense", "masked_select", "index"}
+    assert not calls.names & waits
+    with Calls() as calls:
+        labels[labels >= 0].nonzero()[0].item()
+    assert {"nonzero", "_local_scalar_dense", "index"} <= calls.names
 
 
 def test_a_config_says_what_bends_its_logits() -> None:

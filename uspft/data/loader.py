@@ -93,18 +93,25 @@ class StepLoader:
         rows = [self._row(i) for i in indices]
         plan, held = self._world.share([row.segments for row in rows])
 
-        def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
+        def kept(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
             whole = np.concatenate(arrays)
-            kept = np.concatenate([whole[start:stop] for start, stop in held] or [whole[:0]])
-            return torch.from_numpy(kept).to(self._world.device, non_blocking=True)
+            return np.concatenate([whole[start:stop] for start, stop in held] or [whole[:0]])
 
-        labels, positions = mine([row.labels for row in rows]), np.arange(self._row_tokens)
+        def placed(values: NDArray[np.int64]) -> torch.Tensor:
+            return torch.from_numpy(values).to(self._world.device, non_blocking=True)
+
+        def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
+            return placed(kept(arrays))
+
+        labels, positions = kept([row.labels for row in rows]), np.arange(self._row_tokens)
+        chosen = np.flatnonzero(labels != NOT_TRAINED)
         return Batch(
             input_ids=mine([row.input_ids for row in rows])[None],
             position_ids=mine([row.positions for row in rows])[None],
-            labels=labels,
+            labels=placed(labels),
+            chosen=placed(chosen),
             tokens=mine([index * self._row_tokens + positions for index in indices]),
-            targets=int((labels != NOT_TRAINED).sum()),
+            targets=len(chosen),
             plan=plan,
             held=tuple(held),
             rows=tuple(indices),

@@ -46,7 +46,8 @@ class CausalLoss(nn.Module):
             ),
             **wanted,
         )
-        loss: Tensor = self.head(found.last_hidden_state[0], batch.labels, scale)
+        hidden = found.last_hidden_state[0]
+        loss: Tensor = self.head(hidden, batch.labels, batch.chosen, scale)
         if router_scale is None:
             return torch.stack([loss, torch.zeros_like(loss)])
         return torch.stack(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-IGNORE = -100
 LOGITS = 1 << 27
 """Elements of one tile's logits under `loss_tile_tokens: auto` (512 MiB in float32)."""
 SMALLEST = 256
@@ -67,21 +66,21 @@ class Head(nn.Module):
         self.register_parameter("bias", projection.bias)
         self.tile = tile
 
-    def forward(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor, chosen: Tensor, scale: float) -> Tensor:
         """Sum of the cross-entropy of every token that has a target, times scale; float32 (float64
         for float64).
 
-        hidden [T', d]; labels [T'] int64, -100 where there is no target. No target at all gives 0,
-        still attached to the graph.
+        hidden [T', d]; labels [T'] int64; chosen [T] int64: which of them are targets (found on the
+        device, the host would wait for the whole forward pass). No target at all gives 0, still
+        attached to the graph.
         """
-        chosen = (labels != IGNORE).nonzero().squeeze(1)
         rows = hidden.index_select(0, chosen)
         weight, bias = self.weight, self.bias
         if not torch.is_grad_enabled():  # which ctx.needs_input_grad does not know
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        loss: Tensor = _TiledCrossEntropy.apply(
-            rows, weight, bias, labels[chosen], (scale, self.tile or max(1, len(rows)), self.logits)
-        )
+        targets = labels.index_select(0, chosen)
+        how = (scale, self.tile or max(1, len(rows)), self.logits)
+        loss: Tensor = _TiledCrossEntropy.apply(rows, weight, bias, targets, how)
         return loss
 
 

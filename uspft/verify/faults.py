@@ -33,9 +33,9 @@ def order(batch: Batch, world: World, rows: list[Segments]) -> Batch:
     half = len(batch.labels) // (2 * len(rows))
     values = {one.name: getattr(batch, one.name) for one in fields(batch)}
     rolled: dict[str, Any] = {
-        k: v.roll(half, -1) for k, v in values.items() if isinstance(v, Tensor)
+        k: v.roll(half, -1) for k, v in values.items() if isinstance(v, Tensor) and k != "chosen"
     }
-    return replace(batch, **rolled)
+    return _chosen_again(replace(batch, **rolled))
 
 
 def mask(batch: Batch, world: World, rows: list[Segments]) -> Batch:
@@ -62,7 +62,13 @@ def label(batch: Batch, world: World, rows: list[Segments]) -> Batch:
     """Labels are shifted once more, inside the rank's share."""
     labels = batch.labels.roll(-1)
     labels[-1:] = NOT_TRAINED
-    return replace(batch, labels=labels, targets=int((labels != NOT_TRAINED).sum()))
+    return _chosen_again(replace(batch, labels=labels))
+
+
+def _chosen_again(batch: Batch) -> Batch:
+    """With the targets that its labels have now."""
+    chosen = (batch.labels != NOT_TRAINED).nonzero().squeeze(1)
+    return replace(batch, chosen=chosen, targets=len(chosen))
 
 
 FAULTS: dict[str, Fault] = {"order": order, "mask": mask, "scale": scale, "label": label}
