@@ -19,7 +19,7 @@ from uspft.config.families import CAPPED_KERNELS
 from uspft.kernels import Block, Grouped, Mask, Partial, believed_kernel, capped, choose, torch_cpu
 from uspft.kernels.dense import SEEN, dense_attention
 from uspft.kernels.kernel import Kernel, Part
-from uspft.kernels.probe import probe
+from uspft.kernels.probe import SHORT, probe
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
@@ -43,6 +43,8 @@ def test_the_capped_kernel_passes_the_probe(
     dtype: torch.dtype, softcap: float, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capped, "TILE_SCORES", tile)
+    if tile < 100:  # thousands of pieces
+        monkeypatch.setattr("uspft.kernels.probe.LONG", SHORT)
     for heads in ((4, 4, 16), (8, 2, 16), (6, 1, 24)):
         probe(capped.TorchCapped(softcap), heads, dtype, CPU)
 
@@ -54,6 +56,26 @@ def test_the_probe_sees_a_forgotten_softcap(dtype: torch.dtype, softcap: float) 
     forgetful.softcap = softcap
     with pytest.raises(RuntimeError, match="is wrong on this machine"):
         probe(forgetful, HEADS, dtype, CPU)
+
+
+@pytest.mark.parametrize("softcap", [0.7, 50.0])
+def test_the_probe_allows_half_types_an_approximate_tanh(
+    softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # float16 has the relative error of the GPU's instruction.
+    monkeypatch.setattr(Tensor, "tanh_", lambda x: x.copy_(x.tanh().half()))
+    kernel = capped.TorchCapped(softcap)
+    for dtype in (torch.bfloat16, torch.float16):
+        probe(kernel, HEADS, dtype, CPU)
+    with pytest.raises(RuntimeError, match="is wrong on this machine"):
+        probe(kernel, HEADS, FLOAT, CPU)
+
+
+def test_the_probe_meets_the_tiles_that_users_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = torch_cpu._tiles
+    monkeypatch.setattr(torch_cpu, "_tiles", lambda *shape: list(tiles(*shape))[:-1])
+    with pytest.raises(RuntimeError, match="wrong on this machine: dq is off"):
+        probe(TorchCpu(), HEADS, FLOAT, CPU)
 
 
 def test_pieces_of_blocks_cover_each_score_once(monkeypatch: pytest.MonkeyPatch) -> None:
