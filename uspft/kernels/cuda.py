@@ -14,15 +14,14 @@ from uspft.kernels.varlen import Varlen, VarlenKernel
 def torch_flash(package: str | None = None) -> VarlenKernel:
     """torch's own flash attention (aten), float16 and bfloat16; nothing to install.
 
-    package: FA3 (Hopper) or FA4, whose kernels torch is told to use in place of its own, in this
-    process. Raises ImportError where it is not installed, RuntimeError where it does not fit.
+    package: FA3 (Hopper) or FA4, whose kernels torch is told to use in place of its own. Raises
+    ImportError where it is not installed, RuntimeError where it does not fit.
     """
     aten = torch.ops.aten
-    _restore()
-    if package:
-        attention.activate_flash_attention_impl(package)
+    _use(package)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
+        _use(package)
         sizes = (x.cu_q, x.cu_k, x.longest_q, x.longest_k)
         out = aten._flash_attention_forward(q, k, v, *sizes, 0.0, x.causal, False, scale=scale)
         return out[0], out[1]
@@ -30,6 +29,7 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
     def backward(
         qkv: tuple[Tensor, ...], saved: tuple[Tensor, Tensor, Tensor], x: Varlen, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        _use(package)
         out, lse, dout = saved
         sizes = (x.cu_q, x.cu_k, x.longest_q, x.longest_k)
         # The generator state only matters with dropout, which is always 0 here.
@@ -43,15 +43,24 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
     return VarlenKernel(f"flash_attn_{package[-1]}" if package else "torch", forward, backward)
 
 
-def _restore() -> None:
-    """Take back what another kernel has told torch; the switch is the process's."""
-    if attention.current_flash_attention_impl():
+def _use(package: str | None) -> None:
+    """Let torch's flash attention be a package's, or its own; the switch is the process's.
+
+    Asked before each call, since another kernel may have turned it. A torch that does not say how
+    it stands is taken to run its own, and is told of a package anew each time.
+    """
+    current = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    if current == package:
+        return
+    if package:
+        attention.activate_flash_attention_impl(package)
+    else:
         attention.restore_flash_attention_impl()
 
 
 def flash_attn_2(softcap: float | None = None) -> VarlenKernel:
     """The flash-attn 2 package; raises ImportError where it is not installed."""
-    _restore()
+    _use(None)
     flash = importlib.import_module("flash_attn.flash_attn_interface")
     cap = softcap or 0.0
 
