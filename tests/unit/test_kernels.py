@@ -26,6 +26,7 @@ from uspft.kernels import (
     choose,
     cuda,
     torch_cpu,
+    varlen,
 )
 from uspft.kernels.dense import SEEN, dense_attention
 from uspft.kernels.kernel import Kernel, Part
@@ -193,6 +194,18 @@ def test_neighbours_are_one_part(blocks: Sequence[Block], runs: tuple[int, int])
     assert (len(parts), len(queries), len(keys)) == (runs[0], *runs)
     if blocks is PACKED:
         assert (parts[0].q0, parts[0].q1, len(parts[0].out)) == (0, 70, 70)
+
+
+def test_lengths_are_sent_to_the_device_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a layer, with 70 stages and two windows."""
+    sent: list[Tensor] = []
+    monkeypatch.setattr(varlen, "_put", lambda x, device: sent.append(x) or x)
+    varlen._call.cache_clear()
+    kernel, x = varlen_on_cpu(), torch.randn(300, 1, 8)
+    stages = [[Block(0, n, n, 2 * n, Mask.FULL)] for n in range(2, 142)]
+    for blocks in stages * 2:
+        kernel.forward((x, x, x), blocks, 0.3)
+    assert len(sent) == 2 * 140
 
 
 @pytest.mark.parametrize("blocks", [PACKED, WINDOWED, SHARED, TILED])

@@ -81,18 +81,17 @@ class VarlenKernel:
 class Side(NamedTuple):
     """The queries, or the keys, of a call's blocks laid end to end.
 
-    runs: their ranges of tokens, neighbours joined. order: token by token, int32 on the device;
-    None: one run, in order. turned: last token first, in which order a flipped mask is causal.
+    runs: their ranges of tokens, neighbours joined. turned: last token first, in which order a
+    flipped mask is causal.
     """
 
     runs: tuple[Range, ...]
-    order: Tensor | None
     turned: bool
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         """Tokens of x in the order of the call; no copy where they already lie in it."""
-        if self.order is not None:
-            return x.index_select(dim, self.order)
+        if len(self.runs) > 1 or self.turned:
+            return x.index_select(dim, _order(self, x.device))
         start, stop = self.runs[0]
         return x.narrow(dim, start, stop - start)
 
@@ -115,33 +114,36 @@ def _calls(blocks: Sequence[Block], device: torch.device) -> list[_Call]:
     return [_call(group, device) for group in groups if group]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _call(blocks: tuple[Block, ...], device: torch.device) -> _Call:
-    """Cached: every layer of a step asks for the same blocks, and the copy to the device waits."""
-    causal = blocks[0].mask is not Mask.FULL
-    q, k = [(b.q0, b.q1) for b in blocks], [(b.k0, b.k1) for b in blocks]
+    """Cached: every layer of a step asks for the same blocks, those of each stage of its ring."""
     turned = blocks[0].mask is Mask.FLIPPED
-    (cu_q, longest_q), (cu_k, longest_k) = (_lengths(x[:: -1 if turned else 1]) for x in (q, k))
-    lengths = Varlen(_put(cu_q, device), _put(cu_k, device), longest_q, longest_k, causal)
-    return _Call(_side(q, turned, device), _side(k, turned, device), lengths)
+    causal = blocks[0].mask is not Mask.FULL
+    ranges = [(b.q0, b.q1) for b in blocks], [(b.k0, b.k1) for b in blocks]
+    q, k = (Side(_joined(side), turned) for side in ranges)
+    lengths = [[b - a for a, b in (reversed(side) if turned else side)] for side in ranges]
+    cu = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in lengths]
+    cu_q, cu_k = (_put(side, device) for side in cu)
+    return _Call(q, k, Varlen(cu_q, cu_k, max(lengths[0]), max(lengths[1]), causal))
 
 
-def _side(ranges: Sequence[Range], turned: bool, device: torch.device) -> Side:
+@lru_cache(maxsize=64)
+def _order(side: Side, device: torch.device) -> Tensor:
+    """The tokens of a side one by one, int32; fewer are kept, since each is as long as its side."""
+    order = torch.cat([torch.arange(*run, dtype=torch.int32) for run in side.runs])
+    return _put(order.flip(0) if side.turned else order, device)
+
+
+def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
     runs: list[Range] = []
     for start, stop in ranges:
         follows = runs and runs[-1][1] == start
         runs.append((runs.pop()[0], stop) if follows else (start, stop))
-    if len(runs) == 1 and not turned:
-        return Side(tuple(runs), None, turned)
-    index = torch.cat([torch.arange(*run, dtype=torch.int32) for run in runs])
-    return Side(tuple(runs), _put(index.flip(0) if turned else index, device), turned)
-
-
-def _lengths(ranges: Sequence[Range]) -> tuple[Tensor, int]:
-    """(cumulative lengths, the longest)."""
-    lengths = [stop - start for start, stop in ranges]
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths)
+    return tuple(runs)
 
 
 def _put(x: Tensor, device: torch.device) -> Tensor:
+    """A copy that nothing waits for: torch keeps pinned memory until the device has read it."""
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
