@@ -8,12 +8,13 @@ then swapped between ranks while that lowers what the busiest rank sends and the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from uspft.batch import Segments
-from uspft.sequence.regions import Run, work_of
+from uspft.sequence.regions import Run, pairs
 
 BALANCE = 1.05
 """The busiest rank's work may be this much of the mean; below it bytes decide."""
@@ -23,10 +24,15 @@ ENOUGH = 8
 """More are tried only where these are not balanced: a short document in a row of padding."""
 MANY = 64
 """Chunks of a row above which only some swaps are looked at: time grows with their third power."""
+SLAB = 1 << 16
+"""Numbers of one table in the search: it stays in a core's cache."""
+EXACT = 1 << 24
+"""float32 holds all whole numbers up to here."""
 SHAKES = 16
 """Times that a search starts again near the best it has found; fewer where chunks are many."""
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -86,17 +92,13 @@ class _Search:
         ring, per_rank = ranks
         count = ring * per_rank
         self.chunk = segments.length // count
-        documents = list(segments)
-        starts = [c * self.chunk for c in range(count)]
-        chunks = [(start, start + self.chunk) for start in starts]
-        areas = [work_of([chunk], documents, window) for chunk in chunks]
-        self.work: Floats = np.array(areas, dtype=np.float64)
+        edges = np.arange(count + 1) * self.chunk
+        self.work: Floats = np.diff(_pairs_before(edges, segments, window)).astype(np.float64)
         # need[c, d]: tokens of chunk d whose keys the queries of chunk c see.
-        self.need = np.zeros((count, count))
-        for c, start in enumerate(starts):
-            first = _first_key(start, documents, window)
-            for d in range(first // self.chunk, c):
-                self.need[c, d] = (d + 1) * self.chunk - max(first, d * self.chunk)
+        seen = edges[1:] - _first_keys(edges[:-1], segments, window)[:, None]
+        # Numbers up to three rows are added up, exactly: float32 where that does, at half the time.
+        dtype = np.float32 if 3 * segments.length <= EXACT else np.float64
+        self.need: Floats = np.tril(np.clip(seen, 0, self.chunk), -1).astype(dtype)
 
     def best(self) -> Assignment:
         """Swap to a dead end, shake, swap again; the best dead end wins (iterated local search)."""
@@ -106,7 +108,7 @@ class _Search:
         dice = np.random.Philox(0)
         cost, owner = self._descend(owner, limit)
         shakes = SHAKES * MANY // max(MANY, len(owner)) if self.ring > 1 else 0
-        for _ in range(shakes):
+        for _ in range(shakes if cost else 0):
             trial = owner.copy()
             for _ in range(2):
                 a, b = (int(n) % len(trial) for n in dice.random_raw(2))
@@ -121,7 +123,7 @@ class _Search:
         numbered = tuple(numbers[rank] for rank in owner.tolist())
         return Assignment(numbered, self.chunk, self._balance(owner), busiest / unit)
 
-    def _descend(self, owner: NDArray[np.int64], limit: float) -> tuple[float, NDArray[np.int64]]:
+    def _descend(self, owner: Ints, limit: float) -> tuple[float, Ints]:
         """(cost, owner) where no swap of two chunks helps any more."""
         owner, cost = owner.copy(), self._cost(owner)
         while found := self._best_swap(owner, limit):
@@ -131,7 +133,7 @@ class _Search:
             owner[a], owner[b] = owner[b], owner[a]
         return cost, owner
 
-    def _longest_first(self) -> NDArray[np.int64]:
+    def _longest_first(self) -> Ints:
         owner = np.zeros(len(self.work), dtype=np.int64)
         load, held = [0.0] * self.ring, [0] * self.ring
         for c in np.argsort(-self.work, kind="stable"):
@@ -142,88 +144,115 @@ class _Search:
             held[rank] += 1
         return owner
 
-    def _balance(self, owner: NDArray[np.int64]) -> float:
+    def _balance(self, owner: Ints) -> float:
         load = np.bincount(owner, self.work, self.ring)
         mean = float(load.mean())
         return float(load.max()) / mean if mean else 1.0
 
-    def _wanted(self, owner: NDArray[np.int64]) -> Floats:
-        """[rank, chunk]: tokens of each chunk whose keys a rank needs from another."""
-        wanted = np.stack([self.need[owner == r].max(axis=0) for r in range(self.ring)])
-        wanted[owner, np.arange(len(owner))] = 0.0
-        return wanted
+    def _needs(self, owner: Ints) -> tuple[Floats, Floats]:
+        """[rank, chunk] tokens of each chunk whose keys a rank needs from another; and [chunk,
+        chunk] what a chunk's rank would need, its own too, without that chunk's queries."""
+        held = np.argsort(owner, kind="stable")
+        each = self.need[held].reshape(self.ring, self.per_rank, -1)
+        second, most = np.partition(each, self.per_rank - 2, axis=1)[:, -2:].swapaxes(0, 1)
+        without = np.where(self.need == most[owner], second[owner], most[owner])
+        most[owner, np.arange(len(owner))] = 0.0
+        return most, without
 
-    def _traffic(self, owner: NDArray[np.int64]) -> Floats:
+    def _traffic(self, owner: Ints) -> Floats:
         """Tokens of keys and values that each rank sends: its own out, others' gradients home."""
-        wanted = self._wanted(owner)
+        wanted, _ = self._needs(owner)
         given = np.bincount(owner, wanted.sum(axis=0), self.ring)
         return np.asarray(self.fetches * given + wanted.sum(axis=1))
 
-    def _cost(self, owner: NDArray[np.int64]) -> float:
+    def _cost(self, owner: Ints) -> float:
         return float(_weigh(self._traffic(owner)))
 
-    def _best_swap(self, owner: NDArray[np.int64], limit: float) -> tuple[float, int, int] | None:
+    def _best_swap(self, owner: Ints, limit: float) -> tuple[float, int, int] | None:
         """(cost, a, b) of the best swap of chunks a and b that keeps the balance, or None.
 
-        For each a all b at once: only the two ranks' own needs change, and who answers for a and b.
         Of many chunks, a is one of the rank that sends most.
         """
-        n = len(owner)
-        load = np.bincount(owner, self.work, self.ring)
+        swaps = _Swaps(owner, self._needs(owner), self.need, self.fetches)
+        load, every = np.bincount(owner, self.work, self.ring), np.arange(len(owner))
         ceiling = limit * float(load.mean())
-        wanted, hot = self._wanted(owner), np.eye(self.ring)[owner]
-        column, row = wanted.sum(axis=0), wanted.sum(axis=1)
-        without = self._needs_without(owner)
-        best: tuple[float, int, int] | None = None
-        every = np.arange(n)
-        traffic = self.fetches * (column @ hot) + row
-        first = every if n <= MANY else np.flatnonzero(owner == traffic.argmax())
-        for a in first.tolist():
-            ra, shift = owner[a], self.work[a] - self.work
-            fits = (owner != ra) & (load[ra] - shift <= ceiling) & (load[owner] + shift <= ceiling)
-            b = every[fits & (every > a)] if n <= MANY else every[fits]
-            if not len(b):
-                continue
-            rb, k = owner[b], np.arange(len(b))
-            mine = np.maximum(without[a], self.need[b])
-            theirs = np.maximum(without[b], self.need[a])
-            mine[:, owner == ra] = 0.0
-            mine[k, b] = 0.0
-            mine[:, a] = np.maximum(without[a], self.need[b])[:, a]
-            theirs[owner[None] == rb[:, None]] = 0.0
-            theirs[:, a] = 0.0
-            theirs[k, b] = np.maximum(without[b], self.need[a])[k, b]
-            columns = column - wanted[ra] - wanted[rb] + mine + theirs
-            traffic = self.fetches * (columns @ hot) + row
-            moved = self.fetches * (columns[:, a] - columns[k, b])
-            traffic[k, ra] += -moved + mine.sum(axis=1) - row[ra]
-            traffic[k, rb] += moved + theirs.sum(axis=1) - row[rb]
-            costs = _weigh(traffic)
+        first = every
+        if len(owner) > MANY:
+            first = np.flatnonzero(owner == swaps.traffic.argmax())
+        shift = self.work[first, None] - self.work
+        fits = (load[owner[first], None] - shift <= ceiling) & (load[owner] + shift <= ceiling)
+        fits &= owner[first, None] != owner
+        if len(owner) <= MANY:
+            fits = np.triu(fits)
+        at, b = np.nonzero(fits)
+        a, best = first[at], None
+        for start in range(0, len(a), SLAB // len(owner)):
+            part = slice(start, start + SLAB // len(owner))
+            costs = _weigh(swaps.traffic_after(a[part], b[part]))
             least = int(costs.argmin())
             if best is None or costs[least] < best[0]:
-                best = float(costs[least]), a, int(b[least])
+                best = float(costs[least]), int(a[start + least]), int(b[start + least])
         return best
 
-    def _needs_without(self, owner: NDArray[np.int64]) -> Floats:
-        """[chunk, chunk]: what a chunk's rank would need without that chunk's queries."""
-        without = np.zeros_like(self.need)
-        for r in range(self.ring):
-            held = np.flatnonzero(owner == r)
-            for c in held:
-                others = self.need[held[held != c]]
-                without[c] = others.max(axis=0) if len(others) else 0.0
-        return without
+
+class _Swaps:
+    """What ranks would send after swaps: only the two ranks' own needs change, and who answers for
+    the two chunks. All are whole numbers of tokens, and exact in any order of adding."""
+
+    def __init__(
+        self, owner: Ints, needs: tuple[Floats, Floats], need: Floats, fetches: int
+    ) -> None:
+        """needs: what `_needs` finds before the swap."""
+        self.owner, (self.wanted, self.without) = owner, needs
+        self.need, self.fetches = need, fetches
+        self.held = np.eye(len(self.wanted), dtype=self.need.dtype)[owner]
+        self.column = self.wanted.sum(axis=0)
+        self.sums = self.wanted @ self.held  # [to, from]
+        self.given, self.taken = self.sums.sum(axis=0), self.sums.sum(axis=1)
+        self.traffic: Floats = fetches * self.given + self.taken
+
+    def traffic_after(self, a: Ints, b: Ints) -> Floats:
+        """[swap, rank] where chunk a[i] goes to chunk b[i]'s rank, another one, and b[i] to its."""
+        ra, rb, i = self.owner[a], self.owner[b], np.arange(len(a))
+        mine = np.maximum(self.without[a], self.need[b])
+        theirs = np.maximum(self.without[b], self.need[a])
+        # By who gives: the two ranks nothing to themselves, and each one chunk for another.
+        to_a, to_b = mine @ self.held, theirs @ self.held
+        to_a[i, ra], to_b[i, rb] = 0.0, 0.0
+        to_a[i, rb] += mine[i, a] - mine[i, b]
+        to_b[i, ra] += theirs[i, b] - theirs[i, a]
+        given = self.given - self.sums[ra] - self.sums[rb] + to_a + to_b
+        moved = self.column[a] - self.wanted[rb, a] - self.column[b] + self.wanted[ra, b]
+        given[i, ra] -= moved
+        given[i, rb] += moved
+        taken = np.tile(self.taken, (len(a), 1))
+        taken[i, ra], taken[i, rb] = to_a.sum(axis=1), to_b.sum(axis=1)
+        return np.asarray(self.fetches * given + taken)
 
 
 def _weigh(traffic: Floats) -> Floats:
     """The busiest rank's traffic; between equals, less in all."""
-    cost: Floats = traffic.max(axis=-1) + 1e-3 * traffic.sum(axis=-1)
+    cost: Floats = traffic.max(axis=-1).astype(np.float64) + 1e-3 * traffic.sum(
+        axis=-1, dtype=np.float64
+    )
     return cost
 
 
-def _first_key(position: int, documents: list[Run], window: int | None) -> int:
-    """The earliest key that the query at a position sees."""
-    for start, stop in documents:
-        if start <= position < stop:
-            return start if window is None else max(start, position - window + 1)
-    return position
+def _first_keys(positions: Ints, segments: Segments, window: int | None) -> Ints:
+    """The earliest key that each query sees; in padding itself."""
+    bounds = np.array(segments.bounds)
+    document = np.searchsorted(bounds, positions, "right") - 1
+    first = bounds[document]
+    if window is not None:
+        first = np.maximum(first, positions - window + 1)
+    return np.where(document < len(bounds) - 1, first, positions)
+
+
+def _pairs_before(positions: Ints, segments: Segments, window: int | None) -> Ints:
+    """Pairs of query and key of all queries before each position."""
+    bounds = np.array(segments.bounds)
+    whole = np.append(0, np.cumsum(pairs(np.diff(bounds), window)))
+    document = np.searchsorted(bounds, positions, "right") - 1
+    inside = np.where(document < len(bounds) - 1, positions - bounds[document], 0)
+    found: Ints = whole[document] + pairs(inside, window)
+    return found

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from uspft.kernels import Block, Mask
 
@@ -148,12 +151,11 @@ def work_of(runs: Sequence[Run], documents: Sequence[Run], window: int | None) -
     share, total = Share(runs), 0
     for start, stop in documents:
         for a, b in share.within(start, stop):
-            total += _pairs(b - start, window) - _pairs(a - start, window)
-    return total
+            total += pairs(b - start, window) - pairs(a - start, window)
+    return int(total)
 
 
-def _pairs(queries: int, window: int | None) -> int:
-    """Pairs of the first `queries` tokens of a document."""
-    if window is None or queries <= window:
-        return queries * (queries + 1) // 2
-    return window * (window + 1) // 2 + (queries - window) * window
+def pairs(queries: Any, window: int | None) -> Any:
+    """Pairs of the first so many tokens of a document; a number, or an array of them."""
+    near = queries if window is None else np.minimum(queries, window)
+    return near * (near + 1) // 2 + (queries - near) * near
