@@ -23,6 +23,7 @@ from tests.support.attention import (
     Case,
     Layer,
     dense,
+    leaks,
     make_inputs,
     make_sinks,
     rows_of,
@@ -31,6 +32,8 @@ from tests.support.attention import (
 )
 from tests.support.pairwise import pairwise
 from tests.support.ranks import each_once, spawn
+from tests.support.varlen import varlen_on_cpu
+from uspft.kernels.capped import TorchCapped
 from uspft.sequence import ALGORITHMS, Cost, Traffic
 
 SCALE = DIM**-0.5
@@ -152,36 +155,41 @@ def test_a_wrong_token_order_is_seen() -> None:
 
 LEAKS = [("28/4", None), ("28/4", 11), ("mqa", None)]
 """Heads and window."""
+OTHER_KERNELS = {"capped": lambda: TorchCapped(2.0), "varlen": varlen_on_cpu}
 
 
-def leak(rank: int, world: int) -> dict[str, list[bool]]:
-    """By case: whether out, dq, dk, dv of one document are to the bit what they were once all other
-    documents are not a number; and whether those became it."""
+def leak(
+    rank: int, world: int, kernels: tuple[str | None, ...], cases: list[tuple[str, int | None]]
+) -> dict[str, list[bool]]:
+    """What a document knows of the others, by all that was varied."""
     found = {}
-    for way, (heads, window) in product(ways(world), LEAKS):
-        bench = Bench.of(way, window)
+    for name, way, (heads, window) in product(kernels, ways(world), cases):
+        kernel = OTHER_KERNELS[name]() if name else None
+        bench = Bench.of(way, window, kernel)
         for rows in ("packed odd", "unlike rows"):
             layer = Layer(bench, rows_of(world)[rows], window)
             inputs = make_inputs(HEADS[heads], sum(row.length for row in layer.rows))
-            index = layer.index()
-            before = shared(inputs, layer, index, SCALE)
-            within = torch.stack([(index >= a) & (index < b) for a, b in layer.documents()])
-            for own, (a, b) in zip(within, layer.documents(), strict=True):
-                broken = [x.clone() for x in inputs]
-                for x in broken:
-                    x[:a], x[b:] = torch.nan, torch.nan
-                after = shared(broken, layer, index, SCALE)
-                same = [torch.equal(x[own], y[own]) for x, y in zip(before, after, strict=True)]
-                lost = after[0][within.any(0) & ~own].isnan().all()
-                found[f"{way} {heads} {window} {rows} {a} to {b}"] = [*same, bool(lost)]
+            for document, answer in leaks(layer, inputs, SCALE).items():
+                found[f"{name} {way} {heads} {window} {rows} {document}"] = answer
     return found
+
+
+def check_leaks(answers: list[dict[str, list[bool]]], cases: int) -> None:
+    for answer in answers:
+        assert len(answer) == cases * (4 + 3)
+        assert all(map(all, answer.values())), [k for k, v in answer.items() if not all(v)]
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_documents_never_see_one_another(world: int) -> None:
-    for answer in spawn(world, leak, world):
-        assert len(answer) == len(ways(world)) * len(LEAKS) * (4 + 3)
-        assert all(map(all, answer.values())), [k for k, v in answer.items() if not all(v)]
+    answers = spawn(world, leak, world, (None,), LEAKS)
+    check_leaks(answers, len(ways(world)) * len(LEAKS))
+
+
+def test_documents_never_see_one_another_with_any_kernel() -> None:
+    cases = [("gqa", None), ("mqa", 11)]
+    answers = spawn(2, leak, 2, tuple(OTHER_KERNELS), cases)
+    check_leaks(answers, len(OTHER_KERNELS) * len(ways(2)) * len(cases))
 
 
 def test_the_registry_is_covered() -> None:

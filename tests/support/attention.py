@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -205,7 +206,7 @@ def dense(
     leaves = [
         x.clone().requires_grad_() for x in ((q, k, v) if sinks is None else (q, k, v, sinks))
     ]
-    place = torch.arange(len(q))
+    place = torch.arange(len(q), device=q.device)
     document = torch.full_like(place, -1)
     for number, (a, b) in enumerate(layer.documents()):
         document[a:b] = number
@@ -236,3 +237,24 @@ def shared(
     mine += [] if sinks is None else [sinks.clone().requires_grad_()]
     out = layer.attend(mine, scale, checkpointed=checkpointed)
     return [out.detach(), *torch.autograd.grad(out, mine, inputs[3][index])]
+
+
+def leaks(
+    layer: Layer,
+    inputs: list[Tensor],
+    scale: float,
+    same: Callable[[Tensor, Tensor], bool] = torch.equal,
+) -> dict[tuple[int, int], list[bool]]:
+    """By document: whether out, dq, dk, dv of it are the same once all other documents are not a
+    number; and whether those became it."""
+    index, found = layer.index(), {}
+    before = shared(inputs, layer, index, scale)
+    within = torch.stack([(index >= a) & (index < b) for a, b in layer.documents()])
+    for own, (a, b) in zip(within, layer.documents(), strict=True):
+        broken = [x.clone() for x in inputs]
+        for x in broken:
+            x[:a], x[b:] = torch.nan, torch.nan
+        after = shared(broken, layer, index, scale)
+        kept = [same(x[own], y[own]) for x, y in zip(before, after, strict=True)]
+        found[a, b] = [*kept, bool(after[0][within.any(0) & ~own].isnan().all())]
+    return found

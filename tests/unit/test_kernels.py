@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support.ranks import spawn
+from tests.support.varlen import varlen_on_cpu
 from uspft.assemble import _head_shapes, _said_by_all, _same_job
 from uspft.config.families import CAPPED_KERNELS
 from uspft.kernels import (
@@ -32,7 +33,7 @@ from uspft.kernels.dense import SEEN, dense_attention
 from uspft.kernels.kernel import Kernel, Part
 from uspft.kernels.probe import SHORT, probe
 from uspft.kernels.torch_cpu import TorchCpu
-from uspft.kernels.varlen import Varlen, VarlenKernel
+from uspft.kernels.varlen import VarlenKernel
 from uspft.layout import Layout
 from uspft.sequence.regions import Share, blocks_between
 
@@ -107,27 +108,6 @@ def test_pieces_of_blocks_cover_each_score_once(monkeypatch: pytest.MonkeyPatch)
         square = whole[block.q0 : block.q1, block.k0 : block.k1]
         square += SEEN[block.mask](torch.ones_like(square))
         assert torch.equal(met, whole)
-
-
-def varlen_on_cpu() -> VarlenKernel:
-    """The variable-length path over a CPU kernel that takes cumulative lengths."""
-
-    def blocks(x: Varlen) -> list[Block]:
-        mask = Mask.CAUSAL if x.causal else Mask.FULL
-        q, k = x.cu_q.tolist(), x.cu_k.tolist()
-        return [Block(q[i], q[i + 1], k[i], k[i + 1], mask) for i in range(len(q) - 1)]
-
-    def forward(q: Any, k: Any, v: Any, x: Varlen, scale: float) -> Any:
-        partial = Partial(q)
-        partial.add(TorchCpu().forward((q, k, v), blocks(x), scale))
-        return partial.result()
-
-    def backward(qkv: Any, saved: Any, x: Varlen, scale: float) -> Any:
-        queries, keys = TorchCpu().backward(qkv, saved, blocks(x), scale)
-        dq = torch.cat([g.tensors[0] for g in queries])
-        return dq, *(torch.cat([g.tensors[i] for g in keys]) for i in range(2))
-
-    return VarlenKernel("varlen", forward, backward)
 
 
 TILED_SHAPES = ((70, 4), (90, 2), (90, 2), (70, 4))

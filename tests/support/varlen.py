@@ -1,0 +1,32 @@
+"""The variable-length path of the CUDA kernels, where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from uspft.kernels import Block, Mask, Partial
+from uspft.kernels.torch_cpu import TorchCpu
+from uspft.kernels.varlen import Varlen, VarlenKernel
+
+
+def varlen_on_cpu() -> VarlenKernel:
+    """The variable-length path over a CPU kernel that takes cumulative lengths."""
+
+    def blocks(x: Varlen) -> list[Block]:
+        mask = Mask.CAUSAL if x.causal else Mask.FULL
+        q, k = x.cu_q.tolist(), x.cu_k.tolist()
+        return [Block(q[i], q[i + 1], k[i], k[i + 1], mask) for i in range(len(q) - 1)]
+
+    def forward(q: Any, k: Any, v: Any, x: Varlen, scale: float) -> Any:
+        partial = Partial(q)
+        partial.add(TorchCpu().forward((q, k, v), blocks(x), scale))
+        return partial.result()
+
+    def backward(qkv: Any, saved: Any, x: Varlen, scale: float) -> Any:
+        queries, keys = TorchCpu().backward(qkv, saved, blocks(x), scale)
+        dq = torch.cat([g.tensors[0] for g in queries])
+        return dq, *(torch.cat([g.tensors[i] for g in keys]) for i in range(2))
+
+    return VarlenKernel("varlen", forward, backward)
