@@ -176,11 +176,35 @@ def test_neighbours_are_one_part(blocks: Sequence[Block], runs: tuple[int, int])
         assert (parts[0].q0, parts[0].q1, len(parts[0].out)) == (0, 70, 70)
 
 
+PREFIXES = [
+    *(Block(5 * n, 5 * n + 5, 0, 40 + 10 * n, Mask.FULL) for n in range(5)),
+    Block(30, 32, 80, 84, Mask.FULL),
+    Block(32, 40, 84, 90, Mask.FULL),
+]
+"""Runs of a document's queries that see ever more of its keys, and two short documents."""
+
+
+def test_keys_that_queries_share_are_not_copied_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = varlen_on_cpu()
+    forward, keys = kernel._forward, []
+
+    def noting(q: Tensor, k: Tensor, *rest: Any) -> Any:
+        keys.append((len(k), k.untyped_storage().data_ptr()))
+        return forward(q, k, *rest)
+
+    monkeypatch.setattr(kernel, "_forward", noting)
+    q, k, v, _ = (torch.randn(n, h, 8) for n, h in TILED_SHAPES)
+    kernel.forward((q, k, v), PREFIXES, 0.3)
+    copied = [length for length, where in keys if where != k.untyped_storage().data_ptr()]
+    assert sum(copied) <= len(k) < sum(b.k1 - b.k0 for b in PREFIXES)
+    assert sorted(length for length, _ in keys) == [50, 50, 60, 70, 80]
+
+
 def test_lengths_are_sent_to_the_device_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once a layer, with 70 stages and two windows."""
     sent: list[Tensor] = []
     monkeypatch.setattr(varlen, "_put", lambda x, device: sent.append(x) or x)
-    varlen._call.cache_clear()
+    varlen._calls.cache_clear()
     kernel, x = varlen_on_cpu(), torch.randn(300, 1, 8)
     stages = [[Block(0, n, n, 2 * n, Mask.FULL)] for n in range(2, 142)]
     for blocks in stages * 2:
@@ -188,7 +212,7 @@ def test_lengths_are_sent_to_the_device_once_a_step(monkeypatch: pytest.MonkeyPa
     assert len(sent) == 2 * 140
 
 
-@pytest.mark.parametrize("blocks", [PACKED, WINDOWED, SHARED, TILED])
+@pytest.mark.parametrize("blocks", [PACKED, WINDOWED, SHARED, PREFIXES, TILED])
 def test_the_variable_length_path_equals_dense_attention(blocks: Sequence[Block]) -> None:
     inputs = tuple(torch.randn(n, h, 8, dtype=torch.float64) for n, h in TILED_SHAPES)
 

@@ -50,7 +50,7 @@ class VarlenKernel:
     ) -> list[Part]:
         parts = []
         q, k, v = qkv
-        for call in _calls(blocks, q.device):
+        for call in _calls(tuple(blocks), len(k), k.device):
             given = call.q.take(q), call.k.take(k), call.k.take(v)
             out, lse = self._forward(*given, call.lengths, scale)
             pieces = call.q.pieces(out), call.q.pieces(lse, 1)
@@ -66,7 +66,7 @@ class VarlenKernel:
     ) -> tuple[list[Gradient], list[Gradient]]:
         queries, keys = [], []
         (q, k, v), (out, lse, dout) = qkv, saved
-        for call in _calls(blocks, q.device):
+        for call in _calls(tuple(blocks), len(k), k.device):
             given = call.q.take(q), call.k.take(k), call.k.take(v)
             rows = call.q.take(out), call.q.take(lse, 1).contiguous(), call.q.take(dout)
             dq, dk, dv = self._backward(given, rows, call.lengths, scale)
@@ -109,14 +109,34 @@ class _Call(NamedTuple):
     lengths: Varlen
 
 
-def _calls(blocks: Sequence[Block], device: torch.device) -> list[_Call]:
-    groups = [tuple(b for b in blocks if b.mask is mask) for mask in Mask]
+@lru_cache(maxsize=1024)
+def _calls(blocks: tuple[Block, ...], tokens: int, device: torch.device) -> list[_Call]:
+    """One for each mask, and for each full block that would have too many keys copied.
+
+    tokens: that k has. Cached: every layer of a step asks for the same, of each stage of its ring.
+    """
+    full, *others = ([b for b in blocks if b.mask is mask] for mask in Mask)
+    groups = [*_full_calls(full, tokens), *others]
     return [_call(group, device) for group in groups if group]
 
 
-@lru_cache(maxsize=1024)
-def _call(blocks: tuple[Block, ...], device: torch.device) -> _Call:
-    """Cached: every layer of a step asks for the same blocks, those of each stage of its ring."""
+def _full_calls(blocks: list[Block], tokens: int) -> list[list[Block]]:
+    """In one call together no more keys than there are; the longest are each its own, in place.
+
+    Runs of one document's queries see the same keys, each more of them: copies of all would grow
+    with the number of runs.
+    """
+    lengths = [b.k1 - b.k0 for b in blocks]
+    together, alone = sum(lengths), set()
+    for number in sorted(range(len(blocks)), key=lengths.__getitem__, reverse=True):
+        if together > tokens:
+            together -= lengths[number]
+            alone.add(number)
+    rest = [block for number, block in enumerate(blocks) if number not in alone]
+    return [rest, *([blocks[number]] for number in sorted(alone))]
+
+
+def _call(blocks: Sequence[Block], device: torch.device) -> _Call:
     turned = blocks[0].mask is Mask.FLIPPED
     causal = blocks[0].mask is not Mask.FULL
     ranges = [(b.q0, b.q1) for b in blocks], [(b.k0, b.k1) for b in blocks]
