@@ -54,6 +54,8 @@ def segment(recipe: dict[str, Any], output: Path, stop_after: int | None) -> Non
         train(run, lambda: stop_after is not None and next(asked) + 1 >= stop_after)
     except Interrupted:
         assert stop_after
+    groups = run.engine.adam.param_groups
+    assert all(group["fused"] for group in groups), "AdamW allocates in every step"
     close(run)
 
 
