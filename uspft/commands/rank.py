@@ -46,10 +46,8 @@ def _run(job: Job, device: torch.device) -> int:
     if first:
         _describe_environment(job, device)
     run = assemble(job, device)
-    for line in run.refused if first else ():
-        print(f"model.attention: {line}; using {run.world.kernel.name}", flush=True)
     if first and job.recipe.model.attention == "auto":
-        _settle_attention(job, run.world.kernel.name)
+        _settle_attention(job, run.world.kernel.name, run.refused)
     asked: list[int] = []  # from here on there is something to save
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
     code = 0
@@ -80,13 +78,18 @@ def _describe_environment(job: Job, device: torch.device) -> None:
     (output / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _settle_attention(job: Job, name: str) -> None:
-    """The kernel that `auto` became in the recipe that the run leaves: only a GPU could tell."""
+def _settle_attention(job: Job, name: str, refused: list[str]) -> None:
+    """The kernel that `auto` became in the recipe that the run leaves: only a GPU could tell.
+
+    refused: a line for each one that is installed and was tried before.
+    """
     output = job.recipe.output_dir
     assert output is not None
     text = (output / "recipe.yaml").read_text()
     settled = re.sub(r"^(\s+attention:) auto$", rf"\1 {name}", text, count=1, flags=re.MULTILINE)
     (output / "recipe.yaml").write_text(settled)
+    for line in refused:
+        print(f"model.attention: {line}; using {name}", flush=True)
     print(f"attention kernel: {name}", flush=True)
 
 
