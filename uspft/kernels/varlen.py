@@ -34,7 +34,7 @@ Backward = Callable[
 
 
 class VarlenKernel:
-    """Runs blocks through a variable-length kernel: one call for each kind of mask.
+    """Runs blocks through a variable-length kernel: a call for each mask, and each long prefix.
 
     Not yet run on a GPU.
     """
