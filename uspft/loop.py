@@ -223,10 +223,9 @@ class Meter:
 
     def _work(self, batch: Batch) -> float:
         """Pairs of query and key of this ring rank, the mean over the layers."""
-        ring = self._run.world.mesh.ring.index
         layers = sum(self._windows.values())
         return sum(
-            count * batch.plan.with_window(window).areas[ring] / layers
+            count * batch.plan.with_window(window).area / layers
             for window, count in self._windows.items()
         )
 

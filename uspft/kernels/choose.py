@@ -16,7 +16,7 @@ from uspft.kernels.kernel import Kernel
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 
-Heads = tuple[int, int, int]
+Shape = tuple[int, int, int]
 """Query heads, KV heads, head dim."""
 
 
@@ -51,7 +51,7 @@ def is_installed(name: str) -> bool:
 
 def believed_kernel(
     wish: str,
-    shapes: Sequence[Heads],
+    shapes: Sequence[Shape],
     dtype: torch.dtype,
     device: torch.device,
     softcap: float | None = None,
@@ -99,7 +99,7 @@ def _maker(source: Source, softcap: float | None) -> Callable[[], Kernel] | None
 def _tried(
     name: str,
     make: Callable[[], Kernel],
-    shapes: Sequence[Heads],
+    shapes: Sequence[Shape],
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Kernel | None, Exception | None]:

@@ -111,10 +111,10 @@ class Plan:
             for j in ring
         )
 
-    @cached_property
-    def areas(self) -> tuple[int, ...]:
-        """Attention work of each ring rank, in pairs of query and key."""
-        return tuple(work_of(s.runs, self.documents, self.window) for s in self.shares)
+    @property
+    def area(self) -> int:
+        """Attention work of this ring rank, in pairs of query and key."""
+        return work_of(self.shares[self.ring_index].runs, self.documents, self.window)
 
 
 def everyones(segments: Segments, order: Order, ulysses: int, window: int | None) -> list[Plan]:
