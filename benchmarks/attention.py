@@ -81,7 +81,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     add("--heads", type=_heads, default=(8, 2), metavar="Q/KV", help="default: 8/2")
     mixes = f"{', '.join(MIXES)}; several with commas; default: one"
     add("--documents", type=_mixes, default=("one",), metavar="MIX", help=mixes)
-    add("--rounds", type=int, default=5, help="after one to warm up; default: 5")
+    add("--rounds", type=int, default=5, help="after a counted one; default: 5")
     add("--engines", type=_engines, default=tuple(ENGINES), metavar="A,B", help="default: all")
     add("--out", type=Path, default=RESULTS, help="folder of results; default: benchmarks/results")
     options = parser.parse_args(words)

@@ -36,13 +36,11 @@ def measure(setting: Setting, tell: Tell) -> list[dict[str, Any]]:
     gc.freeze()  # a collection before every round need not walk through all packages again
     timed: dict[str, list[dict[str, list[float]]]] = {name: [] for name in ready}
     names = list(ready)
-    for number in range(setting.rounds + 1):
+    for number in range(setting.rounds):
         turn = number % max(1, len(names))
         for name in names[turn:] + names[:turn]:  # nobody always comes after the same one
-            found = _timed_round(*ready[name])
-            if number:
-                timed[name].append(found)
-        tell("warm-up done" if number == 0 else f"round {number} of {setting.rounds} done")
+            timed[name].append(_timed_round(*ready[name]))
+        tell(f"round {number + 1} of {setting.rounds} done")
     for record in records:
         record["rounds"] = timed.get(record["name"], [])
     return records
@@ -99,7 +97,7 @@ def _timed_round(attention: Attention, tensors: dict[str, Tensor]) -> dict[str, 
 def _counted_round(
     attention: Attention, tensors: dict[str, Tensor], setting: Setting
 ) -> dict[str, Any]:
-    """Bytes of one forward and backward, by rank: asked of torch, and of Linux."""
+    """Bytes of one forward and backward, by rank: asked of torch and of Linux; the warm-up, too."""
 
     def links() -> int:
         return interface_bytes(HOST_LINK) if setting.host_mbit else 0

@@ -84,8 +84,8 @@ def test_the_probe_allows_half_types_an_approximate_tanh(
 
 
 def test_the_probe_meets_the_tiles_that_users_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = torch_cpu._tiles
-    monkeypatch.setattr(torch_cpu, "_tiles", lambda *shape: list(tiles(*shape))[:-1])
+    strips = torch_cpu._strips
+    monkeypatch.setattr(torch_cpu, "_strips", lambda *shape: list(strips(*shape))[:-1])
     with pytest.raises(RuntimeError, match="wrong on this machine: dq is off"):
         probe(TorchCpu(), HEADS, FLOAT, CPU)
 
@@ -231,6 +231,7 @@ def test_uneven_head_groups_equal_dense_attention(
 ) -> None:
     monkeypatch.setattr(capped, "TILE_SCORES", 30)
     monkeypatch.setattr(torch_cpu, "TILE", 7)
+    monkeypatch.setattr(torch_cpu, "STRIP", 7)
     q, k, v, dout = (torch.randn(20, n, 8, dtype=torch.float64) for n in (4, 2, 2, 4))
     blocks = [Block(0, 20, 0, 20, Mask.CAUSAL)]
     uneven = Grouped(kernel, [((0, 1), (0, 1)), ((1, 4), (1, 2))])
@@ -245,11 +246,13 @@ def test_uneven_head_groups_equal_dense_attention(
 
 
 @pytest.mark.parametrize("tile", [1, 5, 16, 33, 64])
+@pytest.mark.parametrize("strip", [1, 40, 1000])
 @pytest.mark.parametrize("joined", [20, 1000])
 def test_tiles_of_the_cpu_kernel_equal_dense_attention(
-    tile: int, joined: int, monkeypatch: pytest.MonkeyPatch
+    tile: int, strip: int, joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_cpu, "TILE", tile)
+    monkeypatch.setattr(torch_cpu, "STRIP", strip)
     monkeypatch.setattr(torch_cpu, "JOINED_ROWS", joined)
     inputs = tuple(torch.randn(n, h, 8, dtype=torch.float64) for n, h in TILED_SHAPES)
     found = computed(TorchCpu(), inputs, TILED)
@@ -262,14 +265,21 @@ def test_tiles_of_the_cpu_kernel_equal_dense_attention(
 
 
 def test_a_tile_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_cpu, "TILE", 16)
-    tiles = torch_cpu._tiles
-    monkeypatch.setattr(torch_cpu, "_tiles", lambda *shape: list(tiles(*shape))[:-1])
+    strips = torch_cpu._strips
+    monkeypatch.setattr(torch_cpu, "_strips", lambda *shape: list(strips(*shape))[:-1])
     with pytest.raises(AssertionError):
-        test_tiles_of_the_cpu_kernel_equal_dense_attention(16, 1000, monkeypatch)
+        test_tiles_of_the_cpu_kernel_equal_dense_attention(16, 40, 1000, monkeypatch)
 
 
-@pytest.mark.parametrize(("dtype", "calls"), [(torch.float32, 4 + 3), (torch.bfloat16, 1)])
+@pytest.mark.parametrize("length", range(17, 3000, 7))
+def test_strips_are_even_and_no_power_of_two(length: int) -> None:
+    width = torch_cpu._even(length, torch_cpu.STRIP)
+    assert width.bit_count() > 1
+    assert width % 16 == 0 and width - torch_cpu.STRIP <= 16
+    assert -(-length // width) <= -(-length // torch_cpu.STRIP)
+
+
+@pytest.mark.parametrize(("dtype", "calls"), [(torch.float32, 3 * 3 + 2), (torch.bfloat16, 1)])
 def test_types_that_tiles_would_round_are_not_tiled(
     dtype: torch.dtype, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +290,7 @@ def test_types_that_tiles_would_round_are_not_tiled(
         return BACKWARD(*args, **options)
 
     monkeypatch.setattr(torch_cpu, "_BACKWARD", counting)
-    n = 4 * torch_cpu.TILE
+    n = 3 * torch_cpu.STRIP
     x = tuple(torch.randn(n, 1, 8, dtype=dtype) for _ in range(4))
     computed(TorchCpu(), x, [Block(0, n, 0, n, Mask.CAUSAL)])
     assert len(count) == calls

@@ -13,6 +13,9 @@ from uspft.launcher import Hosts, LocalRanks, run_ranks
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The names by which torch takes its allocator's settings, the newer first."""
 
+KEEP_FREED = {f"MALLOC_{limit}_THRESHOLD_": str(1 << 40) for limit in ("MMAP", "TRIM")}
+"""glibc's malloc keeps what is freed: the next step's logits need not be new pages."""
+
 
 def start_ranks(
     words: Sequence[str],
@@ -43,4 +46,6 @@ def ranks_environment(device: str, own: Mapping[str, str]) -> dict[str, str]:
     if device == "cuda" and not own.keys() & ALLOCATOR:
         # Sizes differ from row to row: fixed segments would leave gaps that no row fits.
         defaults[ALLOCATOR[0]] = "expandable_segments:True"
+    if device == "cpu":
+        defaults |= KEEP_FREED
     return {**defaults, **own, "DS_ACCELERATOR": device}

@@ -38,8 +38,8 @@ SHORT = Question(
     ),
 )
 LONG = Question(
-    *(520, 820),
-    ((Block(0, 520, 0, 520, Mask.CAUSAL),), (Block(490, 520, 520, 820, Mask.FULL),)),
+    *(520, 1020),
+    ((Block(0, 520, 0, 520, Mask.CAUSAL),), (Block(490, 520, 520, 1020, Mask.FULL),)),
 )
 """Longer than a kernel's tiles; asked of one head, for a model's would take seconds."""
 

@@ -15,10 +15,12 @@ from uspft.kernels.kernel import Gradient, Part
 from uspft.kernels.merge import Partial
 
 TILE = 256
-"""Keys of one call backward, rows of the smallest triangles. The op takes 512 keys at a time on its
-own, more than a core's cache holds backward, and a triangle's last keys whole, seen or not."""
+"""Rows of the smallest triangles: the op computes a triangle's last keys whole, seen or not."""
 JOINED_ROWS = 1024
 """Of the largest triangle cut forward; in longer ones, joining costs what the cut saves."""
+STRIP = 480
+"""Keys of one call backward, at most. On its own the op takes 512 at a time: a power of two, whose
+rows of scores push one another out of a core's cache."""
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -107,26 +109,44 @@ def _backward(
         return [_from_kernel(grad) for grad in grads]
 
     whole = slice(0, len(q)), slice(0, len(k)), causal
-    if len(k) <= TILE or not _is_exact(q):
-        dq, dk, dv = of(*whole)
+    calls = list(_strips(*whole)) if _is_exact(q) else [whole]
+    if len(calls) == 1:
+        dq, dk, dv = of(*calls[0])
         return dq, dk, dv
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in qkv)
-    for rows, keys, triangle in _tiles(*whole):
+    for rows, keys, triangle in calls:
         parts = of(rows, keys, triangle)
         for total, where, part in zip((dq, dk, dv), (rows, keys, keys), parts, strict=True):
             total[where] += part
     return dq, dk, dv
 
 
-def _tiles(rows: slice, keys: slice, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+def _strips(rows: slice, keys: slice, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
     """(rows, keys, causal) of each call: strips of keys, in a triangle a small one and the rest."""
-    for start in range(keys.start, keys.stop, TILE):
-        strip = slice(start, min(start + TILE, keys.stop))
+    width = _even(keys.stop - keys.start, STRIP)
+    for start in range(keys.start, keys.stop, width):
+        strip = slice(start, min(start + width, keys.stop))
         if causal:
-            yield strip, strip, True
+            yield from _triangles(strip)
         below = slice(strip.stop if causal else rows.start, rows.stop)
         if below.start < below.stop:
             yield below, strip, False
+
+
+def _triangles(rows: slice) -> Iterator[tuple[slice, slice, bool]]:
+    """The triangle on rows as small ones, and the rectangle below each."""
+    width = _even(rows.stop - rows.start, TILE)
+    for start in range(rows.start, rows.stop, width):
+        own = slice(start, min(start + width, rows.stop))
+        yield own, own, True
+        if own.stop < rows.stop:
+            yield slice(own.stop, rows.stop), own, False
+
+
+def _even(length: int, most: int) -> int:
+    """Width of equal pieces of length, about `most` at most: a multiple of 16, no power of two."""
+    width = -(-length // (16 * -(-length // most))) * 16
+    return width + 16 if width & (width - 1) == 0 else width
 
 
 def _is_exact(x: Tensor) -> bool:
