@@ -22,6 +22,7 @@ from tests.support.attention import (
     Bench,
     Case,
     Layer,
+    busiest,
     dense,
     leaks,
     make_inputs,
@@ -33,11 +34,11 @@ from tests.support.attention import (
 from tests.support.pairwise import pairwise
 from tests.support.ranks import each_once, spawn
 from tests.support.varlen import varlen_on_cpu
+from uspft.batch import Segments
 from uspft.kernels.capped import TorchCapped
-from uspft.sequence import ALGORITHMS, Cost, Traffic
+from uspft.sequence import ALGORITHMS
 
 SCALE = DIM**-0.5
-KINDS = ("all_to_all", "ring", "gather")
 
 
 def whole_product(world: int, *, recomputed: bool) -> list[Case]:
@@ -91,8 +92,7 @@ def compare(rank: int, cases: list[Case], world: int, break_order: bool) -> dict
             if world > 1:
                 dist.all_reduce(part)
             off.append(float((part - whole).abs().max()))
-        sent = {k: Traffic(bench.books.bytes[k], bench.books.messages[k]) for k in KINDS}
-        bench.books.close()
+        sent = bench.sent()
         cost = (
             bench.algorithm.cost(layer.rows[0], HEADS[case.heads], 8, case.window)
             if len(layer.rows) == 1
@@ -110,18 +110,6 @@ def check(answers: list[dict[Case, Any]], cases: list[Case]) -> None:
         cost = answers[0][case][2]
         if cost:
             assert busiest([answer[case][1] for answer in answers]) == cost, f"{case}: the books"
-
-
-def busiest(books: list[dict[str, Traffic]]) -> Cost:
-    """The most that any rank sent, by kind."""
-    return Cost(
-        **{
-            kind: Traffic(
-                *(max(column) for column in zip(*(page[kind] for page in books), strict=True))
-            )
-            for kind in KINDS
-        }
-    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -151,6 +139,22 @@ def test_a_wrong_token_order_is_seen() -> None:
     for found in spawn(2, compare, cases, 2, True):
         for case, (off, _, _) in found.items():
             assert max(off) > 1e-3, f"{case} did not notice tokens in the wrong order"
+
+
+def test_a_message_too_many_is_seen() -> None:
+    cases = [c for c in whole_product(2, recomputed=False) if c.heads == "gqa"]
+    answers = spawn(2, compare, cases, 2, False)
+    check(answers, cases)
+    for case in cases:
+        off, sent, cost = answers[1][case]
+        for kind, (size, messages) in sent.items():
+            for more in ((size + 8, messages), (size, messages + 1)):
+                told = {**sent, kind: type(sent[kind])(*more)}
+                at_most = busiest([answers[0][case][1], told])
+                grew = at_most != busiest([answers[0][case][1], sent])
+                if cost and grew:
+                    with pytest.raises(AssertionError, match="the books"):
+                        check([answers[0], {**answers[1], case: (off, told, cost)}], cases)
 
 
 LEAKS = [("28/4", None), ("28/4", 11), ("mqa", None)]
@@ -190,6 +194,24 @@ def test_documents_never_see_one_another_with_any_kernel() -> None:
     cases = [("gqa", None), ("mqa", 11)]
     answers = spawn(2, leak, 2, tuple(OTHER_KERNELS), cases)
     check_leaks(answers, len(OTHER_KERNELS) * len(ways(2)) * len(cases))
+
+
+class Mingled(Layer):
+    """Attends as if two documents were one."""
+
+    def documents(self) -> list[tuple[int, int]]:
+        return [(0, 17), (17, 40), *super().documents()[1:]]
+
+
+@pytest.mark.parametrize("kernel", [None, *OTHER_KERNELS])
+def test_documents_that_see_one_another_are_noticed(kernel: str | None) -> None:
+    bench = Bench.alone(OTHER_KERNELS[kernel]() if kernel else None)
+    layer = Mingled(bench, [Segments((0, 40, 41, 95), 96)], None)
+    found = leaks(layer, make_inputs(HEADS["gqa"], 96), SCALE)
+    # The second sees keys of the first; the first gets gradients from queries of the second.
+    assert not any(found[17, 40][:4])
+    assert not any(found[0, 17][2:4])
+    assert all(found[40, 41]) and all(found[41, 95])
 
 
 def test_the_registry_is_covered() -> None:

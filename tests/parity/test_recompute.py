@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
+def forgetful(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
+    """As if layers that are recomputed attended again."""
+    hook = import_module("uspft.model.attention")
+    hook.attend_once = lambda _memory, _layer, attend, inputs: attend(inputs)  # type: ignore[attr-defined]
+    return work(rank, folder, data, ("ring", "planned"))
+
+
+def work(
+    rank: int, folder: Path, data: Documents, layouts: tuple[str, ...] = tuple(LAYOUTS)
+) -> dict[str, Any]:
     found = {}
-    for name, parallel in LAYOUTS.items():
+    for name in layouts:
+        parallel = LAYOUTS[name]
         for again in (False, True):
             recipe = small_recipe(
                 folder / "model",
@@ -67,10 +78,14 @@ def _counting(calls: list[int]) -> Any:
     return before
 
 
+def made(folder: Path) -> Documents:
+    make_model(folder / "model", "qwen3", heads=4, kv_heads=2)
+    return make_documents(folder / "d.jsonl", [64, 60, 31, 17], masked=[0.0, 0.4])
+
+
 @pytest.mark.timeout(200)
 def test_attention_is_neither_computed_nor_sent_twice(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", "qwen3", heads=4, kv_heads=2)
-    data = make_documents(tmp_path / "d.jsonl", [64, 60, 31, 17], masked=[0.0, 0.4])
+    data = made(tmp_path)
     tried = {parallel.get("context_parallel_algo", "whole") for parallel in LAYOUTS.values()}
     assert tried == set(ALGORITHMS) - {"hybrid_cp"}  # which on two ranks is Ulysses or a ring
     answers = spawn(2, work, tmp_path, data)[0]
@@ -83,3 +98,13 @@ def test_attention_is_neither_computed_nor_sent_twice(tmp_path: Path) -> None:
             assert other["loss"] == one["loss"] and other["grad_norm"] == one["grad_norm"]
         assert all(torch.equal(ends[key], ends_again[key]) for key in ends), name
         assert bool(plain[0]["comm_bytes"]) == (name != "whole")
+
+
+def test_attention_computed_and_sent_twice_is_seen(tmp_path: Path) -> None:
+    answers = spawn(2, forgetful, tmp_path, made(tmp_path))[0]
+    for name in ("ring", "planned"):
+        (plain, _), plain_calls = answers[name, False]
+        (again, _), calls = answers[name, True]
+        assert calls > plain_calls
+        for one, other in zip(plain, again, strict=True):
+            assert sum(other["comm_bytes"].values()) > sum(one["comm_bytes"].values())

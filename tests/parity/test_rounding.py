@@ -17,6 +17,7 @@ from tests.support.attention import (
     Bench,
     Case,
     Layer,
+    busiest,
     dense,
     make_inputs,
     shared,
@@ -25,7 +26,7 @@ from tests.support.attention import (
 from tests.support.pairwise import pairwise
 from tests.support.ranks import each_once, spawn
 from uspft.batch import Segments
-from uspft.sequence import Heads
+from uspft.sequence import Cost, Heads
 
 LENGTH, DIM = 256, 32
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,13 +56,22 @@ def rounded(heads: str, dtype: torch.dtype, layer: Layer) -> list[Tensor]:
 
 
 def errors(layer: Layer, heads: str, index: Tensor, truth: dict[Any, list[Tensor]]) -> Any:
-    """By type: (largest error, sum of its squares) of out, dq, dk, dv on these tokens."""
-    found = {}
+    """By type: (largest error, sum of its squares) of out, dq, dk, dv on these tokens; under
+    "sent", by type, what this rank sent."""
+    found: dict[Any, Any] = {"sent": {}}
     for dtype, want in truth.items():
         got = shared(rounded(heads, dtype, layer), layer, index, SCALE)
         off = [g.double() - w[index] for g, w in zip(got, want, strict=True)]
         found[dtype] = [(float(x.abs().max()), float(x.square().sum())) for x in off]
+        found["sent"][dtype] = layer.bench.sent()
     return found
+
+
+def cost(case: Case, dtype: torch.dtype) -> Cost:
+    """What the algorithm says that its busiest rank sends: everything in the compute type."""
+    bench = Bench.of(case.way, case.window)
+    (row,) = ROWS[case.rows]
+    return bench.algorithm.cost(row, HEADS[case.heads], dtype.itemsize, case.window)
 
 
 def true(
@@ -79,10 +89,13 @@ def work(rank: int, world: int) -> dict[Case, Any]:
     truth = each_once(
         {case[1:4]: partial(true, layer, case.heads) for case, layer in layers.items()}
     )
-    return {
+    found: dict[Case, Any] = {
         case: errors(layer, case.heads, layer.index(), truth[case[1:4]])
         for case, layer in layers.items()
     }
+    for case, answer in found.items():
+        answer["cost"] = {dtype: cost(case, dtype) for dtype in DTYPES}
+    return found
 
 
 def alone() -> dict[tuple[Any, ...], Any]:
@@ -110,6 +123,11 @@ def test_rounding(world: int, single: Any) -> None:
             best = single[case[1:4]][torch.bfloat16][number][1]
             ratio = (squares / best) ** 0.5
             assert ratio <= 2.0, f"{case}: {what} in bfloat16 is {ratio:.2f} × as far off"
+            rough = max(answer[case][torch.bfloat16][number][0] for answer in answers)
+            assert rough > 5e-5, f"{case}: {what} in bfloat16 would pass for float32"
+        for dtype, said in answers[0][case]["cost"].items():
+            books = [answer[case]["sent"][dtype] for answer in answers]
+            assert busiest(books) == said, f"{case}: the books of {dtype}"
 
 
 def long_work(rank: int) -> dict[str, float]:

@@ -19,9 +19,11 @@ from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.mesh import Mesh, make_mesh
 from uspft.model.recompute import attend_once
-from uspft.sequence import Algorithm, Heads, Plan, Rule, Split, choose
+from uspft.sequence import Algorithm, Cost, Heads, Plan, Rule, Split, Traffic, choose
 
 DIM = 8
+KINDS = ("all_to_all", "ring", "gather")
+"""Of transfers, in the books and in an algorithm's cost."""
 HEADS = {
     "mha": Heads(4, 4, DIM),
     "gqa": Heads(8, 2, DIM),
@@ -119,11 +121,26 @@ class Bench:
         mesh = _mesh(way.ulysses, way.ring)
         return cls(algorithm, mesh, mesh.context.books, kernel or TorchCpu())
 
+    def sent(self) -> dict[str, Traffic]:
+        """What this rank has sent since it was last asked, by kind."""
+        found = {k: Traffic(self.books.bytes[k], self.books.messages[k]) for k in KINDS}
+        self.books.close()
+        return found
+
     @classmethod
     def alone(cls, kernel: Kernel | None = None) -> Bench:
         """One process that no process group is needed for."""
         mesh = Mesh(Layout(), 0, Group(), Group(), Group(), Group())
         return cls(choose(None, 1, 1), mesh, Books(), kernel or TorchCpu())
+
+
+def busiest(books: list[dict[str, Traffic]]) -> Cost:
+    """The most that any rank sent, by kind."""
+    most: dict[str, Traffic] = {}
+    for kind in KINDS:
+        pages = [page[kind] for page in books]
+        most[kind] = Traffic(max(p.bytes for p in pages), max(p.messages for p in pages))
+    return Cost(**most)
 
 
 @dataclass

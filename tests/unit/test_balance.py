@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from uspft.batch import Segments
-from uspft.sequence import Heads, choose
+from uspft.sequence import ALGORITHMS, Heads, choose
 from uspft.sequence.order import balanced
 from uspft.sequence.regions import Run
 
@@ -70,6 +70,16 @@ def test_long_tailed_rows_are_equal_work(ulysses: int, ring: int, rows: int) -> 
     assert max(blind) > 1.2, "zigzag that does not look at documents would have done"
 
 
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"whole", "ulysses_cp"}))
+def test_every_algorithm_that_splits_rows_takes_the_balanced_order(name: str) -> None:
+    degrees = [(2, 4)] if name == "hybrid_cp" else [(1, 8)]
+    for seed in range(2):
+        segments = packed(long_tailed(seed))
+        for ulysses, ring in degrees:
+            order = choose(name, ulysses, ring).token_order(segments)
+            assert balance(order, segments, ulysses) <= LIMIT
+
+
 @pytest.mark.parametrize("window", [64, 1024, 16384])
 def test_windows_are_equal_work_too(window: int) -> None:
     for lengths in ([ROW], long_tailed(0), long_tailed(1)):
@@ -114,23 +124,45 @@ def test_the_books_are_what_the_masks_say(lengths: list[int], keep: bool) -> Non
     segments = packed(lengths)
     order = choose("planned_cp", 1, 4, keep=keep).token_order(segments)
     assert balance(order, segments, 1) <= LIMIT
+    seen = keys_seen(segments, order)
+    # Keys go out once or twice; the gradients of what came in go home once.
+    sent = seen.sum(axis=0) * (1 if keep else 2) + seen.sum(axis=1)
+    assert sent_by_books(segments, keep) == sent.max() / (segments.length // 4)
+
+
+@pytest.mark.parametrize("lengths", [ONE[0], MANY[0], [2048] * 4])
+def test_the_books_of_the_ring_are_what_the_masks_say(lengths: list[int]) -> None:
+    segments, ranks = packed(lengths), range(4)
+    order = choose("ring_cp", 1, 4).token_order(segments)
+    seen = keys_seen(segments, order)
+    sent = seen.sum(axis=1)  # gradients of the keys that were seen go home
+    for source in ranks:
+        hops = [hop for hop in (1, 2, 3) if seen[(source + hop) % 4, source]]
+        for hop in range(max(hops, default=0)):  # whole shares travel, twice
+            sent[(source + hop) % 4] += 2 * segments.length // 4
+    assert own_units("ring_cp", segments, True) == sent.max() / (segments.length // 4)
+
+
+def keys_seen(segments: Segments, order: list[tuple[Run, ...]]) -> Ints:
+    """[i, j]: keys of rank j that queries of another rank i see."""
     starts, held = starts_of(segments), positions(order, 1)
-    given, taken = np.zeros(4), np.zeros(4)
+    found = np.zeros((len(held), len(held)), dtype=np.int64)
     for i, queries in enumerate(held):
         needed = np.zeros(segments.length, dtype=bool)
         for query in queries:
             needed[starts[query] : query + 1] = True
         for j, keys in enumerate(held):
-            if i != j:
-                given[j] += needed[keys].sum()
-                taken[i] += needed[keys].sum()
-    # Keys go out once or twice; the gradients of what came in go home once.
-    sent = given * (1 if keep else 2) + taken
-    assert sent_by_books(segments, keep) == sent.max() / (segments.length // 4)
+            found[i, j] = needed[keys].sum() if i != j else 0
+    return found
 
 
 def sent_by_books(segments: Segments, keep: bool) -> float:
+    return own_units("planned_cp", segments, keep)
+
+
+def own_units(name: str, segments: Segments, keep: bool) -> float:
+    """What the busiest of four ranks sends, in units of its own keys and values."""
     heads, element_bytes = Heads(8, 2, 16), 2
-    cost = choose("planned_cp", 1, 4, keep=keep).cost(segments, heads, element_bytes)
+    cost = choose(name, 1, 4, keep=keep).cost(segments, heads, element_bytes)
     own = 2 * heads.kv * heads.dim * (segments.length // 4) * element_bytes
-    return cost.gather.bytes / own
+    return (cost.ring.bytes + cost.gather.bytes) / own

@@ -153,6 +153,11 @@ FINE = [
 ]
 
 
+def test_colossalai_cp_is_the_all_gather(tmp_path: Path) -> None:
+    recipe = load_over(tmp_path, CP % "colossalai_cp")
+    assert recipe.parallel_config.context_parallel_algo == "allgather_cp"
+
+
 @pytest.mark.parametrize("text", FINE)
 def test_a_right_combination_loads(tmp_path: Path, text: str) -> None:
     load_over(tmp_path, text)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from uspft.batch import Segments
-from uspft.sequence import Plan, choose
+from uspft.sequence import Heads, Plan, choose
 from uspft.sequence.exchange import Exchange
 from uspft.sequence.order import balanced
 from uspft.sequence.planned import Planned
@@ -90,3 +90,24 @@ def test_by_itself_it_takes_at_least_four_where_messages_are_long(ring: int, lea
     assert len(Planned(ring)._exchange(plan_of(ring)).arrivals) == least
     whole = Exchange(plan_of(ring), 0, trimmed=True, keep=True)
     assert len(whole.arrivals) == ring - 1
+
+
+@pytest.mark.parametrize(
+    ("degrees", "stages", "said"),
+    [
+        (
+            (1, 4),
+            4,
+            "is 4, and there are 3 other ranks to exchange with; write auto, or a number up to 3",
+        ),
+        ((4, 1), 1, "is 1, and there are 0 other ranks to exchange with; write auto"),
+    ],
+)
+def test_stages_that_no_exchange_has_are_refused(
+    degrees: tuple[int, int], stages: int, said: str
+) -> None:
+    heads = Heads(4, 4, 8)
+    ((key, what, remedy),) = choose("planned_cp", *degrees, stages=stages).problems(96, heads)
+    assert (key, f"{what}; {remedy}") == ("parallel_config.exchange_stages", said)
+    for fine in range(degrees[1]):
+        assert not choose("planned_cp", *degrees, stages=fine).problems(96, heads)

@@ -35,6 +35,10 @@ def test_ring_and_all_gather_send_three_times_what_every_other_rank_holds(ranks:
         traffic = getattr(choose(name, 1, ranks).cost(row, LLAMA_8B, BYTES), kind)
         unit = 2 * LLAMA_8B.kv * DIM * 48 * BYTES
         assert traffic == (3 * (ranks - 1) * unit, 3 * (ranks - 1))
+        # Table 2 of USP has 4 tensors of the row for large N, keys and values there and back; the
+        # gradients' way home makes them 6, for the row's KV heads.
+        tensor = row.length * LLAMA_8B.kv * DIM * BYTES
+        assert traffic.bytes == Fraction(ranks - 1, ranks) * 6 * tensor
 
 
 @pytest.mark.parametrize(("heads", "ulysses"), [(LLAMA_8B, 8), (LLAMA_70B, 8), (Heads(8, 8, 4), 4)])
@@ -57,21 +61,33 @@ def test_replicated_heads_are_sent_once_to_each_that_needs_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "ulysses", "ring", "hybrid"),
+    ("heads", "ulysses", "ring", "hybrid", "planned"),
     [
-        (LLAMA_8B, 8, 1, "8.75"),
-        (LLAMA_8B, 4, 2, "10.5"),
-        (LLAMA_8B, 2, 4, "14"),
-        (LLAMA_8B, 1, 8, "21"),
-        (QWEN_7B, 4, 2, "15"),
-        (QWEN_7B, 2, 4, "17"),
-        (LLAMA_70B, 8, 1, "15.75"),
-        (LLAMA_70B, 4, 2, "16.5"),
-        (LLAMA_70B, 2, 4, "18"),
+        (LLAMA_8B, 8, 1, "8.75", "8.75"),
+        (LLAMA_8B, 4, 2, "10.5", "9.75"),
+        (LLAMA_8B, 2, 4, "14", "11.75"),
+        (LLAMA_8B, 1, 8, "21", "15.75"),
+        (QWEN_7B, 4, 2, "15", "14.25"),
+        (QWEN_7B, 2, 4, "17", "14.75"),
+        (LLAMA_70B, 8, 1, "15.75", "15.75"),
+        (LLAMA_70B, 4, 2, "16.5", "15.75"),
+        (LLAMA_70B, 2, 4, "18", "15.75"),
+        (Heads(8, 2, DIM), 4, 2, "15", "13.5"),  # every KV head is with two Ulysses ranks
     ],
 )
-def test_the_hybrid_adds_up(heads: Heads, ulysses: int, ring: int, hybrid: str) -> None:
+def test_the_hybrid_adds_up(
+    heads: Heads, ulysses: int, ring: int, hybrid: str, planned: str
+) -> None:
+    """By the busiest rank; of the planned exchange, keys fetched twice, by the mean."""
     assert sent("hybrid_cp", heads, ulysses, ring) == Fraction(hybrid)
+    row = Segments.single(ROW)
+    order = balanced(row, ulysses, ring, fetches=2)
+    plans = [Plan([row], [order], (ulysses, i)) for i in range(ring)]
+    tokens = sum(Exchange(p, ring, trimmed=True, keep=False).tokens_sent for p in plans)
+    copies = max(1, Fraction(ulysses, heads.kv))  # of a KV head, on so many Ulysses ranks
+    exchanged = copies * Fraction(tokens, ROW)
+    heads_moved = choose("planned_cp", ulysses, ring).cost(row, heads, BYTES).all_to_all.bytes
+    assert units(heads_moved, heads, ulysses * ring) + exchanged == Fraction(planned)
 
 
 @pytest.mark.parametrize(("keep", "share"), [(True, "1.5"), (False, "2.25")])

@@ -18,6 +18,7 @@ from uspft.kernels.kernel import Gradient
 from uspft.kernels.sinks import sinks_gradient
 from uspft.sequence.algorithm import Rule, Traffic
 from uspft.sequence.plan import Plan
+from uspft.sequence.regions import Run, tokens_in
 from uspft.sequence.sums import Sum
 
 
@@ -27,8 +28,8 @@ def attend_blocks(
     """out [T, h, D] of q [T, h, D] over all keys that the plan's blocks name, differentiable.
 
     Ring attention (arXiv 2310.01889): at step s the keys of rank i − s are at hand and the next
-    ones on their way. Keys travel again in the backward; each partial dK, dV goes straight home,
-    rounded once to the compute type and summed there in float32.
+    ones on their way. Keys travel again in the backward; the partial dK, dV of keys that were seen
+    go straight home, rounded once to the compute type and summed there in float32.
     """
     out: Tensor = _BlockAttention.apply(*qkv, rule.sinks, plan, rule.scale, ring, kernel)
     return out
@@ -45,8 +46,9 @@ def ring_traffic(plans: Sequence[Plan], pair_bytes: int) -> Traffic:
         me, ring = plan.ring_index, plan.ring
         sources = [(me - step) % ring for step in range(ring - 1)]
         passed = [j for step, j in enumerate(sources) if plan.hops[j] > step] * 2
-        home = [j for j in range(ring) if j != me and plan.blocks[j]]
-        most = max(most, sum(plan.shares[j].tokens for j in passed + home))
+        home = [plan.places(me, j) for j in range(ring) if j != me and plan.blocks[j]]
+        keys, gradients = (plan.shares[j].tokens for j in passed), map(tokens_in, home)
+        most = max(most, sum(keys) + sum(gradients))
         messages = max(messages, len(passed + home))
     return Traffic(most * pair_bytes, messages)
 
@@ -123,28 +125,32 @@ class _Returns:
 
     def __init__(self, k: Tensor, plan: Plan, ring: Group, own: Sum) -> None:
         self._k, self._plan, self._ring, self._own = k, plan, ring, own
-        self._pending: tuple[Callable[[], None], Tensor, Tensor] | None = None
+        self._pending: tuple[Callable[[], None], Tensor, Tensor, tuple[Run, ...]] | None = None
 
     def send(self, source: int, partials: list[Gradient]) -> None:
         """Send what this rank found for the keys of `source`; take what another found for ours."""
         me, ring = self._ring.index, self._ring.size
         if source == me:
             return
-        tokens = self._plan.shares[source].tokens if partials else 0
-        part = Sum((2, tokens, *self._k.shape[1:]), self._k)
+        plan, heads = self._plan, self._k.shape[1:]
+        seen = plan.places(me, source)
+        tokens = plan.shares[source].tokens if seen else 0
+        part = Sum((2, tokens, *heads), self._k)
         part.add(partials)
-        leaving = part.open().to(self._k.dtype)
+        cuts = [part.open()[:, start:stop] for start, stop in seen] or [part.open()]
+        whole = torch.cat(cuts, dim=1) if len(cuts) > 1 else cuts[0]
+        leaving = whole.to(self._k.dtype).contiguous()
         steps = (source - me) % ring
-        wanted = self._plan.parcel((me - steps) % ring, me)  # another's queries saw our keys
-        arriving = leaving.new_empty((2, len(self._k) if wanted else 0, *self._k.shape[1:]))
+        home = plan.places((me - steps) % ring, me)  # another's queries saw these keys of ours
+        arriving = leaving.new_empty((2, tokens_in(home), *heads))
         self.finish()
-        self._pending = shift(leaving, arriving, steps, self._ring, "ring"), leaving, arriving
+        wait = shift(leaving, arriving, steps, self._ring, "ring")
+        self._pending = wait, leaving, arriving, home
 
     def finish(self) -> None:
         """Wait for the exchange under way and add what arrived."""
         if self._pending:
-            wait, _, arriving = self._pending
+            wait, _, arriving, home = self._pending
             wait()
-            if arriving.numel():
-                self._own.open().add_(arriving)
+            self._own.add_rows(home, arriving)
             self._pending = None

@@ -21,7 +21,7 @@ from uspft.kernels import Block, Kernel, Partial
 from uspft.kernels.sinks import sinks_gradient
 from uspft.sequence.algorithm import Rule, Traffic
 from uspft.sequence.plan import Plan
-from uspft.sequence.regions import Run, Share, blocks_between, cut
+from uspft.sequence.regions import Run, Share, blocks_between, cut, tokens_in
 from uspft.sequence.sums import Sum
 
 MESSAGES = 4
@@ -62,21 +62,19 @@ class Exchange:
         ]
         share = plan.shares[me]
         self._leaving = {
-            (d, leg): [
-                (share.before(a), share.before(b)) for a, b in parcels.of((me + d) % ring, me, leg)
-            ]
+            (d, leg): share.places(parcels.of((me + d) % ring, me, leg))
             for leg in legs
             for d in leg.distances
         }
 
-    def leaving(self, distance: int, leg: Leg) -> list[Run]:
+    def leaving(self, distance: int, leg: Leg) -> tuple[Run, ...]:
         """Local index ranges of this rank's tokens for the rank `distance` further on."""
         return self._leaving[distance, leg]
 
     @property
     def _sent(self) -> list[int]:
         """Tokens of each message that is sent: keys once or twice, others' gradients home."""
-        given = [sum(b - a for a, b in runs) for runs in self._leaving.values()]
+        given = [tokens_in(runs) for runs in self._leaving.values()]
         taken = [size for stage in self.arrivals for size in stage.sizes]
         return [tokens for tokens in given * (1 if self.keep else 2) + taken if tokens]
 
@@ -112,8 +110,7 @@ class _Parcels:
         whole = plan.parcel(to, source) if self.trimmed else tuple(plan.shares[source].runs)
         if leg.pieces == 1:
             return whole
-        tokens = sum(b - a for a, b in whole)
-        size = max(self.least or 1, -(-tokens // leg.pieces))
+        size = max(self.least or 1, -(-tokens_in(whole) // leg.pieces))
         return cut(whole, leg.piece * size, (leg.piece + 1) * size)
 
 
@@ -124,7 +121,7 @@ class Stage:
         """parcels: the positions that each of the leg's ranks sends."""
         self.leg = leg
         self._runs = parcels
-        self.sizes = [sum(b - a for a, b in runs) for runs in parcels]
+        self.sizes = [tokens_in(runs) for runs in parcels]
         self._share = Share([run for runs in parcels for run in runs])
         self._queries = plan.shares[plan.ring_index]
         self._rule = plan.documents, plan.window
@@ -243,7 +240,7 @@ class _Arriving:
         for stage in exchange.arrivals:
             parcels = self._parcels[stage.leg] = []
             for distance, tokens in zip(stage.leg.distances, stage.sizes, strict=True):
-                cuts = tuple(exchange.leaving(distance, stage.leg))
+                cuts = exchange.leaving(distance, stage.leg)
                 if cuts not in copies:
                     pair = [torch.cat([x[a:b] for a, b in cuts] or [x[:0]]) for x in (k, v)]
                     copies[cuts] = torch.stack(pair)
@@ -265,7 +262,7 @@ class _Returning:
 
     def __init__(self, k: Tensor, exchange: Exchange, ring: Group) -> None:
         self._k, self._exchange, self._ring = k, exchange, ring
-        self._pending: list[tuple[Callable[[], None], Tensor, Tensor, list[Run]]] = []
+        self._pending: list[tuple[Callable[[], None], Tensor, Tensor, tuple[Run, ...]]] = []
 
     def send(self, stage: Stage, partials: list[Any]) -> None:
         """Send a stage's partial gradients to the owners of its keys."""
@@ -275,7 +272,7 @@ class _Returning:
         parts = stage.by_source(total.open().to(k.dtype))
         for distance, part in zip(stage.leg.distances, parts, strict=True):
             cuts = self._exchange.leaving(distance, stage.leg)
-            home = k.new_empty((2, sum(b - a for a, b in cuts), *k.shape[1:]))
+            home = k.new_empty((2, tokens_in(cuts), *k.shape[1:]))
             part = part.contiguous()
             wait = shift(part, home, -distance, self._ring, "gather")
             self._pending.append((wait, part, home, cuts))
@@ -284,7 +281,4 @@ class _Returning:
         """Add what others found for this rank's keys."""
         for wait, _, home, cuts in self._pending:
             wait()
-            at = 0
-            for a, b in cuts:
-                own.open()[:, a:b] += home[:, at : at + b - a]
-                at += b - a
+            own.add_rows(cuts, home)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from uspft.batch import Segments
 from uspft.sequence.balance import assign
 from uspft.sequence.plan import Plan
-from uspft.sequence.regions import Run, cut
+from uspft.sequence.regions import Run, cut, tokens_in
 
 Shares = tuple[tuple[Run, ...], ...]
 """What each ring rank holds, its Ulysses members together."""
@@ -64,9 +64,7 @@ def _by_hosts(shares: Shares, segments: Segments, window: int | None, per_host: 
     """Shares exchanged between hosts while that lowers what the busiest link carries one way."""
     plan = Plan([segments], [list(shares)], (1, 0), window)
     ranks = range(len(shares))
-    sent = np.array(
-        [[sum(b - a for a, b in plan.parcel(i, j)) if i != j else 0 for i in ranks] for j in ranks]
-    )
+    sent = np.array([[tokens_in(plan.parcel(i, j)) if i != j else 0 for i in ranks] for j in ranks])
     order = list(ranks)
     best = _busiest_link(sent, order, per_host)
     better = True

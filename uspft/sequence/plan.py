@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from uspft.batch import Segments
 from uspft.kernels import Block
-from uspft.sequence.regions import Run, Share, blocks_between, work_of
+from uspft.sequence.regions import Run, Share, blocks_between, tokens_in, work_of
 
 Order = list[tuple[Run, ...]]
 Made = TypeVar("Made")
@@ -41,7 +41,7 @@ class Plan:
         self.window = window
         self._made: dict[Hashable, Any] = {}
         held = _lay_end_to_end(rows, orders)
-        self.tokens = tuple(sum(stop - start for start, stop in runs) for runs in held)
+        self.tokens = tuple(map(tokens_in, held))
         received = [
             [run for runs in held[first : first + ulysses] for run in runs]
             for first in range(0, len(held), ulysses)
@@ -90,6 +90,10 @@ class Plan:
     def parcel(self, i: int, j: int) -> tuple[Run, ...]:
         """The positions of ring rank j whose keys ring rank i's queries see."""
         return self.once(("parcel", i, j), lambda: self._parcel(i, j))
+
+    def places(self, i: int, j: int) -> tuple[Run, ...]:
+        """Where among its own tokens ring rank j has the parcel of ring rank i."""
+        return self.once(("places", i, j), lambda: self.shares[j].places(self.parcel(i, j)))
 
     def _parcel(self, i: int, j: int) -> tuple[Run, ...]:
         found: list[Run] = []

@@ -40,12 +40,13 @@ class Planned:
         parts = 2 * self.ring * self.ulysses if self.ring > 1 else self.ulysses
         why = f"2 × exchange {self.ring} × Ulysses {self.ulysses}"
         found = rows_must_divide(row_tokens, parts, why)
-        if self.stages >= max(self.ring, 2):
+        if self.stages >= self.ring:
+            most = self.ring - 1
             found.append(
                 (
                     "parallel_config.exchange_stages",
-                    f"{self.stages} stages for the {self.ring - 1} other ranks of the exchange",
-                    f"write auto, or a number up to {max(1, self.ring - 1)}",
+                    f"is {self.stages}, and there are {most} other ranks to exchange with",
+                    "write auto" + (f", or a number up to {most}" if most else ""),
                 )
             )
         return found

@@ -7,7 +7,7 @@ local token index counts through them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,15 @@ class Share:
                 cut.append((a, b))
             i += 1
         return cut
+
+    def places(self, runs: Sequence[Run]) -> tuple[Run, ...]:
+        """The local index ranges of runs that it holds, neighbours joined."""
+        return cut([(self.before(a), self.before(b)) for a, b in runs], 0, self.tokens)
+
+
+def tokens_in(runs: Iterable[Run]) -> int:
+    """How many tokens runs are."""
+    return sum(stop - start for start, stop in runs)
 
 
 def cut(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:

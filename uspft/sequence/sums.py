@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from uspft.kernels.kernel import Gradient
+from uspft.sequence.regions import Run
 
 
 class Sum:
@@ -28,6 +30,13 @@ class Sum:
         for start, stop, tensors in gradients:
             for row, tensor in zip(total, tensors, strict=True):
                 row[start:stop] += tensor
+
+    def add_rows(self, places: Sequence[Run], rows: Tensor) -> None:
+        """Add rows [n, N, heads, D], laid end to end, of these ranges of tokens."""
+        at = 0
+        for start, stop in places:
+            self.open()[:, start:stop] += rows[:, at : at + stop - start]
+            at += stop - start
 
     def open(self) -> Tensor:
         """The sum so far, [n, T, heads, D], to add to in place."""
