@@ -1,7 +1,7 @@
 """Transfers between ranks: the group is always an argument, every byte is counted."""
 
 from uspft.comm.books import KINDS, Books
-from uspft.comm.collectives import all_to_all, largest, shift, sum_over, total
+from uspft.comm.collectives import Move, all_to_all, largest, shift, sum_over, total
 from uspft.comm.group import Group
 
-__all__ = ["KINDS", "Books", "Group", "all_to_all", "largest", "shift", "sum_over", "total"]
+__all__ = ["KINDS", "Books", "Group", "Move", "all_to_all", "largest", "shift", "sum_over", "total"]

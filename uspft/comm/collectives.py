@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,27 +25,48 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
     return out
 
 
-def shift(x: Tensor, out: Tensor, offset: int, group: Group, kind: str) -> Callable[[], None]:
-    """Start sending x to the member `offset` further on, and receiving into out from as far back.
+class Move(NamedTuple):
+    """x goes to the member `offset` further on, and out is filled from as far back. An empty one is
+    not sent or awaited; both ends must agree on that."""
 
-    An empty x or out is not sent or awaited; both ends must agree on that. Returns the function
-    that waits for both; x and out must live until then.
+    x: Tensor
+    out: Tensor
+    offset: int
+
+
+def shift(moves: Sequence[Move], group: Group, kind: str) -> list[Callable[[], None]]:
+    """Start moves; returns for each the function that waits for it, until which its tensors live.
+
+    gloo announces a receive on the line by which its own data leaves. There all receives go first,
+    or what another has for this rank waits until this one has sent, and a line works one way at a
+    time. NCCL, where what is started first must end first, takes the two ways of a move at once.
     """
-    ops = []
-    if x.numel():
-        to = group.ranks[(group.index + offset) % group.size]
-        ops.append(dist.P2POp(dist.isend, x, to, group=group.handle))
-        group.books.add(kind, x.numel() * x.element_size())
-    if out.numel():
-        source = group.ranks[(group.index - offset) % group.size]
-        ops.append(dist.P2POp(dist.irecv, out, source, group=group.handle))
-    works = dist.batch_isend_irecv(ops) if ops else []
+    receives, sends = [], []
+    for x, out, offset in moves:
+        source, to = (group.ranks[(group.index + d) % group.size] for d in (-offset, offset))
+        receives.append(_operation(dist.irecv, out, source, group))
+        sends.append(_operation(dist.isend, x, to, group))
+        if x.numel():
+            group.books.add(kind, x.numel() * x.element_size())
+    if all(move.x.is_cpu for move in moves):
+        arriving, leaving = ([_started(ops) for ops in way] for way in (receives, sends))
+        works = [a + b for a, b in zip(arriving, leaving, strict=True)]
+    else:
+        works = [_started(a + b) for a, b in zip(receives, sends, strict=True)]
+    return [partial(_wait, each) for each in works]
 
-    def wait() -> None:
-        for work in works:
-            work.wait()
 
-    return wait
+def _operation(way: Any, tensor: Tensor, peer: int, group: Group) -> list[dist.P2POp]:
+    return [dist.P2POp(way, tensor, peer, group=group.handle)] if tensor.numel() else []
+
+
+def _started(operations: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def sum_over(x: Tensor, group: Group, kind: str) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from uspft.comm import Group, shift
+from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
 from uspft.kernels.sinks import sinks_gradient
@@ -113,7 +113,8 @@ def _travel(k: Tensor, v: Tensor, plan: Plan, ring: Group):  # type: ignore[no-u
             leaves, comes = plan.hops[source] > step, plan.hops[following] > step
             tokens = plan.shares[following].tokens if comes else 0
             coming = hand.new_empty((2, tokens, *k.shape[1:]))
-            wait = shift(hand if leaves else hand[:, :0], coming, 1, ring, "ring")
+            move = Move(hand if leaves else hand[:, :0], coming, 1)
+            (wait,) = shift([move], ring, "ring")
         yield source, hand[0], hand[1]
         if wait:
             wait()
@@ -144,7 +145,7 @@ class _Returns:
         home = plan.places((me - steps) % ring, me)  # another's queries saw these keys of ours
         arriving = leaving.new_empty((2, tokens_in(home), *heads))
         self.finish()
-        wait = shift(leaving, arriving, steps, self._ring, "ring")
+        (wait,) = shift([Move(leaving, arriving, steps)], self._ring, "ring")
         self._pending = wait, leaving, arriving, home
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from uspft.comm import Group, shift
+from uspft.comm import Group, Move, shift
 from uspft.kernels import Block, Kernel, Partial
 from uspft.kernels.sinks import sinks_gradient
 from uspft.sequence.algorithm import Rule, Traffic
@@ -235,25 +235,27 @@ class _Arriving:
     """Keys and values under way, all posted at once; what leaves lives until its leg is over."""
 
     def __init__(self, k: Tensor, v: Tensor, exchange: Exchange, ring: Group) -> None:
-        self._parcels: dict[Leg, list[tuple[Callable[[], None], Tensor, Tensor]]] = {}
         copies: dict[tuple[Run, ...], Tensor] = {}  # the same for many: a whole share
+        moves = []
         for stage in exchange.arrivals:
-            parcels = self._parcels[stage.leg] = []
             for distance, tokens in zip(stage.leg.distances, stage.sizes, strict=True):
                 cuts = exchange.leaving(distance, stage.leg)
                 if cuts not in copies:
                     pair = [torch.cat([x[a:b] for a, b in cuts] or [x[:0]]) for x in (k, v)]
                     copies[cuts] = torch.stack(pair)
                 parcel = k.new_empty((2, tokens, *k.shape[1:]))
-                wait = shift(copies[cuts], parcel, distance, ring, "gather")
-                parcels.append((wait, parcel, copies[cuts]))
+                moves.append(Move(copies[cuts], parcel, distance))
+        under_way = zip(shift(moves, ring, "gather"), moves, strict=True)
+        self._parcels: dict[Leg, list[tuple[Callable[[], None], Move]]] = {
+            stage.leg: [next(under_way) for _ in stage.sizes] for stage in exchange.arrivals
+        }
 
     def wait(self, stage: Stage) -> tuple[Tensor, Tensor]:
         """Keys and values [N, g, D] of a stage, once they are here."""
         parcels = self._parcels.pop(stage.leg)
-        for wait, _, _ in parcels:
+        for wait, _ in parcels:
             wait()
-        whole = stage.by_position([parcel for _, parcel, _ in parcels])
+        whole = stage.by_position([move.out for _, move in parcels])
         return whole[0], whole[1]
 
 
@@ -262,7 +264,7 @@ class _Returning:
 
     def __init__(self, k: Tensor, exchange: Exchange, ring: Group) -> None:
         self._k, self._exchange, self._ring = k, exchange, ring
-        self._pending: list[tuple[Callable[[], None], Tensor, Tensor, tuple[Run, ...]]] = []
+        self._pending: list[tuple[Callable[[], None], Move, tuple[Run, ...]]] = []
 
     def send(self, stage: Stage, partials: list[Any]) -> None:
         """Send a stage's partial gradients to the owners of its keys."""
@@ -270,15 +272,16 @@ class _Returning:
         total = Sum((2, sum(stage.sizes), *k.shape[1:]), k)
         total.add(partials)
         parts = stage.by_source(total.open().to(k.dtype))
-        for distance, part in zip(stage.leg.distances, parts, strict=True):
-            cuts = self._exchange.leaving(distance, stage.leg)
-            home = k.new_empty((2, tokens_in(cuts), *k.shape[1:]))
-            part = part.contiguous()
-            wait = shift(part, home, -distance, self._ring, "gather")
-            self._pending.append((wait, part, home, cuts))
+        homes = [self._exchange.leaving(distance, stage.leg) for distance in stage.leg.distances]
+        moves = [
+            Move(part.contiguous(), k.new_empty((2, tokens_in(cuts), *k.shape[1:])), -distance)
+            for distance, part, cuts in zip(stage.leg.distances, parts, homes, strict=True)
+        ]
+        waits = shift(moves, self._ring, "gather")
+        self._pending += zip(waits, moves, homes, strict=True)
 
     def finish(self, own: Sum) -> None:
         """Add what others found for this rank's keys."""
-        for wait, _, home, cuts in self._pending:
+        for wait, move, cuts in self._pending:
             wait()
-            own.add_rows(cuts, home)
+            own.add_rows(cuts, move.out)
