@@ -35,11 +35,14 @@ HEADS = {
     "mha": Heads(4, 4, DIM),
     "gqa": Heads(8, 2, DIM),
     "mqa": Heads(6, 1, DIM),
+    "6/2": Heads(6, 2, DIM),
+    "9/3": Heads(9, 3, DIM),
     "28/4": Heads(28, 4, DIM),
 }
 ROWS = {
     "one document": [Segments.single(LENGTH)],
-    "packed": [Segments((0, 117, 130, 131, 250), LENGTH)],
+    "packed regular": [Segments(tuple(range(0, LENGTH + 1, 64)), LENGTH)],
+    "packed odd": [Segments((0, 117, 130, 131, 250), LENGTH)],
 }
 WINDOWS = (None, 40)
 LONG = [Segments((0, 1060, 1100), 1104)]
