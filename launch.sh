@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Start uspft: make .venv where it is missing or not current, then become `python -m uspft VERB …`.
+# Start uspft: make .venv where it is missing or not current, then become `uspft VERB …`.
 set -euo pipefail
+trap 'exit 130' INT   # else bash, waiting for a command that ends well, would forget it
 
 usage() {
   cat <<'TEXT'
@@ -113,4 +114,4 @@ unset USPFT_INSTALLED
 [ "$1" != check ] || export PYTHONDONTWRITEBYTECODE=1
 # The caller's directory is no place to import from: a folder `datasets` there would win.
 export PYTHONSAFEPATH=1
-exec "$python" -m uspft "$@"
+exec "$python" -S "$root/uspft/__main__.py" "$@"   # -S: it looks for packages itself, see there

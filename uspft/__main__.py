@@ -1,34 +1,20 @@
-"""argv and environment → one command. Nothing below reads either."""
+"""The way in: argv and environment → one command, or one rank of it.
+
+Little is imported here: a signal that comes while Python loads what it needs ends the process at
+once, in one line. launch.sh starts this file with -S, since Python's own start would print one.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import signal
 import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from types import FrameType
 
-from uspft.config import load
-from uspft.config.checks import closest
-from uspft.config.problems import COMMAND_LINE, InputError
-
-VERBS = ("train", "check", "verify", "export")
-LATER = ("plan", "inspect", "convert", "calibrate", "report")
-USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
-       uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
-       uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
-       uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
-to come: plan, inspect, convert, calibrate, report"""
-
-
-class UsageError(InputError):
-    """The command line is wrong; one line, as for a recipe."""
-
-    def __init__(self, word: str, what: str, remedy: str) -> None:
-        super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
+STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"))
+INTERRUPTED = 130
+STOPPED = "stopped before the run had begun"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,108 +25,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] == "rank":
         return _rank(words[1:])
+    before = {number: signal.getsignal(number) for number in STOPS}
+    _on_stop(_leave)
+    try:
+        if argv is None:
+            from uspft.launcher import outlive_terminal
+
+            outlive_terminal()
+        return _main(words)
+    finally:
+        for number, handler in before.items():
+            # A process of its own is on its way out: nothing is left that could be stopped.
+            signal.signal(number, signal.SIG_IGN if argv is None else handler)
+
+
+def _on_stop(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Under nohup a hang-up stays unheard."""
+    for number in STOPS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End while nothing has been begun: an exception could be lost among imports."""
+    os.write(2, f"{STOPPED}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _main(words: list[str]) -> int:
+    from uspft.commands.arguments import USAGE, command_of
+    from uspft.config.problems import InputError, RunFailed
+
     if not words or {"-h", "--help"} & set(words):
         print(USAGE, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     try:
-        return _run(words)
-    except InputError as error:
+        command = command_of(words)
+        _on_stop(_interrupt)
+        return command()
+    except (InputError, RunFailed) as error:
         print(error, file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
-        print("stopped before the run had begun", file=sys.stderr)
-        return 130
-
-
-def _run(words: list[str]) -> int:
-    def interrupted(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupted)
-    verb = words.pop(0) if words[0] in VERBS + LATER else "train"
-    if verb in LATER:
-        raise UsageError(verb, "is not available yet", f"use {', '.join(VERBS[:-1])} or export")
-    target, overrides, options = _arguments(verb, words)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
-    from uspft.commands import Place
-    from uspft.commands.versions import require_versions
-
-    if verb != "export":
-        load(target, overrides)  # a misspelt key is told before seconds of imports
-    require_versions()
-    command = shlex.join(["uspft", verb, *words])
-    ranks = _whole("--ranks", options)
-    place = Place(command, dict(os.environ), cache, ranks)
-    if verb == "verify":
-        from uspft.commands.verify import Asked, verify
-
-        steps = _whole("--steps", options)
-        return verify(
-            target, overrides, place, Asked(steps, options.get("--inject"), "--all" in options)
-        )
-    if verb == "check":
-        # Importing torch._dynamo makes its cache folder, and check makes none.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-        from uspft.commands.check import check as run
-    elif verb == "export":
-        from uspft.commands.export import export as run
-    else:
-        from uspft.commands.train import train as run
-    return run(target, overrides, place)
-
-
-OPTIONS = {"check": ("--ranks",), "verify": ("--steps", "--inject", "--all")}
-FLAGS = ("--all",)
-
-
-def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, str]]:
-    """(target, overrides, options by name). Raises UsageError."""
-    rest: list[str] = []
-    options: dict[str, str] = {}
-    waiting = iter(words)
-    for word in waiting:
-        name, _, value = word.partition("=")
-        if name in OPTIONS.get(verb, ()):
-            options[name] = value if value or name in FLAGS else next(waiting, "")
-        elif name in ("--ranks", "--steps"):
-            instead = "launch.processes" if name == "--ranks" else "training.steps"
-            raise UsageError(word, f"{verb} takes no such option", f"write {instead}=N")
-        elif word.startswith("-"):
-            takes = "; ".join(f"{one} takes {', '.join(names)}" for one, names in OPTIONS.items())
-            raise UsageError(word, "unknown option", f"{takes}; all take --help")
-        else:
-            rest.append(word)
-    takes = "export OUTPUT" if verb == "export" else f"{verb} RECIPE.yaml"
-    if not rest:
-        raise UsageError(verb, "needs a target", f"write uspft {takes}")
-    if "=" in rest[0] and not os.path.exists(rest[0]):
-        raise UsageError(rest[0], "comes before the target", f"write uspft {takes} {rest[0]}")
-    if verb != "export" and re.fullmatch(r"\w+", rest[0]) and not os.path.exists(rest[0]):
-        near = closest(rest[0], VERBS + LATER)
-        remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
-        raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)
-    return Path(rest[0]), rest[1:], options
-
-
-def _whole(name: str, options: dict[str, str]) -> int | None:
-    """The value of an option that counts something; None where it is not given."""
-    value = options.get(name)
-    if value is None:
-        return None
-    if not (value.isascii() and value.isdigit() and int(value)):
-        what = f"`{value}` is no number of {name.lstrip('-')}"
-        raise UsageError(name, what, f"write {name} 8")
-    return int(value)
+        print(STOPPED, file=sys.stderr)
+        return INTERRUPTED
 
 
 def _rank(words: Sequence[str]) -> int:
     """Be one rank; what goes wrong is left for the supervisor to print once."""
+    from pathlib import Path
+
     from uspft.commands import Place
-    from uspft.launcher import ERROR_FILE, report_exception
+    from uspft.config.problems import InputError
+    from uspft.launcher import ERROR_FILE, outlive_terminal, report_exception
 
     if ERROR_FILE not in os.environ or not words:
-        print(UsageError("rank", "is what train starts", "write uspft train"), file=sys.stderr)
+        print("command line: rank: is what train starts; write uspft train", file=sys.stderr)
         return 2
+    outlive_terminal()
     try:
         if words[1:] == ["verify"]:
             from uspft.commands.verify_rank import rank
@@ -156,4 +102,10 @@ def _rank(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] != ["rank"]:  # its supervisor tells by the signal that it had not begun
+        _on_stop(_leave)
+    if sys.flags.no_site:
+        import site
+
+        site.main()
     sys.exit(main())

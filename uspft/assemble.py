@@ -12,6 +12,7 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
 from uspft.checkpoint.weights import WeightsOf, weights_of
 from uspft.config import Recipe
+from uspft.config.problems import RunFailed
 from uspft.data import training_rows
 from uspft.data.loader import EMPTY, StepLoader
 from uspft.engine.deepspeed_config import deepspeed_config
@@ -65,7 +66,7 @@ def assemble(job: Job, device: torch.device, weights: WeightsOf = weights_of) ->
 
     loader = make_loader(job, world)
 
-    checkpoint = Checkpoint.open(job.resume_from) if job.resume_from else None
+    checkpoint = Checkpoint.read(job.resume_from) if job.resume_from else None
     model = build_model(
         config,
         dtype,
@@ -97,7 +98,7 @@ def _said_by_all(mine: str) -> list[str]:
 def _same_job(job: Job) -> None:
     """Every rank must run the same thing: hosts may differ in files, overrides or versions."""
     if len(set(_said_by_all(f"{job.fingerprint():x}"))) > 1:
-        raise RuntimeError(
+        raise RunFailed(
             f"this host and another run different things (here {job.fingerprint():x}): recipe, "
             f"overrides, data ({job.corpus.name}), steps ({job.steps}) or checkpoint "
             f"({job.resume_from}) differ"

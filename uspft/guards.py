@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from uspft.comm import largest
+from uspft.metrics import as_size
 
 if TYPE_CHECKING:
     from uspft.assemble import Run
@@ -30,7 +31,7 @@ class Guards:
     def rows(self, step: int, batches: Sequence[Batch]) -> None:
         """Ranks that share a row read the same one, and hold each of its tokens once.
 
-        Raises RuntimeError.
+        Raises RunFailed, RuntimeError.
         """
         if step <= self._until or self._run.job.recipe.training.debug:
             self._run.loader.require_same_rows(batches)
@@ -58,7 +59,7 @@ class Guards:
             kept += part.numel() * part.element_size()
         most, least = largest([kept, -kept], world.mesh.tokens, world.device)
         self._say(
-            f"parameters: {_size(whole)}, {_sizes(-least, most)} of {world.layout.ranks} ranks"
+            f"parameters: {as_size(whole)}, {_each(-least, most)} of {world.layout.ranks} ranks"
         )
 
 
@@ -79,15 +80,8 @@ def first_loss_warning(loss: float, vocabulary: int, *, random: bool) -> str | N
     return None
 
 
-def _sizes(least: float, most: float) -> str:
+def _each(least: float, most: float) -> str:
     """What the emptiest and the fullest rank hold."""
-    return f"{_size(least)} to {_size(most)} on each" if least < most else f"{_size(most)} on each"
-
-
-def _size(byte_count: float) -> str:
-    """Bytes as a person reads them."""
-    for unit in ("B", "KiB", "MiB"):
-        if byte_count < 1024:
-            return f"{byte_count:.4g} {unit}"
-        byte_count /= 1024
-    return f"{byte_count:.4g} GiB"
+    if least < most:
+        return f"{as_size(least)} to {as_size(most)} on each"
+    return f"{as_size(most)} on each"

@@ -11,6 +11,7 @@ from typing import Any
 
 from uspft import __version__
 from uspft.config import Recipe, as_tree, dump, load
+from uspft.lease import Lease
 
 LOCAL = (
     ("model", "name_or_path"),
@@ -30,7 +31,7 @@ class Job:
     """A resolved recipe, prepared data, where to go on from, and the command that asked for it.
 
     identity: what a resumed run must agree with; evaluation: the prepared sets by title; tokenizer:
-    the folder that the export copies.
+    the folder that the export copies; lease: the hold on the output folder, on host 0.
     """
 
     recipe: Recipe
@@ -41,6 +42,7 @@ class Job:
     resume_from: Path | None = None
     tokenizer: str | None = None
     command: str = ""
+    lease: Lease | None = None
 
     def fingerprint(self) -> int:
         """48 bits of what all ranks must have in common; paths may differ between hosts."""
@@ -65,6 +67,7 @@ class Job:
             "resume_from": self.resume_from and str(self.resume_from.resolve()),
             "tokenizer": self.tokenizer,
             "command": self.command,
+            "lease": [str(self.lease.path), self.lease.token] if self.lease else None,
         }
         (folder / "job.json").write_text(json.dumps(rest))
 
@@ -81,4 +84,5 @@ class Job:
             Path(resume) if resume else None,
             rest["tokenizer"],
             rest["command"],
+            Lease(Path(rest["lease"][0]), rest["lease"][1]) if rest["lease"] else None,
         )

@@ -6,7 +6,8 @@ import math
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from uspft.checkpoint.adapter import export_adapter
 from uspft.checkpoint.export import export_folder
 from uspft.checkpoint.save import save_checkpoint
 from uspft.comm import KINDS, largest, total
+from uspft.config.problems import RunFailed, said
 from uspft.engine.state import read_state
 from uspft.engine.zero import NotFinite, StepResult
 from uspft.evaluate import evaluate, record_of
@@ -27,11 +29,22 @@ from uspft.metrics import Journal, RunDisplay, peak_flops, peak_memory_bytes, st
 from uspft.model.adapter import adapter_of, merged
 from uspft.model.build import parameter_count
 from uspft.model.config import layer_windows
+from uspft.output import ADAPTER, EXPORTS, METRICS, MODEL, set_aside
 from uspft.schedule import learning_rate
 from uspft.sequence.heads import split_heads
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
+
+
+FOR_NOT_FINITE = (
+    "try a lower optimizer.learning_rate or a longer warm-up (lr_schedule.warmup_steps), "
+    "or look at these rows of data.train"
+)
+FOR_MEMORY = (
+    "try more parallel_config.context_parallel, deepspeed.zero_optimization.stage 3, "
+    "memory.gradient_checkpointing, training.micro_batch_size 1 or a shorter data.sequence_length"
+)
 
 
 class Interrupted(Exception):
@@ -42,13 +55,13 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
     """Run all steps that are left, then export.
 
     stop: asked before each step on every rank; one rank's yes stops all after the step under way,
-    which is saved. Raises Interrupted then, NotFinite with step and rows before a bad update.
+    which is saved. Raises Interrupted then, RunFailed where the run cannot go on.
     """
     recipe, steps = run.job.recipe, run.job.steps
     first_rank = run.world.mesh.rank == 0
     output = recipe.output_dir
     assert output is not None
-    journal = Journal(output / "metrics.jsonl")
+    journal = Journal(output / METRICS)
     if run.first_step and first_rank:
         journal.cut_back(run.first_step)
     meter = Meter(run)
@@ -68,34 +81,56 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                 step, batches, result, time.perf_counter() - started
             )
             if first_rank:
+                if run.job.lease:
+                    run.job.lease.require()
                 if step % recipe.logging.every_steps == 0 or step == steps:
-                    journal.write(record)
+                    with _writing(f"the record of step {step}"):
+                        journal.write(record)
                 display.step(record)
+            every = recipe.checkpoint.every_steps
+            saved = bool(every and (step % every == 0 or step == steps)) or result.stop
+            if saved:
+                _save(run, output, step)
             stopped = result.stop
             if evaluation.is_due(step) and not stopped:
                 stopped = not evaluation.run(step, stop)
-            every = recipe.checkpoint.every_steps
-            due = every and (step % every == 0 or step == steps)
-            if due or stopped:
-                keep = recipe.checkpoint.keep_last
-                save_checkpoint(
-                    run.engine, output, step, keep, lambda at: describe(run, at / "model")
-                )
+            if stopped and not saved:
+                _save(run, output, step)
             if stopped and step < steps:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
-    export_run(run)
+    with _writing("the trained model"):
+        export_run(run)
+
+
+def _save(run: Run, output: Path, step: int) -> None:
+    """Save a checkpoint; collective. Raises RunFailed where it cannot be written."""
+    keep = run.job.recipe.checkpoint.keep_last
+    with _writing(f"the checkpoint of step {step}"):
+        save_checkpoint(run.engine, output, step, keep, lambda at: describe(run, at / "model"))
+
+
+@contextmanager
+def _writing(what: str) -> Iterator[None]:
+    """A disk that is full or gone is told in one line. Raises RunFailed."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}" if error.strerror else said(error)
+        raise RunFailed(f"{what} cannot be written ({why}); make room there") from error
 
 
 def _step(
     run: Run, step: int, batches: list[Batch], rate_and_stop: tuple[float, bool]
 ) -> StepResult:
-    """One step of the engine. Raises NotFinite with step and rows."""
+    """One step of the engine. Raises RunFailed with step and rows, and what to try."""
+    rows = run.loader.rows_of(step)
+    where = f"step {step}, rows {rows.start} to {rows.stop - 1}"
     try:
         return run.engine.step(batches, *rate_and_stop)
     except NotFinite as error:
-        rows = run.loader.rows_of(step)
-        where = f"step {step}, rows {rows.start} to {rows.stop - 1}"
-        raise NotFinite(f"{where}: {error}; nothing was updated") from None
+        raise NotFinite(f"{where}: {error}; nothing was updated; {FOR_NOT_FINITE}") from None
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(f"{where}: {said(error)}; {FOR_MEMORY}") from None
 
 
 def export_run(run: Run) -> None:
@@ -104,6 +139,8 @@ def export_run(run: Run) -> None:
     block, output = recipe.model, recipe.output_dir
     assert output is not None
     every = run.engine.module.named()
+    if first_rank:  # what somebody has put there while the run went on
+        set_aside(output, [output / name for name in EXPORTS])
 
     def read(name: str) -> Tensor:
         return read_state(run.engine, every[name], "weight")
@@ -112,14 +149,14 @@ def export_run(run: Run) -> None:
         held = adapter_of(every, read)
         named = {"name_or_path": run.job.identity.get("model.name_or_path", block.name_or_path)}
         if first_rank:
-            export_adapter(held, block.model_copy(update=named), output / "adapter")
+            export_adapter(held, block.model_copy(update=named), output / ADAPTER)
         else:
             deque(held, 0)
     if recipe.export.huggingface:
         tensors = merged(every, read, block.adapter)
         if first_rank:
             dtype = getattr(torch, block.dtype)
-            export_folder(tensors, dtype, lambda at: describe(run, at), output / "hf")
+            export_folder(tensors, dtype, lambda at: describe(run, at), output / MODEL)
         else:
             deque(tensors, 0)  # takes part in what the first rank reads
 

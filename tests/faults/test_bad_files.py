@@ -127,21 +127,27 @@ def test_another_number_of_layers_is_no_fault(ground: Ground) -> None:
         assert main(["check", str(ground.path)]) == 0
 
 
-@pytest.fixture
-def checkpoint(ground: Ground) -> Path:
-    """A checkpoint of the good recipe, as far as its identity goes."""
-    from uspft.checkpoint.identity import CONTENTS, identity_of
+def checkpoint_of(ground: Ground) -> Path:
+    """A checkpoint of the recipe as it stands, as far as its identity goes."""
+    from uspft.checkpoint.identity import BASE, CONTENTS, identity_of
     from uspft.commands.examine import examine
-    from uspft.data import prepare
+    from uspft.data import Corpus, prepare
+    from uspft.model.digest import base_digest
 
     recipe = examine(ground.path, [], 1, None).recipe
     corpus = prepare(recipe.data, None, 97, ground.folder.parent / "cache/uspft/data")
     folder = ground.folder / "out/checkpoints/step-00000001"
     folder.mkdir(parents=True)
-    identity = {**identity_of(recipe), CONTENTS: corpus.name}
+    contents = {CONTENTS: Corpus.open(corpus).contents, BASE: base_digest(recipe.model)}
+    identity = {**identity_of(recipe), **contents}
     state = {"format": 1, "step": 1, "adam_steps": 1, "identity": identity, "files": {}}
     (folder / "state.json").write_text(json.dumps(state))
     return folder
+
+
+@pytest.fixture
+def checkpoint(ground: Ground) -> Path:
+    return checkpoint_of(ground)
 
 
 def test_the_same_recipe_goes_on(
@@ -152,7 +158,8 @@ def test_the_same_recipe_goes_on(
     layout = ["parallel_config.data_parallel=2", "launch.processes=2", "data.workers=1"]
     assert main([str(ground.path), *layout, "checkpoint.every_steps=7", "training.steps=9"]) == 1
     said = capsys.readouterr()
-    assert ground.started and said.err == ""
+    assert ground.started
+    assert said.err == f"saved step 1 in {checkpoint}; the same command goes on\n"
     assert f"going on from {checkpoint}" in said.out
 
 
@@ -195,19 +202,27 @@ def test_a_place_to_go_on_from_that_is_none(
     key, state = "checkpoint.resume", checkpoint / "state.json"
     ground.write({key: "nowhere"})
     ground.call(capsys).about(key, "`nowhere` does not exist")
-    ground.write({key: "out"})
-    ground.call(capsys).about(key, "out is not a complete checkpoint: state.json", "step-00000500")
-    ground.write({})
+    (ground.folder / "empty").mkdir()
+    ground.write({key: "empty"})
+    for verb in ("train", "check"):
+        found = ground.call(capsys, verb, str(ground.path))
+        found.about(key, "empty holds no checkpoint", "step-00000500")
     whole = json.loads(state.read_text())
     for text, told in (
         (json.dumps({**whole, "format": 9}), "has format 9, expected 1"),
         (json.dumps({**whole, "files": {"weight/x": "part.safetensors"}}), "lacks part.safet"),
-        (json.dumps({"format": 1, "step": 1}), "state.json has no identity"),
+        (json.dumps({"format": 1, "step": 1}), "state.json has no adam_steps"),
         ("[]", "has format None"),
         ("{", "is not JSON"),
+        ("", "is not JSON"),
     ):
         state.write_text(text)
-        ground.call(capsys).about(key, str(checkpoint), told, "or write never")
+        for place in (None, "out", "out/checkpoints", "out/checkpoints/step-00000001"):
+            ground.write({key: place} if place else {})
+            found = ground.call(capsys).about(key, "checkpoints/step-00000001", told)
+            assert found.endswith("or write never to start anew")
+        (line,) = ground.call(capsys, "export", "out", "to=new").lines
+        assert told in line and "Traceback" not in line
 
 
 def test_tokenised_data_that_an_earlier_run_left_damaged(

@@ -267,7 +267,8 @@ def test_a_fault_of_the_program_is_not_the_users(
         raise ValueError("a bug")
 
     assert main([str(ground.path)]) == 1 and ground.started, "the good recipe is refused"
-    assert capsys.readouterr().err == ""
+    out = ground.recipe["output_dir"]
+    assert capsys.readouterr().err == f"nothing is saved in {out}: the same command starts anew\n"
     monkeypatch.setattr(train, "identity_of", broken)
     with pytest.raises(ValueError, match="a bug"):
         main([str(ground.path)])

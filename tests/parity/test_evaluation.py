@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 
 from tests.parity.test_training import ZERO
 from tests.support.models import KINDS, Documents, make_documents, make_model
@@ -79,6 +80,8 @@ PLAIN = [
     for number, (layout, zero) in enumerate(zip(SOME, ZERO, strict=True))
 ]
 """Runs that are compared bit for bit with themselves without evaluation."""
+DROPS = {0, 3}
+"""Those of them that train an adapter with dropout: an evaluation has none, and leaves it on."""
 STOPPED = {"stopped before": PLAIN[1], "stopped inside": PLAIN[4]}
 
 
@@ -133,7 +136,7 @@ def compared(case: Case, folder: Path, output: Path) -> Any:
     return (got[0], met, left) if got else None
 
 
-def trained(case: Case, folder: Path, output: Path, *, evaluates: bool) -> Any:
+def trained(case: Case, folder: Path, output: Path, *, evaluates: bool, drops: bool = False) -> Any:
     """Records of a run with or without evaluation, and every tensor of its checkpoints."""
     from uspft.checkpoint.folder import Checkpoint
     from uspft.engine.state import KINDS as HELD
@@ -142,6 +145,10 @@ def trained(case: Case, folder: Path, output: Path, *, evaluates: bool) -> Any:
     without["training"]["eval_micro_batch_size"] = None
     blocks: dict[str, Any] = {} if evaluates else without
     blocks = {key: dict(value) for key, value in blocks.items()}
+    if drops:
+        adapter = {"type": "lora", "rank": 4, "alpha": 64, "dropout": 0.5}
+        blocks |= {"model": {"adapter": adapter}, "optimizer": {"learning_rate": 0.1}}
+        blocks["export"] = {"huggingface": True}
     got = run_recipe(
         recipe(case, folder, checkpoint={"every_steps": 1, "keep_last": STEPS}, **blocks), output
     )
@@ -187,7 +194,10 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "compared": [compared(c, folder, place("compared", i)) for i, c in enumerate(CASES)],
         "trained": [
-            [trained(c, folder, place(f"trained-{on}", i), evaluates=on) for on in (False, True)]
+            [
+                trained(c, folder, place(f"trained-{on}", i), evaluates=on, drops=i in DROPS)
+                for on in (False, True)
+            ]
             for i, c in enumerate(PLAIN)
         ],
     }
@@ -317,6 +327,18 @@ def test_training_is_bit_for_bit_as_without_evaluation(answers: dict[str, Any]) 
             assert all(torch.equal(without[2][at][key], x) for key, x in tensors.items()), case
         losses = [record["eval_loss"] for record in with_[0] if "eval_loss" in record]
         assert len(set(losses)) == STEPS, "what was trained does not show"
+
+
+def test_nothing_is_dropped_in_an_evaluation(
+    answers: dict[str, Any], setting: tuple[Path, dict[str, Documents]]
+) -> None:
+    """The last one meets the weights that the run leaves, with the adapter merged."""
+    for number in DROPS:
+        records = answers["trained"][number][1][0]
+        weights = load_file(setting[0] / f"runs/trained-True-{number}/hf/model.safetensors")
+        base = load_file(setting[0] / PLAIN[number].model / "model.safetensors")
+        assert mismatch(records[-1], wanted(PLAIN[number], weights, setting)) == []
+        assert mismatch(records[-1], wanted(PLAIN[number], base, setting))
 
 
 @pytest.mark.parametrize("how", ["stopped before", "stopped inside"])

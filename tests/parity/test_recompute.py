@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from tests.support.models import Documents, make_documents, make_model
 from tests.support.ranks import spawn
-from tests.support.runs import run_recipe, small_recipe
+from tests.support.runs import close, prepared, run_recipe, small_recipe
 from uspft.sequence import ALGORITHMS
 from uspft.sequence.planned import Planned
 
@@ -58,6 +59,39 @@ def work(
     return found
 
 
+def letting_go(rank: int, folder: Path, data: Documents, keeps: bool) -> dict[str, list[bool]]:
+    """Of each layout, whether the memory of what attention was given is gone before the backward.
+
+    keeps: as if a graph held on to its inputs.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    hook, room = (import_module(f"uspft.model.{name}") for name in ("attention", "recompute"))
+    inputs: list[Any] = []
+    attend_once = room.attend_once
+
+    def watched(memory: Any, layer: int, attend: Any, given: tuple[torch.Tensor, ...]) -> Any:
+        if layer not in memory:
+            inputs.extend(StorageWeakRef(x.untyped_storage()) for x in given)
+        return attend_once(memory, layer, attend, given)
+
+    hook.attend_once = watched  # type: ignore[attr-defined]
+    if keeps:
+        room._hooks = lambda leaves, inputs: (torch.Tensor.detach, lambda x: x)  # type: ignore[attr-defined]
+    found = {}
+    for name, parallel in LAYOUTS.items():
+        recipe = small_recipe(folder / "model", data.path, 64, parallel_config=parallel)
+        run = prepared(recipe, folder / f"{name}-{keeps}-inputs")
+        inputs.clear()
+        (batch,) = run.loader.batches(1)
+        loss = run.engine.deepspeed(batch, run.world, 1.0)
+        gc.collect()
+        found[name] = [bool(storage.expired()) for storage in inputs]
+        del loss
+        close(run)
+    return found
+
+
 def _counting(calls: list[int]) -> Any:
     """Counts the kernel's forward calls. Without recomputation a planned exchange would keep what
     it fetched: here it fetches again in both."""
@@ -98,6 +132,17 @@ def test_attention_is_neither_computed_nor_sent_twice(tmp_path: Path) -> None:
             assert other["loss"] == one["loss"] and other["grad_norm"] == one["grad_norm"]
         assert all(torch.equal(ends[key], ends_again[key]) for key in ends), name
         assert bool(plain[0]["comm_bytes"]) == (name != "whole")
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_attention_was_given_is_let_go_of(tmp_path: Path, keeps: bool) -> None:
+    """Three inputs of each of two layers: the second run makes them again. An all-to-all keeps what
+    it brought, and not what it was given, whatever the graph does."""
+    for answer in spawn(2, letting_go, tmp_path, made(tmp_path), keeps):
+        assert answer.keys() == LAYOUTS.keys()
+        for name, gone in answer.items():
+            assert len(gone) == 6, name
+            assert all(gone) == (not keeps or name == "ulysses"), (name, gone)
 
 
 def test_attention_computed_and_sent_twice_is_seen(tmp_path: Path) -> None:

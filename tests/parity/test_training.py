@@ -32,7 +32,15 @@ from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
 from uspft.sequence import ALGORITHMS
 
-ROW, STEPS, RATE, CLIP = 48, 3, 1e-3, 0.5
+ROW, STEPS, CLIP = 48, 3, 0.5
+SCHEDULE = {
+    "type": "cosine",
+    "warmup_steps": 1,
+    "warmup_ratio": None,
+    "min_learning_rate": 2e-4,
+}
+RATES = 1e-3, 6e-4, 2e-4
+"""Warm-up in one step, then half a cosine over two."""
 ZERO: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
     "zero1": {"stage": 1},
@@ -154,6 +162,7 @@ def run_case(case: Case, model: Path, output: Path, data: dict[bool, Documents])
         deepspeed={"zero_optimization": ZERO[case.zero]},
         training={"steps": STEPS, "global_batch_size": case.rows, "max_grad_norm": CLIP},
         memory={"gradient_checkpointing": case.passes == 2},
+        lr_schedule=SCHEDULE,
     )
     name = "-".join(map(str, astuple(case))).replace(" ", "")
     return run_recipe(recipe, output / name)
@@ -167,9 +176,11 @@ def mismatch(got: Any, want: Reference) -> list[str]:
     """What differs by more than rounding."""
     records, end = got
     found = []
-    for record, loss, norm, targets in zip(
-        records, want.losses, want.grad_norms, want.targets, strict=True
+    for record, loss, norm, targets, rate in zip(
+        records, want.losses, want.grad_norms, want.targets, RATES, strict=True
     ):
+        if not abs(record["learning_rate"] - rate) <= 1e-12:
+            found.append(f"learning rate {record['learning_rate']} != {rate}")
         if record["target_tokens"] != targets:
             found.append(f"targets {record['target_tokens']} != {targets}")
         if not abs(record["loss"] - loss) <= 1e-5 * loss:
@@ -211,7 +222,7 @@ def references(setting: Any) -> Any:
             every = row_documents(data, packed)
             stream = [every[i % len(every)] for i in range(STEPS * rows)]
             steps = [list(chain(*stream[i : i + rows])) for i in range(0, STEPS * rows, rows)]
-            made[model, packed, rows] = reference(folder / model, steps, rate=RATE, clip=CLIP)
+            made[model, packed, rows] = reference(folder / model, steps, rate=RATES, clip=CLIP)
         return made[model, packed, rows]
 
     return get
@@ -254,11 +265,14 @@ def test_the_comparison_finds_what_is_wrong(references: Any) -> None:
     """Its own control: not a number, a per cent of gradient, a target too few."""
     want = references("llama-8-2", False, 1)
     records = [
-        {"loss": loss, "grad_norm": norm, "target_tokens": n}
-        for loss, norm, n in zip(want.losses, want.grad_norms, want.targets, strict=True)
+        {"loss": loss, "grad_norm": norm, "target_tokens": n, "learning_rate": rate}
+        for loss, norm, n, rate in zip(
+            want.losses, want.grad_norms, want.targets, RATES, strict=True
+        )
     ]
     assert mismatch((records, want.end), want) == []
-    for key, value in (("loss", float("nan")), ("grad_norm", float("nan")), ("target_tokens", 0)):
+    wrong = {"loss": float("nan"), "grad_norm": float("nan"), "target_tokens": 0}
+    for key, value in {**wrong, "learning_rate": RATES[1]}.items():
         broken = [{**records[0], key: value}, *records[1:]]
         assert len(mismatch((broken, want.end), want)) == 1
     for name, end in want.end.items():

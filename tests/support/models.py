@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ def reference(
     model: Path,
     steps: list[list[tuple[list[int], list[int]]]],
     *,
-    rate: float,
+    rate: float | Sequence[float],
     clip: float,
     eps: float = 1e-8,
     rope: dict[str, Any] | None = None,
@@ -166,9 +166,9 @@ def reference(
 ) -> Reference:
     """Each document alone; loss = sum over a step's targets ÷ their number; AdamW, decay 1.0.
 
-    rope: rotary parameters; row: the length that their frequencies are for, where it matters;
-    besides: of the model and a step's index (from 0), a loss that takes part in the gradient alone;
-    prepare: changes the model, and returns what trains by name.
+    rate: of every step, or of each; rope: rotary parameters; row: the length that their frequencies
+    are for, where it matters; besides: of the model and a step's index (from 0), a loss that takes
+    part in the gradient alone; prepare: changes the model, and returns what trains by name.
     """
     config = transformers.AutoConfig.from_pretrained(model)
     if rope:
@@ -184,11 +184,14 @@ def reference(
         {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 1.0},
         {"params": [p for p in trained.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    rates = [rate] * len(steps) if isinstance(rate, float) else rate
     adam = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.95), eps=eps
+        [group for group in groups if group["params"]], lr=rates[0], betas=(0.9, 0.95), eps=eps
     )
     losses, norms, counts = [], [], []
-    for documents in steps:
+    for documents, now in zip(steps, rates, strict=True):
+        for group in adam.param_groups:
+            group["lr"] = now
         targets = sum(label != -100 for _, labels in documents for label in labels[1:])
         adam.zero_grad()
         loss = 0.0

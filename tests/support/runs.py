@@ -26,7 +26,10 @@ def small_recipe(folder: Path, corpus: Path, row: int, /, **blocks: Any) -> dict
         "export": {"huggingface": False},
         "launch": {"device": "cpu"},
     }
-    return {key: {**base.get(key, {}), **blocks.get(key, {})} for key in {**base, **blocks}}
+    merged = {key: {**base.get(key, {}), **blocks.get(key, {})} for key in {**base, **blocks}}
+    if "epochs" in merged["training"]:
+        del merged["training"]["steps"]
+    return merged
 
 
 def prepared(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any:
@@ -40,6 +43,7 @@ def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any
     """The Job of a recipe on these ranks, its data prepared; collective."""
     from uspft.checkpoint.folder import newest
     from uspft.commands.examine import examine
+    from uspft.commands.prepare import steps_of
     from uspft.data import prepare, prepare_sets
     from uspft.engine.quarantine import prepare_deepspeed
     from uspft.job import Job
@@ -54,11 +58,16 @@ def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any
     cache = output.parent / f"cache-{rank}"
     corpus = prepare(found.data, None, VOCABULARY, cache)
     evaluation = prepare_sets(found.data, None, VOCABULARY, cache)
-    checkpoint = newest(output) if resume else None
+    checkpoint = newest(output).checkpoint if resume else None
     dist.barrier()
-    steps = found.training.steps
-    assert steps
-    return Job(found, corpus, steps, {}, evaluation, checkpoint.folder if checkpoint else None)
+    return Job(
+        found,
+        corpus,
+        steps_of(found, corpus),
+        {},
+        evaluation,
+        checkpoint.folder if checkpoint else None,
+    )
 
 
 def run_recipe(

@@ -71,6 +71,7 @@ def work(rank: int, folder: Path, data: Path) -> dict[str, Any]:
             parallel_config={"context_parallel": 2, "context_parallel_algo": "ring_cp"},
             deepspeed={"zero_optimization": zero},
             training={"steps": STEPS, "global_batch_size": 1 if name == "zero0 bf16" else 2},
+            lr_schedule={"type": "cosine", "warmup_steps": 1, "warmup_ratio": None},
             export={"huggingface": True},
         )
         segment(recipe, folder / f"{name}-straight", None)
@@ -94,6 +95,8 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(tmp_path: Path) -> None:
     for name, (straight, resumed) in answers.items():
         assert [r for r in resumed if "resumed_from_step" in r] == [{"resumed_from_step": 2}]
         steps = [r for r in resumed if "loss" in r]
+        rates = [r["learning_rate"] for r in straight]
+        assert rates == pytest.approx([1e-3, 7.5e-4, 2.5e-4, 0.0], abs=1e-12), name
         assert [r["step"] for r in steps] == list(range(1, STEPS + 1)), name
         for key in ("loss", "grad_norm", "learning_rate", "target_tokens"):
             assert [r[key] for r in steps] == [r[key] for r in straight], f"{name}: {key}"

@@ -1,74 +1,153 @@
-"""Checkpoint folders: which is the newest, which go, and that nothing is lost."""
+"""Checkpoint folders: which is the newest whole one, what a path names, which go."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from uspft.checkpoint.folder import (
     Checkpoint,
     CheckpointError,
     delete_older,
     folder_of,
+    named,
     newest,
-    set_aside,
-    set_aside_after,
+    step_folders,
 )
+
+PART = "part-00000-00000.safetensors"
 
 
 def made(output: Path, *steps: int) -> None:
+    """Checkpoints of one tensor."""
     for step in steps:
         folder = folder_of(output, step)
         folder.mkdir(parents=True)
-        state = {"format": 1, "step": step, "adam_steps": step, "identity": {}, "files": {}}
+        save_file({"weight/x": torch.full((9,), float(step))}, folder / PART)
+        state = {
+            "format": 1,
+            "step": step,
+            "adam_steps": step,
+            "identity": {},
+            "files": {"weight/x": PART},
+            "sizes": {PART: (folder / PART).stat().st_size},
+        }
         (folder / "state.json").write_text(json.dumps(state))
 
 
 def steps(output: Path) -> list[int]:
-    return sorted(int(f.name[5:]) for f in (output / "checkpoints").glob("step-*"))
+    return [int(folder.name[5:]) for folder in step_folders(output / "checkpoints")]
+
+
+def newest_step(output: Path) -> int | None:
+    checkpoint = newest(output).checkpoint
+    return checkpoint.step if checkpoint else None
 
 
 def test_the_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
-    assert newest(tmp_path) is None
+    assert newest(tmp_path) == (None, [])
     made(tmp_path, 50, 100, 150)
-    found = newest(tmp_path)
-    assert found and found.step == 150
+    assert newest_step(tmp_path) == 150 and newest(tmp_path).damaged == []
     delete_older(tmp_path, 2)
     assert steps(tmp_path) == [100, 150]
 
 
-def test_going_on_moves_later_checkpoints_and_exports_aside(tmp_path: Path) -> None:
-    made(tmp_path, 50, 100, 150)
-    for name in ("hf", "adapter"):
-        (tmp_path / name).mkdir()
-    place = set_aside_after(tmp_path, 50)
-    assert steps(tmp_path) == [50] and not (tmp_path / "hf").exists()
-    assert place and sorted(f.name for f in place.iterdir()) == ["adapter", "checkpoints", "hf"]
-    assert sorted(f.name for f in (place / "checkpoints").iterdir()) == [
-        "step-00000100",
-        "step-00000150",
-    ]
-    assert set_aside_after(tmp_path, 50) is None
+def test_what_a_user_copied_beside_them_is_not_touched(tmp_path: Path) -> None:
+    made(tmp_path, 2, 3, 4)
+    place = tmp_path / "checkpoints"
+    copies = "step-best", "step-00000003-good", "step-9", "step-000000099", "best"
+    for copy in copies:
+        shutil.copytree(place / "step-00000003", place / copy)
+    (place / "step-00000100").write_text("a file")
+    assert steps(tmp_path) == [2, 3, 4] and newest_step(tmp_path) == 4
+    delete_older(tmp_path, 1)
+    assert steps(tmp_path) == [4]
+    assert all((place / copy / "state.json").exists() for copy in copies)
+    assert named(place / "step-best").step == 3  # by its own name it is as good as any
 
 
-def test_what_an_earlier_run_left_is_moved_and_never_twice_to_one_place(tmp_path: Path) -> None:
-    assert set_aside(tmp_path) is None
-    for _ in range(3):
-        (tmp_path / "metrics.jsonl").write_text("x")
-        (tmp_path / "logs").mkdir(exist_ok=True)
-        place = set_aside(tmp_path, ["logs"])
-        assert place and (place / "metrics.jsonl").read_text() == "x"
-    assert len(list(tmp_path.glob("earlier-*"))) == 3
-    assert (tmp_path / "logs").is_dir()
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
+def zeroed(path: Path) -> None:
+    """As a power loss leaves what was not on the disk."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated part": (lambda f: cut(f / PART), f"is damaged: {PART} has "),
+    "part of zeros": (lambda f: zeroed(f / PART), f"is damaged: {PART}: "),
+    "part gone": (lambda f: (f / PART).unlink(), f"it lacks {PART}"),
+    "part without its tensor": (
+        lambda f: save_file({"weight/y": torch.zeros(9)}, f / PART),
+        f"{PART} holds no weight/x",
+    ),
+    "state empty": (lambda f: (f / "state.json").write_text(""), "state.json is not JSON"),
+    "state cut": (lambda f: cut(f / "state.json"), "state.json is not JSON"),
+    "state of zeros": (lambda f: zeroed(f / "state.json"), "state.json is not JSON"),
+    "state no text": (lambda f: (f / "state.json").write_bytes(b"\xff\xfe"), "is not JSON"),
+    "state gone": (lambda f: (f / "state.json").unlink(), "is not a complete checkpoint"),
+    "state mangled": (
+        lambda f: (f / "state.json").write_text('{"format": 1, "step": 3, "adam_steps": 3}'),
+        "state.json has no identity",
+    ),
+    "state of another kind": (lambda f: (f / "state.json").write_text("[]"), "has format None"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_one_is_named_and_the_one_before_it_is_taken(tmp_path: Path, case: str) -> None:
+    made(tmp_path, 1, 2, 3)
+    damage, told = DAMAGE[case]
+    damage(folder_of(tmp_path, 3))
+    found = newest(tmp_path)
+    assert found.checkpoint and found.checkpoint.step == 2
+    (line,) = found.damaged
+    assert told in line and str(folder_of(tmp_path, 3)) in line and "\n" not in line
+    for place in (folder_of(tmp_path, 3), tmp_path / "checkpoints", tmp_path):
+        with pytest.raises(CheckpointError) as caught:
+            named(place)
+        assert told in str(caught.value)
+        before = f"the one before it is {folder_of(tmp_path, 2)}"
+        assert (before in str(caught.value)) == (place != folder_of(tmp_path, 3))
+    damage(folder_of(tmp_path, 2))
+    damage(folder_of(tmp_path, 1))
+    with pytest.raises(CheckpointError) as caught:
+        newest(tmp_path)
+    assert str(caught.value).count(told) == 3
+
+
+def test_a_path_names_a_step_all_checkpoints_or_a_run(tmp_path: Path) -> None:
+    made(tmp_path, 1, 2)
+    assert named(folder_of(tmp_path, 1)).step == 1
+    assert named(tmp_path / "checkpoints").step == named(tmp_path).step == 2
+    for place, told in (("nowhere", "does not exist"), ("empty", "holds no checkpoint")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(CheckpointError, match=told):
+            named(tmp_path / place)
+
+
+def test_a_part_that_is_damaged_after_it_was_opened(tmp_path: Path) -> None:
     made(tmp_path, 1)
-    folder = folder_of(tmp_path, 1)
-    state = json.loads((folder / "state.json").read_text())
-    state["files"] = {"weight/x": "part-00000-00000.safetensors"}
-    (folder / "state.json").write_text(json.dumps(state))
-    with pytest.raises(CheckpointError, match="lacks part-00000-00000"):
-        Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder_of(tmp_path, 1))
+    assert checkpoint.tensor("weight", "x").sum() == 9
+    zeroed(folder_of(tmp_path, 1) / PART)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.tensor("weight", "x")
+
+
+def test_one_without_sizes_is_read_too(tmp_path: Path) -> None:
+    """As they were written before sizes stood in them."""
+    made(tmp_path, 1)
+    file = folder_of(tmp_path, 1) / "state.json"
+    state = json.loads(file.read_text())
+    del state["sizes"]
+    file.write_text(json.dumps(state))
+    assert newest_step(tmp_path) == 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from tests.support.data_cases import (
     write_lengths,
     write_lines,
 )
+from tests.support.launch import ROOT
 from uspft.data import Corpus, DataError, cache, prepare
 
 
@@ -87,6 +91,7 @@ def test_the_key_is_all_that_changes_the_tokens_and_no_more(tmp_path: Path) -> N
 
     first = key()
     same = [key(shuffle=False), key(packing="none"), key(workers=1), key(sequence_length=999)]
+    same.append(key(train=source(path, format="messages")))  # which auto finds
     assert set(same) == {first}
     bos = changed_tokenizer(tmp_path / "t", (TEMPLATES / "chatml.jinja").read_text(), eos_token="x")
     others = [
@@ -97,7 +102,6 @@ def test_the_key_is_all_that_changes_the_tokens_and_no_more(tmp_path: Path) -> N
         key(tokenizer=bos),
         key(size=9000),
         key(train=source(path, weight=2)),
-        key(train=source(path, format="messages")),
     ]
     stat = path.stat()
     other = {"messages": [*CHAT["messages"][:1], {"role": "assistant", "content": "Howdy"}]}
@@ -106,6 +110,62 @@ def test_the_key_is_all_that_changes_the_tokens_and_no_more(tmp_path: Path) -> N
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     others.append(key())
     assert len({first, *others}) == 1 + len(others)
+
+
+def test_the_tokens_have_a_name_wherever_their_files_lie(tmp_path: Path) -> None:
+    one = write_lines(tmp_path / "a.jsonl", [CHAT])
+    other = tmp_path / "moved/b.jsonl"
+    other.parent.mkdir()
+    other.write_bytes(one.read_bytes())
+
+    def prepared(path: Path, **changes: Any) -> tuple[str, str]:
+        folder = prepare(block(path, **changes), str(TOKENIZER), 8192, tmp_path / "cache")
+        corpus = Corpus.open(folder)
+        assert corpus.origin(0) == f"{path}:1"  # what is said of a sample names today's file
+        return folder.name, corpus.contents
+
+    first, moved, otherwise = prepared(one), prepared(other), prepared(one, train_on="all")
+    assert first[0] != moved[0] and first[1] == moved[1] != otherwise[1]
+    text = write_lines(tmp_path / "t.jsonl", [{"text": "one"}, {"text": "two"}])
+    whole = tmp_path / "t.txt"
+    whole.write_bytes(text.read_bytes())  # read as one text
+    assert prepared(text)[1] != prepared(whole)[1]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.support.data_cases import TOKENIZER, block
+from uspft.data import prepare
+def stop(done, total): os.kill(os.getpid(), int(sys.argv[3]))
+prepare(block(Path(sys.argv[1])), str(TOKENIZER), 8192, Path(sys.argv[2]), stop)
+"""
+
+
+def test_what_a_killed_preparation_left_is_cleared_and_a_live_one_s_is_not(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", ({"text": f"{i} " * 50} for i in range(300)))
+    cache_dir = tmp_path / "cache"
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", KILLED, str(path), str(cache_dir), str(number)]
+        return subprocess.Popen(words, cwd=ROOT)
+
+    killed, waiting = start(signal.SIGKILL), start(signal.SIGSTOP)
+    assert killed.wait(60) == -signal.SIGKILL
+    _, status = os.waitpid(waiting.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    (cache_dir / ".mine").mkdir()
+    left = {entry.name for entry in cache_dir.iterdir()} - {".mine"}
+    assert len(left) == 2 and all(name.endswith(".partial") for name in left)
+    folder = prepare(block(path), str(TOKENIZER), 8192, cache_dir)
+    found = {entry.name for entry in cache_dir.iterdir()}
+    assert len(found) == 3 and found > {".mine", folder.name} and len(found & left) == 1
+    waiting.send_signal(signal.SIGCONT)
+    waiting.kill()
+    waiting.wait(60)
+    write_lines(path, [{"text": "other"}])
+    other = prepare(block(path), str(TOKENIZER), 8192, cache_dir)
+    assert {entry.name for entry in cache_dir.iterdir()} == {".mine", folder.name, other.name}
 
 
 def test_two_may_prepare_the_same_at_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from uspft.batch import Segments
 from uspft.data.loader import DIGEST, _digest, _in_documents
-from uspft.guards import _sizes, first_loss_warning
+from uspft.guards import _each, first_loss_warning
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_positions_are_counted_in_documents() -> None:
 
 
 def test_what_ranks_hold_is_told_from_least_to_most() -> None:
-    assert _sizes(2048, 2048) == "2 KiB on each"
-    assert _sizes(0, 3072) == "0 B to 3 KiB on each"
+    assert _each(2048, 2048) == "2 KiB on each"
+    assert _each(0, 3072) == "0 B to 3 KiB on each"

@@ -17,6 +17,7 @@ from tests.support.ranks import spawn
 from tests.support.varlen import varlen_on_cpu
 from uspft.assemble import _head_shapes, _said_by_all, _same_job
 from uspft.config.families import CAPPED_KERNELS
+from uspft.config.problems import RunFailed
 from uspft.kernels import (
     Block,
     Grouped,
@@ -464,7 +465,7 @@ def choosing(rank: int) -> list[Any]:
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
     job: Any = SimpleNamespace(fingerprint=lambda: rank, corpus=Path(), steps=1, resume_from=None)
-    with pytest.raises(RuntimeError, match=f"run different things .here {rank}"):
+    with pytest.raises(RunFailed, match=f"run different things .here {rank}"):
         _same_job(job)
     job.fingerprint = lambda: 1
     _same_job(job)

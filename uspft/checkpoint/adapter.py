@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from uspft.config import ModelBlock
+from uspft.durable import publish, save_tensors, start_partial
 from uspft.model.adapter import lora_config
 
 PREFIX = "base_model.model."
@@ -20,21 +19,19 @@ PREFIX = "base_model.model."
 def export_adapter(tensors: Iterable[tuple[str, Tensor]], block: ModelBlock, target: Path) -> Path:
     """Write an adapter's float32 weights for `PeftModel.from_pretrained`.
 
-    tensors: what `adapter_of` gives. Written aside and renamed: complete or absent.
+    tensors: what `adapter_of` gives. target: a new name, or an empty folder; complete or absent.
+    Raises OSError.
     """
     assert block.adapter is not None
     held = {PREFIX + name: value.to("cpu").float().contiguous().clone() for name, value in tensors}
-    aside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    save_file(held, aside / "adapter_model.safetensors", metadata={"format": "pt"})
+    aside = start_partial(target)
+    save_tensors(held, aside / "adapter_model.safetensors", {"format": "pt"})
     adapted = block.adapter.target_modules or {name.split(".")[-3] for name in held}
     config = lora_config(block.adapter, sorted(adapted), _base(block))
     config.target_modules = sorted(adapted)  # peft has made a set of it, written in any order
     config.inference_mode = True
     config.save_pretrained(str(aside))
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
+    publish(aside, target)
     return target
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from uspft.durable import publish, save_tensors, start_partial
 from uspft.model.experts import as_files
 
 SHARD_BYTES = 5 * 10**9
@@ -26,12 +25,10 @@ def export_folder(
     """Write parameters in dtype, and what from_pretrained needs beside them.
 
     tensors: names and whole values, one at a time; only a shard is held in memory. describe: writes
-    config and tokenizer into the folder; the config says how files name experts. Written aside and
-    renamed: complete or absent.
+    config and tokenizer into the folder; the config says how files name experts. target: a new
+    name, or an empty folder; complete or absent. Raises OSError.
     """
-    aside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside = start_partial(target)
     describe(aside)
     kind = json.loads((aside / "config.json").read_text())["model_type"]
     shards: list[dict[str, int]] = []
@@ -46,13 +43,12 @@ def export_folder(
         held_bytes += size
     shards.append(_write(held, aside, len(shards)))
     _name_shards(aside, shards)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
+    publish(aside, target)
     return target
 
 
 def _write(held: dict[str, Tensor], folder: Path, number: int) -> dict[str, int]:
-    save_file(held, folder / f"shard-{number}", metadata={"format": "pt"})
+    save_tensors(held, folder / f"shard-{number}", {"format": "pt"})
     return {name: value.numel() * value.element_size() for name, value in held.items()}
 
 

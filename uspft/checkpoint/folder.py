@@ -1,38 +1,38 @@
 """A checkpoint on disk: state.json, and float32 tensors by parameter name in safetensors files.
 
     checkpoints/step-00000500/
-        state.json                 step, tensors → file, what a resumed run must agree with
+        state.json                 step, tensor → file, file → bytes, what resuming agrees with
         model/                     config.json and the tokenizer's files
         part-00003-00000.safetensors   weight/<name>, exp_avg/<name>, exp_avg_sq/<name>, whole
     checkpoints/latest             name of the newest complete one
 
 Whole tensors by name, spread over the ranks that wrote them: any layout and stage can read them.
+Only `step-` and eight digits is a checkpoint; whatever else lies beside it is the user's.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
+import re
 import shutil
-import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from uspft.config.problems import InputError
+from uspft.config.problems import InputError, said
 
 FORMAT = 1
-LATEST = "latest"
-EXPORTS = ("hf", "adapter")
-"""Folders that the end of a run writes beside checkpoints/."""
+CHECKPOINTS, LATEST, STATE = "checkpoints", "latest", "state.json"
+STEP_FOLDER = re.compile(r"step-\d{8}")
 
 
 class CheckpointError(InputError):
-    """A checkpoint is missing, incomplete or of another format."""
+    """A checkpoint is missing, incomplete, damaged or of another format."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,25 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Raises CheckpointError where the folder is not a complete checkpoint."""
-        state = _read_state(folder)
-        missing = sorted(f for f in set(state["files"].values()) if not (folder / f).exists())
-        if missing:
-            raise CheckpointError(f"{folder} is not a complete checkpoint: it lacks {missing[0]}")
-        return cls(folder, state)
+        """The checkpoint in a folder, which holds all that was written, each file in its length.
+
+        Raises CheckpointError.
+        """
+        checkpoint = cls.read(folder)
+        keys: dict[str, list[str]] = {}
+        for key, part in checkpoint.state["files"].items():
+            keys.setdefault(part, []).append(key)
+        sizes = checkpoint.state["sizes"]
+        for name in sorted({*keys, *sizes}):
+            _require_file(folder, name, sizes.get(name))
+        for name, held in keys.items():
+            _require_tensors(folder, name, held)
+        return checkpoint
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """The checkpoint in a folder that is known to be whole. Raises CheckpointError."""
+        return cls(folder, _read_state(folder))
 
     @property
     def step(self) -> int:
@@ -60,8 +73,12 @@ class Checkpoint:
         key = f"{kind}/{name}"
         if key not in self.state["files"]:
             raise CheckpointError(f"{self.folder} holds no {key}")
-        with safe_open(self.folder / self.state["files"][key], "pt") as tensors:
-            value: Tensor = tensors.get_tensor(key)
+        part = self.folder / self.state["files"][key]
+        try:
+            with safe_open(part, "pt") as tensors:
+                value: Tensor = tensors.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{part} cannot be read: {said(error)}") from error
         return value
 
     @property
@@ -74,64 +91,112 @@ class Checkpoint:
 
 def _read_state(folder: Path) -> dict[str, Any]:
     try:
-        state = json.loads((folder / "state.json").read_text())
+        state = json.loads((folder / STATE).read_text())
     except OSError as error:
-        why = f"state.json: {error.strerror}"
+        why = f"{STATE}: {error.strerror}"
         raise CheckpointError(f"{folder} is not a complete checkpoint: {why}") from error
     except ValueError as error:
-        raise CheckpointError(f"{folder}/state.json is not JSON: {error}") from error
+        raise CheckpointError(f"{folder}/{STATE} is not JSON: {said(error)}") from error
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT:
-        raise CheckpointError(f"{folder}/state.json has format {found}, expected {FORMAT}")
-    for name, kind in (("step", int), ("identity", dict), ("files", dict)):
-        if not isinstance(state.get(name), kind):
-            raise CheckpointError(f"{folder}/state.json has no {name}")
+        raise CheckpointError(f"{folder}/{STATE} has format {found}, expected {FORMAT}")
+    state.setdefault("sizes", {})
+    missing = [name for name, is_right in _FIELDS.items() if not is_right(state.get(name))]
+    if missing:
+        raise CheckpointError(f"{folder}/{STATE} has no {missing[0]}")
     return dict(state)
 
 
+def _table_of(kind: type) -> Callable[[Any], bool]:
+    return lambda table: (
+        isinstance(table, dict) and all(isinstance(value, kind) for value in table.values())
+    )
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: isinstance(value, int),
+    "adam_steps": lambda value: isinstance(value, int),
+    "identity": lambda value: isinstance(value, dict),
+    "files": _table_of(str),
+    "sizes": _table_of(int),
+}
+
+
+def _require_file(folder: Path, name: str, size: int | None) -> None:
+    try:
+        found = (folder / name).stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it lacks {name}") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{name} cannot be read: {error.strerror}") from error
+    if size is not None and found != size:
+        what = f"{name} has {found:,} bytes, and was written with {size:,}"
+        raise CheckpointError(f"{folder} is damaged: {what}")
+
+
+def _require_tensors(folder: Path, name: str, keys: Collection[str]) -> None:
+    """Reads the file's header alone."""
+    try:
+        with safe_open(folder / name, "pt") as tensors:
+            missing = sorted(set(keys) - set(tensors.keys()))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} is damaged: {name}: {said(error)}") from error
+    if missing:
+        raise CheckpointError(f"{folder} is damaged: {name} holds no {missing[0]}")
+
+
 def folder_of(output: Path, step: int) -> Path:
-    return output / "checkpoints" / f"step-{step:08d}"
+    return output / CHECKPOINTS / f"step-{step:08d}"
 
 
-def newest(output: Path) -> Checkpoint | None:
-    """The newest complete checkpoint of an output folder, or None. Raises CheckpointError."""
-    folders = sorted((output / "checkpoints").glob("step-*"), reverse=True)
-    return Checkpoint.open(folders[0]) if folders else None
+def step_folders(checkpoints: Path) -> list[Path]:
+    """The checkpoints in a folder `checkpoints`, the oldest first. Raises CheckpointError."""
+    if not os.path.isdir(checkpoints):
+        return []
+    try:
+        found = [f for f in checkpoints.iterdir() if STEP_FOLDER.fullmatch(f.name) and f.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{checkpoints} cannot be read: {error.strerror}") from error
+    return sorted(found)
+
+
+class Newest(NamedTuple):
+    """The newest whole checkpoint of an output folder, and a line for each newer, damaged one."""
+
+    checkpoint: Checkpoint | None
+    damaged: list[str]
+
+
+def newest(output: Path) -> Newest:
+    """The checkpoint that a run goes on from. Raises CheckpointError where none is whole."""
+    damaged: list[str] = []
+    for folder in reversed(step_folders(output / CHECKPOINTS)):
+        try:
+            return Newest(Checkpoint.open(folder), damaged)
+        except CheckpointError as error:
+            damaged.append(str(error))
+    if damaged:
+        raise CheckpointError("; ".join(damaged))
+    return Newest(None, [])
+
+
+def named(place: Path) -> Checkpoint:
+    """The checkpoint that a path names: its own folder, `checkpoints/`, or a run's folder with the
+    newest of its own. Raises CheckpointError where that one is missing or damaged."""
+    if (place / STATE).exists() or STEP_FOLDER.fullmatch(place.name):
+        return Checkpoint.open(place)
+    folders = step_folders(place / CHECKPOINTS) or step_folders(place)
+    if not folders:
+        what = "holds no checkpoint" if place.exists() else "does not exist"
+        raise CheckpointError(f"{place} {what}")
+    try:
+        return Checkpoint.open(folders[-1])
+    except CheckpointError as error:
+        before = f"; the one before it is {folders[-2]}" if len(folders) > 1 else ""
+        raise CheckpointError(f"{error}{before}") from error
 
 
 def delete_older(output: Path, keep: int) -> None:
     """Keep the newest `keep` checkpoints."""
-    for folder in sorted((output / "checkpoints").glob("step-*"))[:-keep]:
+    for folder in step_folders(output / CHECKPOINTS)[:-keep]:
         shutil.rmtree(folder)
-
-
-def set_aside_after(output: Path, step: int) -> Path | None:
-    """Move what a run that goes on from `step` will make anew to earlier-<time>/: checkpoints of
-    later steps, and the exports of an earlier end."""
-    later = [
-        f for f in (output / "checkpoints").glob("step-*") if f.name > folder_of(output, step).name
-    ]
-    later += [output / name for name in EXPORTS if (output / name).exists()]
-    return _move(later, output) if later else None
-
-
-def set_aside(output: Path, stays: Collection[str] = ()) -> Path | None:
-    """Move what an earlier run left in an output folder to earlier-<time>/ inside it.
-
-    stays: names that are left alone, since another host may already write there.
-    """
-    entries = output.iterdir() if output.is_dir() else ()
-    left = [e for e in entries if not e.name.startswith("earlier-") and e.name not in stays]
-    return _move(left, output) if left else None
-
-
-def _move(entries: list[Path], output: Path) -> Path:
-    """Move entries of the output to the same places in a new folder earlier-<time>/ inside it."""
-    name = time.strftime("earlier-%Y%m%d-%H%M%S")
-    tails = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
-    place = next(p for p in (output / (name + tail) for tail in tails) if not p.exists())
-    for entry in entries:
-        aside = place / entry.relative_to(output)
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        entry.rename(aside)
-    return place

@@ -16,28 +16,30 @@ LOOSE = {
     "data.cache_dir",
     "data.eval",
     "data.format",
+    "data.train",
+    "data.chat_template",
 }
-"""Keys inside the compared blocks that do not change what is learned."""
+"""Keys inside the compared blocks that do not change what is learned, or show in `CONTENTS`."""
 
 CONTENTS = "data.train (contents)"
-"""The name of the prepared data, which changes with all that changes its tokens."""
+"""A name for the tokens, which changes with all that changes them, but not with where it lies."""
 BASE = "the base model (contents)"
-"""The digest of the model that an adapter, or what is not frozen of it, belongs to."""
+"""The digest of the model that the run started from, wherever it lies."""
+PLACES = {"model.name_or_path", "model.config", "model.tokenizer"}
+"""Said for the export; what lies there shows in `BASE` and `CONTENTS`."""
 SHOWN = 80
 
 
 def identity_of(recipe: Recipe) -> dict[str, Any]:
     """Key → value of what decides the course of a run: model, data, seed, batch, optimizer.
 
-    As JSON gives it back. The contents of the data, `CONTENTS`, and of a frozen model, `BASE`, are
-    added once they are known.
+    As JSON gives it back. The contents of the data, `CONTENTS`, and of the model, `BASE`, are added
+    once they are known.
     """
     tree = json.loads(json.dumps(as_tree(recipe)))
     found = {"seed": tree["seed"]}
     for block in ("model", "data", "optimizer"):
         found |= {f"{block}.{key}": value for key, value in tree[block].items()}
-    for source in found["data.train"]:
-        source.pop("format")  # as data.format: it shows in the contents
     found["training.global_batch_size"] = tree["training"]["global_batch_size"]
     found["training.max_grad_norm"] = tree["training"]["max_grad_norm"]
     return {key: value for key, value in found.items() if key not in LOOSE}
@@ -54,9 +56,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str
             found.append(("data.train", what, remedy))
         elif key == BASE and old.get(key, value) != value:
             place = "model.config" if new.get("model.config") else "model.name_or_path"
-            what = "is another model than the checkpoint was trained on, though of that name"
+            what = "is another model than the checkpoint was trained on"
             found.append((place, what, f"put its files back, or write {anew}"))
-        elif key != BASE and old.get(key) != value:
+        elif key not in {BASE, *PLACES} and old.get(key) != value:
             what = f"is {_shown(value)}, and the checkpoint was trained with {_shown(old.get(key))}"
             found.append((key, what, f"write that value, {anew}"))
     return found

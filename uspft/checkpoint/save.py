@@ -1,18 +1,24 @@
-"""Writing a checkpoint: aside first, then renamed, so it is complete or absent."""
+"""Writing a checkpoint: aside first, on the disk, then renamed, so it is complete or absent."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
-from uspft.checkpoint.folder import FORMAT, LATEST, CheckpointError, delete_older, folder_of
+from uspft.checkpoint.folder import (
+    FORMAT,
+    LATEST,
+    STATE,
+    CheckpointError,
+    delete_older,
+    folder_of,
+)
+from uspft.durable import partial_of, publish, save_tensors, start_partial, sync, write_text
 from uspft.engine.state import KINDS, adam_steps, read_state
 
 if TYPE_CHECKING:
@@ -32,6 +38,9 @@ class _Parts:
         self._held: dict[str, Tensor] = {}
         self._bytes, self._count = 0, 0
         self.files: dict[str, str] = {}
+        """Key → the file that it is in."""
+        self.sizes: dict[str, int] = {}
+        """File → bytes."""
 
     def add(self, key: str, value: Tensor) -> None:
         self._held[key] = value.detach().float().cpu().contiguous().clone()
@@ -43,8 +52,9 @@ class _Parts:
         if not self._held:
             return
         name = f"part-{self._rank:05d}-{self._count:05d}.safetensors"
-        save_file(self._held, self._folder / name)
+        save_tensors(self._held, self._folder / name)
         self.files |= dict.fromkeys(self._held, name)
+        self.sizes[name] = (self._folder / name).stat().st_size
         self._held, self._bytes, self._count = {}, 0, self._count + 1
 
 
@@ -55,14 +65,14 @@ def save_checkpoint(
 
     describe: called on rank 0 with the folder; writes the model's own files there and returns what
     a resumed run must agree with. output must be one folder for all hosts. Raises CheckpointError
-    where a host's files cannot be seen from rank 0's.
+    where a host's files cannot be seen from rank 0's, and OSError where one cannot be written: the
+    checkpoints before are then as they were.
     """
     rank, world = (dist.get_rank(), dist.get_world_size())
     final = folder_of(output, step)
-    aside = final.with_name(f".{final.name}.partial")
+    aside = partial_of(final)
     if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        start_partial(final)
     dist.barrier()
     parts = _Parts(aside, rank)
     load = [0] * world
@@ -77,26 +87,28 @@ def save_checkpoint(
                 parts.add(keys[-1], value)
     parts.flush()
     written: list[Any] = [None] * world
-    dist.all_gather_object(written, parts.files)
+    dist.all_gather_object(written, (parts.files, parts.sizes))
     if rank == 0:
-        files = {key: found[key] for key in keys for found in written if key in found}
+        files = {key: found[key] for key in keys for found, _ in written if key in found}
+        sizes = {name: size for _, found in written for name, size in found.items()}
         state = {"format": FORMAT, "step": step, "adam_steps": adam_steps(engine)}
-        _publish(aside, final, {**state, "identity": describe(aside), "files": files})
+        _publish(aside, final, {**state, "identity": describe(aside), "files": files}, sizes)
         delete_older(output, keep_last)
     dist.barrier()
     return final
 
 
-def _publish(aside: Path, final: Path, state: dict[str, Any]) -> None:
-    missing = [name for name in set(state["files"].values()) if not (aside / name).exists()]
+def _publish(aside: Path, final: Path, state: dict[str, Any], sizes: dict[str, int]) -> None:
+    """sizes: of the parts that ranks have written; what else lies in the folder is this host's."""
+    missing = [name for name in sizes if not (aside / name).exists()]
     if missing:
         raise CheckpointError(
             f"{aside} lacks {', '.join(sorted(missing))}: output_dir must lie on a file system "
             "that all hosts share"
         )
-    (aside / "state.json").write_text(json.dumps(state))
-    shutil.rmtree(final, ignore_errors=True)
-    aside.rename(final)
-    pointer = final.parent / f".{LATEST}"
-    pointer.write_text(final.name + "\n")
-    pointer.replace(final.parent / LATEST)
+    beside = [file for file in (aside / "model").rglob("*") if file.is_file()]
+    sizes = sizes | {str(file.relative_to(aside)): file.stat().st_size for file in beside}
+    (aside / STATE).write_text(json.dumps({**state, "sizes": sizes}))
+    publish(aside, final)
+    sync(final.parent.parent)  # where checkpoints/ itself may be new
+    write_text(final.parent / LATEST, final.name + "\n")

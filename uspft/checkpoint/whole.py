@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from uspft.checkpoint.folder import Checkpoint, CheckpointError
 from uspft.checkpoint.identity import BASE
 from uspft.checkpoint.weights import weights_of
 from uspft.config import ModelBlock
-from uspft.config.problems import InputError
+from uspft.config.problems import InputError, said
 from uspft.model.adapter import adapter_of, merged
 from uspft.model.build import empty_model, places
 from uspft.model.digest import base_digest
@@ -56,10 +58,10 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
     base: where that is now, if not where the run found it. Raises CheckpointError where it is
     another model, or is asked for in vain; Fault.
     """
-    config = AutoConfig.from_pretrained(checkpoint.folder / "model", local_files_only=True)
+    config = _config(checkpoint.folder / "model")
     dtype = config.dtype or torch.float32
     identity, said = checkpoint.state["identity"], model_block(checkpoint)
-    if BASE not in identity:  # all of it was trained
+    if not (said.adapter or said.freeze):  # all of it was trained
         if base:
             what = f"{checkpoint.folder} holds the whole model"
             raise CheckpointError(f"command line: base: {what}, and needs no other; leave it out")
@@ -79,6 +81,16 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
         return value if parameter.requires_grad else value.to(dtype).float()
 
     return WholeModel(found, read, said, dtype)
+
+
+def _config(folder: Path) -> Any:
+    """Raises CheckpointError."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} holds no config that can be read: {said(error)}"
+        ) from error
 
 
 def _base(said: ModelBlock, digest: str, *, given: bool) -> ModelBlock:

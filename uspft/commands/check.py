@@ -8,20 +8,23 @@ from pathlib import Path
 
 from uspft.commands.examine import examine
 from uspft.commands.examine_model import examine_model
+from uspft.commands.output import output_of
 from uspft.commands.place import Place
+from uspft.commands.space import space_free, space_needed
 from uspft.launcher import hosts_from
+from uspft.metrics import as_size
 
 
 def check(target: Path, overrides: Sequence[str], place: Place) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
     found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
     recipe, shape = found.recipe, found.shape
-    trains, model = None, recipe.model
+    examined, model = None, recipe.model
     asks = [f"model.{key}" for key in ("adapter", "freeze", "overrides") if getattr(model, key)]
     here = model.config or os.path.isdir(model.name_or_path or "")
     if shape and (here or asks):
         with found.placed():
-            trains = examine_model(recipe).trains
+            examined = examine_model(recipe)
     elif asks:
         found.not_checked.append(f"the names in {', '.join(asks)} (no config of the model here)")
     print(f"{target}: no problem found")
@@ -33,8 +36,13 @@ def check(target: Path, overrides: Sequence[str], place: Place) -> int:
             f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "
             f"{shape.heads} query and {shape.kv_heads} KV heads, vocabulary {shape.vocab_size}"
         )
-    if trains:
-        print(f"trains: {trains}")
+    if examined and examined.trains:
+        print(f"trains: {examined.trains}")
+    if examined:
+        steps = recipe.training.steps
+        needed = space_needed(recipe, examined.trained, examined.parameters, steps)
+        output = output_of(recipe)
+        print(f"disk: writes {as_size(needed)}; {as_size(space_free(output))} free in {output}")
     if recipe.data.eval:
         every = recipe.training.eval_every_steps
         often = f"after every {every} steps and at the end" if every else "at the end"

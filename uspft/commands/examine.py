@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from uspft.batch import Segments
+from uspft.commands.examine_files import file_findings
 from uspft.commands.place import CONFIGS
 from uspft.commands.sizes import with_scaling, with_tiles
 from uspft.config import (
@@ -27,7 +27,6 @@ from uspft.config import (
     read_shape,
 )
 from uspft.config.blocks import ParallelBlock
-from uspft.config.model_shape import HUB_ID
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.layout import Layout, layout_of
@@ -79,7 +78,8 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
     device = recipe.launch.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    findings = _files(recipe) + source_problems(recipe.data) + _precision(recipe, device)
+    findings = file_findings(recipe, path) + source_problems(recipe.data)
+    findings += _precision(recipe, device)
     shape = read_shape(recipe.model, CONFIGS)
     open_questions = list(not_checked(recipe.data))
     tokenizer = recipe.model.tokenizer or recipe.model.name_or_path
@@ -194,50 +194,6 @@ def _with_degrees(recipe: Recipe, layout: Layout) -> ParallelBlock:
         "tensor_slices": None,
     }
     return parallel.model_copy(update=degrees)
-
-
-def output_of(recipe: Recipe) -> Path:
-    """The output folder of a loaded recipe, which always has one."""
-    assert recipe.output_dir is not None
-    return recipe.output_dir
-
-
-def _files(recipe: Recipe) -> list[Finding]:
-    """Named files that are not there, and folders that could not be written."""
-    found = []
-    resume, tokenizer = recipe.checkpoint.resume, recipe.model.tokenizer
-    named = {
-        "data.chat_template": recipe.data.chat_template,
-        "model.tokenizer": None if tokenizer and HUB_ID.fullmatch(tokenizer) else tokenizer,
-        "checkpoint.resume": None if resume in ("auto", "never") else resume,
-    }
-    for key, name in named.items():
-        if name and not os.path.exists(name):
-            found.append((key, f"`{name}` does not exist", "name a file or folder that does"))
-    for key, folder in (
-        ("output_dir", recipe.output_dir),
-        ("data.cache_dir", recipe.data.cache_dir),
-    ):
-        why = folder and _cannot_write(folder)
-        if why:
-            found.append((key, f"`{folder}` cannot be written: {why}", "name another folder"))
-    return found
-
-
-def _cannot_write(folder: Path) -> str | None:
-    """Why a folder, made where it is missing, could not be written to."""
-    try:
-        os.stat(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        return error.strerror
-    nearest = folder.absolute()
-    while not os.path.exists(nearest):
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        return f"{nearest} is not a folder"
-    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission in {nearest}"
 
 
 def _precision(recipe: Recipe, device: str) -> list[Finding]:

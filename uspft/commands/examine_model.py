@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 
 class ExaminedModel(NamedTuple):
-    """transformers' config; what trains, for a person, where that is not all."""
+    """transformers' config; what trains, for a person, where that is not all; the numbers of
+    parameters that train, and of all."""
 
     config: Any
     trains: str | None
+    trained: int
+    parameters: int
 
 
 def examine_model(recipe: Recipe) -> ExaminedModel:
@@ -26,6 +29,7 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     Its config must be on this machine. Raises Fault, WeightsError.
     """
     # Seconds of imports, which a recipe that is refused before does without.
+    from uspft.model.build import parameter_count
     from uspft.model.config import model_config
     from uspft.model.fit import require_fit, require_model
     from uspft.model.trained import choose_trained, what_trains
@@ -39,4 +43,5 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     if named and os.path.isdir(folder):
         require_fit(model, folder)
     choose_trained(model, recipe.model, recipe.seed)
-    return ExaminedModel(config, what_trains(model, recipe.model))
+    trained = parameter_count(model, trained_only=True)
+    return ExaminedModel(config, what_trains(model, recipe.model), trained, parameter_count(model))

@@ -6,12 +6,17 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from uspft.checkpoint.adapter import export_adapter
 from uspft.checkpoint.export import export_folder
-from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest
+from uspft.checkpoint.folder import Checkpoint, CheckpointError, named
 from uspft.checkpoint.whole import WholeModel, whole_model
+from uspft.commands.output import held_output
 from uspft.commands.place import Place
-from uspft.config import InputError
+from uspft.config import Fault, InputError
+from uspft.config.problems import COMMAND_LINE
+from uspft.output import ADAPTER, EXPORTS, MODEL, set_aside
 
 
 def export(target: Path, overrides: Sequence[str], place: Place) -> int:
@@ -40,26 +45,46 @@ def export(target: Path, overrides: Sequence[str], place: Place) -> int:
         what = f"{model} holds no config.json"
         raise CheckpointError(f"command line: {target}: {what}; name another checkpoint")
     whole = whole_model(checkpoint, asked.get("base"))
-    destination = to or checkpoint.folder.parent.parent / "hf"
-
-    def describe(folder: Path) -> None:
-        shutil.copytree(model, folder, dirs_exist_ok=True)
-
+    if to:
+        _export(whole, checkpoint, to, adapter=None)
+        return 0
+    output = checkpoint.folder.parent.parent
     try:
-        if not to:
-            export_adapter_of(whole, destination.with_name("adapter"))
-        export_folder(whole.merged(), whole.dtype, describe, destination)
-    except OSError as error:
-        what = f"{destination} cannot be written: {error.strerror}"
-        raise InputError(f"command line: to: {what}; write to=FOLDER") from error
-    print(f"step {checkpoint.step} of {checkpoint.folder.parent.parent} → {destination}")
+        with held_output(output, Console(highlight=False, soft_wrap=True)):
+            export_beside(whole, checkpoint, output)
+    except Fault as fault:
+        _, what, remedy = fault.findings[0]
+        raise InputError(f"{COMMAND_LINE}: {target}: {what}; {remedy}, or to=FOLDER") from fault
     return 0
 
 
-def export_adapter_of(whole: WholeModel, target: Path) -> None:
-    """Write the adapter's folder, where one was trained. Raises OSError."""
-    if whole.block.adapter:
-        export_adapter(whole.adapter(), whole.block, target)
+def export_beside(whole: WholeModel, checkpoint: Checkpoint, output: Path) -> None:
+    """Write hf/ and adapter/ into an output folder that is held; what was there is moved aside.
+
+    Raises InputError.
+    """
+    moved = set_aside(output, [output / name for name in EXPORTS])
+    if moved:
+        print(f"what was exported before is now in {moved}")
+    _export(whole, checkpoint, output / MODEL, adapter=output / ADAPTER)
+
+
+def _export(
+    whole: WholeModel, checkpoint: Checkpoint, destination: Path, *, adapter: Path | None
+) -> None:
+    """Write the model, and beside it its adapter, where it has one. Raises InputError."""
+
+    def describe(folder: Path) -> None:
+        shutil.copytree(checkpoint.folder / "model", folder, dirs_exist_ok=True)
+
+    try:
+        if adapter and whole.block.adapter:
+            export_adapter(whole.adapter(), whole.block, adapter)
+        export_folder(whole.merged(), whole.dtype, describe, destination)
+    except OSError as error:
+        what = f"{destination} cannot be written: {error.strerror}"
+        raise InputError(f"{COMMAND_LINE}: to: {what}; write to=FOLDER") from error
+    print(f"step {checkpoint.step} of {checkpoint.folder.parent.parent} → {destination}")
 
 
 def _require_room(to: Path) -> None:
@@ -68,14 +93,9 @@ def _require_room(to: Path) -> None:
 
 
 def _open(target: Path) -> Checkpoint:
-    remedy = "name an output folder, or a checkpoint in it"
     try:
-        if (target / "state.json").exists():
-            return Checkpoint.open(target)
-        checkpoint = newest(target)
+        return named(target)
     except CheckpointError as error:
-        raise CheckpointError(f"command line: {target}: {error}; {remedy}") from error
-    if checkpoint is None:
-        what = "holds no checkpoint" if target.exists() else "does not exist"
-        raise CheckpointError(f"command line: {target}: {what}; {remedy}")
-    return checkpoint
+        remedy = "name an output folder, or a checkpoint in it"
+        what = str(error).removeprefix(f"{target} ")
+        raise CheckpointError(f"{COMMAND_LINE}: {target}: {what}; {remedy}") from error

@@ -16,10 +16,10 @@ from uspft.commands.examine import (
     Examined,
     examine,
     layout_findings,
-    output_of,
     with_rows,
 )
 from uspft.commands.examine_model import examine_model
+from uspft.commands.output import output_of
 from uspft.commands.place import Place
 from uspft.commands.prepare import first_rows, prepare_data, require_here, steps_of
 from uspft.commands.sizes import with_fetched

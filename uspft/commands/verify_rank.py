@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from uspft.commands.joining import joined
 from uspft.commands.place import Place
+from uspft.commands.shared import require_shared
 
 
 def rank(folder: Path, place: Place) -> int:
@@ -21,6 +22,7 @@ def rank(folder: Path, place: Place) -> int:
         if work.is_reference:
             run_reference(work, device)
         else:
+            require_shared(work.folder, place.environment)
             run_layouts(work, device, _say if dist.get_rank() == 0 else _silent)
     return 0
 

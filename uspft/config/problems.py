@@ -50,6 +50,11 @@ class InputError(ValueError):
     findings: Sequence[Finding] = ()
 
 
+class RunFailed(Exception):
+    """A run cannot go on, and not by a fault of uspft: the text says why and what to do, a
+    traceback would not help."""
+
+
 class RecipeError(InputError):
     """Every problem of a recipe at once; as text one line each."""
 

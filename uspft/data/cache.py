@@ -5,31 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan
+from uspft.data.counts import Counts
 from uspft.data.faults import DataError, Faults, wrong_key
 from uspft.data.hub import HubSplit, load_split
 from uspft.data.reading import Encoder, Part, tokenised
 from uspft.data.records import BadRecord, first_format
 from uspft.data.sources import is_hub_id, list_files, source_problems
-from uspft.data.tokenise import NOT_TRAINED, TextTokeniser, Tokens, load_tokeniser
+from uspft.data.tokenise import TextTokeniser, load_tokeniser
+from uspft.durable import publish
+from uspft.lease import Lease, is_abandoned
 
 if TYPE_CHECKING:
     from uspft.config.blocks import DataBlock
 
 
-VERSION = 1  # raise it with every change that gives other tokens for the same data
+PARTIAL = re.compile(r"\.[0-9a-f]{24}\.[0-9a-f]{32}(\.partial)?")
+"""What a corpus is written in before it is complete."""
+VERSION = 2  # raise it with every change that gives other tokens for the same data
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class Reading:
 
     parts: list[Part]
     encoder: Encoder
+    contents: str
+    """A name for the tokens that come of it."""
 
 
 def prepare(
@@ -55,7 +64,8 @@ def prepare(
     Raises DataError.
     """
     parts = _parts(data)
-    formats = {name for part in parts if (name := first_format(part.content, part.declared))}
+    each = [first_format(part.content, part.declared) for part in parts]
+    formats = {name for name in each if name}
     if (
         data.train_on == "completion"
         and formats
@@ -68,9 +78,10 @@ def prepare(
         tokeniser = load_tokeniser(tokenizer_path, data)
         if findings := tokeniser.problems(formats, vocab_size):
             raise DataError([], findings)
-    folder = Path(cache_dir) / _key(data, parts, tokeniser, vocab_size)
+    key = _key(data, list(zip(parts, each, strict=True)), tokeniser, vocab_size)
+    folder = Path(cache_dir) / key.folder
     if not os.path.exists(folder):
-        reading = Reading(parts, Encoder(tokeniser, vocab_size))
+        reading = Reading(parts, Encoder(tokeniser, vocab_size), key.contents)
         _build(folder, data, reading, progress or _silent)
     _require_lengths(Corpus.open(folder), data)
     return folder
@@ -101,17 +112,30 @@ def formats_of(data: DataBlock) -> list[str]:
     return [names.pop() if len(names) == 1 else "auto" for names in found]
 
 
+@dataclass(frozen=True)
+class _Key:
+    """folder: a name for everything in a corpus's folder; contents: for its tokens alone, wherever
+    their files lay."""
+
+    folder: str
+    contents: str
+
+
 def _key(
-    data: DataBlock, parts: list[Part], tokeniser: TextTokeniser | None, vocab_size: int
-) -> str:
-    """A name for everything that the corpus depends on: contents, not names and times alone."""
+    data: DataBlock,
+    parts: list[tuple[Part, str | None]],
+    tokeniser: TextTokeniser | None,
+    vocab_size: int,
+) -> _Key:
+    """parts: each with its format, whether it was declared or found."""
     with ThreadPoolExecutor(data.workers or 1) as pool:
-        digests = list(pool.map(_digest, parts))
-    shown = [(part.source, part.declared, part.content.shown) for part in parts]
+        digests = list(pool.map(_digest, [part for part, _ in parts]))
     cuts = data.overlong != "error"
     identity = {
         "version": VERSION,
-        "parts": shown,
+        "parts": [
+            (part.source, form, getattr(part.content, "whole", False)) for part, form in parts
+        ],
         "contents": digests,
         "weights": _weights(data),
         "tokeniser": tokeniser.identity() if tokeniser else None,
@@ -119,7 +143,12 @@ def _key(
         "overlong": data.overlong,
         "sequence_length": data.sequence_length if cuts else None,
     }
-    return hashlib.blake2b(json.dumps(identity).encode(), digest_size=12).hexdigest()
+    contents = _hashed(identity)
+    return _Key(_hashed([contents, *(part.content.shown for part, _ in parts)]), contents)
+
+
+def _hashed(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
 
 
 def _weights(data: DataBlock) -> list[float]:
@@ -137,74 +166,43 @@ def _digest(part: Part) -> str:
         raise DataError([f"{part.content.shown}: {what}"]) from error
 
 
-@dataclass
-class Counts:
-    """What report.json says; tokens and samples are those kept, longest is as tokenised."""
-
-    samples: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
-    dropped: int = 0
-    truncated: int = 0
-    split: int = 0
-    without_targets: int = 0
-    longest: int = 0
-
-    def kept(self, sample: Tokens, overlong: str, row: int) -> Tokens | None:
-        """The sample as the rule for overlong ones leaves it, counted; None when dropped."""
-        length = len(sample.ids)
-        self.longest = max(self.longest, length)
-        long = length > row
-        if long and overlong == "drop":
-            self.dropped += 1
-            return None
-        if long and overlong == "truncate":
-            self.truncated += 1
-            sample = Tokens(sample.ids[:row], sample.labels[:row])
-        targets = int(np.count_nonzero(sample.labels != NOT_TRAINED))
-        if long and overlong == "split":
-            self.split += 1
-            # The first token of each piece is no target.
-            targets -= int(np.count_nonzero(sample.labels[row::row] != NOT_TRAINED))
-        self.samples += 1
-        self.tokens += len(sample.ids)
-        self.target_tokens += targets
-        self.without_targets += targets == 0
-        return sample
-
-    def notes(self) -> list[str]:
-        """What a user should know although nothing is wrong, one sentence each."""
-        said = [
-            (self.dropped, "longer than a row and dropped (data.overlong: drop)"),
-            (self.truncated, "longer than a row and cut short (data.overlong: truncate)"),
-            (self.split, "longer than a row and cut into documents (data.overlong: split)"),
-            (self.without_targets, "without a trained token: they cost time and teach nothing"),
-        ]
-        return [f"{count:,} samples {what}" for count, what in said if count]
-
-
 def _build(
     folder: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
 ) -> None:
     """Writes the corpus aside and renames it to folder. Raises DataError."""
     started = time.perf_counter()
-    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
-        aside.mkdir(parents=True)
-        counts = _write(aside, data, reading, progress)
-        report = {
-            **asdict(counts),
-            "seconds": round(time.perf_counter() - started, 3),
-            "notes": counts.notes(),
-        }
-        (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
-        _publish(aside, folder)
+        with _partial(folder) as aside:
+            counts = _write(aside, data, reading, progress)
+            report = {
+                **asdict(counts),
+                "seconds": round(time.perf_counter() - started, 3),
+                "notes": counts.notes(),
+            }
+            (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+            _publish(aside, folder)
     except OSError as error:
         remedy = "name a folder with room that can be written"
         what = f"cannot write {folder.parent}: {error.strerror}"
         raise wrong_key("data.cache_dir", what, remedy) from error
+
+
+@contextmanager
+def _partial(folder: Path) -> Iterator[Path]:
+    """A folder to write into, inside one beside `folder` that is gone after; those of processes
+    that were killed go too."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.iterdir():
+        if PARTIAL.fullmatch(left.name) and is_abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
+    around = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with Lease.take(around, _nobody_waits).renewed():
+            aside = around / folder.name
+            aside.mkdir()
+            yield aside
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(around, ignore_errors=True)
 
 
 def _write(
@@ -232,14 +230,15 @@ def _write(
             SourceSpan(first, stop, weight)
             for first, stop, weight in zip([0, *ends], ends, _weights(data), strict=False)
         ]
-        writer.finish([part.content.shown for part in reading.parts], spans, data.overlong)
+        shown = [part.content.shown for part in reading.parts]
+        writer.finish(shown, spans, data.overlong, reading.contents)
     progress(total, total)
     return counts
 
 
 def _publish(aside: Path, folder: Path) -> None:
     try:
-        os.rename(aside, folder)
+        publish(aside, folder)
     except OSError:
         # Another process was faster: a folder of this name is complete, and holds the same.
         if not (folder / META).exists():
@@ -272,3 +271,7 @@ def _require_lengths(corpus: Corpus, data: DataBlock) -> None:
 
 def _silent(done: int, total: int) -> None:
     """No one watches."""
+
+
+def _nobody_waits(line: str) -> None:
+    """The folder's name is new: no one else can hold it."""

@@ -43,6 +43,8 @@ class Corpus:
     files: tuple[str, ...]
     sources: tuple[SourceSpan, ...]
     overlong: str
+    contents: str
+    """A name for the tokens, wherever their files lay: equal ones have equal names."""
 
     @classmethod
     def open(cls, folder: Path | str) -> Corpus:
@@ -59,6 +61,7 @@ class Corpus:
                 tuple(meta["files"]),
                 tuple(SourceSpan(*span) for span in meta["sources"]),
                 meta["overlong"],
+                meta["contents"],
             )
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise _damaged(folder, error) from error
@@ -128,7 +131,9 @@ class CorpusWriter:
         self._offsets.append(self._offsets[-1] + len(sample.ids))
         self._origins.append((file, line))
 
-    def finish(self, files: list[str], sources: list[SourceSpan], overlong: str) -> None:
+    def finish(
+        self, files: list[str], sources: list[SourceSpan], overlong: str, contents: str
+    ) -> None:
         """Writes the index; from here on the folder can be opened."""
         np.array(self._offsets, np.int64).tofile(self._folder / OFFSETS)
         np.array(self._origins, np.int64).tofile(self._folder / ORIGINS)
@@ -138,5 +143,6 @@ class CorpusWriter:
             "files": files,
             "sources": [[s.first, s.stop, s.weight] for s in sources],
             "overlong": overlong,
+            "contents": contents,
         }
         (self._folder / META).write_text(json.dumps(meta), encoding="utf-8")

@@ -14,6 +14,7 @@ import torch
 
 from uspft.batch import Batch, Segments
 from uspft.comm import largest, total
+from uspft.config.problems import RunFailed
 from uspft.data.stream import Row, RowStream
 from uspft.data.tokenise import NOT_TRAINED
 
@@ -130,14 +131,14 @@ class StepLoader:
         return [self._row(index).segments for index in batch.rows]
 
     def require_same_rows(self, batches: Sequence[Batch]) -> None:
-        """Every rank that shares a row must have read the same one; collective. RuntimeError."""
+        """Every rank that shares a row must have read the same one; collective. RunFailed."""
         group = self._world.mesh.context
         for batch in batches:
             seen = float(self.fingerprint(batch))
             highest, lowest = largest([seen, -seen], group, self._world.device)
             if highest != -lowest:
                 here = f"rank {self._world.mesh.rank}: {int(seen):x}"
-                raise RuntimeError(
+                raise RunFailed(
                     f"the ranks that share rows {batch.rows} read different rows ({here}): "
                     "do all hosts see the same data files?"
                 )

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from uspft.comm import total
+from uspft.config.problems import RunFailed
 from uspft.engine.deepspeed_config import deepspeed_config, micro_batches
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from uspft.world import World
 
 
-class NotFinite(Exception):
+class NotFinite(RunFailed):
     """The loss or the gradient norm is not a finite number; nothing was updated."""
 
 

@@ -10,6 +10,9 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from uspft.config.problems import RunFailed
 
 ERROR_FILE = "USPFT_ERROR_FILE"  # where a rank is told to write its error
 WRONG_INPUT = 2  # exit code of a rank that found the data wrong
@@ -23,6 +26,15 @@ CONSEQUENCES = re.compile(
     r"|failed to (recv|send)|(recv|send)(Value|Bytes|Vector) failed|socket timeout",
     re.IGNORECASE,
 )
+
+
+class Ended(Protocol):
+    """A rank that has ended: its number, when by this host's clock, and what it printed."""
+
+    number: int
+    ended: float
+    log: Path
+    log_start: int
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class Failure:
 def report_exception(path: str | Path, rank: int, error: BaseException, code: int = 1) -> None:
     """Leave an exception for the supervisor, which prints it once; the rank then exits `code`.
 
-    With code 2, wrong input, the user is shown the message alone.
+    With code 2, wrong input, the user is shown the message alone; RunFailed has no traceback.
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -50,10 +62,14 @@ def report_exception(path: str | Path, rank: int, error: BaseException, code: in
         "code": code,
         "type": type(error).__name__,
         "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": "" if isinstance(error, RunFailed) else _traceback(error),
     }
     aside.write_text(json.dumps(found))
     aside.replace(path)
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def from_error_file(path: Path, status: int | None) -> Failure | None:
@@ -67,26 +83,30 @@ def from_error_file(path: Path, status: int | None) -> Failure | None:
     return Failure(
         rank=found["rank"],
         time=found["time"],
-        summary=f"{found['type']}: {found['message']}",
+        summary=f"{found['type']}: {found['message']}" if found["traceback"] else found["message"],
         details=found["traceback"].rstrip(),
         consequence=bool(CONSEQUENCES.search(found["message"])),
     )
 
 
-def from_status(rank: int, ended: float, status: int, log: Path) -> Failure:
+def from_status(rank: Ended, status: int) -> Failure:
     """Describe a rank that ended without leaving an error, from its exit status and its log."""
-    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    printed = rank.log.read_bytes()[rank.log_start :].decode(errors="replace")
+    lines = printed.splitlines()[-LAST_LINES:]
     # gloo and NCCL abort a process whose peer is gone; so does a failed assertion in C++.
     consequence = status == -signal.SIGABRT or any(map(CONSEQUENCES.search, lines))
     shown = "\n".join(f"    {line}" for line in lines) or "    (it printed nothing)"
-    details = f"  the end of {log}:\n{shown}" if rank else "  what it printed stands above"
+    details = f"  the end of {rank.log}:\n{shown}"
+    if rank.number == 0:
+        details = "  what it printed stands above"
+    number, ended = rank.number, rank.ended
     if status > 0:
         code = WRONG_INPUT if status == WRONG_INPUT else 1
-        return Failure(rank, ended, f"exit code {status}", details, code, consequence)
+        return Failure(number, ended, f"exit code {status}", details, code, consequence)
     if status == -signal.SIGKILL:
-        return Failure(rank, ended, "killed (SIGKILL), probably out of memory", details)
+        return Failure(number, ended, "killed (SIGKILL), probably out of memory", details)
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    return Failure(rank, ended, f"killed by {name}", details, consequence=consequence)
+    return Failure(number, ended, f"killed by {name}", details, consequence=consequence)
 
 
 def root_cause(failures: list[Failure]) -> Failure:

@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ class Rank:
     number: int
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int
+    """Where in the log this start begins, in bytes."""
     error_file: Path
     status: int | None = None
     ended: float = 0.0
@@ -61,7 +62,7 @@ class Rank:
         if left or self.status in (None, 0, INTERRUPTED):
             return left
         assert self.status is not None
-        return from_status(self.number, self.ended, self.status, self.log)
+        return from_status(self, self.status)
 
 
 def start(
@@ -89,7 +90,8 @@ def start(
         log, error_file = log_dir / f"rank-{number}.log", error_dir / f"rank-{number}.json"
         own = {"RANK": str(number), "LOCAL_RANK": str(local), ERROR_FILE: str(error_file)}
         try:
-            with log.open("wb") as output:
+            with log.open("ab") as output:  # after what an earlier start left there
+                log_start = output.tell()
                 process = subprocess.Popen(
                     command,
                     env={**shared, **own},
@@ -102,7 +104,7 @@ def start(
         except OSError:
             kill_all(started)
             raise
-        started.append(Rank(number, process, log, error_file))
+        started.append(Rank(number, process, log, log_start, error_file))
     return started
 
 
@@ -138,20 +140,3 @@ def kill_all(ranks: Sequence[Rank]) -> None:
         for rank in ranks:
             rank.look()
         time.sleep(0.01)
-
-
-class Terminal:
-    """Copies what rank 0 writes to its log onto this process's stderr."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        self.shown_bytes = 0
-
-    def copy(self) -> None:
-        """Show what came since the last time."""
-        with self.log.open("rb") as source, contextlib.suppress(OSError):
-            source.seek(self.shown_bytes)
-            if fresh := source.read():
-                self.shown_bytes += len(fresh)
-                sys.stderr.buffer.write(fresh)
-                sys.stderr.flush()

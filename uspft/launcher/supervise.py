@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,22 +13,18 @@ from types import FrameType
 
 from uspft.launcher.failure import WRONG_INPUT, root_cause
 from uspft.launcher.hosts import LocalRanks
-from uspft.launcher.processes import INTERRUPTED, Rank, Terminal, kill_all, start
+from uspft.launcher.processes import INTERRUPTED, Rank, kill_all, start
+from uspft.launcher.terminal import LogOnTerminal, say
 from uspft.launcher.watch import Alarm, Watch
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # how long the ranks are given to say why, after the first one failed
+STOPPED_EARLY = "stopped before the run had begun"
 SAME_SIGNAL_SECONDS = 0.2  # a signal sent to the process and to its group is one signal
 
 
-def say(text: str) -> None:
-    """Print for the user; a closed terminal must not end the ranks."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
-
-
 class Signals:
-    """Counts SIGINT and SIGTERM while the ranks run."""
+    """Counts SIGINT, SIGTERM and SIGHUP while the ranks run."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -45,7 +40,9 @@ class Signals:
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
         """Count signals inside; what handled them before does so again after."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it stays unheard
+            numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self.note) for number in numbers}
         try:
             yield
@@ -61,7 +58,7 @@ class Supervision:
     ranks: list[Rank]
     watch: Watch
     signals: Signals
-    terminal: Terminal | None
+    terminal: LogOnTerminal | None
     on_stop: str
     stopping: bool = False
 
@@ -75,13 +72,17 @@ class Supervision:
                 return self.abandon("stopped at once")
             if not self.stopping and (alarm or self.signals.count):
                 self.stop(is_own=alarm is None)
-            if self.stopping and any(rank.status == -signal.SIGTERM for rank in self.ranks):
-                return self.abandon("stopped before the run had begun")
+            if self.stopped_early():
+                return self.abandon(STOPPED_EARLY)
             if any(rank.failure() for rank in self.ranks):
                 return self.fail()
             if all(rank.status is not None for rank in self.ranks):
                 return self.end()
             time.sleep(POLL_SECONDS)
+
+    def stopped_early(self) -> bool:
+        """Tell whether a rank was asked to stop before it knew how to."""
+        return self.stopping and any(rank.status == -signal.SIGTERM for rank in self.ranks)
 
     def look(self) -> Alarm | None:
         """Note what changed on this host, and return what another host says."""
@@ -103,7 +104,7 @@ class Supervision:
     def abandon(self, how: str) -> int:
         """End at once, here and on the other hosts."""
         self.watch.tell("failed", f"host {self.watch.host}: {how}", INTERRUPTED)
-        say(f"{how}: nothing was saved")
+        say(how)
         return INTERRUPTED
 
     def fail(self) -> int:
@@ -113,6 +114,8 @@ class Supervision:
             alarm = self.look()
             failures = [failure for rank in self.ranks if (failure := rank.failure())]
             cause = root_cause(failures)
+            if self.stopped_early():  # a rank hears that a peer is gone before we do
+                return self.abandon(STOPPED_EARLY)
             if alarm and alarm.kind == "failed" and cause.consequence:
                 return self.follow_alarm(alarm)
             is_settled = all(rank.status is not None for rank in self.ranks)
@@ -174,7 +177,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="uspft-") as error_dir, signals.caught():
         try:
             started = start(command, ranks, environment, log_dir.resolve(), Path(error_dir))
-            terminal = Terminal(started[0].log) if ranks.first == 0 else None
+            first = started[0]
+            terminal = LogOnTerminal(first.log, first.log_start) if ranks.first == 0 else None
             if ranks.hosts.index:
                 last = ranks.first + ranks.count - 1
                 say(f"host {ranks.hosts.index}: ranks {ranks.first} to {last} write to {log_dir}")

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from uspft.durable import write_text
+
 
 class Journal:
     """Appends to a file that is complete up to its last line after any crash."""
@@ -17,16 +19,14 @@ class Journal:
         """Drop what came after a checkpoint's step, and note the resumption."""
         kept = []
         if self._path.exists():
-            for line in self._path.read_text().splitlines():
+            for line in self._path.read_text(errors="replace").splitlines():
                 try:
                     record = json.loads(line)
                 except json.JSONDecodeError:
                     continue  # the torn last line of a killed run
                 if record.get("step", record.get("resumed_from_step", 0)) <= step:
                     kept.append(line + "\n")
-        aside = self._path.with_suffix(".tmp")
-        aside.write_text("".join(kept))
-        aside.replace(self._path)
+        write_text(self._path, "".join(kept))
         self.write({"resumed_from_step": step})
 
     def has_evaluation(self, step: int) -> bool:

@@ -46,10 +46,9 @@ def ring_traffic(plans: Sequence[Plan], pair_bytes: int) -> Traffic:
         me, ring = plan.ring_index, plan.ring
         sources = [(me - step) % ring for step in range(ring - 1)]
         passed = [j for step, j in enumerate(sources) if plan.hops[j] > step] * 2
-        home = [plan.places(me, j) for j in range(ring) if j != me and plan.blocks[j]]
-        keys, gradients = (plan.shares[j].tokens for j in passed), map(tokens_in, home)
-        most = max(most, sum(keys) + sum(gradients))
-        messages = max(messages, len(passed + home))
+        home = [places for j in range(ring) if j != me and (places := plan.places(me, j))]
+        sent = [plan.shares[j].tokens for j in passed] + [tokens_in(places) for places in home]
+        most, messages = max(most, sum(sent)), max(messages, len(sent))
     return Traffic(most * pair_bytes, messages)
 
 

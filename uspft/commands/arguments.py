@@ -1,0 +1,106 @@
+"""argv → one command, with what it was asked. Nothing below reads argv or the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from uspft.config import load
+from uspft.config.checks import closest
+from uspft.config.problems import COMMAND_LINE, InputError
+
+VERBS = ("train", "check", "verify", "export")
+LATER = ("plan", "inspect", "convert", "calibrate", "report")
+USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
+       uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
+       uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
+       uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
+to come: plan, inspect, convert, calibrate, report"""
+
+
+class UsageError(InputError):
+    """The command line is wrong; one line, as for a recipe."""
+
+    def __init__(self, word: str, what: str, remedy: str) -> None:
+        super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
+
+
+def command_of(given: Sequence[str]) -> Callable[[], int]:
+    """The command that the words ask for, ready to run. Raises InputError."""
+    words = list(given)
+    verb = words.pop(0) if words[0] in VERBS + LATER else "train"
+    if verb in LATER:
+        raise UsageError(verb, "is not available yet", f"use {', '.join(VERBS[:-1])} or export")
+    target, overrides, options = _arguments(verb, words)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
+    from uspft.commands import Place
+    from uspft.commands.versions import require_versions
+
+    if verb != "export":
+        load(target, overrides)  # a misspelt key is told before seconds of imports
+    require_versions()
+    command = shlex.join(["uspft", verb, *words])
+    ranks, steps = _whole("--ranks", options), _whole("--steps", options)
+    place = Place(command, dict(os.environ), cache, ranks)
+    if verb == "verify":
+        from uspft.commands.verify import Asked, verify
+
+        asked = Asked(steps, options.get("--inject"), "--all" in options)
+        return lambda: verify(target, overrides, place, asked)
+    if verb == "check":
+        # Importing torch._dynamo makes its cache folder, and check makes none.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+        from uspft.commands.check import check as run
+    elif verb == "export":
+        from uspft.commands.export import export as run
+    else:
+        from uspft.commands.train import train as run
+    return lambda: run(target, overrides, place)
+
+
+OPTIONS = {"check": ("--ranks",), "verify": ("--steps", "--inject", "--all")}
+FLAGS = ("--all",)
+
+
+def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, str]]:
+    """(target, overrides, options by name). Raises UsageError."""
+    rest: list[str] = []
+    options: dict[str, str] = {}
+    waiting = iter(words)
+    for word in waiting:
+        name, _, value = word.partition("=")
+        if name in OPTIONS.get(verb, ()):
+            options[name] = value if value or name in FLAGS else next(waiting, "")
+        elif name in ("--ranks", "--steps"):
+            instead = "launch.processes" if name == "--ranks" else "training.steps"
+            raise UsageError(word, f"{verb} takes no such option", f"write {instead}=N")
+        elif word.startswith("-"):
+            takes = "; ".join(f"{one} takes {', '.join(names)}" for one, names in OPTIONS.items())
+            raise UsageError(word, "unknown option", f"{takes}; all take --help")
+        else:
+            rest.append(word)
+    takes = "export OUTPUT" if verb == "export" else f"{verb} RECIPE.yaml"
+    if not rest:
+        raise UsageError(verb, "needs a target", f"write uspft {takes}")
+    if "=" in rest[0] and not os.path.exists(rest[0]):
+        raise UsageError(rest[0], "comes before the target", f"write uspft {takes} {rest[0]}")
+    if verb != "export" and re.fullmatch(r"\w+", rest[0]) and not os.path.exists(rest[0]):
+        near = closest(rest[0], VERBS + LATER)
+        remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
+        raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)
+    return Path(rest[0]), rest[1:], options
+
+
+def _whole(name: str, options: dict[str, str]) -> int | None:
+    """The value of an option that counts something; None where it is not given."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and int(value)):
+        what = f"`{value}` is no number of {name.lstrip('-')}"
+        raise UsageError(name, what, f"write {name} 8")
+    return int(value)

@@ -1,0 +1,55 @@
+"""What became of the samples that were read: the report beside a corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from uspft.data.tokenise import NOT_TRAINED, Tokens
+
+
+@dataclass
+class Counts:
+    """What report.json says; tokens and samples are those kept, longest is as tokenised."""
+
+    samples: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    split: int = 0
+    without_targets: int = 0
+    longest: int = 0
+
+    def kept(self, sample: Tokens, overlong: str, row: int) -> Tokens | None:
+        """The sample as the rule for overlong ones leaves it, counted; None when dropped."""
+        length = len(sample.ids)
+        self.longest = max(self.longest, length)
+        long = length > row
+        if long and overlong == "drop":
+            self.dropped += 1
+            return None
+        if long and overlong == "truncate":
+            self.truncated += 1
+            sample = Tokens(sample.ids[:row], sample.labels[:row])
+        targets = int(np.count_nonzero(sample.labels != NOT_TRAINED))
+        if long and overlong == "split":
+            self.split += 1
+            # The first token of each piece is no target.
+            targets -= int(np.count_nonzero(sample.labels[row::row] != NOT_TRAINED))
+        self.samples += 1
+        self.tokens += len(sample.ids)
+        self.target_tokens += targets
+        self.without_targets += targets == 0
+        return sample
+
+    def notes(self) -> list[str]:
+        """What a user should know although nothing is wrong, one sentence each."""
+        said = [
+            (self.dropped, "longer than a row and dropped (data.overlong: drop)"),
+            (self.truncated, "longer than a row and cut short (data.overlong: truncate)"),
+            (self.split, "longer than a row and cut into documents (data.overlong: split)"),
+            (self.without_targets, "without a trained token: they cost time and teach nothing"),
+        ]
+        return [f"{count:,} samples {what}" for count, what in said if count]

@@ -1,0 +1,91 @@
+"""Writing so that a file or folder is complete or absent, through a kill and a loss of power.
+
+A new name points at whole contents only where contents reach the disk before the name does, and the
+name before anything that it replaces goes: each function returns when that is so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def sync(path: Path) -> None:
+    """Bring a file's contents, or a folder's names, to the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that keeps no folder open to be synced
+            raise
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Bring everything in a folder to the disk, and its own names last. Raises OSError."""
+    for place, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(Path(place, name))
+        sync(Path(place))
+
+
+def partial_of(target: Path) -> Path:
+    """Where something is written before it bears its name: beside it, hidden."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def start_partial(target: Path) -> Path:
+    """An empty folder to write `target` into, without what a killed process left there."""
+    aside = partial_of(target)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def publish(aside: Path, target: Path) -> None:
+    """Give a complete file or folder its name, which a file may have had. Raises OSError."""
+    if aside.is_dir():
+        sync_tree(aside)
+    else:
+        sync(aside)
+    os.replace(aside, target)
+    sync(target.parent)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write a file or replace one. Raises OSError; what was there is then as it was."""
+    aside = partial_of(target)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        publish(aside, target)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file and bring it to the disk. Raises OSError, where safetensors has an
+    error of its own."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=dict(metadata) if metadata else None)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
+    sync(path)

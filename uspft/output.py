@@ -1,0 +1,92 @@
+"""What a run writes in its output folder, by name; all else there is the user's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from uspft.checkpoint.folder import CHECKPOINTS, LATEST, STEP_FOLDER, step_folders
+from uspft.durable import partial_of
+
+RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json"
+MODEL, ADAPTER = "hf", "adapter"
+EXPORTS = (MODEL, ADAPTER)
+"""Folders that the end of a run writes beside checkpoints/."""
+LOGS = "logs"
+LOG = re.compile(r"rank-\d+\.log")
+
+
+def is_written(place: Path) -> bool:
+    """Whether a path inside an output folder, relative to it, is or lies in what a run writes."""
+    first, *rest = place.parts or ("",)
+    if first == CHECKPOINTS and rest:
+        return rest[0] == LATEST or STEP_FOLDER.fullmatch(rest[0]) is not None
+    if first == LOGS and rest:
+        return LOG.fullmatch(rest[0]) is not None
+    return first in (METRICS, RECIPE, *EXPORTS, ENVIRONMENT)
+
+
+def written(output: Path, *, logs: bool = True) -> list[Path]:
+    """What runs have left there, the mark of a run last."""
+    found = step_folders(output / CHECKPOINTS)
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, *EXPORTS, RECIPE]
+    if logs and os.path.isdir(output / LOGS):
+        names += [f"{LOGS}/{log}" for log in os.listdir(output / LOGS) if LOG.fullmatch(log)]
+    return found + [
+        output / name for name in [*names, ENVIRONMENT] if os.path.lexists(output / name)
+    ]
+
+
+def is_of_a_run(output: Path) -> bool:
+    """Whether a run of uspft has written there."""
+    if step_folders(output / CHECKPOINTS):
+        return True
+    try:
+        environment = json.loads((output / ENVIRONMENT).read_text())
+        return "uspft" in environment["versions"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def set_aside(output: Path, entries: Iterable[Path]) -> Path | None:
+    """Move entries of the output to the same places in a new folder earlier-<time>/ inside it.
+
+    Returns that folder, None where there is nothing to move. Raises OSError.
+    """
+    found = [entry for entry in entries if os.path.lexists(entry)]
+    if not found:
+        return None
+    name = time.strftime("earlier-%Y%m%d-%H%M%S")
+    tails = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    place = next(p for p in (output / (name + tail) for tail in tails) if not os.path.lexists(p))
+    for entry in found:
+        aside = place / entry.relative_to(output)
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        entry.rename(aside)
+    return place
+
+
+def made_anew(output: Path, step: int) -> list[Path]:
+    """What a run that goes on from a step makes again: checkpoints of later steps, and exports."""
+    later = [f for f in step_folders(output / CHECKPOINTS) if f.name > f"step-{step:08d}"]
+    return later + [output / name for name in EXPORTS]
+
+
+def clear_partial(output: Path) -> None:
+    """Delete what a killed run left half written. No other run may be alive in the folder."""
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, RECIPE, ENVIRONMENT, *EXPORTS]
+    left = [partial_of(output / name) for name in names]
+    for hidden in (output / CHECKPOINTS).glob(".step-*.partial"):
+        if STEP_FOLDER.fullmatch(hidden.name[1:].removesuffix(".partial")):
+            left.append(hidden)
+    for path in left:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
