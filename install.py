@@ -8,12 +8,6 @@ pip takes a half-copied package for a whole one), neither (somebody else's: move
 
 from __future__ import annotations
 
-import signal
-import sys
-
-if __name__ == "__main__" and "--check" in sys.argv:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing has begun: end without a traceback
-
 import argparse
 import compileall
 import contextlib
@@ -23,8 +17,10 @@ import hashlib
 import importlib.metadata
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import tomllib

@@ -66,6 +66,10 @@ is_current() {
   [ "$stamp" = "${digest%% *} $(readlink -f "$python")" ]
 }
 
+# Ctrl-C waits until Python can say something better than where in its own start it hit.
+held=()
+! env --block-signal=INT true 2>/dev/null || held=(env --block-signal=INT)
+
 self=$(readlink -f "${BASH_SOURCE[0]}")
 root=${self%/*}
 given=("$@")
@@ -97,7 +101,11 @@ if [ -n "${USPFT_PYTHON:-}" ]; then
   case $version in
     2.* | 3.? | 3.10) refuse "USPFT_PYTHON=$python is Python $version; uspft needs 3.11 or newer." ;;
   esac
-  PYTHONDONTWRITEBYTECODE=1 "$python" "$root/install.py" --check $dev
+  quietly='import _signal, sys; _signal.signal(_signal.SIGINT, _signal.SIG_DFL); '
+  quietly+='_signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGINT]); import runpy, site; '
+  quietly+='site.main(); sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name="__main__")'
+  PYTHONDONTWRITEBYTECODE=1 ${held[@]+"${held[@]}"} "$python" -S -c "$quietly" \
+    "$root/install.py" --check $dev
   export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 else
   python=$root/.venv/bin/python
@@ -114,4 +122,4 @@ unset USPFT_INSTALLED
 [ "$1" != check ] || export PYTHONDONTWRITEBYTECODE=1
 # The caller's directory is no place to import from: a folder `datasets` there would win.
 export PYTHONSAFEPATH=1
-exec "$python" -S "$root/uspft/__main__.py" "$@"   # -S: it looks for packages itself, see there
+exec ${held[@]+"${held[@]}"} "$python" -S "$root/uspft/__main__.py" "$@"   # -S: see there

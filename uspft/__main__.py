@@ -1,111 +1,27 @@
-"""The way in: argv and environment → one command, or one rank of it.
+"""The way in. Until a command begins, a stop is one line and exit code 130.
 
-Little is imported here: a signal that comes while Python loads what it needs ends the process at
-once, in one line. launch.sh starts this file with -S, since Python's own start would print one.
+launch.sh starts this file with -S and with SIGINT held back: Python's own handler would print where
+in its start the signal hit. Only what is built into Python comes before ours.
 """
 
-from __future__ import annotations
-
-import os
-import signal
+import _signal  # type: ignore[import-not-found]
+import posix
 import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
 
-STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"))
-INTERRUPTED = 130
-STOPPED = "stopped before the run had begun"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1 failed, 2 wrong input, 130 interrupted.
-
-    What is no InputError is a fault of uspft: it comes out with its traceback, exit code 1.
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] == "rank":
-        return _rank(words[1:])
-    before = {number: signal.getsignal(number) for number in STOPS}
-    _on_stop(_leave)
-    try:
-        if argv is None:
-            from uspft.launcher import outlive_terminal
-
-            outlive_terminal()
-        return _main(words)
-    finally:
-        for number, handler in before.items():
-            # A process of its own is on its way out: nothing is left that could be stopped.
-            signal.signal(number, signal.SIG_IGN if argv is None else handler)
-
-
-def _on_stop(handler: Callable[[int, FrameType | None], object]) -> None:
-    """Under nohup a hang-up stays unheard."""
-    for number in STOPS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End while nothing has been begun: an exception could be lost among imports."""
-    os.write(2, f"{STOPPED}\n".encode())
-    os._exit(INTERRUPTED)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def _main(words: list[str]) -> int:
-    from uspft.commands.arguments import USAGE, command_of
-    from uspft.config.problems import InputError, RunFailed
-
-    if not words or {"-h", "--help"} & set(words):
-        print(USAGE, file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
-    try:
-        command = command_of(words)
-        _on_stop(_interrupt)
-        return command()
-    except (InputError, RunFailed) as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
-    except KeyboardInterrupt:
-        print(STOPPED, file=sys.stderr)
-        return INTERRUPTED
-
-
-def _rank(words: Sequence[str]) -> int:
-    """Be one rank; what goes wrong is left for the supervisor to print once."""
-    from pathlib import Path
-
-    from uspft.commands import Place
-    from uspft.config.problems import InputError
-    from uspft.launcher import ERROR_FILE, outlive_terminal, report_exception
-
-    if ERROR_FILE not in os.environ or not words:
-        print("command line: rank: is what train starts; write uspft train", file=sys.stderr)
-        return 2
-    outlive_terminal()
-    try:
-        if words[1:] == ["verify"]:
-            from uspft.commands.verify_rank import rank
-        else:
-            from uspft.commands.rank import rank
-        code = rank(Path(words[0]), Place("rank", dict(os.environ)))
-    except BaseException as error:
-        code = 2 if isinstance(error, InputError) else 1
-        report_exception(os.environ[ERROR_FILE], int(os.environ["RANK"]), error, code)
-        sys.stdout.flush()
-        os._exit(code)  # other ranks may wait in a collective that this one will never join
-    return code
-
+SAID = b"stopped before the run had begun\n"
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["rank"]:  # its supervisor tells by the signal that it had not begun
-        _on_stop(_leave)
+        for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
+            if number != _signal.SIGHUP or _signal.getsignal(number) != _signal.SIG_IGN:
+                _signal.signal(number, lambda *_: (posix.write(2, SAID), posix._exit(130)))
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGINT])
     if sys.flags.no_site:
         import site
 
         site.main()
+
+from uspft.commands.main import main  # noqa: E402 - seconds
+
+if __name__ == "__main__":
     sys.exit(main())

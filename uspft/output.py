@@ -45,7 +45,7 @@ def written(output: Path, *, logs: bool = True) -> list[Path]:
 
 def is_of_a_run(output: Path) -> bool:
     """Whether a run of uspft has written there."""
-    if step_folders(output / CHECKPOINTS):
+    if step_folders(output / CHECKPOINTS) or os.path.lexists(output / METRICS):
         return True
     try:
         environment = json.loads((output / ENVIRONMENT).read_text())

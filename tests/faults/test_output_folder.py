@@ -140,7 +140,7 @@ def test_a_recipe_where_the_run_would_write_its_own(
     assert own.read_text() == text.replace("resume: auto", "resume: never")
 
 
-@pytest.mark.parametrize("name", ["hf/config.json", "recipe.yaml", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["hf/config.json", "recipe.yaml", "logs/rank-0.log"])
 def test_what_only_bears_a_name_of_ours_is_refused(
     ground: Ground, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -149,7 +149,9 @@ def test_what_only_bears_a_name_of_ours_is_refused(
     file.write_text("{}")
     for verb in ("train", "check"):
         found = ground.call(capsys, verb, str(ground.path))
-        found.about("output_dir", f"/out` holds `{name.partition('/')[0]}`", "another folder")
+        found.about(
+            "output_dir", f"/out` holds `{name.removesuffix('/config.json')}`", "another folder"
+        )
 
 
 def test_a_folder_in_use_is_refused_with_who_uses_it(

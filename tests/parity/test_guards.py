@@ -13,6 +13,7 @@ from tests.support.models import Documents, make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import prepared, small_recipe
 from uspft.batch import Batch
+from uspft.config.problems import RunFailed
 from uspft.guards import Guards
 
 RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
@@ -76,7 +77,7 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
         try:
             guards.rows(1, [batch])
             found[name] = None
-        except RuntimeError as error:
+        except (RuntimeError, RunFailed) as error:
             found[name] = str(error)
         guards.rows(99, [batch])  # later steps are let through, unless asked for
     found["sizes"] = lines

@@ -177,7 +177,7 @@ def mismatch(got: Any, want: Reference) -> list[str]:
     records, end = got
     found = []
     for record, loss, norm, targets, rate in zip(
-        records, want.losses, want.grad_norms, want.targets, RATES, strict=True
+        records, want.losses, want.grad_norms, want.targets, want.rates, strict=True
     ):
         if not abs(record["learning_rate"] - rate) <= 1e-12:
             found.append(f"learning rate {record['learning_rate']} != {rate}")

@@ -50,6 +50,7 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
                     "target_tokens": result.targets,
+                    "learning_rate": 1e-3,
                 }
             )
     found = {}

@@ -148,6 +148,7 @@ class Reference:
     losses: list[float]
     grad_norms: list[float]
     targets: list[int]
+    rates: Sequence[float]
     start: dict[str, torch.Tensor]
     end: dict[str, torch.Tensor]
 
@@ -207,4 +208,4 @@ def reference(
         counts.append(targets)
         adam.step()
     end = {name: p.detach().clone() for name, p in trained.items()}
-    return Reference(losses, norms, counts, start, end)
+    return Reference(losses, norms, counts, rates, start, end)

@@ -59,6 +59,11 @@ def wait_for_more(folder: Path, process: Any) -> None:
     wait_for(folder, process, lambda found: "resumed_from_step" in str(found[-2:-1]))
 
 
+def hears() -> None:
+    """Under nohup the suite is deaf to the end of its terminal, and so is what it starts."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def newest(folder: Path) -> tuple[int, Path]:
     name = (folder / "out/checkpoints/latest").read_text().strip()
     return int(name[5:]), folder / "out/checkpoints" / name
@@ -99,6 +104,7 @@ def test_ctrl_c_saves_and_says_so_and_a_second_run_is_refused_meanwhile(
         stdin=slave,
         stdout=slave,
         stderr=slave,
+        preexec_fn=hears,  # noqa: PLW1509 - one system call, no locks
     )
     os.close(slave)
     wait_for_step(tmp_path, step + 2, again)

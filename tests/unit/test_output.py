@@ -77,8 +77,10 @@ def test_a_run_s_folder_is_known_by_what_only_a_run_writes(tmp_path: Path) -> No
     (tmp_path / "environment.json").write_text(json.dumps({"versions": {"uspft": "0.1"}}))
     assert is_of_a_run(tmp_path)
     (tmp_path / "environment.json").unlink()
-    (tmp_path / "checkpoints/step-00000001").mkdir()
-    assert is_of_a_run(tmp_path)
+    for name in ("checkpoints/step-00000001", "metrics.jsonl"):
+        (tmp_path / name).mkdir()
+        assert is_of_a_run(tmp_path)
+        (tmp_path / name).rmdir()
 
 
 def test_what_a_killed_run_left_half_written_goes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from uspft.batch import Segments
-from uspft.commands.examine_files import file_findings
+from uspft.commands.examine_files import file_findings, in_the_way
 from uspft.commands.place import CONFIGS
 from uspft.commands.sizes import with_scaling, with_tiles
 from uspft.config import (
@@ -67,10 +67,13 @@ class Examined:
             raise RecipeError(map(self.problem, error.findings)) from error
 
 
-def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None) -> Examined:
+def examine(
+    path: Path, overrides: Sequence[str], hosts: int, ranks: int | None, *, trains: bool = True
+) -> Examined:
     """Load and check a recipe; touches no device, network or folder beyond reading.
 
-    ranks: processes of all hosts together; None: what the recipe and this machine give. Raises
+    ranks: processes of all hosts together; None: what the recipe and this machine give. trains: as
+    a run, which takes its output folder. Raises
     RecipeError with all problems at once.
     """
     loaded = load(path, overrides)
@@ -78,8 +81,8 @@ def examine(path: Path, overrides: Sequence[str], hosts: int, ranks: int | None)
     device = recipe.launch.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    findings = file_findings(recipe, path) + source_problems(recipe.data)
-    findings += _precision(recipe, device)
+    findings = file_findings(recipe) + source_problems(recipe.data)
+    findings += _precision(recipe, device) + (in_the_way(recipe, path) if trains else [])
     shape = read_shape(recipe.model, CONFIGS)
     open_questions = list(not_checked(recipe.data))
     tokenizer = recipe.model.tokenizer or recipe.model.name_or_path

@@ -15,9 +15,8 @@ from uspft.data.sources import is_hub_id, list_files
 from uspft.output import is_of_a_run, is_written, written
 
 
-def file_findings(recipe: Recipe, file: Path) -> list[Finding]:
-    """Named files that are not there, folders that cannot be written, and inputs of a run that lie
-    where it writes. file: the recipe's."""
+def file_findings(recipe: Recipe) -> list[Finding]:
+    """Named files that are not there, and folders that cannot be written."""
     found = []
     resume, tokenizer = recipe.checkpoint.resume, recipe.model.tokenizer
     named = {
@@ -40,7 +39,7 @@ def file_findings(recipe: Recipe, file: Path) -> list[Finding]:
             named_checkpoint(Path(resume))
         except CheckpointError as error:
             found += not_whole(error).findings
-    return found + _in_the_way(recipe, file)
+    return found
 
 
 def not_whole(error: CheckpointError) -> Fault:
@@ -65,8 +64,11 @@ def _cannot_write(folder: Path) -> str | None:
     return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission in {nearest}"
 
 
-def _in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
-    """What a run would move aside or replace, and must not: its own inputs, what no run wrote."""
+def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
+    """What a run would move aside or replace, and must not: its own inputs, what no run wrote.
+
+    file: the recipe's.
+    """
     output = output_of(recipe)
     found = [
         (

@@ -59,7 +59,7 @@ def verify(target: Path, overrides: Sequence[str], place: Place, asked: Asked) -
     """
     _require_fault(asked.inject)
     hosts = hosts_from(place.environment)
-    found = examine(target, overrides, hosts.count, None)
+    found = examine(target, overrides, hosts.count, None, trains=False)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     with found.placed():
         found, work, depth = _prepared(found, place, screen, asked)
