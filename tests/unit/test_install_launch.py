@@ -124,6 +124,7 @@ def test_a_signal_reaches_python(sandbox: Sandbox, number: signal.Signals) -> No
     (sandbox.root / "uspft/__main__.py").write_text(
         "import pathlib, signal, sys, time\n"
         f"signal.signal({number.value}, lambda *_: sys.exit(33))\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])\n"
         f"pathlib.Path({str(mark)!r}).touch()\n"
         "time.sleep(60)\n"
     )
