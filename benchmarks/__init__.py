@@ -1,1 +1,1 @@
-"""Side by side with other engines; each benchmark prints a table and writes JSON."""
+"""uspft beside other engines, in folders by what is measured: attention, step, convergence."""

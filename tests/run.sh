@@ -12,6 +12,8 @@ compgen -G '/dev/nvidia[0-9]*' >/dev/null || chosen="($chosen) and not gpu"
 ./launch.sh --install --dev || exit $?
 python=${USPFT_PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # ranks are many, cores few
+cores=$(nproc)
+workers=$((cores < 7 ? cores + 1 : 8))   # files side by side: tests of ranks wait more than they compute
 
 # with_transformers VERSION TESTS...: everything else stays as it is, and transformers itself says what it cannot work with.
 with_transformers() {
@@ -26,8 +28,8 @@ with_transformers() {
   PYTHONPATH="$other${PYTHONPATH:+:$PYTHONPATH}" "$python" -m pytest -q "$@"
 }
 decided_by_transformers=(
-  tests/unit/test_transformers.py tests/unit/test_families.py tests/unit/test_attention_hook.py
-  tests/unit/test_config_shape.py tests/unit/test_plain_config.py
+  tests/unit/model/test_transformers.py tests/unit/parameters/test_source.py tests/unit/model/test_attention.py
+  tests/unit/families/test_shape.py tests/unit/verify/test_plain_config.py
   tests/parity/test_router.py tests/parity/test_rope.py
 )
 oldest=$(sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).0
@@ -52,7 +54,7 @@ phase format "$python" -m ruff format --check --quiet .
 phase lint "$python" -m ruff check --quiet .
 phase types "$python" -m mypy --no-error-summary
 phase imports "$python" -c 'from importlinter.cli import lint_imports_command as run; run()' --no-logo
-phase tests "$python" -m pytest -q -m "$chosen" "$@"
+phase tests "$python" -m pytest -q -n "$workers" --dist loadfile -m "$chosen" "$@"
 [ $# -gt 0 ] || phase "transformers $oldest" with_transformers "$oldest" "${decided_by_transformers[@]}"
 
 printf '== %s\n' "$times"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,26 +11,38 @@ import torch.distributed as dist
 
 from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
-from uspft.checkpoint.weights import WeightsOf, weights_of
+from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.config import Recipe
+from uspft.config.algorithms import row_of
 from uspft.config.problems import RunFailed
-from uspft.data import training_rows
+from uspft.data import Corpus, RowStream, training_rows
 from uspft.data.loader import EMPTY, StepLoader
-from uspft.engine.deepspeed_config import deepspeed_config
+from uspft.engine.deepspeed_config import micro_batches
 from uspft.engine.zero import ZeroEngine, partitioner
-from uspft.evaluate import EvalSet, evaluation_sets
 from uspft.job import Job
 from uspft.kernels import believed_kernel
 from uspft.layout import Layout, layout_of
-from uspft.model.build import build_model
+from uspft.mesh import Groups
+from uspft.model.build import empty_model
 from uspft.model.causal import CausalLoss
-from uspft.model.config import layer_windows, model_config
+from uspft.model.hf_config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
 from uspft.model.recompute import recompute_layers
 from uspft.model.trained import choose_trained
+from uspft.parameters.fill import fill
+from uspft.parameters.shards import Holders, Shards
 from uspft.sequence import Heads, of_recipe
-from uspft.sequence.heads import split_heads
+from uspft.sequence.rows.heads import split_heads
 from uspft.world import World, make_world
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """One source of `data.eval`. Step i of its loader is pass i: a micro-batch on each replica."""
+
+    title: str
+    loader: StepLoader
+    passes: int
 
 
 @dataclass(frozen=True)
@@ -37,9 +50,13 @@ class Run:
     """Every part of a run, alive."""
 
     job: Job
+    groups: Groups
+    """The process groups; of the process rather than of the run."""
     world: World
     loader: StepLoader
     evaluation: list[EvalSet]
+    model: Any
+    """transformers' own, as the engine trains it."""
     engine: ZeroEngine
     config: Any
     first_step: int
@@ -47,10 +64,15 @@ class Run:
     """A line for each attention kernel that is installed and was tried before the one in use."""
 
 
-def assemble(job: Job, device: torch.device, weights: WeightsOf = weights_of) -> Run:
-    """Build a run on this rank; collective. torch.distributed and DeepSpeed are already up."""
+def assemble(
+    job: Job, device: torch.device, groups: Groups, weights: WeightsOf = weights_of
+) -> Run:
+    """Build a run on this rank; collective. torch.distributed and DeepSpeed are already up.
+
+    groups: those of the process, to which the run adds what it lacks.
+    """
     _same_job(job)
-    recipe = job.recipe
+    recipe = job.here
     config = model_config(recipe.model, recipe.data.sequence_length)
     dtype = getattr(torch, recipe.model.dtype)
     layout = this_layout(recipe)
@@ -62,30 +84,31 @@ def assemble(job: Job, device: torch.device, weights: WeightsOf = weights_of) ->
     )
     windows = set(layer_windows(config))
     window = windows.pop() if len(windows) == 1 else None
-    world = make_world(layout, of_recipe(recipe, layout, window), kernel, device)
+    row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
+    named = row, of_recipe(recipe, layout, window)
+    world = make_world(layout, named, kernel, device, groups)
+    holders = Holders.of(Shards(layout), world.mesh.rank, groups)
 
     loader = make_loader(job, world)
 
-    checkpoint = Checkpoint.read(job.resume_from) if job.resume_from else None
-    model = build_model(
-        config,
-        dtype,
-        lambda empty: weights(recipe.model, recipe.seed, empty, checkpoint),
-        fill=world.mesh.rank == 0,
-        partition=partitioner(deepspeed_config(recipe, layout)),
-        prepare=lambda empty: choose_trained(empty, recipe.model, recipe.seed),
-    )
+    checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
+    model = empty_model(config, dtype)
+    choose_trained(model, recipe.model, recipe.seed)
+    source = weights(recipe.model, recipe.seed, model, checkpoint)
+    fill(model, dtype, source, holders, partitioner(recipe, holders))
+    model.train()
     if recipe.memory.gradient_checkpointing:
         recompute_layers(model)
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
-    engine = ZeroEngine(CausalLoss(model, tile), recipe, world)
+    passes = micro_batches(recipe, layout)
+    engine = ZeroEngine(CausalLoss(model, tile), recipe, holders, device, passes=passes)
     if checkpoint:
         empty = loader.batch([EMPTY] * recipe.training.micro_batch_size)
         load_state(engine, checkpoint, empty)
     first_step = checkpoint.step if checkpoint else 0
     evaluation = evaluation_sets(job, world)
-    return Run(job, world, loader, evaluation, engine, config, first_step, refused)
+    return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
 
 
 def _said_by_all(mine: str) -> list[str]:
@@ -126,9 +149,32 @@ def make_loader(job: Job, world: World) -> StepLoader:
     )
 
 
+def evaluation_sets(job: Job, world: World) -> list[EvalSet]:
+    """Each set packed as in training; every row once, in file order."""
+    data, training = job.recipe.data, job.recipe.training
+    each = training.eval_micro_batch_size or training.micro_batch_size
+    at_once = each * world.layout.data
+    found = []
+    for title, folder in job.evaluation.items():
+        stream = RowStream(
+            Corpus.open(folder), data.sequence_length, data.packing, False, job.recipe.seed
+        )
+        rows = stream.rows_in(1)
+        loader = StepLoader(
+            stream,
+            world,
+            row_tokens=data.sequence_length,
+            rows_per_step=at_once,
+            rows_per_batch=each,
+            last_row=rows,
+        )
+        found.append(EvalSet(title, loader, math.ceil(rows / at_once)))
+    return found
+
+
 def _head_shapes(config: Any, layout: Layout) -> list[Heads]:
     """The heads of every rank's attention calls: all ranks try all, and choose the same kernel."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query, kv = config.num_attention_heads, config.num_key_value_heads
     calls = split_heads(query, kv, layout.ulysses).calls(query // kv)
-    return [Heads(*call, dim) for call in sorted(calls)]
+    return [Heads(query, kv, dim) for query, kv in sorted(calls)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +32,8 @@ class Job:
     """A resolved recipe, prepared data, where to go on from, and the command that asked for it.
 
     identity: what a resumed run must agree with; evaluation: the prepared sets by title; tokenizer:
-    the folder that the export copies; lease: the hold on the output folder, on host 0.
+    the folder that the export copies; lease: the hold on the output folder, on host 0; places: keys
+    of `model` that are hub ids → their folders on this host.
     """
 
     recipe: Recipe
@@ -43,6 +45,13 @@ class Job:
     tokenizer: str | None = None
     command: str = ""
     lease: Lease | None = None
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def here(self) -> Recipe:
+        """The recipe as this host reads it: folders in place of hub ids."""
+        model = self.recipe.model.model_copy(update=dict(self.places))
+        return self.recipe.model_copy(update={"model": model})
 
     def fingerprint(self) -> int:
         """48 bits of what all ranks must have in common; paths may differ between hosts."""
@@ -60,6 +69,7 @@ class Job:
     def write(self, folder: Path) -> None:
         (folder / "recipe.yaml").write_text(dump(self.recipe))
         rest = {
+            "places": {key: str(Path(folder).resolve()) for key, folder in self.places.items()},
             "corpus": str(self.corpus.resolve()),
             "steps": self.steps,
             "identity": self.identity,
@@ -85,4 +95,5 @@ class Job:
             rest["tokenizer"],
             rest["command"],
             Lease(Path(rest["lease"][0]), rest["lease"][1]) if rest["lease"] else None,
+            rest["places"],
         )

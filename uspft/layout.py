@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from uspft.config.algorithms import row_of
+
 if TYPE_CHECKING:
     from uspft.config import ParallelBlock
+    from uspft.config.problems import Finding
 
-AXES = ("tensor", "ulysses", "ring", "data", "pipeline")
+AXES = ("mesh_columns", "mesh_rows", "ulysses", "ring", "data", "pipeline")
 """Fastest-varying first: the axis with the most traffic gets neighbouring ranks (USP, tip 7)."""
+
+
+MESH = AXES[:2]
+"""The axes along which ranks hold parts of one matrix."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """How many ways each thing is split; ranks are numbered with `AXES[0]` varying fastest.
 
-    ulysses × ring ranks share one row; data counts the replicas that hold different rows.
+    mesh_columns × mesh_rows ranks hold parts of one matrix (Megatron's tensor parallelism has one
+    mesh row); ulysses × ring ranks share one row; data counts the replicas that hold different
+    rows; pipeline counts stages of layers.
     """
 
-    tensor: int = 1
+    mesh_columns: int = 1
+    mesh_rows: int = 1
     ulysses: int = 1
     ring: int = 1
     data: int = 1
@@ -35,6 +45,11 @@ class Layout:
     @property
     def ranks(self) -> int:
         return prod(self.degrees)
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that hold parts of one matrix."""
+        return self.mesh_columns * self.mesh_rows
 
     @property
     def context(self) -> int:
@@ -67,51 +82,63 @@ class Layout:
         ]
 
     def name(self, algorithm: str | None = None) -> str:
-        """Short name for `metrics.jsonl`: degrees above 1, or "single"; algorithm: the recipe's
-        `context_parallel_algo`, which stands for the ring where it is not one."""
-        ring = {"allgather_cp": "allgather", "planned_cp": "planned"}.get(algorithm or "", "ring")
-        axes = [ring if axis == "ring" else axis for axis in AXES]
-        parts = [f"{a}{d}" for a, d in zip(axes, self.degrees, strict=True) if d > 1]
-        return "-".join(parts) or "single"
+        """Short name for `metrics.jsonl`: degrees above 1, or "single".
+
+        algorithm: the recipe's `context_parallel_algo`, whose word stands for the split of tokens.
+        """
+        matrix = f"mesh{self.mesh_rows}x{self.mesh_columns}"
+        parts = [
+            (matrix if self.mesh_rows > 1 else f"tensor{self.tensor}", self.tensor),
+            (f"ulysses{self.ulysses}", self.ulysses),
+            (f"{row_of(algorithm, self.ring).short}{self.ring}", self.ring),
+            (f"data{self.data}", self.data),
+            (f"pipeline{self.pipeline}", self.pipeline),
+        ]
+        return "-".join(part for part, degree in parts if degree > 1) or "single"
 
     def sentence(self, algorithm: str | None) -> str:
         """What the layout is, for a person; algorithm: the recipe's `context_parallel_algo`."""
-        others = {"allgather_cp": "all-gather", "planned_cp": "exchange"}
-        inner = others.get(algorithm or "", "ring")
-        both = f"Ulysses {self.ulysses} × {inner} {self.ring}"
-        alone = "zigzag ring" if inner == "ring" else inner
+        row = row_of(algorithm, self.context)
+        both = f"Ulysses {self.ulysses} × {row.label} {self.ring}"
         shared = {
             (True, True): f"each row shared by {self.context} ({both})",
             (True, False): f"each row shared by {self.ulysses} (Ulysses)",
-            (False, True): f"each row shared by {self.ring} ({alone})",
+            (False, True): f"each row shared by {self.ring} ({row.alone})",
             (False, False): "each row whole on one process",
         }[self.ulysses > 1, self.ring > 1]
+        if self.tensor > 1:
+            mesh = f"mesh {self.mesh_rows} × {self.mesh_columns}"
+            ways = mesh if self.mesh_rows > 1 else f"tensor {self.tensor}"
+            shared = f"each matrix split over {self.tensor} ({ways}), {shared}"
+            shared = shared.replace("whole on one process", "whole on each of them")
+        stages = f", layers in {self.pipeline} stages" if self.pipeline > 1 else ""
         replicas = f"{self.data} row{'s' if self.data > 1 else ''} at a time"
-        return f"{self.ranks} process{'es' if self.ranks > 1 else ''}, {shared}, {replicas}"
+        processes = f"{self.ranks} process{'es' if self.ranks > 1 else ''}"
+        return f"{processes}, {shared}{stages}, {replicas}"
+
+
+def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
+    """Neighbours in the ring that one host of so many processes holds; None where it holds all of
+    them, or where hosts would hold unequal parts."""
+    here, left = divmod(processes, layout.tensor * layout.ulysses)
+    divides = not left and 1 < here < layout.ring and layout.ring % here == 0
+    return here if divides else None
 
 
 def context_degrees(parallel: ParallelBlock) -> tuple[int, int]:
-    """(Ulysses, ring) degrees that a `parallel_config` asks for."""
+    """(Ulysses, ring) degrees that a `parallel_config` with a named algorithm asks for."""
     ranks = parallel.context_parallel
-    match parallel.context_parallel_algo:
-        case _ if ranks == 1:
-            return 1, 1
-        case "ulysses_cp":
-            return ranks, 1
-        case "hybrid_cp" | "planned_cp":
-            ulysses = parallel.ulysses_degree_in_cp or 1
-            return ulysses, ranks // ulysses
-        case _:
-            return 1, ranks
+    row = row_of(parallel.context_parallel_algo, ranks)
+    return row.degrees(ranks, parallel.ulysses_degree_in_cp)
 
 
-def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | tuple[str, str, str]:
-    """The layout of a `parallel_config` on `ranks` processes, or (key, what is wrong, remedy).
+def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:
+    """The layout of a `parallel_config` on `ranks` processes, or what is wrong with it.
 
     ranks None: as many as the degrees ask for, `data_parallel: auto` counted as 1.
     """
     ulysses, ring = context_degrees(parallel)
-    fixed = Layout(parallel.model_parallel, ulysses, ring, 1, parallel.pipeline_stage)
+    fixed = Layout(parallel.model_parallel, 1, ulysses, ring, 1, parallel.pipeline_stage)
     wanted = parallel.data_parallel
     if ranks is None:
         ranks = fixed.ranks * (1 if wanted == "auto" else int(wanted))
@@ -134,4 +161,4 @@ def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | tuple[str,
             f"but this run has {ranks}",
             f"write auto, or {data}",
         )
-    return Layout(fixed.tensor, ulysses, ring, data, fixed.pipeline)
+    return replace(fixed, data=data)

@@ -1,68 +1,90 @@
-"""A layout's named process groups: made once, handed down as values."""
+"""A layout's named process groups: handed down as values, each set of members made once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from uspft.comm import Books, Group
-from uspft.layout import Layout
+from uspft.layout import MESH, Layout
 
 TIMEOUT = timedelta(minutes=30)
 """After it a collective that waits for a lost rank fails; NCCL's own default is shorter."""
-GROUPS = {
-    "ulysses": ("ulysses",),
-    "ring": ("ring",),
-    "context": ("ulysses", "ring"),
-    "tokens": ("ulysses", "ring", "data"),
-}
-"""Group → axes along which its members differ. `tokens`: all that hold a step's tokens."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups under one layout."""
+    """This rank's groups under one layout, and the axes along which the members of each differ.
+    What stands here is all there is."""
 
     layout: Layout
     rank: int
-    ulysses: Group
-    ring: Group
-    context: Group
-    tokens: Group
+    tensor: Group = field(metadata={"axes": MESH})
+    """Those that hold the parts of one matrix."""
+    ulysses: Group = field(metadata={"axes": ("ulysses",)})
+    ring: Group = field(metadata={"axes": ("ring",)})
+    context: Group = field(metadata={"axes": ("ulysses", "ring")})
+    """Those that share a row."""
+
+
+class Groups:
+    """The process groups of this process: one for each set of members, however many layouts share
+    it. Each takes sockets, threads and NCCL's buffers."""
+
+    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
+        self._timeout = timeout
+        self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @property
+    def sets(self) -> list[tuple[int, ...]]:
+        """The members of each group that there is."""
+        return list(self._handles)
+
+    def of(
+        self, every: Sequence[Sequence[int]], rank: int, books: Books, *, alone: bool = False
+    ) -> Group:
+        """This rank's of several groups that together hold all ranks; collective: every rank calls
+        it with the same sets, in the same order.
+
+        A group of one rank moves nothing, and has a handle only if `alone` asks for it. What groups
+        with the same members post comes in the order of the program, the same on every rank. The
+        default group is DeepSpeed's: an exchange would queue behind its weights.
+        """
+        for ranks in map(tuple, every):
+            if (alone or len(ranks) > 1) and ranks not in self._handles:
+                self._handles[ranks] = handle = dist.new_group(list(ranks), timeout=self._timeout)
+                if rank in ranks:  # NCCL wants all at a group's first call; an exchange may not be
+                    dist.barrier(group=handle)
+        mine = next(tuple(ranks) for ranks in every if rank in ranks)
+        return Group(self._handles.get(mine), mine, mine.index(rank), books)
 
     def close(self) -> None:
         """Give the groups back, where a process goes on without them; collective."""
-        groups = (self.ulysses, self.ring, self.context, self.tokens)
-        for handle in dict.fromkeys(group.handle for group in groups):
-            if handle:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for ranks, handle in self._handles.items():
+            if rank in ranks:
                 dist.barrier(group=handle)
                 dist.destroy_process_group(handle)
+        self._handles.clear()
 
 
-def make_mesh(layout: Layout, books: Books, timeout: timedelta = TIMEOUT) -> Mesh:
-    """Create the process groups of a layout over all ranks of the default group.
+def make_mesh(layout: Layout, groups: Groups, books: Books) -> Mesh:
+    """The groups of a layout over all ranks of the default group, their transfers entered in books.
 
-    Collective: every rank calls it, with the same layout, in the same order. A group of one rank
-    has no handle and moves nothing. Groups with the same members share a handle, and with it the
-    memory that NCCL takes for each: what they post comes in the order of the program, the same on
-    every rank. The default group is DeepSpeed's: an exchange would queue behind its weights. Raises
-    ValueError where the layout does not fill the world.
+    Collective: every rank calls it, with the same layout, in the same order. Raises ValueError
+    where the layout does not fill the world.
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     if layout.ranks != world:
         raise ValueError(
             f"layout {layout.name()} is for {layout.ranks} ranks, the world has {world}"
         )
-    handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    mine = {}
-    for name, axes in GROUPS.items():
-        for ranks in map(tuple, layout.groups(axes)):
-            if len(ranks) > 1 and ranks not in handles:
-                handles[ranks] = handle = dist.new_group(list(ranks), timeout=timeout)
-                if rank in ranks:  # NCCL wants all at a group's first call; an exchange may not be
-                    dist.barrier(group=handle)
-            if rank in ranks:
-                mine[name] = Group(handles.get(ranks), ranks, ranks.index(rank), books)
+    mine = {
+        one.name: groups.of(layout.groups(one.metadata["axes"]), rank, books)
+        for one in fields(Mesh)
+        if "axes" in one.metadata
+    }
     return Mesh(layout, rank, **mine)

@@ -1,4 +1,5 @@
-"""World = a layout made live: groups, algorithm, kernel. Several may be alive at once."""
+"""World = a layout made live: groups, algorithm, kernel. Several may be alive at once, and the one
+that a row is split by travels with its batch."""
 
 from __future__ import annotations
 
@@ -8,24 +9,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from uspft.batch import Segments
 from uspft.comm import Books
+from uspft.config.algorithms import AlgorithmRow
 from uspft.kernels import Kernel
 from uspft.layout import Layout
-from uspft.mesh import Mesh, make_mesh
-from uspft.sequence import Algorithm, Plan, Rule, Split
+from uspft.mesh import Groups, Mesh, make_mesh
+from uspft.segments import Segments
+from uspft.sequence import Algorithm, Rule, Share, Split
 
-Run = tuple[int, int]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class World:
     """What a layout needs at run time. Everything is a value; nothing is looked up elsewhere."""
 
     mesh: Mesh
+    row: AlgorithmRow
+    """What the table says of the algorithm."""
     algorithm: Algorithm
     kernel: Kernel
     books: Books
+    """What this layout's transfers have sent."""
     device: torch.device
 
     @property
@@ -37,33 +40,36 @@ class World:
         """Which of the data-parallel replicas this rank belongs to."""
         return self.layout.coordinates(self.mesh.rank)["data"]
 
-    def share(self, rows: Sequence[Segments]) -> tuple[Plan, list[Run]]:
-        """This rank's attention plan for a micro-batch, and the positions it holds of it.
+    @property
+    def name(self) -> str:
+        """The layout's short name, as metrics.jsonl has it."""
+        return self.layout.name(self.row.name)
+
+    def share(self, rows: Sequence[Segments]) -> Share:
+        """This rank's share of a micro-batch.
 
         Rows are laid end to end: position p of row i counts as p + the rows before it. Every rank
         derives everybody's part from the same document bounds: nothing is negotiated.
         """
         orders = [self.algorithm.token_order(row) for row in rows]
-        plan = Plan(rows, orders, (self.layout.ulysses, self.mesh.ring.index))
-        held, offset = [], 0
-        for row, order in zip(rows, orders, strict=True):
-            held += [(offset + a, offset + b) for a, b in order[self.mesh.context.index]]
-            offset += row.length
-        return plan, held
+        return Share(rows, orders, (self.layout.ulysses, self.mesh.context.index))
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule) -> Tensor:
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule) -> Tensor:
         """Attention out [T, H, D] of this rank's tokens; q [T, H, D], k and v [T, G, D]."""
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel)
-        return self.algorithm.attend(qkv, plan.with_window(rule.window), rule, split)
+        return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
 
 
 def make_world(
     layout: Layout,
-    algorithm: Algorithm,
+    named: tuple[AlgorithmRow, Algorithm],
     kernel: Kernel,
     device: torch.device,
+    groups: Groups,
 ) -> World:
-    """Bring a layout to life; collective over the default group, in the same order everywhere."""
+    """Bring a layout to life; collective over the default group, in the same order everywhere.
+
+    named: the algorithm, and its row of the table.
+    """
     books = Books()
-    mesh = make_mesh(layout, books)
-    return World(mesh, algorithm, kernel, books, device)
+    return World(make_mesh(layout, groups, books), *named, kernel, books, device)

@@ -140,8 +140,8 @@ def test_experts_are_refused_and_the_rest_is_adapted(
 def test_a_base_model_that_has_changed(tmp_path: Path, good: tuple[Path, Path]) -> None:
     """Its config, or one tensor, under the same name."""
     from uspft.checkpoint.identity import BASE, differences
-    from uspft.config.blocks import ModelBlock
-    from uspft.model.digest import base_digest
+    from uspft.config.recipe import ModelBlock
+    from uspft.parameters.digest import base_digest
 
     model = tmp_path / "model"
     shutil.copytree(good[0], model)

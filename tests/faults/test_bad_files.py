@@ -130,9 +130,9 @@ def test_another_number_of_layers_is_no_fault(ground: Ground) -> None:
 def checkpoint_of(ground: Ground) -> Path:
     """A checkpoint of the recipe as it stands, as far as its identity goes."""
     from uspft.checkpoint.identity import BASE, CONTENTS, identity_of
-    from uspft.commands.examine import examine
     from uspft.data import Corpus, prepare
-    from uspft.model.digest import base_digest
+    from uspft.parameters.digest import base_digest
+    from uspft.prepare.examine import examine
 
     recipe = examine(ground.path, [], 1, None).recipe
     corpus = prepare(recipe.data, None, 97, ground.folder.parent / "cache/uspft/data")

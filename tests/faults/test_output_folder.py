@@ -172,7 +172,7 @@ def test_a_folder_in_use_is_refused_with_who_uses_it(
 def test_an_export_beside_a_live_run_is_refused(
     ground: Ground, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.unit.test_checkpoint_folder import made
+    from tests.unit.checkpoint.test_folder import made
     from uspft.checkpoint import folder
     from uspft.commands import export
 
@@ -190,9 +190,9 @@ def test_room_on_the_disk_is_looked_at_first(
     ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from uspft.__main__ import main
-    from uspft.commands.examine import examine
-    from uspft.commands.examine_model import examine_model
-    from uspft.commands.space import space_needed
+    from uspft.prepare.examine import examine
+    from uspft.prepare.model import examine_model
+    from uspft.prepare.space import space_needed
 
     ground.write({"checkpoint.every_steps": 1})
     recipe = examine(ground.path, [], 1, None).recipe

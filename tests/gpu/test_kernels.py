@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.support.attention import Bench, Layer, dense, leaks, make_inputs, shared
-from uspft.batch import Segments
 from uspft.kernels import Kernel, choose
 from uspft.kernels.probe import TOLERANCE, probe
 from uspft.kernels.torch_cpu import TorchCpu
+from uspft.segments import Segments
 from uspft.sequence import Heads
 
 

@@ -26,10 +26,10 @@ from tests.parity.test_training import (
     row_documents,
 )
 from tests.support.adapters import compute_in, document_tokens, peft_adapter, written_out_mask
+from tests.support.algorithms import ALGORITHMS
 from tests.support.models import Documents, Reference, make_documents, make_model, reference
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
-from uspft.sequence import ALGORITHMS
 
 STEPS, RATE, CLIP, SEED = 3, 5e-3, 0.005, 7
 RANK, ALPHA, DROPOUT = 4, 6.0, 0.4

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.algorithms import ALGORITHMS
 from tests.support.attention import (
     DIM,
     HEADS,
@@ -34,9 +35,8 @@ from tests.support.attention import (
 from tests.support.pairwise import pairwise
 from tests.support.ranks import each_once, spawn
 from tests.support.varlen import varlen_on_cpu
-from uspft.batch import Segments
 from uspft.kernels.capped import TorchCapped
-from uspft.sequence import ALGORITHMS
+from uspft.segments import Segments
 
 SCALE = DIM**-0.5
 

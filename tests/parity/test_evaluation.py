@@ -22,11 +22,11 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.parity.test_training import ZERO
+from tests.support.algorithms import ALGORITHMS
 from tests.support.models import KINDS, Documents, make_documents, make_model
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
-from tests.support.runs import close, prepared, run_recipe, small_recipe
-from uspft.sequence import ALGORITHMS
+from tests.support.runs import close, held, prepared, run_recipe, small_recipe
 
 pytestmark = pytest.mark.timeout(900)  # whichever test comes first waits for the ranks
 RANKS, ROW, STEPS = 4, 48, 2
@@ -113,8 +113,6 @@ def compared(case: Case, folder: Path, output: Path) -> Any:
     parameters it left whole that ZeRO-3 splits."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    from uspft.engine.state import read_state
-
     met: list[Weights] = []
     left: list[int] = []
 
@@ -123,8 +121,7 @@ def compared(case: Case, folder: Path, output: Path) -> Any:
 
         @contextmanager
         def noted() -> Iterator[None]:
-            parts = {name: read_state(run.engine, p, "weight") for name, p in named.items()}
-            met.append({name: part.clone() for name, part in parts.items()})
+            met.append(held(run.engine))
             with evaluating():
                 yield
             states = [getattr(p, "ds_status", None) for p in named.values()]
@@ -167,7 +164,7 @@ def trained(case: Case, folder: Path, output: Path, *, evaluates: bool, drops: b
 
 def stopping(case: Case, folder: Path, output: Path, asks: Iterator[bool] | None) -> Any:
     """Four steps with an evaluation after each second; asks: what `stop` answers, call by call."""
-    from uspft.loop import Interrupted, train
+    from uspft.training.loop import Interrupted, train
 
     blocks: dict[str, Any] = {
         "training": {"steps": 4, "eval_every_steps": 2},

@@ -20,7 +20,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 def work(rank: int, folder: Path, data: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    from uspft.loop import train
+    from uspft.training.loop import train
 
     found = {}
     for name, trained in TRAINED.items():
@@ -44,7 +44,7 @@ def work(rank: int, folder: Path, data: Path) -> dict[tuple[str, int], dict[str,
 
 def measured(engine: Any) -> dict[str, Any]:
     """Bytes on this rank: parameters by what becomes of them, and AdamW's weights and moments."""
-    named, trained = engine.module.named(), engine.module.trained()
+    named, trained = engine.module.named(), engine.trained()
     frozen = [value for name, value in named.items() if name not in trained]
 
     def held(parameters: Any) -> int:

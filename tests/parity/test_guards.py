@@ -14,7 +14,7 @@ from tests.support.ranks import spawn
 from tests.support.runs import prepared, small_recipe
 from uspft.batch import Batch
 from uspft.config.problems import RunFailed
-from uspft.guards import Guards
+from uspft.training.guards import Guards
 
 RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
 
@@ -38,7 +38,7 @@ def shard_positions(run: Any, batch: Batch) -> None:
 
 def exchanged_shares(run: Any, batch: Batch) -> None:
     """Each rank holds what the other one should."""
-    object.__setattr__(batch, "held", batch.held[::-1])
+    batch.share.held = batch.share.held[::-1]
 
 
 def other_rows(run: Any, batch: Batch) -> None:

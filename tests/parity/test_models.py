@@ -27,8 +27,8 @@ from tests.support.models import (
     reference,
 )
 from tests.support.ranks import spawn
-from tests.support.runs import close, prepared, run_recipe, small_recipe
-from uspft.config.families import FAMILIES
+from tests.support.runs import close, held, prepared, run_recipe, small_recipe
+from uspft.families.table import FAMILIES
 
 ROW, STEPS, RATE, CLIP = 48, 2, 1e-3, 0.5
 EPS = 1e-6
@@ -154,8 +154,7 @@ def test_every_family_trains_as_one_process(setting: Any) -> None:
 
 def resumed(rank: int, folder: Path, data: Documents) -> list[tuple[Any, Any]]:
     """Final weights by stage: of two steps, and of one and one more after a checkpoint."""
-    from uspft.engine.state import read_state
-    from uspft.loop import train
+    from uspft.training.loop import train
 
     found = []
     for zero in ("zero2", "zero3 whole"):
@@ -176,8 +175,7 @@ def resumed(rank: int, folder: Path, data: Documents) -> list[tuple[Any, Any]]:
         run = prepared(recipes[1], folder / zero, resume=True)
         assert run.first_step == 1
         train(run, lambda: False)
-        named = run.engine.module.named().items()
-        end = {name: read_state(run.engine, value, "weight").clone() for name, value in named}
+        end = held(run.engine)
         close(run)
         found.append((through and through[1], end))
     return found

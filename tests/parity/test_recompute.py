@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.algorithms import ALGORITHMS
 from tests.support.models import Documents, make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import close, prepared, run_recipe, small_recipe
-from uspft.sequence import ALGORITHMS
 from uspft.sequence.planned import Planned
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def letting_go(rank: int, folder: Path, data: Documents, keeps: bool) -> dict[st
         run = prepared(recipe, folder / f"{name}-{keeps}-inputs")
         inputs.clear()
         (batch,) = run.loader.batches(1)
-        loss = run.engine.deepspeed(batch, run.world, 1.0)
+        loss = run.engine.deepspeed(batch, 1.0)
         gc.collect()
         found[name] = [bool(storage.expired()) for storage in inputs]
         del loss

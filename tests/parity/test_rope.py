@@ -23,8 +23,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
-from uspft.config.blocks import ModelBlock
-from uspft.model.config import model_config
+from uspft.config.recipe import ModelBlock
+from uspft.model.hf_config import model_config
 from uspft.verify.plain_config import pin_frequencies
 
 ROW, ORIGINAL = 48, 32
@@ -115,9 +115,9 @@ def run(name: str, folder: Path, data: dict[str, Documents], output: str) -> Any
 def work(rank: int, folder: Path, data: dict[str, Documents]) -> tuple[dict[str, Any], Any]:
     """Every case; and one as transformers would choose in each call."""
     found = {name: run(name, folder, data, f"runs/{name}") for name in CASES}
-    from uspft.model import config
+    from uspft.model import hf_config
 
-    config.settle_positions = lambda config, length: None
+    hf_config.settle_positions = lambda config, length: None
     return found, run(UNSETTLED, folder, data, "unsettled")
 
 

@@ -25,7 +25,7 @@ from tests.support.attention import (
 )
 from tests.support.pairwise import pairwise
 from tests.support.ranks import each_once, spawn
-from uspft.batch import Segments
+from uspft.segments import Segments
 from uspft.sequence import Cost, Heads
 
 LENGTH, DIM = 256, 32

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.algorithms import ALGORITHMS
 from tests.support.models import (
     KINDS,
     Documents,
@@ -30,7 +31,6 @@ from tests.support.models import (
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
-from uspft.sequence import ALGORITHMS
 
 ROW, STEPS, CLIP = 48, 3, 0.5
 SCHEDULE = {

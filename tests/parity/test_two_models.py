@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.parity.test_training import mismatch
 from tests.support.models import KINDS, Documents, make_documents, make_model, reference
 from tests.support.ranks import spawn
-from tests.support.runs import prepared, small_recipe
+from tests.support.runs import held, prepared, small_recipe
 
 ROW, STEPS = 64, 3
 LENGTHS = [64, 60, 31, 64, 17, 50]
@@ -32,8 +32,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
-    from uspft.engine.state import read_state
-
     runs = {
         kind: prepared(
             small_recipe(folder / kind, data.path, ROW, **blocks), folder / f"out-{kind}"
@@ -55,9 +53,7 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
             )
     found = {}
     for kind, run in runs.items():
-        named = run.engine.module.named().items()
-        end = {name: read_state(run.engine, value, "weight").clone() for name, value in named}
-        found[kind] = records[kind], end
+        found[kind] = records[kind], held(run.engine)
     for run in runs.values():
         run.engine.close()
     return found if dist.get_rank() == 0 else {}

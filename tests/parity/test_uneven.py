@@ -18,17 +18,17 @@ from tests.support.attention import (
     shared,
 )
 from tests.support.ranks import spawn
-from uspft.batch import Segments
+from uspft.segments import Segments
 from uspft.sequence.allgather import AllGather
 from uspft.sequence.planned import Planned
-from uspft.sequence.regions import Run
 from uspft.sequence.ring import Ring
+from uspft.sequence.rows.spans import Span
 from uspft.sequence.ulysses import Ulysses
 from uspft.sequence.usp import Usp
 
 SCALE, WINDOWS = 0.3, (None, 11)
 ROW = Segments((0, 17, 40, 41, 90), 96)
-ORDER: list[tuple[Run, ...]] = [
+ORDER: list[tuple[Span, ...]] = [
     (),
     ((20, 25), (50, 55)),
     ((0, 15), (80, 95)),

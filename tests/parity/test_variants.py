@@ -67,22 +67,22 @@ def wrong_order(rank: int, folder: Path, data: Documents) -> Any:
         right = algorithm.token_order
         algorithm.token_order = lambda self, segments: right(self, segments)[::-1]
 
-    def plan_as_before(run: Any) -> None:
+    def share_as_before(run: Any) -> None:
         from uspft.world import World
 
         share = World.share
 
         def mixed(self: Any, rows: Any) -> Any:
-            plan, _ = share(self, rows)
+            right = share(self, rows)
             swap(run)
-            _, held = share(self, rows)
+            right.held = share(self, rows).held
             swap(run)
-            return plan, held
+            return right
 
         World.share = mixed  # type: ignore[method-assign]
 
     blocks = CASES["grouped queries"]
-    return run_recipe(recipe(folder, data, blocks), folder / "wrong", before=plan_as_before)
+    return run_recipe(recipe(folder, data, blocks), folder / "wrong", before=share_as_before)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,10 @@ import yaml
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from uspft.commands.place import CONFIGS
-from uspft.config import ModelShape, Recipe, load, read_shape
-from uspft.config.blocks import ModelBlock
+from uspft.config import Recipe, load
+from uspft.config.recipe import ModelBlock
+from uspft.families import ModelShape, read_shape
+from uspft.prepare.invocation import CONFIGS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.name for path in (ROOT / "recipes").iterdir())

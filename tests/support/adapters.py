@@ -12,15 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.parametrize import register_parametrization
 
+from uspft.parameters.shards import Part
+
 
 def peft_adapter(
-    start: Callable[[str, torch.Size], torch.Tensor],
+    start: Callable[[str, Part], torch.Tensor],
     *,
     masks: Callable[[str], Callable[[torch.Tensor], torch.Tensor]] | None = None,
     frozen: str | None = None,
     **lora: Any,
 ) -> Callable[[Any], dict[str, torch.nn.Parameter]]:
-    """What `reference` prepares a model with: an adapter whose weights begin as start(name, shape).
+    """What `reference` prepares a model with: an adapter whose weights begin as start(name, part).
 
     masks: by a module's name what takes the place of its dropout; frozen: an expression for names
     of the adapter's weights that stay as they begin.
@@ -33,7 +35,7 @@ def peft_adapter(
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 plain = name.removeprefix("base_model.model.").replace(".default", "")
-                parameter.data = start(plain, parameter.shape)
+                parameter.data = start(plain, Part.whole(parameter.shape))
                 if frozen and re.search(frozen, plain):
                     parameter.requires_grad_(False)
                 else:

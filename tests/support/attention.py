@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from uspft.batch import Segments
+from tests.support.algorithms import named
 from uspft.comm import Books, Group
 from uspft.kernels import Kernel
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
-from uspft.mesh import Mesh, make_mesh
+from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.model.recompute import attend_once
-from uspft.sequence import Algorithm, Cost, Heads, Plan, Rule, Split, Traffic, choose
+from uspft.segments import Segments
+from uspft.sequence import Algorithm, Cost, Heads, Rule, Share, Split, Traffic
 
 DIM = 8
 KINDS = ("all_to_all", "ring", "gather")
@@ -93,9 +94,12 @@ class Case(NamedTuple):
         return self.heads, self.rows, self.window, self.sinks
 
 
+GROUPS = Groups()
+
+
 @cache
 def _mesh(ulysses: int, ring: int) -> Mesh:
-    return make_mesh(Layout(ulysses=ulysses, ring=ring), Books())
+    return make_mesh(Layout(ulysses=ulysses, ring=ring), GROUPS, Books())
 
 
 @dataclass
@@ -110,16 +114,16 @@ class Bench:
     @classmethod
     def of(cls, way: Way, window: int | None = None, kernel: Kernel | None = None) -> Bench:
         """Collective at the first call with these degrees."""
-        options = {
+        options: dict[str, Any] = {
             "keep": not way.fetched,
             "window": window,
             "per_host": way.per_host,
-            "piece_tokens": 5,
-            "stages": way.stages,
         }
-        algorithm = choose(way.name, way.ulysses, way.ring, **options)
+        options |= {"stages": way.stages} if way.stages else {}
+        options |= {"piece_tokens": 5} if way.name == "planned_cp" else {}
+        made = named(way.name, way.ulysses, way.ring, **options)
         mesh = _mesh(way.ulysses, way.ring)
-        return cls(algorithm, mesh, mesh.context.books, kernel or TorchCpu())
+        return cls(made, mesh, mesh.context.books, kernel or TorchCpu())
 
     def sent(self) -> dict[str, Traffic]:
         """What this rank has sent since it was last asked, by kind."""
@@ -131,7 +135,7 @@ class Bench:
     def alone(cls, kernel: Kernel | None = None) -> Bench:
         """One process that no process group is needed for."""
         mesh = Mesh(Layout(), 0, Group(), Group(), Group(), Group())
-        return cls(choose(None, 1, 1), mesh, Books(), kernel or TorchCpu())
+        return cls(named("whole", 1, 1), mesh, Books(), kernel or TorchCpu())
 
 
 def busiest(books: list[dict[str, Traffic]]) -> Cost:
@@ -145,7 +149,7 @@ def busiest(books: list[dict[str, Traffic]]) -> Cost:
 
 @dataclass
 class Layer:
-    """One micro-batch's attention on this rank: its plan and its tokens' positions."""
+    """One micro-batch's attention on this rank: its share and its tokens' positions."""
 
     bench: Bench
     rows: list[Segments]
@@ -156,9 +160,9 @@ class Layer:
         return [self.bench.algorithm.token_order(row) for row in self.rows]
 
     @cached_property
-    def plan(self) -> Plan:
+    def share(self) -> Share:
         mesh = self.bench.mesh
-        return Plan(self.rows, self.orders, (mesh.layout.ulysses, mesh.ring.index), self.window)
+        return Share(self.rows, self.orders, (mesh.layout.ulysses, mesh.context.index), self.window)
 
     def index(self, context: int | None = None) -> Tensor:
         """Positions held by a context rank (None: this one), rows laid end to end."""
@@ -172,7 +176,7 @@ class Layer:
 
     def documents(self) -> list[tuple[int, int]]:
         """Their bounds, rows laid end to end."""
-        return self.plan.documents
+        return self.share.documents
 
     def attend(self, inputs: list[Tensor], scale: float, *, checkpointed: bool = False) -> Tensor:
         """Attention of this rank's tokens; inputs: q, k, v and, where there are any, sinks;
@@ -183,7 +187,7 @@ class Layer:
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             rule = Rule(scale, self.window, *sinks)
-            return self.bench.algorithm.attend((q, k, v), self.plan, rule, split)
+            return self.bench.algorithm.attend((q, k, v), self.share, rule, split)
 
         if not checkpointed:
             return run(tuple(inputs))

@@ -67,7 +67,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """By model_type: transformers' name, and what of its config is not LLaMA's. A further family is a
-line here and one in uspft/config/families.py."""
+line here and one in uspft/families/table.py."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "llama-8-2": {"kind": "llama", "heads": 8, "kv_heads": 2},

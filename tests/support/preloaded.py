@@ -12,8 +12,8 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import uspft.assemble
-import uspft.commands.examine
-import uspft.loop  # noqa: F401
+import uspft.prepare.examine
+import uspft.training.loop  # noqa: F401
 
 gc.collect()
 gc.freeze()

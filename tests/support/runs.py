@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from uspft.mesh import Groups
+
 VOCABULARY = 97
+GROUPS = Groups()
+"""Of this rank's process."""
 
 
 def small_recipe(folder: Path, corpus: Path, row: int, /, **blocks: Any) -> dict[str, Any]:
@@ -36,17 +40,17 @@ def prepared(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> A
     """A Run of this rank, ready to train into output; collective."""
     from uspft.assemble import assemble
 
-    return assemble(job_of(recipe, output, resume=resume), torch.device("cpu"))
+    return assemble(job_of(recipe, output, resume=resume), torch.device("cpu"), GROUPS)
 
 
 def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any:
     """The Job of a recipe on these ranks, its data prepared; collective."""
     from uspft.checkpoint.folder import newest
-    from uspft.commands.examine import examine
-    from uspft.commands.prepare import steps_of
     from uspft.data import prepare, prepare_sets
     from uspft.engine.quarantine import prepare_deepspeed
     from uspft.job import Job
+    from uspft.prepare.data import steps_of
+    from uspft.prepare.examine import examine
 
     prepare_deepspeed()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -78,24 +82,31 @@ def run_recipe(
     resume: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]] | None:
     """Train; rank 0 gets (records of metrics.jsonl, final master weights). before: sees the Run."""
-    from uspft.engine.state import read_state
-    from uspft.loop import train
+    from uspft.training.loop import train
 
     run = prepared(recipe, output, resume=resume)
     if before:
         before(run)
     train(run, lambda: False)
-    end = {
-        name: read_state(run.engine, parameter, "weight").clone()
-        for name, parameter in run.engine.module.named().items()
-    }
+    end = held(run.engine)
     close(run)
     if dist.get_rank():
         return None
     return [json.loads(line) for line in (output / "metrics.jsonl").open()], end
 
 
+def held(engine: Any, kind: str = "weight") -> dict[str, torch.Tensor]:
+    """Every parameter's whole value, or moment, on every rank; collective."""
+    from uspft.engine.state import Wanted, gather
+    from uspft.parameters.shards import Part
+
+    named = engine.module.named() if kind == "weight" else engine.trained()
+    ranks = range(engine.holders.everyone.size)
+    parts = {name: Part.whole(engine.part_of(name).shape) for name in named}
+    wanted = [Wanted(kind, name, part, rank) for name, part in parts.items() for rank in ranks]
+    return {one.name: value.clone() for one, value in gather(engine, wanted)}
+
+
 def close(run: Any) -> None:
-    """Give back what a run holds: groups left open slow all later ones down; collective."""
+    """Give back what a run holds."""
     run.engine.close()
-    run.world.mesh.close()

@@ -16,6 +16,7 @@ from tests.support.adapters import peft_adapter
 from tests.support.launch import records, start
 from tests.support.models import make_documents, make_model, reference
 from tests.support.runs import small_recipe
+from uspft.parameters.shards import Part
 
 STEPS, SEED = 3, 5
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
@@ -82,7 +83,7 @@ def test_an_adapter_from_recipe_to_peft(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(adapter) == 8 and len(stays) == 2
     start_of = AdapterStart(no_base, SEED).read
     for name in stays:
-        begun = start_of(name.removeprefix("base_model.model."), adapter[name].shape)
+        begun = start_of(name.removeprefix("base_model.model."), Part.whole(adapter[name].shape))
         assert torch.equal(adapter[name], begun), name
 
     state = json.loads((out / "checkpoints/step-00000003/state.json").read_text())

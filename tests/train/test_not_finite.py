@@ -10,13 +10,12 @@ import torch
 from tests.parity.test_training import ROW, ZERO
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
-from tests.support.runs import prepared, small_recipe
+from tests.support.runs import held, prepared, small_recipe
 
 
 def work(rank: int, folder: Path, data: Path) -> dict[str, tuple[str, bool]]:
-    from uspft.engine.state import read_state
-    from uspft.engine.zero import NotFinite
-    from uspft.loop import train
+    from uspft.engine.step import NotFinite
+    from uspft.training.loop import train
 
     answers = {}
     for name, zero in ZERO.items():
@@ -27,7 +26,7 @@ def work(rank: int, folder: Path, data: Path) -> dict[str, tuple[str, bool]]:
         )
         run = prepared(recipe, folder / name)
         parameters = run.engine.module.named()
-        before = [read_state(run.engine, p, "weight").clone() for p in parameters.values()]
+        before = held(run.engine)
         if rank == 1:  # one rank's gradient of one parameter is enough
             bias = next(p for n, p in parameters.items() if n.endswith("layers.1.mlp.up_proj.bias"))
             bias.register_hook(lambda grad: grad * torch.inf)
@@ -36,8 +35,7 @@ def work(rank: int, folder: Path, data: Path) -> dict[str, tuple[str, bool]]:
             train(run, lambda: False)
         except NotFinite as error:
             said = str(error)
-        after = [read_state(run.engine, p, "weight") for p in parameters.values()]
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        same = all(torch.equal(x, before[name]) for name, x in held(run.engine).items())
         answers[name] = said, same
         run.engine.close()
     return answers

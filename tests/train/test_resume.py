@@ -46,7 +46,7 @@ STAGES: dict[str, tuple[dict[str, Any], str]] = {
 
 def segment(recipe: dict[str, Any], output: Path, stop_after: int | None) -> None:
     """Go on with a recipe until it ends or stop_after steps are done, as the command would."""
-    from uspft.loop import Interrupted, train
+    from uspft.training.loop import Interrupted, train
 
     run = prepared(recipe, output, resume=True)
     asked = iter(range(STEPS + 1))

@@ -16,10 +16,10 @@ import yaml
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import job_of, small_recipe
-from uspft.verify.depth import USABLE, sizes_of
-from uspft.verify.faults import FAULTS
+from uspft.planner.memory import USABLE, sizes_of
 from uspft.verify.gradients import GradientFile
-from uspft.verify.job import GRADIENTS
+from uspft.verify.inject import FAULTS
+from uspft.verify.work import GRADIENTS
 
 ROW = 64
 LENGTHS = [40, 24, 64, 33, 31, 64, 50, 14]
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
 
 def verify_job(case: str, folder: Path, fault: str | None) -> Any:
     """The first step of a case, under all layouts of two processes; collective."""
-    from uspft.verify.job import VerifyJob
+    from uspft.verify.work import VerifyJob
 
     dtype, packing, stage, _ = CASES[case]
     recipe = small_recipe(
@@ -59,12 +59,12 @@ def alone(rank: int, folder: Path) -> None:
 
 def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool, str]]:
     """(case, fault) → whether the verdict is as it must be, and the table."""
-    from uspft.commands.examine import layout_findings
-    from uspft.verify.job import LAYOUTS, PLAIN, REFERENCE
-    from uspft.verify.layouts import candidates
+    from uspft.planner.layouts import candidates
+    from uspft.prepare.examine import layout_findings
     from uspft.verify.ranks import run_layouts
     from uspft.verify.report import Report
     from uspft.verify.result import results
+    from uspft.verify.work import LAYOUTS, PLAIN, REFERENCE
 
     found = {}
     for case, fault in product(CASES, [None, *FAULTS]):
@@ -104,7 +104,7 @@ def test_verify_as_a_user_runs_it(
     """In bfloat16, with a model of two layers where one process can hold one."""
     import uspft.commands.verify as command
     from uspft.__main__ import main
-    from uspft.model.config import model_config
+    from uspft.model.hf_config import model_config
 
     make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2)
     make_documents(tmp_path / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])

@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 
-from uspft.batch import Segments
-from uspft.config.blocks import ParallelBlock
-from uspft.layout import AXES, Layout, context_degrees, layout_of
-from uspft.sequence.order import balanced
+from uspft.config.recipe import ParallelBlock
+from uspft.layout import AXES, MESH, Layout, context_degrees, layout_of
+from uspft.segments import Segments
+from uspft.sequence.rows.order import balanced
 
 
 def test_neighbours_share_the_axis_with_the_most_traffic() -> None:
-    assert AXES == ("tensor", "ulysses", "ring", "data", "pipeline")
-    layout = Layout(tensor=2, ulysses=2, ring=2, data=2, pipeline=2)
-    assert (layout.ranks, layout.context) == (32, 4)
-    for rank in range(32):
+    assert AXES == ("mesh_columns", "mesh_rows", "ulysses", "ring", "data", "pipeline")
+    layout = Layout(2, 2, 2, 2, 2, 2)
+    assert (layout.ranks, layout.tensor, layout.context) == (64, 4, 4)
+    for rank in range(64):
         # A rank is a binary number whose lowest digit is the first axis.
-        digits = [int(digit) for digit in reversed(f"{rank:05b}")]
+        digits = [int(digit) for digit in reversed(f"{rank:06b}")]
         assert layout.coordinates(rank) == dict(zip(AXES, digits, strict=True))
     uneven = Layout(ulysses=2, ring=3, data=4)
-    place = {"tensor": 0, "ulysses": 1, "ring": 2, "data": 3, "pipeline": 0}
-    assert uneven.coordinates(23) == place
+    place = {"ulysses": 1, "ring": 2, "data": 3, "pipeline": 0}
+    assert uneven.coordinates(23) == {"mesh_columns": 0, "mesh_rows": 0, **place}
 
 
 # Two rows at a time, each shared by Ulysses 2 × ring 2: the groups of the USP paper's code.
@@ -30,7 +30,7 @@ USP = {
     ("ulysses",): [[0, 1], [2, 3], [4, 5], [6, 7]],
     ("ring",): [[0, 2], [1, 3], [4, 6], [5, 7]],
     ("data",): [[0, 4], [1, 5], [2, 6], [3, 7]],
-    ("tensor",): [[rank] for rank in range(8)],
+    MESH: [[rank] for rank in range(8)],
     ("pipeline",): [[rank] for rank in range(8)],
     ("ulysses", "ring"): [[0, 1, 2, 3], [4, 5, 6, 7]],
     ("ulysses", "ring", "data"): [list(range(8))],
@@ -45,9 +45,9 @@ def test_groups_of_usp(axes: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_groups_of_every_axis(axis: str) -> None:
-    layout = Layout(tensor=2, ulysses=3, ring=2, data=2, pipeline=2)
+    layout = Layout(2, 2, ulysses=3, ring=2, data=2, pipeline=2)
     groups = layout.groups([axis])
-    assert sorted(rank for group in groups for rank in group) == list(range(48))
+    assert sorted(rank for group in groups for rank in group) == list(range(96))
     for group in groups:
         places = [layout.coordinates(rank) for rank in group]
         assert [place.pop(axis) for place in places] == list(range(getattr(layout, axis)))
@@ -55,8 +55,8 @@ def test_groups_of_every_axis(axis: str) -> None:
 
 
 def test_groups_with_tensor_and_pipeline() -> None:
-    layout = Layout(tensor=2, ulysses=2, pipeline=2)
-    assert sorted(layout.groups(["tensor"])) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    layout = Layout(2, ulysses=2, pipeline=2)
+    assert sorted(layout.groups(MESH)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert sorted(layout.groups(["ulysses"])) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert sorted(layout.groups(["pipeline"])) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 

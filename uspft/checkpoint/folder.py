@@ -3,10 +3,11 @@
     checkpoints/step-00000500/
         state.json                 step, tensor → file, file → bytes, what resuming agrees with
         model/                     config.json and the tokenizer's files
-        part-00003-00000.safetensors   weight/<name>, exp_avg/<name>, exp_avg_sq/<name>, whole
+        part-00003-00000.safetensors   weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
     checkpoints/latest             name of the newest complete one
 
-Whole tensors by name, spread over the ranks that wrote them: any layout and stage can read them.
+Tensors by name, spread over the ranks that wrote them: any layout and stage can read them. What
+ranks held in parts is stored so, part k of a tensor as <kind>/<name>#k; state.json says which part.
 Only `step-` and eight digits is a checkpoint; whatever else lies beside it is the user's.
 """
 
@@ -16,15 +17,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from uspft.config.problems import InputError, said
+from uspft.parameters.shards import Part, as_slices, flat_boxes
+from uspft.parameters.source import read_boxes
 
 FORMAT = 1
 CHECKPOINTS, LATEST, STATE = "checkpoints", "latest", "state.json"
@@ -48,7 +54,7 @@ class Checkpoint:
 
         Raises CheckpointError.
         """
-        checkpoint = cls.read(folder)
+        checkpoint = cls.known(folder)
         keys: dict[str, list[str]] = {}
         for key, part in checkpoint.state["files"].items():
             keys.setdefault(part, []).append(key)
@@ -60,7 +66,7 @@ class Checkpoint:
         return checkpoint
 
     @classmethod
-    def read(cls, folder: Path) -> Checkpoint:
+    def known(cls, folder: Path) -> Checkpoint:
         """The checkpoint in a folder that is known to be whole. Raises CheckpointError."""
         return cls(folder, _read_state(folder))
 
@@ -70,23 +76,71 @@ class Checkpoint:
 
     def tensor(self, kind: str, name: str) -> Tensor:
         """One whole tensor, float32, on CPU. Raises CheckpointError."""
-        key = f"{kind}/{name}"
+        return self.read(kind, name, Part.whole(self.shape(kind, name)))
+
+    def shape(self, kind: str, name: str) -> tuple[int, ...]:
+        """The shape of a whole tensor. Raises CheckpointError."""
+        if name in self._parts:
+            return self._parts[name][0].shape
+        with self._opened(f"{kind}/{name}") as held:
+            return tuple(held.get_shape())
+
+    def read(self, kind: str, name: str, part: Part) -> Tensor:
+        """A part of a tensor, float32, on CPU, its own bytes alone. Raises CheckpointError."""
+        stored = self._parts.get(name)
+        if stored is None:
+            with self._opened(f"{kind}/{name}") as held:
+                self._require(name, tuple(held.get_shape()), part)
+                return read_boxes(held, part)
+        self._require(name, stored[0].shape, part)
+        out = torch.empty(part.size)
+        for number, one in enumerate(stored):
+            boxes = list(part.meets(one))
+            if boxes:
+                with self._opened(f"{kind}/{name}#{number}") as held:
+                    for here, there in boxes:
+                        out[as_slices(here)] = held[as_slices(there)]
+        return out
+
+    def read_flat(self, kind: str, name: str, part: Part, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a part laid flat, as `read`."""
+        if (start, stop) == (0, part.count):
+            return self.read(kind, name, part).flatten()
+        boxes = flat_boxes(part.size, start, stop)
+        pieces = [self.read(kind, name, part.within(box)).flatten() for box in boxes]
+        return torch.cat(pieces) if pieces else torch.empty(0)
+
+    @cached_property
+    def _parts(self) -> dict[str, list[Part]]:
+        """Of each tensor that is stored in parts, these."""
+        found = {}
+        for name, held in self.state["parts"].items():
+            ranges = [tuple(tuple(map(tuple, dim)) for dim in one) for one in held["ranges"]]
+            found[name] = [Part(tuple(held["shape"]), one) for one in ranges]
+        return found
+
+    def _require(self, name: str, held: tuple[int, ...], part: Part) -> None:
+        if held != part.shape:
+            what = f"{name} is {held}, the model wants {part.shape}"
+            raise CheckpointError(f"{self.folder}: {what}")
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[Any]:
+        """A slice of a stored tensor. Raises CheckpointError, also for what is read inside."""
         if key not in self.state["files"]:
             raise CheckpointError(f"{self.folder} holds no {key}")
-        part = self.folder / self.state["files"][key]
+        file = self.folder / self.state["files"][key]
         try:
-            with safe_open(part, "pt") as tensors:
-                value: Tensor = tensors.get_tensor(key)
+            with safe_open(file, "pt") as tensors:
+                yield tensors.get_slice(key)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{part} cannot be read: {said(error)}") from error
-        return value
+            raise CheckpointError(f"{file} cannot be read: {said(error)}") from error
 
     @property
     def names(self) -> list[str]:
         """Parameter names, in the model's order."""
-        return [
-            key.removeprefix("weight/") for key in self.state["files"] if key.startswith("weight/")
-        ]
+        keys = [key for key in self.state["files"] if key.startswith("weight/")]
+        return list(dict.fromkeys(key.removeprefix("weight/").partition("#")[0] for key in keys))
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -101,6 +155,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if found != FORMAT:
         raise CheckpointError(f"{folder}/{STATE} has format {found}, expected {FORMAT}")
     state.setdefault("sizes", {})
+    state.setdefault("parts", {})
     missing = [name for name, is_right in _FIELDS.items() if not is_right(state.get(name))]
     if missing:
         raise CheckpointError(f"{folder}/{STATE} has no {missing[0]}")
@@ -119,6 +174,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "identity": lambda value: isinstance(value, dict),
     "files": _table_of(str),
     "sizes": _table_of(int),
+    "parts": _table_of(dict),
 }
 
 

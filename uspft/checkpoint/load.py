@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from uspft.checkpoint.folder import Checkpoint
-from uspft.engine.state import KINDS, make_moments, set_adam_steps, write_state
+from uspft.engine.state import KINDS, make_moments, set_adam_steps, write_fragment
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
+    from uspft.checkpoint.folder import Checkpoint
     from uspft.engine.zero import ZeroEngine
 
 
 def load_state(engine: ZeroEngine, checkpoint: Checkpoint, empty: Batch) -> None:
     """Master weights, Adam moments and step count, into whatever stage the engine has; collective.
 
-    The model must have been built from the same checkpoint. empty: a batch without targets.
+    Each rank reads what it keeps and nothing else. The model must have been built from the same
+    checkpoint. empty: a batch without targets.
     """
     make_moments(engine, empty)
-    for name, parameter in engine.module.trained().items():
+    for name, parameter in engine.trained().items():
+        part = engine.part_of(name)
         for kind in KINDS:
-            write_state(parameter, kind, checkpoint.tensor(kind, name), engine)
+            read = partial(checkpoint.read_flat, kind, name, part)
+            write_fragment(engine, parameter, kind, read)
     set_adam_steps(engine, int(checkpoint.state["adam_steps"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,11 @@ from uspft.checkpoint.folder import (
     folder_of,
 )
 from uspft.durable import partial_of, publish, save_tensors, start_partial, sync, write_text
-from uspft.engine.state import KINDS, adam_steps, read_state
+from uspft.engine.state import KINDS, Wanted, adam_steps, gather
 
 if TYPE_CHECKING:
     from uspft.engine.zero import ZeroEngine
+    from uspft.parameters.shards import Part
 
 Describe = Callable[[Path], dict[str, Any]]
 
@@ -75,27 +76,47 @@ def save_checkpoint(
         start_partial(final)
     dist.barrier()
     parts = _Parts(aside, rank)
-    load = [0] * world
-    keys = []
-    for name, parameter in engine.module.trained().items():
-        for kind in KINDS:
-            value = read_state(engine, parameter, kind)
-            owner = load.index(min(load))
-            load[owner] += value.numel()
-            keys.append(f"{kind}/{name}")
-            if owner == rank:
-                parts.add(keys[-1], value)
+    wanted, split = _dealt_out(engine)
+    for one, value in gather(engine, wanted):
+        parts.add(_key(one, split), value)
     parts.flush()
     written: list[Any] = [None] * world
     dist.all_gather_object(written, (parts.files, parts.sizes))
     if rank == 0:
-        files = {key: found[key] for key in keys for found, _ in written if key in found}
+        every = {key: file for found, _ in written for key, file in found.items()}
+        files = {key: every[key] for key in (_key(one, split) for one in wanted)}
         sizes = {name: size for _, found in written for name, size in found.items()}
-        state = {"format": FORMAT, "step": step, "adam_steps": adam_steps(engine)}
+        state: dict[str, Any] = {"format": FORMAT, "step": step, "adam_steps": adam_steps(engine)}
+        state["parts"] = {
+            name: {"shape": held[0].shape, "ranges": [part.ranges for part in held]}
+            for name, held in split.items()
+        }
         _publish(aside, final, {**state, "identity": describe(aside), "files": files}, sizes)
         delete_older(output, keep_last)
     dist.barrier()
     return final
+
+
+def _dealt_out(engine: ZeroEngine) -> tuple[list[Wanted], dict[str, list[Part]]]:
+    """Which rank writes which part of everything, each rank about as much of what it holds; and the
+    parts of what is held in several."""
+    shards, load = engine.holders.shards, [0] * engine.holders.everyone.size
+    wanted, split = [], {}
+    for name in engine.trained():
+        parts = shards.parts(name, engine.part_of(name).shape)
+        if len(parts) > 1:
+            split[name] = list(parts)
+        for kind in KINDS:
+            for part, ranks in parts.items():
+                owner = min(ranks, key=lambda rank: (load[rank], rank))
+                load[owner] += part.count
+                wanted.append(Wanted(kind, name, part, owner))
+    return wanted, split
+
+
+def _key(one: Wanted, split: Mapping[str, list[Part]]) -> str:
+    number = f"#{split[one.name].index(one.part)}" if one.name in split else ""
+    return f"{one.kind}/{one.name}{number}"
 
 
 def _publish(aside: Path, final: Path, state: dict[str, Any], sizes: dict[str, int]) -> None:

@@ -37,15 +37,15 @@ def command_of(given: Sequence[str]) -> Callable[[], int]:
         raise UsageError(verb, "is not available yet", f"use {', '.join(VERBS[:-1])} or export")
     target, overrides, options = _arguments(verb, words)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
-    from uspft.commands import Place
     from uspft.commands.versions import require_versions
+    from uspft.prepare.invocation import Invocation
 
     if verb != "export":
         load(target, overrides)  # a misspelt key is told before seconds of imports
     require_versions()
     command = shlex.join(["uspft", verb, *words])
     ranks, steps = _whole("--ranks", options), _whole("--steps", options)
-    place = Place(command, dict(os.environ), cache, ranks)
+    place = Invocation(command, dict(os.environ), cache, ranks)
     if verb == "verify":
         from uspft.commands.verify import Asked, verify
 

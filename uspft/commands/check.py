@@ -6,16 +6,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from uspft.commands.examine import examine
-from uspft.commands.examine_model import examine_model
-from uspft.commands.output import output_of
-from uspft.commands.place import Place
-from uspft.commands.space import space_free, space_needed
 from uspft.launcher import hosts_from
 from uspft.metrics import as_size
+from uspft.prepare.examine import examine
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.model import examine_model
+from uspft.prepare.output import output_of
+from uspft.prepare.space import space_free, space_needed
 
 
-def check(target: Path, overrides: Sequence[str], place: Place) -> int:
+def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
     found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
     recipe, shape = found.recipe, found.shape

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from uspft.checkpoint.adapter import export_adapter
-from uspft.checkpoint.export import export_folder
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, named
-from uspft.checkpoint.whole import WholeModel, whole_model
-from uspft.commands.output import held_output
-from uspft.commands.place import Place
+from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.peft_folder import export_adapter
+from uspft.checkpoint.whole_model import WholeModel, whole_model
 from uspft.config import Fault, InputError
 from uspft.config.problems import COMMAND_LINE
-from uspft.output import ADAPTER, EXPORTS, MODEL, set_aside
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.output import held_output
+from uspft.written import ADAPTER, EXPORTS, MODEL, set_aside
 
 
-def export(target: Path, overrides: Sequence[str], place: Place) -> int:
+def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Write hf/ beside checkpoints/, and adapter/ where one was trained.
 
     target: an output folder, or one of its checkpoints. Overrides: `to=FOLDER`, for the whole model

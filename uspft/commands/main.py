@@ -74,7 +74,7 @@ def _main(words: list[str]) -> int:
 
 def _rank(words: Sequence[str]) -> int:
     """Be one rank; what goes wrong is left for the supervisor to print once."""
-    from uspft.commands import Place
+    from uspft.prepare.invocation import Invocation
 
     if ERROR_FILE not in os.environ or not words:
         print("command line: rank: is what train starts; write uspft train", file=sys.stderr)
@@ -85,7 +85,7 @@ def _rank(words: Sequence[str]) -> int:
             from uspft.commands.verify_rank import rank
         else:
             from uspft.commands.rank import rank
-        code = rank(Path(words[0]), Place("rank", dict(os.environ)))
+        code = rank(Path(words[0]), Invocation("rank", dict(os.environ)))
     except BaseException as error:
         code = 2 if isinstance(error, InputError) else 1
         report_exception(os.environ[ERROR_FILE], int(os.environ["RANK"]), error, code)

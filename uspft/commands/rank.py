@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,14 +10,17 @@ import torch
 import torch.distributed as dist
 
 from uspft.commands.joining import joined
-from uspft.commands.place import Place
 from uspft.commands.shared import require_shared
+from uspft.config import dump
+from uspft.config.algorithms import AUTO
 from uspft.durable import write_text
 from uspft.job import Job
-from uspft.output import RECIPE
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.resolve import Known, resolve
+from uspft.written import RECIPE
 
 
-def rank(folder: Path, place: Place) -> int:
+def rank(folder: Path, place: Invocation) -> int:
     """Be one rank of the job in `folder`. Raises what the run raises."""
     job = Job.read(folder)
     logs_transfers = bool(job.recipe.deepspeed.comms_logger)
@@ -37,12 +39,13 @@ def rank(folder: Path, place: Place) -> int:
 
 def _run(job: Job, device: torch.device) -> int:
     from uspft.assemble import assemble
-    from uspft.loop import Interrupted, train
+    from uspft.mesh import Groups
+    from uspft.training.loop import Interrupted, train
 
     first = dist.get_rank() == 0
-    run = assemble(job, device)
-    if first and job.recipe.model.attention == "auto":
-        _settle_attention(job, run.world.kernel.name, run.refused)
+    run = assemble(job, device, Groups())
+    if first and job.recipe.model.attention == AUTO:
+        leave_recipe(job, run.world.kernel.name, run.refused)
     asked: list[int] = []  # from here on there is something to save
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
     code = 0
@@ -54,16 +57,15 @@ def _run(job: Job, device: torch.device) -> int:
     return code
 
 
-def _settle_attention(job: Job, name: str, refused: list[str]) -> None:
-    """The kernel that `auto` became in the recipe that the run leaves: only a GPU could tell.
+def leave_recipe(job: Job, kernel: str, refused: list[str]) -> None:
+    """Write the recipe that the run leaves, now that everything is known: only ranks could tell
+    which kernel works.
 
     refused: a line for each one that is installed and was tried before.
     """
-    output = job.recipe.output_dir
-    assert output is not None
-    text = (output / RECIPE).read_text()
-    settled = re.sub(r"^(\s+attention:) auto$", rf"\1 {name}", text, count=1, flags=re.MULTILINE)
-    write_text(output / RECIPE, settled)
+    recipe = resolve(job.recipe, Known(kernel=kernel))
+    assert recipe.output_dir is not None
+    write_text(recipe.output_dir / RECIPE, dump(recipe))
     for line in refused:
-        print(f"model.attention: {line}; using {name}", flush=True)
-    print(f"attention kernel: {name}", flush=True)
+        print(f"model.attention: {line}; using {kernel}", flush=True)
+    print(f"attention kernel: {kernel}", flush=True)

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from uspft.commands.place import Place
 from uspft.config import Recipe
 from uspft.launcher import Hosts, LocalRanks, run_ranks
+from uspft.prepare.invocation import Invocation
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The names by which torch takes its allocator's settings, the newer first."""
@@ -21,7 +21,7 @@ def start_ranks(
     words: Sequence[str],
     recipe: Recipe,
     hosts: Hosts,
-    place: Place,
+    place: Invocation,
     *,
     logs: Path,
     on_stop: str = "saving a checkpoint",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from uspft.config import Recipe
+from uspft.config.algorithms import CONTEXT, Splits
 
 
 def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
@@ -68,9 +69,11 @@ def _another_layout(recipe: Recipe) -> list[str]:
     parallel = recipe.parallel_config
     if parallel.context_parallel == 1:
         return [f"training.steps={2 * (recipe.training.steps or 100)}"]
-    other = "planned_cp" if parallel.context_parallel_algo == "ring_cp" else "ring_cp"
+    others = [row for row in CONTEXT.values() if not row.ulysses_required]
+    others.sort(key=lambda row: (row.splits is Splits.HEADS, row.automatic))
+    other = next(row for row in others if row.name != parallel.context_parallel_algo)
     return [
-        f"parallel_config.context_parallel_algo={other}",
+        f"parallel_config.context_parallel_algo={other.name}",
         "parallel_config.ulysses_degree_in_cp=null",
         "checkpoint.resume=never",
     ]

@@ -10,35 +10,33 @@ from pathlib import Path
 
 from rich.console import Console
 
-from uspft.checkpoint.adapter import export_adapter
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, named, newest
 from uspft.checkpoint.identity import BASE, CONTENTS, differences, identity_of
-from uspft.checkpoint.whole import whole_model
-from uspft.commands.examine import Examined, examine, with_rows
-from uspft.commands.examine_files import not_whole
-from uspft.commands.examine_model import examine_model
+from uspft.checkpoint.peft_folder import export_adapter
+from uspft.checkpoint.whole_model import whole_model
 from uspft.commands.export import export_beside
-from uspft.commands.output import held_output, open_output, output_of
-from uspft.commands.place import Place
-from uspft.commands.prepare import first_rows, prepare_data, require_here, steps_of, tokenizer_of
-from uspft.commands.sizes import with_fetched, with_tiles
-from uspft.commands.space import require_space, space_needed
 from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
 from uspft.config import Fault, Recipe
-from uspft.config.blocks import DataBlock
 from uspft.data import Corpus, formats_of
 from uspft.job import Job
 from uspft.launcher import WRONG_INPUT, Hosts, hosts_from, say
 from uspft.lease import Lease
-from uspft.model.config import layer_windows
-from uspft.model.digest import base_digest
-from uspft.model.files import fetch
-from uspft.output import ADAPTER, EXPORTS, LOGS, MODEL
-from uspft.sequence.auto import Work
+from uspft.model.fetch import fetch_model
+from uspft.model.hf_config import layer_windows
+from uspft.parameters.digest import base_digest
+from uspft.planner.auto import Work
+from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of, tokenizer_of
+from uspft.prepare.examine import Examined, examine
+from uspft.prepare.files import not_whole
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.model import examine_model
+from uspft.prepare.output import held_output, open_output, output_of
+from uspft.prepare.space import require_space, space_needed
+from uspft.written import ADAPTER, EXPORTS, LOGS, MODEL
 
 
-def train(target: Path, overrides: Sequence[str], place: Place) -> int:
+def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Run a recipe. Raises InputError before any rank starts."""
     hosts = hosts_from(place.environment)
     found = examine(target, overrides, hosts.count, place.ranks)
@@ -100,45 +98,37 @@ def _export_missing(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 
 def _prepare_job(
-    found: Examined, place: Place, screen: Console
+    found: Examined, place: Invocation, screen: Console
 ) -> tuple[Examined, Job, Checkpoint | None, int]:
-    """With the recipe as it is written down; what ranks are given, where they go on from, and the
-    bytes that they will write.
-
-    Ranks get folders of this machine in place of hub ids, which say nothing elsewhere.
-    """
+    """With the recipe resolved; what ranks are given, where they go on from, and the bytes that
+    they will write."""
+    require_here(found.recipe)
+    found = found.knowing_model(fetch_model(found.recipe.model))
     recipe = found.recipe
-    require_here(recipe)
-    recipe, local = with_fetched(recipe, fetch(recipe))
-    model = examine_model(local)
-    config = model.config
+    model = examine_model(found.here)
     if model.trains:
         screen.print(f"trains: {model.trains}", markup=False)
     needed = space_needed(recipe, model.trained, model.parameters, recipe.training.steps)
-    identity = identity_of(recipe) | {BASE: base_digest(local.model)}
+    identity = identity_of(recipe) | {BASE: base_digest(found.here.model)}
     checkpoint = _checkpoint(recipe, output_of(recipe), screen)
     _same(checkpoint, identity)
-    corpus, evaluation = prepare_data(local, config.vocab_size, place, screen)
+    corpus, evaluation = prepare_data(found.here, model.config.vocab_size, place, screen)
     identity[CONTENTS] = Corpus.open(corpus).contents
     _same(checkpoint, identity)
-    found = with_rows(found, local, Work(first_rows(local, corpus), layer_windows(config)))
-    formats = formats_of(_every_source(local.data))
-    settled = {"parallel_config": found.recipe.parallel_config}
-    recipe, local = (
-        with_tiles(_with_formats(r, formats), config.vocab_size).model_copy(update=settled)
-        for r in (recipe, local)
-    )
+    work = Work(first_rows(found.here, corpus), layer_windows(model.config))
+    found = found.knowing(work=work, formats=formats_of(recipe.data))
     job = Job(
-        local,
+        found.recipe,
         corpus,
         steps_of(recipe, corpus),
         identity,
         evaluation,
         resume_from=checkpoint.folder if checkpoint else None,
-        tokenizer=_with_tokenizer(local),
+        tokenizer=_with_tokenizer(found.here),
         command=place.command,
+        places=found.known.places,
     )
-    return replace(found, recipe=recipe), job, checkpoint, needed
+    return found, job, checkpoint, needed
 
 
 def _with_tokenizer(recipe: Recipe) -> str | None:
@@ -146,24 +136,6 @@ def _with_tokenizer(recipe: Recipe) -> str | None:
     folder = tokenizer_of(recipe)
     has_one = folder and (Path(folder) / "tokenizer_config.json").exists()
     return str(Path(folder).resolve()) if folder and has_one else None
-
-
-def _every_source(data: DataBlock) -> DataBlock:
-    """The block as if it trained on its evaluation sets too."""
-    return data.model_copy(update={"train": data.train + (data.eval or ()), "eval": None})
-
-
-def _with_formats(recipe: Recipe, found: list[str]) -> Recipe:
-    """The recipe with the formats of `_every_source` in place of `auto`."""
-    data = recipe.data
-    if len(set(found)) == 1:
-        data = data.model_copy(update={"format": found[0]})
-    else:
-        pairs = zip(_every_source(data).train, found, strict=True)
-        named = tuple(s.model_copy(update={"format": s.format or f}) for s, f in pairs)
-        train, rest = named[: len(data.train)], named[len(data.train) :]
-        data = data.model_copy(update={"train": train, "eval": rest or None})
-    return recipe.model_copy(update={"data": data})
 
 
 def _checkpoint(recipe: Recipe, output: Path, screen: Console) -> Checkpoint | None:

@@ -12,32 +12,26 @@ from typing import Any
 
 from rich.console import Console
 
-from uspft.commands.examine import (
-    Examined,
-    examine,
-    layout_findings,
-    with_rows,
-)
-from uspft.commands.examine_model import examine_model
-from uspft.commands.output import output_of
-from uspft.commands.place import Place
-from uspft.commands.prepare import first_rows, prepare_data, require_here, steps_of
-from uspft.commands.sizes import with_fetched
 from uspft.commands.starting import start_ranks
 from uspft.config import Fault, InputError, Recipe
 from uspft.config.problems import COMMAND_LINE
 from uspft.job import Job
 from uspft.launcher import Hosts, hosts_from
 from uspft.layout import Layout
-from uspft.model.config import layer_windows
-from uspft.model.files import fetch
-from uspft.sequence.auto import Work
-from uspft.verify.depth import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
-from uspft.verify.faults import FAULTS
-from uspft.verify.job import LAYOUTS, PLAIN, REFERENCE, VerifyJob, without_extras
-from uspft.verify.layouts import LIMIT, Candidate, candidates, chosen
+from uspft.model.fetch import fetch_model
+from uspft.model.hf_config import layer_windows
+from uspft.planner.auto import Work
+from uspft.planner.layouts import LIMIT, Candidate, candidates, chosen
+from uspft.planner.memory import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
+from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of
+from uspft.prepare.examine import Examined, examine, layout_findings
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.model import examine_model
+from uspft.prepare.output import output_of
+from uspft.verify.inject import FAULTS
 from uspft.verify.report import Report
 from uspft.verify.result import Result, results
+from uspft.verify.work import LAYOUTS, PLAIN, REFERENCE, VerifyJob, without_extras
 
 FOLDER, REPORT = "verify", "verify.json"
 STEPS = 3
@@ -52,7 +46,7 @@ class Asked:
     every: bool = False
 
 
-def verify(target: Path, overrides: Sequence[str], place: Place, asked: Asked) -> int:
+def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Asked) -> int:
     """Compare, print a table, write OUTPUT/verify/verify.json; 0 equal, 1 not.
 
     With `inject`, 0 where every layout shows the fault. Raises InputError before any rank starts.
@@ -86,7 +80,7 @@ def verify(target: Path, overrides: Sequence[str], place: Place, asked: Asked) -
     return 0 if report.ok else 1
 
 
-def _run(work: VerifyJob, layouts: VerifyJob, hosts: Hosts, place: Place) -> int:
+def _run(work: VerifyJob, layouts: VerifyJob, hosts: Hosts, place: Invocation) -> int:
     """The one process on the first host, then the layouts on all; an exit code."""
     if hosts.index == 0:
         code = _start(work.alone(), Hosts(), place, "one-process")
@@ -107,13 +101,13 @@ def _require_fault(name: str | None) -> None:
 
 
 def _prepared(
-    found: Examined, place: Place, screen: Console, asked: Asked
+    found: Examined, place: Invocation, screen: Console, asked: Asked
 ) -> tuple[Examined, VerifyJob, dict[str, int]]:
     """With the recipe as it would train; what ranks do but for the layout; layers kept, and all."""
     require_here(found.recipe)
-    _, local = with_fetched(found.recipe, fetch(found.recipe))
-    config = examine_model(local).config
-    local, with_plain, depth = _fitted(local, config, screen)
+    found = found.knowing_model(fetch_model(found.recipe.model))
+    config = examine_model(found.here).config
+    local, with_plain, depth = _fitted(found.here, config, screen)
     corpus, _ = prepare_data(
         local.model_copy(update={"data": local.data.model_copy(update={"eval": None})}),
         config.vocab_size,
@@ -124,8 +118,8 @@ def _prepared(
     steps = min(asked.steps or STEPS, job.steps)
     folder = output_of(found.recipe) / FOLDER
     work = VerifyJob(job, (), steps, folder, with_plain=with_plain, inject=asked.inject)
-    known = Work(first_rows(local, corpus), layer_windows(config))
-    return with_rows(found, local, known), work, depth
+    rows = Work(first_rows(local, corpus), layer_windows(config))
+    return found.knowing(work=rows), work, depth
 
 
 def _fitted(recipe: Recipe, config: Any, screen: Console) -> tuple[Recipe, bool, dict[str, int]]:
@@ -153,7 +147,7 @@ def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
     return chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
 
 
-def _start(work: VerifyJob, hosts: Hosts, place: Place, logs: str) -> int:
+def _start(work: VerifyJob, hosts: Hosts, place: Invocation, logs: str) -> int:
     with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
         work.write(Path(folder))
         return start_ranks(
@@ -178,7 +172,7 @@ def _fresh(folder: Path) -> None:
         raise Fault([("output_dir", what, "name another folder")]) from error
 
 
-def _facts(found: Examined, place: Place, work: VerifyJob) -> dict[str, Any]:
+def _facts(found: Examined, place: Invocation, work: VerifyJob) -> dict[str, Any]:
     recipe = found.recipe
     return {
         "command": place.command,

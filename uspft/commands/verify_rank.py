@@ -7,13 +7,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from uspft.commands.joining import joined
-from uspft.commands.place import Place
 from uspft.commands.shared import require_shared
+from uspft.prepare.invocation import Invocation
 
 
-def rank(folder: Path, place: Place) -> int:
+def rank(folder: Path, place: Invocation) -> int:
     """Be one rank of what `verify` left in `folder`. Raises what the run raises."""
-    from uspft.verify.job import VerifyJob
+    from uspft.verify.work import VerifyJob
 
     work = VerifyJob.read(folder)
     with joined(work.job.recipe.launch.device, place.environment) as device:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from uspft.config.blocks import (
+from uspft.config.problems import Fault, Finding, InputError, Origins, Problem, RecipeError
+from uspft.config.recipe import (
     CheckpointBlock,
     DataBlock,
     DeepSpeedBlock,
@@ -18,10 +19,7 @@ from uspft.config.blocks import (
     Source,
     TrainingBlock,
 )
-from uspft.config.loading import Loaded, as_tree, dump, load
-from uspft.config.model_shape import ModelShape, read_shape
-from uspft.config.positions import check_length, with_factor
-from uspft.config.problems import Fault, Finding, InputError, Origins, Problem, RecipeError
+from uspft.config.yaml.loading import Loaded, as_tree, dump, load
 
 __all__ = [
     "CheckpointBlock",
@@ -36,7 +34,6 @@ __all__ = [
     "LoggingBlock",
     "MemoryBlock",
     "ModelBlock",
-    "ModelShape",
     "OptimizerBlock",
     "Origins",
     "ParallelBlock",
@@ -47,9 +44,6 @@ __all__ = [
     "Source",
     "TrainingBlock",
     "as_tree",
-    "check_length",
     "dump",
     "load",
-    "read_shape",
-    "with_factor",
 ]

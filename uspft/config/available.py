@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from uspft.config.blocks import Recipe
 from uspft.config.problems import Finding, join
+from uspft.config.recipe import Recipe
 from uspft.config.scalars import plain, token_count
 
 Asks = Callable[[Any], bool]
@@ -121,6 +121,22 @@ def settled(raw: dict[str, Any]) -> dict[str, Any]:
             if field is not None and absent and not field.is_required() and asks(field.default):
                 result[block] = {**own, key: plain(off)}
     return result
+
+
+def without_later(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree without the keys of features that are not available yet: all of them are off."""
+    later = {key for one in LATER for key in one.keys}
+
+    def kept(value: Any, at: str) -> Any:
+        if isinstance(value, dict):
+            places = {name: join(at, name) for name in value}
+            return {n: kept(v, places[n]) for n, v in value.items() if places[n] not in later}
+        if isinstance(value, list):
+            return [kept(item, f"{at}[]") for item in value]
+        return value
+
+    found: dict[str, Any] = kept(tree, "")
+    return found
 
 
 def _instead(key: str, off: str) -> str:

@@ -12,33 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from uspft.config.allowed import among, described, either, lets_pass, shown
 from uspft.config.problems import Fault, Finding, fault, join
 from uspft.config.scalars import meant, plain, token_count
 
 Check = Callable[[Any], Any]
 
 LARGEST = 2**63 - 1
-
-
-def shown(value: object) -> str:
-    """A value as a message shows it."""
-    if isinstance(value, str):
-        return f'the string "{value if len(value) <= 60 else value[:57] + "..."}"'
-    if isinstance(value, dict | list | tuple):
-        return "a mapping" if isinstance(value, dict) else "a list"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else repr(value)
-
-
-def _among(value: object, words: Sequence[object]) -> bool:
-    return any(type(word) is type(value) and word == value for word in words)
-
-
-def _or(wanted: str, words: Sequence[object]) -> str:
-    """`wanted` with the words that may stand in its place."""
-    names = ["null" if word is None else str(word) for word in words]
-    return " or ".join([wanted, *names])
+SUFFIXED = "^[0-9]+[kKmM]$"
+"""A number of tokens as `token_count` reads it."""
 
 
 def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
@@ -50,8 +32,8 @@ def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
 
 def _stray(value: object, wanted: str, words: Sequence[object]) -> Fault:
     """A value of the wrong type: what it is, and what was most likely meant."""
-    what = f"expected {_or(wanted, words)}, got {shown(value)}"
-    remedy = f"write {_or(wanted, words)}"
+    what = f"expected {either(wanted, words)}, got {shown(value)}"
+    remedy = f"write {either(wanted, words)}"
     if isinstance(value, str):
         near = closest(value, [word for word in words if isinstance(word, str)], 0.7)
         likely = meant(value)
@@ -76,11 +58,14 @@ def whole(
 ) -> Check:
     """A whole number of at least `minimum`; with `exponent`, 5e8 is one too."""
     wanted = f"a whole number{unit} of at least {minimum}"
+    schema: dict[str, Any] = {"type": "integer", "minimum": minimum}
     if maximum != LARGEST:
         wanted = f"a whole number{unit} from {minimum} to {maximum}"
+        schema["maximum"] = maximum
 
+    @lets_pass(wanted, schema, also)
     def check(value: Any) -> Any:
-        if _among(value, also):
+        if among(value, also):
             return value
         if isinstance(value, float) and value.is_integer():
             if not exponent:
@@ -90,7 +75,7 @@ def whole(
         if not isinstance(value, int) or isinstance(value, bool):
             raise _stray(value, wanted, also)
         if not minimum <= value <= maximum:
-            raise fault(f"is {value}, out of range", f"write {_or(wanted, also)}")
+            raise fault(f"is {value}, out of range", f"write {either(wanted, also)}")
         return value
 
     return check
@@ -98,8 +83,10 @@ def whole(
 
 def tokens(minimum: int, *, also: Sequence[object] = ()) -> Check:
     """A number of tokens, where k and m are binary."""
-    number = whole(minimum, also=also, unit=" of tokens (such as 4096 or 128k)")
+    number = described(whole(minimum, unit=" of tokens (such as 4096 or 128k)", also=also))
+    suffixed = {"type": "string", "pattern": SUFFIXED}
 
+    @lets_pass(number.wanted, {"anyOf": [number.schema, suffixed]})
     def check(value: Any) -> Any:
         count = token_count(value) if isinstance(value, str) else None
         return number(value if count is None else count)
@@ -116,14 +103,16 @@ def real(
     also: Sequence[object] = (),
 ) -> Check:
     """A finite number, bounds included (`minimum`, `maximum`) or not (`above`, `below`)."""
-    bounds = [f"above {above:g}"] if above is not None else []
-    bounds += [f"of at least {minimum:g}"] if minimum > -math.inf else []
-    bounds += [f"of at most {maximum:g}"] if maximum < math.inf else []
-    bounds += [f"below {below:g}"] if below is not None else []
-    wanted = " ".join(["a number", " and ".join(bounds)]).rstrip()
+    limits = [("above", "exclusiveMinimum", above), ("of at least", "minimum", minimum)]
+    limits += [("of at most", "maximum", maximum), ("below", "exclusiveMaximum", below)]
+    bounds = [
+        (words, name, at) for words, name, at in limits if at is not None and abs(at) < math.inf
+    ]
+    wanted = f"a number {' and '.join(f'{words} {at:g}' for words, _, at in bounds)}".rstrip()
 
+    @lets_pass(wanted, {"type": "number", **{name: at for _, name, at in bounds}}, also)
     def check(value: Any) -> Any:
-        if _among(value, also):
+        if among(value, also):
             return value
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise _stray(value, wanted, also)
@@ -133,7 +122,7 @@ def real(
             or (above is not None and value <= above)
             or (below is not None and value >= below)
         ):
-            raise fault(f"is {value:g}, out of range", f"write {_or(wanted, also)}")
+            raise fault(f"is {value:g}, out of range", f"write {either(wanted, also)}")
         return float(value)
 
     return check
@@ -142,10 +131,11 @@ def real(
 def flag(*, also: Sequence[object] = ()) -> Check:
     """true or false; YAML 1.1's yes and on are strings."""
 
+    @lets_pass("true or false", {"type": "boolean"}, also)
     def check(value: Any) -> Any:
-        if isinstance(value, bool) or _among(value, also):
+        if isinstance(value, bool) or among(value, also):
             return value
-        if _among(value, (0, 1)):
+        if among(value, (0, 1)):
             raise fault(
                 f"expected true or false, got {value}", f"write {'true' if value else 'false'}"
             )
@@ -158,10 +148,11 @@ def choice(
     *allowed: str, also: Sequence[object] = (), synonyms: Mapping[str, str] | None = None
 ) -> Check:
     """One of the allowed words; a synonym is read as the word it stands for."""
-    listed = _or(" | ".join(allowed), also)
+    listed = either(" | ".join(allowed), also)
 
+    @lets_pass(listed, {"enum": [*allowed, *(synonyms or {}), *also]})
     def check(value: Any) -> Any:
-        if value in allowed or _among(value, also):
+        if value in allowed or among(value, also):
             return value
         if not isinstance(value, str):
             raise fault(f"expected one of {listed}, got {shown(value)}", f"write {listed}")
@@ -181,18 +172,19 @@ def choice(
 def text(wanted: str = "a string", *, also: Sequence[object] = ()) -> Check:
     """A string that is not empty."""
 
+    @lets_pass(wanted, {"type": "string", "pattern": r"\S"}, also)
     def check(value: Any) -> Any:
-        if _among(value, also):
+        if among(value, also):
             return value
         if not isinstance(value, str):
-            what = f"expected {_or(wanted, also)}, got {shown(value)}"
+            what = f"expected {either(wanted, also)}, got {shown(value)}"
             quote = isinstance(value, int | float) and not isinstance(value, bool)
             raise fault(what, f'write "{value}" in quotes' if quote else f"write {wanted}")
         if not value.strip() or "\0" in value:
             raise fault("is empty" if "\0" not in value else "holds a zero byte", f"write {wanted}")
         if value == "None":
             remedy = "write null" if None in also else f"write {wanted}"
-            raise fault(f'expected {_or(wanted, also)}, got the string "None"', remedy)
+            raise fault(f'expected {either(wanted, also)}, got the string "None"', remedy)
         return value
 
     return check
@@ -200,8 +192,9 @@ def text(wanted: str = "a string", *, also: Sequence[object] = ()) -> Check:
 
 def path(wanted: str = "a path", *, also: Sequence[object] = ()) -> Check:
     """A path of the file system, as a Path."""
-    name = text(wanted, also=also)
+    name = described(text(wanted, also=also))
 
+    @lets_pass(name.wanted, name.schema)
     def check(value: Any) -> Any:
         value = str(value) if isinstance(value, Path) else value
         found = name(value)
@@ -214,12 +207,16 @@ def each(
     item: Check, wanted: str, *, size: int | None = None, also: Sequence[object] = ()
 ) -> Check:
     """A list, each item checked, as a tuple; of `size` items where that is given."""
+    one = described(item)
+    schema: dict[str, Any] = {"type": "array", "items": one.schema}
+    schema |= {} if size is None else {"minItems": size, "maxItems": size}
 
+    @lets_pass(wanted if size is None else f"{wanted} (each {one.wanted})", schema, also)
     def check(value: Any) -> Any:
-        if _among(value, also):
+        if among(value, also):
             return value
         if not isinstance(value, list | tuple):
-            raise fault(f"expected {_or(wanted, also)}, got {shown(value)}", f"write {wanted}")
+            raise fault(f"expected {either(wanted, also)}, got {shown(value)}", f"write {wanted}")
         if size is not None and len(value) != size:
             raise fault(f"expected {wanted}, got {len(value)} items", f"write {wanted}")
         results, findings = collect((f"[{i}]", item, entry) for i, entry in enumerate(value))
@@ -246,13 +243,17 @@ def table(
     fields: Mapping[str, Check], *, required: Sequence[str] = (), also: Sequence[object] = ()
 ) -> Check:
     """A mapping of these fields, each checked; stays a dict."""
+    keys = {key: described(one).noted() for key, one in fields.items()}
+    schema: dict[str, Any] = {"type": "object", "properties": keys, "additionalProperties": False}
+    schema |= {"required": list(required)} if required else {}
 
+    @lets_pass("a mapping", schema, also)
     def check(value: Any) -> Any:
-        if _among(value, also):
+        if among(value, also):
             return value
         if not isinstance(value, dict):
             raise fault(
-                f"expected {_or('a mapping', also)}, got {shown(value)}", "write {key: value}"
+                f"expected {either('a mapping', also)}, got {shown(value)}", "write {key: value}"
             )
         known = ((key, fields[key], item) for key, item in value.items() if key in fields)
         results, findings = collect(known)
@@ -282,12 +283,13 @@ def free(*, also: Sequence[object] = ()) -> Check:
         remedy = meant(value) if isinstance(value, str) else None
         return [(at, f"{shown(value)} is no value here", remedy)] if remedy else []
 
+    @lets_pass("a mapping", {"type": "object"}, also)
     def check(value: Any) -> Any:
-        if _among(value, also):
+        if among(value, also):
             return value
         if not isinstance(value, dict):
             raise fault(
-                f"expected {_or('a mapping', also)}, got {shown(value)}", "write {key: value}"
+                f"expected {either('a mapping', also)}, got {shown(value)}", "write {key: value}"
             )
         findings = misread(value, "")
         if findings:

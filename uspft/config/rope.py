@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from uspft.config.allowed import described, lets_pass
 from uspft.config.checks import Check, choice, each, flag, real, table, whole
 from uspft.config.problems import fault
 
@@ -50,6 +51,17 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 _type = choice(*TYPES)
 
 
+def _of_type(kind: str) -> Check:
+    """The keys of a scaling of one type, checked."""
+    keys = {"rope_type": choice(kind), **TYPES[kind]}
+    return table(keys, required=("rope_type", *REQUIRED.get(kind, ())))
+
+
+@lets_pass(
+    f"a mapping with rope_type: {' | '.join(TYPES)}",
+    {"anyOf": [described(_of_type(kind)).schema for kind in TYPES]},
+    (None,),
+)
 def scaling(value: Any) -> dict[str, Any] | None:
     """A scaling of rotary positions with the keys that its type has; None where none is asked."""
     if value is None:
@@ -59,8 +71,7 @@ def scaling(value: Any) -> dict[str, Any] | None:
     if not isinstance(value, dict) or "rope_type" not in value:
         what = "has no `rope_type`" if isinstance(value, dict) else "expected a mapping or null"
         raise fault(what, "write {rope_type: yarn, factor: 4.0} or null")
-    kinds = {"rope_type": _type}
-    if value["rope_type"] not in TYPES:
-        return dict(table(kinds)({"rope_type": value["rope_type"]}))
     kind = value["rope_type"]
-    return dict(table({**kinds, **TYPES[kind]}, required=REQUIRED.get(kind, ()))(value))
+    if not isinstance(kind, str) or kind not in TYPES:
+        return dict(table({"rope_type": _type})({"rope_type": kind}))
+    return dict(_of_type(kind)(value))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
-from uspft.config.blocks import Recipe
+from uspft.config.algorithms import AUTO, CONTEXT, Splits, every_option, having, names
 from uspft.config.problems import Finding
+from uspft.config.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """A rule and the keys it reads: with one of them faulty it would only repeat that fault."""
 
     reads: tuple[str, ...]
@@ -72,8 +73,7 @@ def _algorithm(recipe: Recipe) -> Iterator[Finding]:
     degree = recipe.parallel_config.context_parallel
     if degree > 1 and recipe.parallel_config.context_parallel_algo is None:
         what = f"is missing, and context_parallel is {degree}"
-        remedy = "write ulysses_cp, ring_cp, hybrid_cp, allgather_cp or planned_cp"
-        yield "parallel_config.context_parallel_algo", what, remedy
+        yield "parallel_config.context_parallel_algo", what, f"write {names(CONTEXT)}"
 
 
 def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
@@ -83,29 +83,36 @@ def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
     ulysses = recipe.parallel_config.ulysses_degree_in_cp
     if degree == 1:
         return
+    if algorithm == AUTO:
+        if ulysses is not None:
+            what = f"is {ulysses}, and context_parallel_algo: {AUTO} chooses it"
+            yield key, what, "leave it out, or name the algorithm"
+        return
+    row = CONTEXT.get(algorithm or "")
     divisors = [d for d in range(1, min(degree, 4096) + 1) if degree % d == 0]
     fitting = f"write one of {', '.join(map(str, divisors))}"
     if ulysses is None:
-        if algorithm == "hybrid_cp":
-            yield key, "is missing, and context_parallel_algo is hybrid_cp", fitting
+        if row and row.ulysses_required:
+            yield key, f"is missing, and context_parallel_algo is {algorithm}", fitting
         return
-    if algorithm == "auto":
-        what = f"is {ulysses}, and context_parallel_algo: auto chooses it"
-        yield key, what, "leave it out, or name the algorithm"
-        return
-    implied = {"ulysses_cp": degree, "ring_cp": 1, "allgather_cp": 1}.get(algorithm or "", ulysses)
-    if ulysses != implied:
+    implied = row.implied_ulysses(degree) if row else None
+    if implied is not None and ulysses != implied:
         what = f"is {ulysses}, and with {algorithm} it is {implied}"
-        yield key, what, "leave it out, or write context_parallel_algo: hybrid_cp"
+        free = [other.name for other in CONTEXT.values() if other.splits is Splits.BOTH]
+        yield key, what, f"leave it out, or write context_parallel_algo: {' or '.join(free)}"
     elif degree % ulysses:
         yield key, f"is {ulysses}, which does not divide context_parallel: {degree}", fitting
 
 
-def _exchange_stages(recipe: Recipe) -> Iterator[Finding]:
+def _own_options(recipe: Recipe) -> Iterator[Finding]:
+    """What another algorithm has is refused, not dropped."""
     parallel = recipe.parallel_config
-    if isinstance(parallel.exchange_stages, int) and parallel.context_parallel_algo != "planned_cp":
-        what = f"is {parallel.exchange_stages}, and only planned_cp exchanges in stages"
-        yield "parallel_config.exchange_stages", what, "write auto"
+    row = CONTEXT.get(parallel.context_parallel_algo or "")
+    for option in sorted(every_option()):
+        value = getattr(parallel, option)
+        if value not in (None, AUTO) and not (row and option in row.options):
+            what = f"is {value}, and only {' and '.join(having(option))} has it"
+            yield f"parallel_config.{option}", what, f"write {AUTO}, or leave it out"
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Finding]:
@@ -142,19 +149,22 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
 
 
 RULES = (
-    Rule(
-        ("parallel_config.exchange_stages", "parallel_config.context_parallel_algo"),
-        _exchange_stages,
+    KeyRule(
+        (
+            "parallel_config.context_parallel_algo",
+            *(f"parallel_config.{option}" for option in sorted(every_option())),
+        ),
+        _own_options,
     ),
-    Rule(("model.name_or_path", "model.config"), _one_model),
-    Rule(("training.steps", "training.epochs"), _one_length),
-    Rule(("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"), _one_warmup),
-    Rule(("lr_schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
-    Rule(
+    KeyRule(("model.name_or_path", "model.config"), _one_model),
+    KeyRule(("training.steps", "training.epochs"), _one_length),
+    KeyRule(("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"), _one_warmup),
+    KeyRule(("lr_schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
+    KeyRule(
         ("parallel_config.context_parallel", "parallel_config.context_parallel_algo"),
         _algorithm,
     ),
-    Rule(
+    KeyRule(
         (
             "parallel_config.context_parallel",
             "parallel_config.context_parallel_algo",
@@ -162,7 +172,9 @@ RULES = (
         ),
         _ulysses_degree,
     ),
-    Rule(("training.eval_every_steps", "training.eval_micro_batch_size", "data.eval"), _evaluation),
-    Rule(("data.eval",), _evaluation_sets),
-    Rule(("model.dtype", "model.attention", "launch.device"), _device),
+    KeyRule(
+        ("training.eval_every_steps", "training.eval_micro_batch_size", "data.eval"), _evaluation
+    ),
+    KeyRule(("data.eval",), _evaluation_sets),
+    KeyRule(("model.dtype", "model.attention", "launch.device"), _device),
 )

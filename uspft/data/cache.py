@@ -23,7 +23,7 @@ from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan
 from uspft.data.counts import Counts
 from uspft.data.faults import DataError, Faults, wrong_key
 from uspft.data.hub import HubSplit, load_split
-from uspft.data.reading import Encoder, Part, tokenised
+from uspft.data.reading import Encoder, SourcePart, tokenised
 from uspft.data.records import BadRecord, first_format
 from uspft.data.sources import is_hub_id, list_files, source_problems
 from uspft.data.tokenise import TextTokeniser, load_tokeniser
@@ -31,7 +31,7 @@ from uspft.durable import publish
 from uspft.lease import Lease, is_abandoned
 
 if TYPE_CHECKING:
-    from uspft.config.blocks import DataBlock
+    from uspft.config.recipe import DataBlock
 
 
 PARTIAL = re.compile(r"\.[0-9a-f]{24}\.[0-9a-f]{32}(\.partial)?")
@@ -43,7 +43,7 @@ VERSION = 2  # raise it with every change that gives other tokens for the same d
 class Reading:
     """What is read, in order, and how it becomes tokens."""
 
-    parts: list[Part]
+    parts: list[SourcePart]
     encoder: Encoder
     contents: str
     """A name for the tokens that come of it."""
@@ -87,27 +87,29 @@ def prepare(
     return folder
 
 
-def _parts(data: DataBlock) -> list[Part]:
+def _parts(data: DataBlock) -> list[SourcePart]:
     if findings := source_problems(data):
         raise DataError([], findings)
-    parts: list[Part] = []
+    parts: list[SourcePart] = []
     for number, source in enumerate(data.train):
         declared = source.format or data.format
         if is_hub_id(source.path):
-            parts.append(Part(number, declared, load_split(source)))
+            parts.append(SourcePart(number, declared, load_split(source)))
         else:
             files = list_files(source.path, declared)
-            parts += [Part(number, declared, file) for file in files]
+            parts += [SourcePart(number, declared, file) for file in files]
     return parts
 
 
 def formats_of(data: DataBlock) -> list[str]:
-    """The format of each source of data.train; auto where its files have different ones.
+    """The format of each source of data.train, then of data.eval; auto where its files have
+    different ones.
 
     Reads the first record of each file. Raises DataError.
     """
-    found: list[set[str]] = [set() for _ in data.train]
-    for part in _parts(data):
+    sources = data.train + (data.eval or ())
+    found: list[set[str]] = [set() for _ in sources]
+    for part in _parts(data.model_copy(update={"train": sources, "eval": None})):
         found[part.source].add(first_format(part.content, part.declared) or "auto")
     return [names.pop() if len(names) == 1 else "auto" for names in found]
 
@@ -123,7 +125,7 @@ class _Key:
 
 def _key(
     data: DataBlock,
-    parts: list[tuple[Part, str | None]],
+    parts: list[tuple[SourcePart, str | None]],
     tokeniser: TextTokeniser | None,
     vocab_size: int,
 ) -> _Key:
@@ -155,7 +157,7 @@ def _weights(data: DataBlock) -> list[float]:
     return [1.0 if source.weight is None else float(source.weight) for source in data.train]
 
 
-def _digest(part: Part) -> str:
+def _digest(part: SourcePart) -> str:
     if isinstance(part.content, HubSplit):
         return part.content.digest()
     try:

@@ -12,7 +12,7 @@ from uspft.data.faults import DataError
 
 if TYPE_CHECKING:
     from uspft.config import Finding
-    from uspft.config.blocks import DataBlock
+    from uspft.config.recipe import DataBlock
 
 _TRAIN = re.compile(r"data\.train\b")  # and not data.train_on
 

@@ -11,7 +11,7 @@ from uspft.config.problems import said
 from uspft.data.faults import wrong_key
 
 if TYPE_CHECKING:
-    from uspft.config.blocks import Source
+    from uspft.config.recipe import Source
 
 _HASH_RECORDS = 1000
 _HUB_SECONDS = 10

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from uspft.batch import Batch, Segments
+from uspft.batch import Batch
 from uspft.comm import largest, total
 from uspft.config.problems import RunFailed
 from uspft.data.stream import Row, RowStream
 from uspft.data.tokenise import NOT_TRAINED
+from uspft.segments import Segments
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -92,11 +93,11 @@ class StepLoader:
     def batch(self, indices: Sequence[int]) -> Batch:
         """This rank's share of the rows with these indices."""
         rows = [self._row(i) for i in indices]
-        plan, held = self._world.share([row.segments for row in rows])
+        share = self._world.share([row.segments for row in rows])
 
         def kept(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
             whole = np.concatenate(arrays)
-            return np.concatenate([whole[start:stop] for start, stop in held] or [whole[:0]])
+            return np.concatenate([whole[start:stop] for start, stop in share.held] or [whole[:0]])
 
         def placed(values: NDArray[np.int64]) -> torch.Tensor:
             return torch.from_numpy(values).to(self._world.device, non_blocking=True)
@@ -107,14 +108,14 @@ class StepLoader:
         labels, positions = kept([row.labels for row in rows]), np.arange(self._row_tokens)
         chosen = np.flatnonzero(labels != NOT_TRAINED)
         return Batch(
+            world=self._world,
+            share=share,
             input_ids=mine([row.input_ids for row in rows])[None],
             position_ids=mine([row.positions for row in rows])[None],
             labels=placed(labels),
             chosen=placed(chosen),
             tokens=mine([index * self._row_tokens + positions for index in indices]),
             targets=len(chosen),
-            plan=plan,
-            held=tuple(held),
             rows=tuple(indices),
             row_of=mine([_place(row, number) for number, row in enumerate(rows)]),
         )
@@ -132,12 +133,12 @@ class StepLoader:
 
     def require_same_rows(self, batches: Sequence[Batch]) -> None:
         """Every rank that shares a row must have read the same one; collective. RunFailed."""
-        group = self._world.mesh.context
         for batch in batches:
+            mesh, device = batch.world.mesh, batch.world.device
             seen = float(self.fingerprint(batch))
-            highest, lowest = largest([seen, -seen], group, self._world.device)
+            highest, lowest = largest([seen, -seen], mesh.context, device)
             if highest != -lowest:
-                here = f"rank {self._world.mesh.rank}: {int(seen):x}"
+                here = f"rank {mesh.rank}: {int(seen):x}"
                 raise RunFailed(
                     f"the ranks that share rows {batch.rows} read different rows ({here}): "
                     "do all hosts see the same data files?"
@@ -146,10 +147,10 @@ class StepLoader:
     def require_shares(self, batches: Sequence[Batch]) -> None:
         """Each rank must hold the tokens that the algorithm says, and all of a row's ranks together
         the row, each token once and at its place in its document; collective. RuntimeError."""
-        world = self._world
         for batch in batches:
+            world = batch.world
             rows = [self._row(index) for index in batch.rows]
-            _, said = world.share(self.documents(batch))
+            said = world.share(self.documents(batch)).held
             places = [np.arange(a, b) for a, b in said]
             told = (batch.input_ids[0], batch.labels, batch.position_ids[0])
             held_here = [x.cpu().numpy() for x in told]
@@ -158,12 +159,12 @@ class StepLoader:
             in_rows = [np.concatenate(parts) for parts in zip(*each, strict=True)]
             whole = _digest(np.arange(len(in_rows[0])), in_rows)
             held, wrong = total(
-                [here, float(tuple(said) != batch.held)], world.mesh.context, world.device
+                [here, float(said != batch.share.held)], world.mesh.context, world.device
             )
             if wrong or held % DIGEST != whole:
                 raise RuntimeError(
                     f"the ranks that share rows {batch.rows} do not hold each of their tokens once "
-                    f"({world.algorithm.name}, seen by rank {world.mesh.rank}): "
+                    f"({world.row.name}, seen by rank {world.mesh.rank}): "
                     "this is an error in uspft"
                 )
 

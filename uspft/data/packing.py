@@ -16,7 +16,7 @@ WINDOW_SAMPLES = 4096
 
 
 @dataclass(frozen=True)
-class Plan:
+class Packing:
     """The rows of one epoch: row r holds documents [bounds[r], bounds[r + 1]).
 
     samples, starts: int64, one entry a document, in row order: the sample and the token in it that
@@ -32,9 +32,9 @@ class Plan:
         return len(self.bounds) - 1
 
 
-def plan_rows(
+def pack_rows(
     order: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int, packing: str
-) -> Plan:
+) -> Packing:
     """Rows of `capacity` tokens from samples in this order; lengths[i] is that of order[i].
 
     A sample longer than a row is cut into consecutive documents. O(n log n) for n samples.
@@ -44,7 +44,7 @@ def plan_rows(
     first = np.cumsum(pieces) - pieces
     starts = (np.arange(len(samples)) - np.repeat(first, pieces)) * capacity
     if packing == "none":
-        return Plan(samples, starts, np.arange(len(samples) + 1))
+        return Packing(samples, starts, np.arange(len(samples) + 1))
     sizes = np.minimum(np.repeat(lengths, pieces) - starts, capacity)
     windows = [int(first[i]) for i in range(0, len(order), WINDOW_SAMPLES)] + [len(samples)]
     documents: list[int] = []
@@ -54,7 +54,7 @@ def plan_rows(
             documents += (begin + document for document in row)
             bounds.append(len(documents))
     chosen = np.array(documents, np.int64)
-    return Plan(samples[chosen], starts[chosen], np.array(bounds, np.int64))
+    return Packing(samples[chosen], starts[chosen], np.array(bounds, np.int64))
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -19,7 +19,7 @@ _BATCH_RECORDS = 512
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """A file or hub split of source number `source`, with the format that the recipe declares."""
 
     source: int
@@ -74,19 +74,19 @@ class _Item:
 
 
 @dataclass
-class Batch:
+class Portion:
     """Samples and faults in reading order; size is the bytes or hub records they came from."""
 
     samples: list[Sample | BadRecord]
     size: int
 
 
-def tokenised(parts: list[Part], encoder: Encoder, workers: int) -> Iterator[Batch]:
+def tokenised(parts: list[SourcePart], encoder: Encoder, workers: int) -> Iterator[Portion]:
     """All parts' samples in order, whatever the number of workers; memory for a few batches.
 
     Threads suffice: the tokenizer runs outside Python's lock, and starts without a new process.
     """
-    pending: deque[Future[Batch]] = deque()
+    pending: deque[Future[Portion]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
         try:
             for items, size in _batches(parts, encoder):
@@ -99,7 +99,7 @@ def tokenised(parts: list[Part], encoder: Encoder, workers: int) -> Iterator[Bat
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _batches(parts: list[Part], encoder: Encoder) -> Iterator[tuple[list[_Item], int]]:
+def _batches(parts: list[SourcePart], encoder: Encoder) -> Iterator[tuple[list[_Item], int]]:
     items: list[_Item] = []
     size = 0
     for number, part in enumerate(parts):
@@ -113,7 +113,7 @@ def _batches(parts: list[Part], encoder: Encoder) -> Iterator[tuple[list[_Item],
         yield items, size
 
 
-def _rendered(number: int, part: Part, record: Record | BadRecord, encoder: Encoder) -> _Item:
+def _rendered(number: int, part: SourcePart, record: Record | BadRecord, encoder: Encoder) -> _Item:
     if isinstance(record, BadRecord):
         return _Item(number, 0, record.where, record)
     where = f"{part.content.shown}:{record.line}"
@@ -123,7 +123,7 @@ def _rendered(number: int, part: Part, record: Record | BadRecord, encoder: Enco
         return _Item(number, record.line, where, BadRecord(where, str(fault)))
 
 
-def _encoded(items: list[_Item], size: int, encoder: Encoder) -> Batch:
+def _encoded(items: list[_Item], size: int, encoder: Encoder) -> Portion:
     samples: list[Sample | BadRecord] = []
     for item in items:
         if isinstance(item.content, BadRecord):
@@ -133,4 +133,4 @@ def _encoded(items: list[_Item], size: int, encoder: Encoder) -> Batch:
             samples.append(Sample(item.part, item.line, encoder.tokens(item.content)))
         except SampleFault as fault:
             samples.append(BadRecord(item.where, str(fault)))
-    return Batch(samples, size)
+    return Portion(samples, size)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from uspft.config.blocks import DataBlock, Source
+    from uspft.config.recipe import DataBlock, Source
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
 STDLIB = "python:stdlib"

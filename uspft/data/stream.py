@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from uspft.batch import Segments
 from uspft.data.corpus import Corpus
-from uspft.data.packing import Plan, plan_rows
+from uspft.data.packing import Packing, pack_rows
 from uspft.data.tokenise import NOT_TRAINED
+from uspft.segments import Segments
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from uspft.config.blocks import DataBlock
+    from uspft.config.recipe import DataBlock
 
 _KEPT_PLANS = 2
 _PADDING_ID = 0  # never attended to, never a target
@@ -62,7 +62,7 @@ class RowStream:
         whole = all(float(s.weight).is_integer() for s in corpus.sources)
         self._same_plan = whole and not shuffle
         self._same_count = whole and (packing == "none" or not shuffle)
-        self._plans: OrderedDict[int, Plan] = OrderedDict()
+        self._plans: OrderedDict[int, Packing] = OrderedDict()
         self._ends: list[int] = []  # rows up to and with each epoch, as far as known
 
     def rows_in_epoch(self, epoch: int) -> int:
@@ -115,12 +115,12 @@ class RowStream:
         segments = Segments(tuple(bounds), self._length)
         return Row(input_ids, labels, positions, segments, tuple(samples))
 
-    def _plan(self, epoch: int) -> Plan:
+    def _plan(self, epoch: int) -> Packing:
         """The epoch's plan; two are kept, for a step may span two epochs."""
         epoch = 0 if self._same_plan else epoch
         if epoch not in self._plans:
             order = self._order(epoch)
-            self._plans[epoch] = plan_rows(order, self._lengths[order], self._length, self._packing)
+            self._plans[epoch] = pack_rows(order, self._lengths[order], self._length, self._packing)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(epoch)

@@ -18,7 +18,7 @@ from uspft.data.records import Record
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from uspft.config.blocks import DataBlock
+    from uspft.config.recipe import DataBlock
 
 NOT_TRAINED = -100
 _MARKED = "data/templates/ has marked ones: chatml.jinja (Qwen), llama3.jinja"

@@ -16,19 +16,20 @@ def micro_batches(recipe: Recipe, layout: Layout) -> int:
     return math.ceil(recipe.training.global_batch_size / rows)
 
 
-def deepspeed_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
+def deepspeed_config(recipe: Recipe, replicas: int, passes: int) -> dict[str, Any]:
     """DeepSpeed's dictionary. Ranks that share a row count as data-parallel ones: each averages
     with every other, and the loss is scaled for it (engine/zero.py).
 
-    Accumulation and reduction are float32 whatever the compute type.
+    replicas: ranks that hold the same parameters; passes: forward passes per step. Accumulation and
+    reduction are float32 whatever the compute type.
     """
-    micro, steps = recipe.training.micro_batch_size, micro_batches(recipe, layout)
+    micro = recipe.training.micro_batch_size
     zero = {"stage": 1} | dict(recipe.deepspeed.zero_optimization)
     extra = recipe.deepspeed.model_dump(exclude={"zero_optimization"}, exclude_none=True)
     config: dict[str, Any] = {
-        "train_batch_size": micro * steps * layout.ranks,
+        "train_batch_size": micro * passes * replicas,
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
+        "gradient_accumulation_steps": passes,
         "gradient_clipping": recipe.training.max_grad_norm or 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

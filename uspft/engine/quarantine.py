@@ -3,7 +3,7 @@
 Why: on CPU its init compiles a shared-memory collective that training never uses (40 s, and a crash
 where there is no compiler); every ZeRO engine imports its Muon optimizer, which no recipe can name,
 and with it torch's whole compiler (2 s of CPU a rank); and it logs at INFO. Upstream range:
-deepspeed >= 0.19, < 0.20. tests/unit/test_quarantine.py fails when upstream changes.
+deepspeed >= 0.19, < 0.20. tests/unit/engine/test_quarantine.py fails when upstream changes.
 """
 
 from __future__ import annotations
@@ -43,3 +43,11 @@ def _import_muon_uncompiled() -> None:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     finally:
         compiler.compile = decorate
+
+
+def forget_mpu() -> None:
+    """Take back the `mpu` that DeepSpeed keeps for the whole process: the next engine, which may
+    have none, would be given it."""
+    from deepspeed.utils import groups
+
+    groups.mpu = None

@@ -1,21 +1,29 @@
 """Weights and Adam moments by parameter name, whatever the ZeRO stage has done with them.
 
-Reading and writing are collective: every rank calls for the same parameters in the same order.
+A parameter's part (parameters/shards.py), flattened, lies in fragments [start, stop) on the ranks
+that hold the part. Each is read where it lies; `gather` brings fragments to the ranks that want
+them, each value at most once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from deepspeed.runtime.zero import GatheredParameters
+import torch.distributed as dist
 from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
+
+from uspft.parameters.shards import Part, as_slices
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -23,56 +31,232 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
+BATCH_BYTES = 1 << 28
+"""What is under way at one time to all ranks together."""
+
+Interval = tuple[int, int]
 
 
-def read_state(engine: ZeroEngine, parameter: nn.Parameter, kind: str) -> Tensor:
-    """The whole float32 master weight or Adam moment of a parameter, on the device it lives on.
+class Wanted(NamedTuple):
+    """A parameter's float32 values that a rank is to have: its master weight or an Adam moment.
 
-    A frozen parameter has its weight alone, in the compute type until it is read.
+    part: which of them. to: the rank.
+    """
+
+    kind: str
+    name: str
+    part: Part
+    to: int
+
+
+def fragment(engine: ZeroEngine, parameter: nn.Parameter, kind: str) -> tuple[int, Tensor]:
+    """(where it starts, the values) of what this rank keeps of its part; where each rank that holds
+    the part keeps all of it, all. Moves nothing.
+
+    A frozen parameter has its weight alone, in the compute type.
     """
     if not parameter.requires_grad:
-        return _frozen(parameter, kind)
+        if kind != "weight":
+            shape = tuple(parameter.shape)
+            raise RuntimeError(f"a frozen parameter of shape {shape} has no {kind}")
+        if not hasattr(parameter, "ds_id"):
+            return 0, parameter.detach().flatten()
+        return _unpadded(parameter, parameter.ds_tensor.detach(), engine)  # type: ignore[attr-defined]
     master = engine.masters.get(id(parameter))
     if master is not None:
         held: Tensor = master.detach() if kind == "weight" else engine.adam.state[master][kind]
-        return held
-    if kind == "weight":
-        value = safe_get_full_fp32_param(parameter)
-    else:
-        value = safe_get_full_optimizer_state(parameter, kind)
-    if value is None:
-        raise RuntimeError(f"DeepSpeed keeps no {kind} of a parameter of shape {parameter.shape}")
-    whole: Tensor = value.view(getattr(parameter, "ds_shape", parameter.shape))
-    return whole
+        return 0, held.flatten()
+    if hasattr(parameter, "ds_id"):
+        if kind == "weight":
+            value = safe_get_local_fp32_param(parameter)
+        else:
+            value = safe_get_local_optimizer_state(parameter, kind)
+        return _unpadded(parameter, value, engine)
+    mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return 0, parameter.detach().new_empty(0, dtype=torch.float32)
+    values: Tensor = mapping.get_hp_fragment(None if kind == "weight" else kind)
+    return mapping.lp_fragment_address.start, values.detach()
 
 
-def _frozen(parameter: nn.Parameter, kind: str) -> Tensor:
-    if kind != "weight":
-        raise RuntimeError(f"a frozen parameter of shape {parameter.shape} has no {kind}")
-    if not hasattr(parameter, "ds_id"):
-        return parameter.detach().float()
-    with GatheredParameters([parameter]):
-        return parameter.detach().to(torch.float32, copy=True)
+def _unpadded(parameter: Any, values: Tensor, engine: ZeroEngine) -> tuple[int, Tensor]:
+    """ZeRO-3 cuts a parameter in equal parts; the last may be longer than what is left."""
+    start = min(values.numel() * engine.holders.zero.index, parameter.ds_numel)
+    return start, values.flatten()[: parameter.ds_numel - start]
 
 
-def write_state(parameter: nn.Parameter, kind: str, value: Tensor, engine: ZeroEngine) -> None:
-    """Set what `read_state` reads. The compute weight itself is set when the model is built."""
+def write_fragment(
+    engine: ZeroEngine, parameter: nn.Parameter, kind: str, read: Callable[[int, int], Tensor]
+) -> None:
+    """Set what `fragment` reads. read: values [start, stop) of the flattened part.
+
+    The compute weight itself is set when the model is built.
+    """
     master = engine.masters.get(id(parameter))
-    if master is not None:
-        target = master.data if kind == "weight" else engine.adam.state[master][kind]
-        target.copy_(value)
-    elif kind == "weight":
-        safe_set_full_fp32_param(parameter, value.to(parameter.device))
-    else:
-        safe_set_full_optimizer_state(parameter, value.to(parameter.device), kind)
+    if master is None and hasattr(parameter, "ds_id"):
+        size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        start, held = fragment(engine, parameter, kind)
+        padded = torch.zeros(size, dtype=torch.float32, device=held.device)
+        padded[: held.numel()] = read(start, start + held.numel())
+        if kind == "weight":
+            safe_set_local_fp32_param(parameter, padded)
+        else:
+            safe_set_local_optimizer_state(parameter, padded, kind)
+        return
+    start, held = fragment(engine, parameter, kind)
+    if held.numel():
+        held.copy_(read(start, start + held.numel()))
+
+
+class Fragments:
+    """Which rank keeps which values of each parameter's part: asked of all ranks once."""
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        own: dict[str, Interval] = {}
+        for name, parameter in engine.module.named().items():
+            start, values = fragment(engine, parameter, "weight")
+            if values.numel():
+                own[name] = (start, start + values.numel())
+        everyone = engine.holders.everyone
+        every: list[Any] = [own]
+        if everyone.size > 1:
+            every = [None] * everyone.size
+            dist.all_gather_object(every, own, group=everyone.handle)
+        self._by_rank: list[dict[str, Interval]] = every
+        self._engine = engine
+
+    def sources(self, wanted: Wanted) -> list[tuple[int, Interval]]:
+        """(rank, what of its own part it gives) so that together they give each value once."""
+        shards, shape = self._engine.holders.shards, wanted.part.shape
+        found: list[tuple[int, Interval]] = []
+        for part, ranks in shards.parts(wanted.name, shape).items():
+            if next(wanted.part.meets(part), None) is None:
+                continue
+            covered = 0
+            keeping = [(r, held) for r in ranks if (held := self._by_rank[r].get(wanted.name))]
+            # Where several keep the same, the rank that wants it is asked first.
+            keeping.sort(key=lambda one: (one[1], one[0] != wanted.to, one[0]))
+            for rank, (start, stop) in keeping:
+                if stop > covered:
+                    found.append((rank, (max(start, covered), stop)))
+                    covered = stop
+        return found
+
+
+def gather(engine: ZeroEngine, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Tensor]]:
+    """Each wanted part of this rank, float32, on the engine's device, in order; collective.
+
+    Every rank calls it with the same list and takes all that comes. What is under way is bounded,
+    and where only one rank wants it, so is what that rank holds: one batch.
+    """
+    rank = engine.holders.everyone.index
+    for _, batch in groupby(_numbered(wanted), key=lambda pair: pair[0]):
+        items = [one for _, one in batch]
+        pieces = _exchange(engine, items)
+        for number, one in enumerate(items):
+            if one.to == rank:
+                yield one, _assembled(engine, one, pieces.pop(number))
+
+
+@contextmanager
+def on_first_rank(
+    engine: ZeroEngine, names: Sequence[str], kind: str = "weight"
+) -> Iterator[Callable[[str], Tensor] | None]:
+    """What reads whole float32 values on the first rank, each once and in this order; collective:
+    elsewhere it is None, and the rank gives what it keeps."""
+    wanted = [Wanted(kind, name, Part.whole(engine.part_of(name).shape), 0) for name in names]
+    coming = gather(engine, wanted)
+
+    def read(name: str) -> Tensor:
+        one, value = next(coming)
+        if one.name != name:
+            raise RuntimeError(f"{name} was asked for, and {one.name} came")
+        return value
+
+    yield read if engine.holders.rank == 0 else None
+    deque(coming, 0)
+
+
+def _numbered(wanted: Iterable[Wanted]) -> Iterator[tuple[int, Wanted]]:
+    """With the number of the batch that each goes in."""
+    number = size = 0
+    for one in wanted:
+        size += 4 * one.part.count
+        if size > BATCH_BYTES:
+            number, size = number + 1, 4 * one.part.count
+        yield number, one
+
+
+def _exchange(engine: ZeroEngine, items: Sequence[Wanted]) -> dict[int, list[Tensor]]:
+    """For each item of this rank by its number, the flat values from each source in turn."""
+    everyone, device = engine.holders.everyone, engine.device
+    named, rank = engine.module.named(), everyone.index
+    sources = [engine.fragments.sources(one) for one in items]
+    leaving: list[list[Tensor]] = [[] for _ in range(everyone.size)]
+    coming = [0] * everyone.size
+    for one, each in zip(items, sources, strict=True):
+        for source, (start, stop) in each:
+            if source == rank:
+                at, values = fragment(engine, named[one.name], one.kind)
+                leaving[one.to].append(values[start - at : stop - at].to(device, torch.float32))
+            if one.to == rank:
+                coming[source] += stop - start
+    own = leaving[rank]  # stays where it is
+    leaving[rank], coming[rank] = [], 0
+    received = _all_to_all(leaving, coming, engine)
+    received[rank] = torch.cat(own) if own else received[rank]
+    found: dict[int, list[Tensor]] = {}
+    at_source = [0] * everyone.size
+    for number, (one, each) in enumerate(zip(items, sources, strict=True)):
+        if one.to != rank:
+            continue
+        found[number] = []
+        for source, (start, stop) in each:
+            at = at_source[source]
+            found[number].append(received[source][at : at + stop - start])
+            at_source[source] += stop - start
+    return found
+
+
+def _all_to_all(
+    leaving: Sequence[Sequence[Tensor]], coming: Sequence[int], engine: ZeroEngine
+) -> list[Tensor]:
+    """What came from each rank, float32."""
+    group, device = engine.holders.everyone, engine.device
+    empty = torch.empty(0, dtype=torch.float32, device=device)
+    if group.size == 1:
+        return [empty]
+    sizes = [sum(piece.numel() for piece in pieces) for pieces in leaving]
+    send = torch.cat([piece for pieces in leaving for piece in pieces] or [empty])
+    out = torch.empty(sum(coming), dtype=torch.float32, device=device)
+    dist.all_to_all_single(out, send, list(coming), sizes, group=group.handle)
+    return list(out.split(list(coming)))
+
+
+def _assembled(engine: ZeroEngine, one: Wanted, flat: list[Tensor]) -> Tensor:
+    """The wanted part out of what its sources sent."""
+    sources = engine.fragments.sources(one)
+    shards = engine.holders.shards
+    whole = one.part
+    by_part: dict[Part, list[Tensor]] = {}
+    for (rank, _), piece in zip(sources, flat, strict=True):
+        by_part.setdefault(shards.part(one.name, whole.shape, rank), []).append(piece)
+    if list(by_part) == [whole]:
+        return torch.cat(by_part[whole]).view(whole.size)
+    out = torch.empty(whole.size, dtype=torch.float32, device=engine.device)
+    for part, pieces in by_part.items():
+        values = torch.cat(pieces).view(part.size)
+        for here, there in whole.meets(part):
+            out[as_slices(here)] = values[as_slices(there)]
+    return out
 
 
 def make_moments(engine: ZeroEngine, empty: Batch) -> None:
-    """Bring Adam's states into being: a step over rows without targets, at learning rate 0.
+    """Bring Adam's states into being: a step over one batch without targets, at learning rate 0.
 
     DeepSpeed makes them at the first step only, and only through it; nothing else changes.
     """
-    engine.step([empty] * engine.passes, 0.0, stop=False)
+    engine.step([empty], 0.0, stop=False)
 
 
 def adam_steps(engine: ZeroEngine) -> int:

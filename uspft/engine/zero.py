@@ -1,9 +1,11 @@
 """ZeRO 0 to 3 behind one step whose loss and gradients are those of one process.
 
-The scale is ours: each rank's loss is (sum over its target tokens) × ranks ÷ (target tokens of the
-step, over all micro-batches and ranks), and DeepSpeed averages gradients over all ranks at every
-stage. Sequence parallelism stays hidden from it, since its own scale depends on the stage. The
-routers' loss likewise: each rank's parts of its rows' losses × ranks ÷ rows of the step.
+A step has a beginning (what the micro-batches of all ranks count), a runner over micro-batches, and
+an end (norm, checks, update). The scale is ours: each rank's loss is (sum over its target tokens) ×
+Z ÷ (target tokens of the step, over all micro-batches and ranks), where Z ranks hold the same part
+of every parameter and DeepSpeed averages gradients over them at every stage. Sequence parallelism
+stays hidden from it, since its own scale depends on the stage. The routers' loss likewise: each
+rank's parts of its rows' losses × Z ÷ rows of the step.
 """
 
 from __future__ import annotations
@@ -11,51 +13,41 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from functools import cached_property
 from io import StringIO
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from uspft.comm import total
-from uspft.config.problems import RunFailed
-from uspft.engine.deepspeed_config import deepspeed_config, micro_batches
+from uspft.comm import sum_over, total
+from uspft.engine.deepspeed_config import deepspeed_config
+from uspft.engine.mpu import mpu_of
+from uspft.engine.quarantine import forget_mpu
+from uspft.engine.state import Fragments
+from uspft.engine.step import LossModule, NotFinite, Runner, Scales, StepResult, in_turn
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
-    from uspft.model.build import Partition
-    from uspft.model.causal import CausalLoss
-    from uspft.world import World
+    from uspft.parameters.fill import Partition
+    from uspft.parameters.shards import Holders, Part
 
 
-class NotFinite(RunFailed):
-    """The loss or the gradient norm is not a finite number; nothing was updated."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """loss: mean over the step's targets; grad_norm: before clipping; stop: a rank asked to;
-    router_loss: mean over the step's rows, None where the model has none or it is not asked for."""
-
-    loss: float
-    grad_norm: float
-    targets: int
-    stop: bool
-    skipped: bool
-    router_loss: float | None = None
-
-
-def partitioner(config: dict[str, Any]) -> Partition | None:
-    """What takes filled parameters apart over all ranks, under ZeRO-3; None at other stages."""
+def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
+    """What takes filled parameters apart over the ranks that hold the same, under ZeRO-3; None at
+    other stages."""
+    config = deepspeed_config(recipe, holders.zero.size, passes=1)
     if config["zero_optimization"]["stage"] != 3:
         return None
+    mpu = mpu_of(holders)
+    group = {"mpu": mpu, "data_parallel_group": holders.zero.handle} if mpu else {}
 
     def partition(parameters: list[nn.Parameter]) -> None:
-        deepspeed.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=config)
+        module = nn.ParameterList(parameters)
+        deepspeed.zero.Init(module=module, config_dict_or_path=config, **group)
 
     return partition
 
@@ -63,13 +55,25 @@ def partitioner(config: dict[str, Any]) -> Partition | None:
 class ZeroEngine:
     """A DeepSpeed engine that takes lists of micro-batches."""
 
-    def __init__(self, module: CausalLoss, recipe: Recipe, world: World) -> None:
-        self.module, self.world = module, world
+    def __init__(
+        self,
+        module: LossModule,
+        recipe: Recipe,
+        holders: Holders,
+        device: torch.device,
+        *,
+        passes: int,
+        runner: Runner = in_turn,
+    ) -> None:
+        """passes: micro-batches of a step, the most where steps differ."""
+        self.module, self.holders, self.device = module, holders, device
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
-        self.passes = micro_batches(recipe, world.layout)
+        self._runner = runner
+        self._parameters = list(module.named().values())
+        self._hooks = list(self._sum_pieces())
         options = recipe.optimizer
         optimizer = torch.optim.AdamW(
-            _groups(module, options.weight_decay),
+            _groups(self._parameters, options.weight_decay),
             lr=options.learning_rate,
             betas=options.betas,
             eps=options.eps,
@@ -77,12 +81,26 @@ class ZeroEngine:
         )
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
             self.deepspeed, *_ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=deepspeed_config(recipe, world.layout)
+                model=module,
+                optimizer=optimizer,
+                config=deepspeed_config(recipe, holders.zero.size, passes),
+                mpu=mpu_of(holders),
             )
         self._require_float32_buffers()
         self.masters = self._masters()
         if self.stage < 3:
             self._make_moments()
+
+    def _sum_pieces(self) -> Iterator[Any]:
+        """Mark what DeepSpeed's norm counts on every tensor rank; sum gradients that are pieces."""
+        holders = self.holders
+        for name, parameter in self.module.named().items():
+            if holders.tensor.size > 1 and holders.shards.is_first(name, holders.rank):
+                parameter.model_parallel = True  # type: ignore[attr-defined]
+            if holders.shards.is_piece(name) and parameter.requires_grad:
+                yield parameter.register_hook(
+                    lambda gradient: sum_over(gradient.clone(), holders.tensor, "tensor")
+                )
 
     def _masters(self) -> dict[int, nn.Parameter]:
         """By parameter's id what AdamW holds for it, at stage 0: itself, or its float32 copy."""
@@ -90,13 +108,13 @@ class ZeroEngine:
         if self.stage > 0:
             return {}
         if optimizer is self.adam:
-            return {id(p): p for p in self.module.parameters() if p.requires_grad}
+            return {id(p): p for p in self._parameters if p.requires_grad}
         pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
         return {id(half): full for half, full in pairs}
 
     def _require_float32_buffers(self) -> None:
         """Rotary frequencies rounded to bfloat16 are silently wrong on long rows."""
-        for name, buffer in self.module.named_buffers():
+        for name, buffer in self.deepspeed.module.named_buffers():
             if buffer.is_floating_point() and buffer.dtype != torch.float32:
                 raise RuntimeError(f"buffer {name} is {buffer.dtype}: DeepSpeed has rounded it")
 
@@ -117,43 +135,75 @@ class ZeroEngine:
         inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         return inner
 
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Every parameter that trains, by its Hugging Face name."""
+        return {name: p for name, p in self.module.named().items() if p.requires_grad}
+
+    def part_of(self, name: str) -> Part:
+        """The part of a parameter that this rank, with those of `holders.zero`, holds."""
+        held = self.module.named()[name]
+        size = tuple(getattr(held, "ds_shape", held.shape))
+        return self.holders.part(name, self.holders.shards.whole_shape(name, size))
+
+    @cached_property
+    def fragments(self) -> Fragments:
+        """Which rank keeps which values; collective at its first use."""
+        return Fragments(self)
+
     def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
-        """One optimizer step over this rank's micro-batches; collective.
+        """One optimizer step over this rank's micro-batches, each in its own layout; collective.
 
         Raises NotFinite before anything is updated.
         """
-        tokens, device = self.world.mesh.tokens, self.world.device
-        rows_here = sum(index >= 0 for batch in batches for index in batch.rows)
-        targets, rows = total([sum(b.targets for b in batches), rows_here], tokens, device)
-        rows /= self.world.mesh.context.size  # all that share a row have counted it
-        scale = tokens.size / max(targets, 1.0)
-        router_scale = tokens.size / max(rows, 1.0) if self.module.routed else None
-        loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
+        targets, scales = self._begin(batches)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
-        for micro, batch in enumerate(batches):
-            losses = self.deepspeed(batch, self.world, scale, router_scale)
-            loss_sums += losses.detach()
-            # Another tensor than forward returned: that one DeepSpeed would divide by the passes.
-            self.deepspeed.backward(losses.sum(), scale_wrt_gas=False)
-            if micro + 1 < len(batches):
-                self.deepspeed.step()
-        *loss_totals, stops = total([*loss_sums.tolist(), float(stop)], tokens, device)
-        mean, router = (value / tokens.size for value in loss_totals)
+        sums = self._runner(self, batches, scales)
+        return self._end(sums, targets, stop)
+
+    def _begin(self, batches: Sequence[Batch]) -> tuple[int, Scales]:
+        """(target tokens of the step, scales): each row and token counted once."""
+        targets = rows = 0
+        for batch in batches:
+            mesh = batch.world.mesh
+            if mesh.tensor.index == 0:
+                targets += batch.targets
+                rows += sum(index >= 0 for index in batch.rows) if mesh.context.index == 0 else 0
+        all_targets, all_rows = total([targets, rows], self.holders.everyone, self.device)
+        replicas = self.holders.zero.size
+        router = replicas / max(all_rows, 1.0) if self.module.routed else None
+        return int(all_targets), Scales(replicas / max(all_targets, 1.0), router)
+
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        """[2]: this rank's losses of a micro-batch, scaled, with a graph."""
+        losses: Tensor = self.deepspeed(batch, *scales)
+        return losses
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Gradients of a micro-batch's scaled loss; last: of the step's micro-batches."""
+        # Said each time, since steps may differ in how many they have.
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+        self.deepspeed.backward(loss, scale_wrt_gas=False)
+        if not last:
+            self.deepspeed.step()
+
+    def _end(self, sums: Tensor, targets: int, stop: bool) -> StepResult:
+        """Norm, checks and update."""
+        here = sums.tolist() if self.holders.tensor.index == 0 else [0.0, 0.0]
+        *totals, stops = total([*here, float(stop)], self.holders.everyone, self.device)
+        mean, router = (value / self.holders.zero.size for value in totals)
         if not math.isfinite(mean):
             raise NotFinite(f"the loss is {mean}")
         grad_norm, skipped = self._update()
         router_loss = router if self.module.routed else None
-        return StepResult(mean, grad_norm, int(targets), stops > 0, skipped, router_loss)
+        return StepResult(mean, grad_norm, targets, stops > 0, skipped, router_loss)
 
     def _update(self) -> tuple[float, bool]:
         """(gradient norm before clipping, whether float16 skipped the update)."""
         optimizer: Any = self.deepspeed.optimizer
         norm = None
         if self.stage == 0 and optimizer is self.adam:
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
-            norm = float(torch.stack(norms).norm())
+            norm = self._norm()
             self._must_be_finite(norm)
         self.deepspeed.step()
         if norm is None:
@@ -164,6 +214,20 @@ class ZeroEngine:
             norm = math.inf
         self._must_be_finite(norm)
         return norm, False
+
+    def _norm(self) -> float:
+        """The 2-norm of the whole gradient, where each rank has all of its parts'."""
+        holders, squares = self.holders, 0.0
+        norms = [
+            torch.linalg.vector_norm(p.grad, dtype=torch.float64)
+            for name, p in self.module.named().items()
+            if p.grad is not None and holders.shards.is_first(name, holders.rank)
+        ]
+        norm = float(torch.stack(norms).norm()) if norms else 0.0
+        if holders.tensor.size == 1:
+            return norm
+        (squares,) = total([norm * norm], holders.tensor, self.device)
+        return math.sqrt(squares)
 
     @staticmethod
     def _must_be_finite(norm: float) -> None:
@@ -181,23 +245,25 @@ class ZeroEngine:
             self.deepspeed.train()
             # Under ZeRO-3 the last pass has fetched weights for a backward that does not come.
             self.deepspeed.empty_partition_cache()
-            self.world.books.close()  # no training step's bytes
 
     def loss_sum(self, batch: Batch) -> float:
         """Cross-entropy summed over this rank's targets, inside `evaluating`; collective."""
-        return float(self.deepspeed(batch, self.world, 1.0)[0])
+        return float(self.deepspeed(batch, 1.0)[0])
 
     def close(self) -> None:
-        """Release what DeepSpeed hooked into the module."""
+        """Release what DeepSpeed hooked into the module, and what it keeps for the process."""
+        for hook in self._hooks:
+            hook.remove()
         self.deepspeed.destroy()
+        forget_mpu()
 
 
-def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """What trains; 1-D parameters are not decayed. Partitioned ones look 1-D: ask for their
     shape."""
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for parameter in filter(lambda p: p.requires_grad, module.parameters()):
+    for parameter in filter(lambda p: p.requires_grad, parameters):
         shape = getattr(parameter, "ds_shape", parameter.shape)
         (decay if len(shape) > 1 else plain).append(parameter)
     groups = [

@@ -1,6 +1,6 @@
 """One-device attention: (out, lse) and its backward, one signature for every backend."""
 
-from uspft.kernels.blocks import Block, Mask, area
+from uspft.blocks import Block, Mask, area
 from uspft.kernels.choose import believed_kernel
 from uspft.kernels.grouped import Grouped
 from uspft.kernels.kernel import Kernel

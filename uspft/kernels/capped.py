@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block, Mask
+from uspft.blocks import Block, Mask
 from uspft.kernels.dense import SEEN
-from uspft.kernels.kernel import Gradient, Part
+from uspft.kernels.kernel import BlockOutput, Gradient
 
 TILE_SCORES = 2**18
 """Scores of one head that are in memory at once; a few tensors of them are. The same for any number
@@ -33,14 +33,14 @@ class TorchCapped:
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[Part]:
+    ) -> list[BlockOutput]:
         parts = []
         for piece in _pieces(blocks):
             q, k, v = _by_group(qkv, piece)
             capped, _ = self._scores(q, k, piece, scale)
             lse = capped.logsumexp(-1)
             out = torch.einsum("grnm,mgd->ngrd", (capped - lse[..., None]).exp_(), v)
-            parts.append(Part(piece.q0, piece.q1, out.flatten(1, 2), lse.flatten(0, 1)))
+            parts.append(BlockOutput(piece.q0, piece.q1, out.flatten(1, 2), lse.flatten(0, 1)))
         return parts
 
     def backward(

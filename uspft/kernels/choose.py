@@ -16,11 +16,11 @@ from uspft.kernels.kernel import Kernel
 from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 
-Shape = tuple[int, int, int]
+HeadShape = tuple[int, int, int]
 """Query heads, KV heads, head dim."""
 
 
-class Source(NamedTuple):
+class KernelSource(NamedTuple):
     """Where a CUDA kernel comes from: a module that must be installed, and what makes it.
 
     capped: makes one with a soft-cap; None: it has none.
@@ -32,10 +32,12 @@ class Source(NamedTuple):
 
 
 SOURCES = {
-    "flash_attn_4": Source("flash_attn.cute", partial(cuda.torch_flash, "FA4")),
-    "flash_attn_3": Source("flash_attn_interface", partial(cuda.torch_flash, "FA3")),
-    "flash_attn_2": Source("flash_attn.flash_attn_interface", cuda.flash_attn_2, cuda.flash_attn_2),
-    "torch": Source("torch", cuda.torch_flash, TorchCapped),
+    "flash_attn_4": KernelSource("flash_attn.cute", partial(cuda.torch_flash, "FA4")),
+    "flash_attn_3": KernelSource("flash_attn_interface", partial(cuda.torch_flash, "FA3")),
+    "flash_attn_2": KernelSource(
+        "flash_attn.flash_attn_interface", cuda.flash_attn_2, cuda.flash_attn_2
+    ),
+    "torch": KernelSource("torch", cuda.torch_flash, TorchCapped),
 }
 """The fastest first; torch's own is always there."""
 
@@ -51,7 +53,7 @@ def is_installed(name: str) -> bool:
 
 def believed_kernel(
     wish: str,
-    shapes: Sequence[Shape],
+    shapes: Sequence[HeadShape],
     dtype: torch.dtype,
     device: torch.device,
     softcap: float | None = None,
@@ -90,7 +92,7 @@ def _candidates(
     return [(name, make) for name in names if (make := _maker(SOURCES[name], softcap))]
 
 
-def _maker(source: Source, softcap: float | None) -> Callable[[], Kernel] | None:
+def _maker(source: KernelSource, softcap: float | None) -> Callable[[], Kernel] | None:
     if softcap is None:
         return source.make
     return partial(source.capped, softcap) if source.capped else None
@@ -99,7 +101,7 @@ def _maker(source: Source, softcap: float | None) -> Callable[[], Kernel] | None
 def _tried(
     name: str,
     make: Callable[[], Kernel],
-    shapes: Sequence[Shape],
+    shapes: Sequence[HeadShape],
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Kernel | None, Exception | None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block, Mask
+from uspft.blocks import Block, Mask
 
 SEEN: dict[Mask, Callable[[Tensor], Tensor]] = {
     Mask.FULL: torch.clone,

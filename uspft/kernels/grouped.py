@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block
-from uspft.kernels.kernel import Gradient, Kernel, Part
-
-Heads = tuple[int, int]
+from uspft.blocks import Block, HeadRange
+from uspft.kernels.kernel import BlockOutput, Gradient, Kernel
 
 
 class Grouped:
@@ -20,16 +18,16 @@ class Grouped:
     without heads) computes nothing.
     """
 
-    def __init__(self, kernel: Kernel, groups: Sequence[tuple[Heads, Heads]]) -> None:
+    def __init__(self, kernel: Kernel, groups: Sequence[tuple[HeadRange, HeadRange]]) -> None:
         self.name, self.softcap = kernel.name, kernel.softcap
         self._kernel, self._groups = kernel, groups
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[Part]:
+    ) -> list[BlockOutput]:
         calls = [self._kernel.forward(_heads(qkv, group), blocks, scale) for group in self._groups]
         return [
-            Part(
+            BlockOutput(
                 parts[0].q0,
                 parts[0].q1,
                 torch.cat([part.out for part in parts], dim=1),
@@ -57,7 +55,7 @@ class Grouped:
 
 
 def _heads(
-    qkv: tuple[Tensor, Tensor, Tensor], group: tuple[Heads, Heads]
+    qkv: tuple[Tensor, Tensor, Tensor], group: tuple[HeadRange, HeadRange]
 ) -> tuple[Tensor, Tensor, Tensor]:
     (a, b), (c, d) = group
     q, k, v = qkv

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from uspft.kernels.blocks import Block
+from uspft.blocks import Block
 
 
-class Part(NamedTuple):
+class BlockOutput(NamedTuple):
     """Attention of queries [q0, q1) over the keys of their block: out [n, h, D], lse [h, n]."""
 
     q0: int
@@ -43,7 +43,7 @@ class Kernel(Protocol):
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[Part]:
+    ) -> list[BlockOutput]:
         """One part per contiguous range of queries that it computed at once."""
         ...
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from uspft.kernels.kernel import Part
+from uspft.kernels.kernel import BlockOutput
 from uspft.kernels.sinks import with_sinks
 
 
@@ -26,7 +26,7 @@ class Partial:
         self._out: Tensor | None = None
         self._lse = torch.full((heads, tokens), -torch.inf, dtype=wide, device=q.device)
 
-    def add(self, parts: Sequence[Part]) -> None:
+    def add(self, parts: Sequence[BlockOutput]) -> None:
         """Join parts, each over keys that its queries have not seen before."""
         if self._out is None and all(a.q1 <= b.q0 for a, b in pairwise(parts)):
             self._start(parts)
@@ -44,7 +44,7 @@ class Partial:
             self._out[q0:q1].mul_(keep).add_(out * gain)
             self._lse[:, q0:q1] = new
 
-    def _start(self, parts: Sequence[Part]) -> None:
+    def _start(self, parts: Sequence[BlockOutput]) -> None:
         """The first parts need no arithmetic: no query has seen a key yet."""
         tokens = len(self._like)
         if len(parts) == 1 and (parts[0].q0, parts[0].q1) == (0, tokens):

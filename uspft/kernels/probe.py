@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block, Mask
+from uspft.blocks import Block, Mask
 from uspft.kernels.dense import dense_attention
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.merge import Partial

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block, Mask
-from uspft.kernels.kernel import Gradient, Part
+from uspft.blocks import Block, Mask
+from uspft.kernels.kernel import BlockOutput, Gradient
 from uspft.kernels.merge import Partial
 
 TILE = 256
@@ -38,13 +38,13 @@ class TorchCpu:
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[Part]:
+    ) -> list[BlockOutput]:
         parts = []
         for block in blocks:
             q, k, v = (_turned(x, block) for x in _cut(qkv, block))
             out, lse = _forward(q, k, v, block.mask is not Mask.FULL, scale)
             lse = lse.flip(1) if block.mask is Mask.FLIPPED else lse
-            parts.append(Part(block.q0, block.q1, _turned(out, block), lse))
+            parts.append(BlockOutput(block.q0, block.q1, _turned(out, block), lse))
         return parts
 
     def backward(
@@ -88,9 +88,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
     middle = -(-n // (2 * TILE)) * TILE
     joined = Partial(q)
     halves = ((0, middle), (middle, n))
-    joined.add([Part(a, b, *_forward(q[a:b], k[a:b], v[a:b], True, scale)) for a, b in halves])
+    joined.add(
+        [BlockOutput(a, b, *_forward(q[a:b], k[a:b], v[a:b], True, scale)) for a, b in halves]
+    )
     square = _forward(q[middle:], k[:middle], v[:middle], False, scale)
-    joined.add([Part(middle, n, *square)])
+    joined.add([BlockOutput(middle, n, *square)])
     return joined.result()
 
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from uspft.kernels.blocks import Block, Mask
-from uspft.kernels.kernel import Gradient, Part
+from uspft.blocks import Block, Mask
+from uspft.kernels.kernel import BlockOutput, Gradient
 
-Range = tuple[int, int]
+TokenRange = tuple[int, int]
 
 
 class Varlen(NamedTuple):
@@ -47,14 +47,16 @@ class VarlenKernel:
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
-    ) -> list[Part]:
+    ) -> list[BlockOutput]:
         parts = []
         q, k, v = qkv
         for call in _calls(tuple(blocks), len(k), k.device):
             given = call.q.take(q), call.k.take(k), call.k.take(v)
             out, lse = self._forward(*given, call.lengths, scale)
             pieces = call.q.pieces(out), call.q.pieces(lse, 1)
-            parts += [Part(*run, *piece) for run, *piece in zip(call.q.runs, *pieces, strict=True)]
+            parts += [
+                BlockOutput(*run, *piece) for run, *piece in zip(call.q.runs, *pieces, strict=True)
+            ]
         return parts
 
     def backward(
@@ -85,7 +87,7 @@ class Side(NamedTuple):
     flipped mask is causal.
     """
 
-    runs: tuple[Range, ...]
+    runs: tuple[TokenRange, ...]
     turned: bool
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -154,8 +156,8 @@ def _order(side: Side, device: torch.device) -> Tensor:
     return _put(order.flip(0) if side.turned else order, device)
 
 
-def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    runs: list[Range] = []
+def _joined(ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
+    runs: list[TokenRange] = []
     for start, stop in ranges:
         follows = runs and runs[-1][1] == start
         runs.append((runs.pop()[0], stop) if follows else (start, stop))

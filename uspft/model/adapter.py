@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from uspft.config.checks import closest
 from uspft.config.problems import Fault
 from uspft.model.dropout import TokenDropout, token_words
-from uspft.model.experts import expert_words
-from uspft.model.names import ADAPTER, is_adapter, plain_name
-from uspft.model.weights import Weights, generator
+from uspft.parameters.experts import expert_words
+from uspft.parameters.names import ADAPTER, is_adapter, plain_name
+from uspft.parameters.shards import Part
+from uspft.parameters.source import Weights, generator
 
 if TYPE_CHECKING:
+    from uspft.config.lora import AdapterBlock
     from uspft.config.problems import Finding
-    from uspft.config.trained import AdapterBlock
 
 KEY = "model.adapter.target_modules"
 
@@ -125,13 +126,19 @@ class AdapterStart:
     def __init__(self, base: Weights, seed: int) -> None:
         self._base, self._seed = base, seed
 
-    def read(self, name: str, shape: torch.Size) -> Tensor:
+    def draws(self, name: str) -> bool:
+        return is_adapter(name) or self._base.draws(name)
+
+    def read(self, name: str, part: Part) -> Tensor:
         if not is_adapter(name):
-            return self._base.read(name, shape)
+            return self._base.read(name, part)
         if ".lora_B." in name:
-            return torch.zeros(shape)
-        bound = shape[1] ** -0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator(self._seed, name))
+            return torch.zeros(part.size)
+        bound = part.shape[1] ** -0.5
+        draw = torch.empty(part.shape).uniform_(
+            -bound, bound, generator=generator(self._seed, name)
+        )
+        return part.cut(draw)
 
 
 def adapter_of(
@@ -151,11 +158,19 @@ def merged(
 
     names: of all parameters; read: a parameter's whole value, float32, called for each once.
     """
-    for name in names:
-        if is_adapter(name):
-            continue
-        value, owner = read(name), name.removesuffix(".weight")
-        if block and f"{owner}.lora_A.weight" in names:
-            a, b = (read(f"{owner}.lora_{side}.weight") for side in "AB")
+    for name, *sides in merge_order(names):
+        value = read(name)
+        if block and sides:
+            a, b = map(read, sides)
             value = value + (b @ a) * (block.alpha / block.rank)
         yield name, value
+
+
+def merge_order(names: Collection[str]) -> Iterator[list[str]]:
+    """In what order `merged` reads: a parameter of the base model, and where it is adapted A and
+    B."""
+    for name in names:
+        if not is_adapter(name):
+            owner = name.removesuffix(".weight")
+            sides = [f"{owner}.lora_{side}.weight" for side in "AB"]
+            yield [name, *sides] if sides[0] in names else [name]

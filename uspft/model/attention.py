@@ -1,6 +1,6 @@
 """The one hook into transformers: an attention function that hands q, k, v to the bound algorithm.
 
-transformers calls it by name; the algorithm and the plan travel with the call as `uspft=`, so the
+transformers calls it by name; the world and the share travel with the call as `uspft=`, so the
 function keeps no state and two worlds can use one model. No mask is built: transformers makes none
 for an implementation that registers no mask function.
 """
@@ -19,7 +19,7 @@ from uspft.sequence import Rule
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from uspft.sequence import Plan
+    from uspft.sequence import Share
     from uspft.world import World
 
 NAME = "uspft"
@@ -35,8 +35,8 @@ class Bound:
     backward.
     """
 
-    def __init__(self, world: World, plan: Plan, tokens: Tensor, *, twice: bool) -> None:
-        self._world, self._plan, self.tokens = world, plan, tokens
+    def __init__(self, world: World, share: Share, tokens: Tensor, *, twice: bool) -> None:
+        self._world, self._share, self.tokens = world, share, tokens
         self._memory: dict[int, Kept] | None = {} if twice else None
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
@@ -45,7 +45,7 @@ class Bound:
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             own = replace(rule, sinks=sinks[0]) if sinks else rule
-            return self._world.attend((q, k, v), self._plan, own)
+            return self._world.attend((q, k, v), self._share, own)
 
         inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
         once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
@@ -89,7 +89,7 @@ def attention(
             "which uspft does not support"
         )
     if uspft is None:
-        raise RuntimeError(f"{type(module).__name__} was called without a plan (uspft=)")
+        raise RuntimeError(f"{type(module).__name__} was called without a share (uspft=)")
     if softcap != uspft.softcap:
         raise RuntimeError(
             f"{type(module).__name__} asks attention for softcap {softcap}, "

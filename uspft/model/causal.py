@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 from uspft.model.attention import Bound
 from uspft.model.loss import Head, Logits
-from uspft.model.names import plain_name
 from uspft.model.recompute import recomputes
 from uspft.model.router import router_loss
-from uspft.model.trained import trained_parameters
+from uspft.parameters.names import plain_name
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
-    from uspft.world import World
 
 
 class CausalLoss(nn.Module):
@@ -28,9 +26,7 @@ class CausalLoss(nn.Module):
         self.head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
         self.routed: bool = getattr(model.config, "output_router_logits", False)
 
-    def forward(
-        self, batch: Batch, world: World, scale: float, router_scale: float | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, scale: float, router_scale: float | None = None) -> Tensor:
         """[2]: the sum of the cross-entropy over this rank's target tokens, times scale; this
         rank's part of the routers' loss summed over rows, times router_scale (None: 0)."""
         wanted = {"output_router_logits": router_scale is not None} if self.routed else {}
@@ -39,8 +35,8 @@ class CausalLoss(nn.Module):
             position_ids=batch.position_ids,
             use_cache=False,
             uspft=Bound(
-                world,
-                batch.plan,
+                batch.world,
+                batch.share,
                 batch.tokens,
                 twice=self.training and recomputes(self.model),
             ),
@@ -50,22 +46,14 @@ class CausalLoss(nn.Module):
         loss: Tensor = self.head(hidden, batch.labels, batch.chosen, scale)
         if router_scale is None:
             return torch.stack([loss, torch.zeros_like(loss)])
-        return torch.stack(
-            [loss, self._router_loss(found.router_logits, batch, world, router_scale)]
-        )
+        return torch.stack([loss, self._router_loss(found.router_logits, batch, router_scale)])
 
-    def _router_loss(
-        self, logits: tuple[Tensor, ...], batch: Batch, world: World, scale: float
-    ) -> Tensor:
+    def _router_loss(self, logits: tuple[Tensor, ...], batch: Batch, scale: float) -> Tensor:
         config, rows = self.model.config, len(batch.rows)
-        top_k, group = config.num_experts_per_tok, world.mesh.context
+        top_k, group = config.num_experts_per_tok, batch.world.mesh.context
         part = router_loss(logits, batch.row_of, rows, top_k, group)
         return part * (config.router_aux_loss_coef * scale)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its Hugging Face name."""
         return {plain_name(name): value for name, value in self.model.named_parameters()}
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Of these the ones that train."""
-        return trained_parameters(self.model)

@@ -8,8 +8,8 @@ from typing import Any
 
 from uspft.config.problems import Fault, said
 from uspft.model.build import empty_model
-from uspft.model.experts import is_router
-from uspft.model.weights import FolderWeights, WeightsError
+from uspft.parameters.experts import is_router
+from uspft.parameters.source import FolderWeights, WeightsError
 
 
 def require_model(config: Any, key: str) -> Any:

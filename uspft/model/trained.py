@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from uspft.config.problems import Fault
 from uspft.model.adapter import add_lora
 from uspft.model.build import parameter_count
-from uspft.model.names import plain_name
+from uspft.parameters.names import plain_name
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from uspft.config.blocks import ModelBlock
+    from uspft.config.recipe import ModelBlock
 
 
 def choose_trained(model: Any, block: ModelBlock, seed: int) -> None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from uspft.batch import Segments
 from uspft.comm import Group
 from uspft.kernels import Kernel
-from uspft.sequence.plan import Plan
-from uspft.sequence.regions import Run
-
-
-class Heads(NamedTuple):
-    """Query heads, KV heads and head dim of one attention layer."""
-
-    query: int
-    kv: int
-    dim: int
+from uspft.segments import Segments
+from uspft.sequence.rows.share import Share
+from uspft.sequence.rows.spans import Span
+from uspft.sequence.rows.traffic import Cost, Heads
 
 
 @dataclass(frozen=True)
@@ -49,31 +42,9 @@ class Split:
     kernel: Kernel
 
 
-class Traffic(NamedTuple):
-    """What the busiest rank sends: bytes, and messages (one for each rank that is sent something,
-    each time)."""
-
-    bytes: int = 0
-    messages: int = 0
-
-
-NOTHING = Traffic()
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one layer sends, forward and backward, by kind; each kind has its own busiest rank."""
-
-    all_to_all: Traffic = NOTHING
-    ring: Traffic = NOTHING
-    gather: Traffic = NOTHING
-
-
 class Algorithm(Protocol):
-    """One way to split a row over ulysses × ring ranks. Dataclass fields are its options."""
-
-    name: str
-    megatron_name: str
+    """One way to split a row over ulysses × ring ranks: a dataclass, whose fields are its degrees,
+    its options, and what it must know of the run (`make_algorithm`)."""
 
     @property
     def ulysses(self) -> int: ...
@@ -82,10 +53,10 @@ class Algorithm(Protocol):
     def ring(self) -> int: ...
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
-        """Why it cannot run here: (recipe key, what is wrong, remedy) each."""
+        """Why it cannot span here: (recipe key, what is wrong, remedy) each."""
         ...
 
-    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+    def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         """The positions that each context rank holds, in its order; together the row, each once.
 
         Context rank = Ulysses index + ulysses × ring index.
@@ -93,7 +64,7 @@ class Algorithm(Protocol):
         ...
 
     def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
         """Attention out [T, H, D] of this rank's tokens, differentiable.
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from uspft.batch import Segments
-from uspft.sequence.algorithm import Cost, Heads, Rule, Split, rows_must_divide
-from uspft.sequence.exchange import Exchange, attend_exchanged, exchange_traffic
-from uspft.sequence.order import balanced
-from uspft.sequence.plan import Plan, everyones
-from uspft.sequence.regions import Run
+from uspft.segments import Segments
+from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.exchange import attend_exchanged
+from uspft.sequence.rows.order import balanced
+from uspft.sequence.rows.parcels import Exchange
+from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.spans import Span
+from uspft.sequence.rows.traffic import Cost, Heads, exchange_traffic
 
 
 @dataclass(frozen=True)
@@ -25,28 +27,26 @@ class AllGather:
     ring: int
     ulysses: int = 1
     window: int | None = None
-    name = "allgather_cp"
-    megatron_name = "all_gather"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         return rows_must_divide(row_tokens, 2 * self.ring, "two for each rank")
 
-    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+    def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         return balanced(segments, 1, self.ring, window=self.window)
 
     def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
-        return attend_exchanged(qkv, _exchange(plan), rule, split.ring, split.kernel)
+        return attend_exchanged(qkv, _exchange(share), rule, split.ring, split.kernel)
 
     def cost(
         self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
     ) -> Cost:
-        plans = everyones(segments, self.token_order(segments), 1, window)
+        shares = everyones(segments, self.token_order(segments), 1, window)
         pair_bytes = 2 * heads.kv * heads.dim * element_bytes
-        return Cost(gather=exchange_traffic([_exchange(plan) for plan in plans], pair_bytes))
+        return Cost(gather=exchange_traffic([_exchange(share) for share in shares], pair_bytes))
 
 
-def _exchange(plan: Plan) -> Exchange:
+def _exchange(share: Share) -> Exchange:
     """Everything in one stage, nothing trimmed, nothing kept."""
-    return plan.once("all", lambda: Exchange(plan, 1, trimmed=False, keep=False))
+    return share.once("all", lambda: Exchange(share, 1, trimmed=False, keep=False))

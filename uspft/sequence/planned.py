@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from uspft.batch import Segments
 from uspft.kernels import Kernel
-from uspft.sequence.algorithm import Cost, Heads, Rule, Split, rows_must_divide
-from uspft.sequence.exchange import Exchange, attend_exchanged, exchange_traffic
-from uspft.sequence.order import balanced
-from uspft.sequence.plan import Plan, everyones
-from uspft.sequence.regions import Run
-from uspft.sequence.ulysses import attend_over_heads, heads_traffic, widest_kv
+from uspft.segments import Segments
+from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.exchange import attend_exchanged
+from uspft.sequence.rows.order import balanced
+from uspft.sequence.rows.parcels import Exchange
+from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.spans import Span
+from uspft.sequence.rows.traffic import Cost, Heads, exchange_traffic, heads_traffic, widest_kv
+from uspft.sequence.ulysses import attend_over_heads
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,6 @@ class Planned:
     window: int | None = None
     per_host: int | None = None
     piece_tokens: int = 1024
-    name = "planned_cp"
-    megatron_name = "–"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         parts = 2 * self.ring * self.ulysses if self.ring > 1 else self.ulysses
@@ -51,7 +51,7 @@ class Planned:
             )
         return found
 
-    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+    def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         return balanced(
             segments,
             self.ulysses,
@@ -62,27 +62,27 @@ class Planned:
         )
 
     def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
         def inner(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule, kernel: Kernel) -> Tensor:
-            return attend_exchanged(qkv, self._exchange(plan), rule, split.ring, kernel)
+            return attend_exchanged(qkv, self._exchange(share), rule, split.ring, kernel)
 
-        return attend_over_heads(qkv, plan, rule, split, inner)
+        return attend_over_heads(qkv, share, rule, split, inner)
 
-    def _exchange(self, plan: Plan) -> Exchange:
+    def _exchange(self, share: Share) -> Exchange:
         least = None if self.stages else self.piece_tokens
-        return plan.once(
+        return share.once(
             ("needed", self.stages, self.keep, least),
-            lambda: Exchange(plan, self.stages, trimmed=True, keep=self.keep, least=least),
+            lambda: Exchange(share, self.stages, trimmed=True, keep=self.keep, least=least),
         )
 
     def cost(
         self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
     ) -> Cost:
         tokens = segments.length // (self.ring * self.ulysses)
-        plans = everyones(segments, self.token_order(segments), self.ulysses, window)
+        shares = everyones(segments, self.token_order(segments), self.ulysses, window)
         pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
         return Cost(
             all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),
-            gather=exchange_traffic([self._exchange(plan) for plan in plans], pair_bytes),
+            gather=exchange_traffic([self._exchange(share) for share in shares], pair_bytes),
         )

@@ -1,17 +1,30 @@
-"""Zigzag ring attention: keys and values travel, queries stay (arXiv 2310.01889, 2405.07719)."""
+"""Zigzag ring attention: keys and values travel, queries stay (arXiv 2310.01889, 2405.07719).
+
+Shapes, as suffixes: t tokens of this ring rank, s of the rank whose keys are at hand; h/g query and
+KV heads here, D head dim; 2: keys and values, or their gradients. Ring rank i, R ring degree.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from uspft.batch import Segments
-from uspft.sequence.algorithm import Cost, Heads, Rule, Split, rows_must_divide
-from uspft.sequence.blockwise import attend_blocks, ring_traffic
-from uspft.sequence.order import balanced
-from uspft.sequence.plan import Plan, everyones
-from uspft.sequence.regions import Run
+from uspft.comm import Group, Move, shift
+from uspft.kernels import Kernel, Partial
+from uspft.kernels.kernel import Gradient
+from uspft.kernels.sinks import sinks_gradient
+from uspft.segments import Segments
+from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.rows.order import balanced
+from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.spans import Span, tokens_in
+from uspft.sequence.rows.traffic import Cost, Heads, ring_traffic
+from uspft.sequence.sums import Sum
 
 
 @dataclass(frozen=True)
@@ -24,22 +37,136 @@ class Ring:
     ring: int
     ulysses: int = 1
     window: int | None = None
-    name = "ring_cp"
-    megatron_name = "p2p"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         return rows_must_divide(row_tokens, 2 * self.ring, "two for each rank of the ring")
 
-    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+    def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         return balanced(segments, 1, self.ring, window=self.window)
 
     def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
-        return attend_blocks(qkv, plan, rule, split.ring, split.kernel)
+        return attend_blocks(qkv, share, rule, split.ring, split.kernel)
 
     def cost(
         self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
     ) -> Cost:
-        plans = everyones(segments, self.token_order(segments), 1, window)
-        return Cost(ring=ring_traffic(plans, 2 * heads.kv * heads.dim * element_bytes))
+        shares = everyones(segments, self.token_order(segments), 1, window)
+        return Cost(ring=ring_traffic(shares, 2 * heads.kv * heads.dim * element_bytes))
+
+
+def attend_blocks(
+    qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, ring: Group, kernel: Kernel
+) -> Tensor:
+    """out [t, h, D] of q [t, h, D] over all keys that the share's blocks name, differentiable.
+
+    Ring attention (arXiv 2310.01889): at step s the keys of rank i − s are at hand and the next
+    ones on their way. Keys travel again in the backward; the partial dK, dV of keys that were seen
+    go straight home, rounded once to the compute type and summed there in float32.
+    """
+    out: Tensor = _BlockAttention.apply(*qkv, rule.sinks, share, rule.scale, ring, kernel)
+    return out
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_thD: Tensor,
+        k_tgD: Tensor,
+        v_tgD: Tensor,
+        sinks: Tensor | None,
+        share: Share,
+        scale: float,
+        ring: Group,
+        kernel: Kernel,
+    ) -> Tensor:
+        partial = Partial(q_thD)
+        for source, k_sgD, v_sgD in _travel(k_tgD, v_tgD, share, ring):
+            partial.add(kernel.forward((q_thD, k_sgD, v_sgD), share.blocks[source], scale))
+            del k_sgD, v_sgD  # or they would live on beside the next two
+        out_thD, lse_ht = partial.result(sinks)
+        ctx.save_for_backward(q_thD, k_tgD, v_tgD, out_thD, lse_ht, sinks)
+        ctx.share, ctx.scale, ctx.ring, ctx.kernel = share, scale, ring, kernel
+        return out_thD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_thD: Tensor) -> tuple[Tensor | None, ...]:
+        q_thD, k_tgD, v_tgD, out_thD, lse_ht, sinks = ctx.saved_tensors
+        saved = (out_thD, lse_ht, dout_thD)
+        dq_thD, dkv_2tgD = Sum(q_thD.shape, q_thD), Sum((2, *k_tgD.shape), k_tgD)
+        returns = _Returns(k_tgD, ctx.share, ctx.ring, dkv_2tgD)
+        for source, k_sgD, v_sgD in _travel(k_tgD, v_tgD, ctx.share, ctx.ring):
+            blocks = ctx.share.blocks[source]
+            queries, partials = ctx.kernel.backward((q_thD, k_sgD, v_sgD), saved, blocks, ctx.scale)
+            del k_sgD, v_sgD
+            dq_thD.add(queries)
+            if source == ctx.ring.index:
+                dkv_2tgD.add(partials)
+            returns.send(source, partials)
+        returns.finish()
+        dk_tgD, dv_tgD = dkv_2tgD.result()
+        dsinks = None if sinks is None else sinks_gradient(sinks, *saved)
+        return dq_thD.result(), dk_tgD, dv_tgD, dsinks, None, None, None, None
+
+
+def _travel(k_tgD: Tensor, v_tgD: Tensor, share: Share, ring: Group):  # type: ignore[no-untyped-def]
+    """Yield (source, keys, values) for each ring rank, own first, the next ones under way.
+
+    Two buffers: what is at hand and what arrives. Keys that no rank further on needs stay behind.
+    """
+    if ring.size == 1:
+        yield ring.index, k_tgD, v_tgD
+        return
+    hand_2sgD = torch.stack((k_tgD, v_tgD))
+    for step in range(ring.size):
+        source, following = ((ring.index - s) % ring.size for s in (step, step + 1))
+        wait: Callable[[], None] | None = None
+        if step + 1 < ring.size:
+            leaves, comes = share.hops[source] > step, share.hops[following] > step
+            tokens = share.holdings[following].tokens if comes else 0
+            coming_2sgD = hand_2sgD.new_empty((2, tokens, *k_tgD.shape[1:]))
+            move = Move(hand_2sgD if leaves else hand_2sgD[:, :0], coming_2sgD, 1)
+            (wait,) = shift([move], ring, "ring")
+        yield source, hand_2sgD[0], hand_2sgD[1]
+        if wait:
+            wait()
+            hand_2sgD = coming_2sgD
+
+
+class _Returns:
+    """Partial dK, dV on their way to the owners of the keys, one exchange a step."""
+
+    def __init__(self, k: Tensor, share: Share, ring: Group, own: Sum) -> None:
+        self._k, self._share, self._ring, self._own = k, share, ring, own
+        self._pending: tuple[Callable[[], None], Tensor, Tensor, tuple[Span, ...]] | None = None
+
+    def send(self, source: int, partials: list[Gradient]) -> None:
+        """Send what this rank found for the keys of `source`; take what another found for ours."""
+        me, ring = self._ring.index, self._ring.size
+        if source == me:
+            return
+        share, heads = self._share, self._k.shape[1:]
+        seen = share.places(me, source)
+        tokens = share.holdings[source].tokens if seen else 0
+        part = Sum((2, tokens, *heads), self._k)
+        part.add(partials)
+        cuts = [part.open()[:, start:stop] for start, stop in seen] or [part.open()]
+        whole = torch.cat(cuts, dim=1) if len(cuts) > 1 else cuts[0]
+        leaving = whole.to(self._k.dtype).contiguous()
+        steps = (source - me) % ring
+        home = share.places((me - steps) % ring, me)  # another's queries saw these keys of ours
+        arriving = leaving.new_empty((2, tokens_in(home), *heads))
+        self.finish()
+        (wait,) = shift([Move(leaving, arriving, steps)], self._ring, "ring")
+        self._pending = wait, leaving, arriving, home
+
+    def finish(self) -> None:
+        """Wait for the exchange under way and add what arrived."""
+        if self._pending:
+            wait, _, arriving, home = self._pending
+            wait()
+            self._own.add_rows(home, arriving)
+            self._pending = None

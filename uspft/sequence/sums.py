@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from uspft.kernels.kernel import Gradient
-from uspft.sequence.regions import Run
+from uspft.sequence.rows.spans import Span
 
 
 class Sum:
@@ -31,7 +31,7 @@ class Sum:
             for row, tensor in zip(total, tensors, strict=True):
                 row[start:stop] += tensor
 
-    def add_rows(self, places: Sequence[Run], rows: Tensor) -> None:
+    def add_rows(self, places: Sequence[Span], rows: Tensor) -> None:
         """Add rows [n, N, heads, D], laid end to end, of these ranges of tokens."""
         at = 0
         for start, stop in places:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from uspft.batch import Segments
-from uspft.sequence.algorithm import Cost, Heads, Rule, Split, rows_must_divide
-from uspft.sequence.blockwise import ring_traffic
-from uspft.sequence.order import balanced
-from uspft.sequence.plan import Plan, everyones
-from uspft.sequence.regions import Run
-from uspft.sequence.ulysses import blocks_over_heads, heads_traffic, widest_kv
+from uspft.segments import Segments
+from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.rows.order import balanced
+from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.spans import Span
+from uspft.sequence.rows.traffic import Cost, Heads, heads_traffic, ring_traffic, widest_kv
+from uspft.sequence.ulysses import blocks_over_heads
 
 
 @dataclass(frozen=True)
@@ -25,29 +25,27 @@ class Usp:
     ulysses: int
     ring: int
     window: int | None = None
-    name = "hybrid_cp"
-    megatron_name = "a2a+p2p"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         parts = 2 * self.ring * self.ulysses if self.ring > 1 else self.ulysses
         why = f"2 × ring {self.ring} × Ulysses {self.ulysses}"
         return rows_must_divide(row_tokens, parts, why)
 
-    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+    def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         return balanced(segments, self.ulysses, self.ring, window=self.window)
 
     def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
-        return blocks_over_heads(qkv, plan, rule, split)
+        return blocks_over_heads(qkv, share, rule, split)
 
     def cost(
         self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
     ) -> Cost:
         tokens = segments.length // (self.ulysses * self.ring)
-        plans = everyones(segments, self.token_order(segments), self.ulysses, window)
+        shares = everyones(segments, self.token_order(segments), self.ulysses, window)
         pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
         return Cost(
             all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),
-            ring=ring_traffic(plans, pair_bytes),
+            ring=ring_traffic(shares, pair_bytes),
         )

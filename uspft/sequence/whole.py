@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from uspft.batch import Segments
-from uspft.sequence.algorithm import Cost, Heads, Rule, Split
-from uspft.sequence.blockwise import attend_blocks
-from uspft.sequence.plan import Plan
-from uspft.sequence.regions import Run
+from uspft.segments import Segments
+from uspft.sequence.algorithm import Rule, Split
+from uspft.sequence.ring import attend_blocks
+from uspft.sequence.rows.share import Share
+from uspft.sequence.rows.spans import Span
+from uspft.sequence.rows.traffic import Cost, Heads
 
 
 @dataclass(frozen=True)
@@ -19,19 +20,17 @@ class Whole:
 
     ulysses: int = 1
     ring: int = 1
-    name = "whole"
-    megatron_name = "–"
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         return []
 
-    def token_order(self, segments: Segments) -> list[tuple[Run, ...]]:
+    def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
         return [((0, segments.length),)]
 
     def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], plan: Plan, rule: Rule, split: Split
+        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
-        return attend_blocks(qkv, plan, rule, split.ring, split.kernel)
+        return attend_blocks(qkv, share, rule, split.ring, split.kernel)
 
     def cost(
         self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from uspft.engine.state import read_state
+from uspft.engine.state import on_first_rank
 from uspft.verify.result import Difference, group_of
 
 if TYPE_CHECKING:
@@ -25,15 +25,19 @@ See = Callable[[str, Tensor], None]
 
 
 def gradients(engine: ZeroEngine, recipe: Recipe, norm: float) -> Iterator[tuple[str, Tensor]]:
-    """Each trained parameter's whole gradient of the first step, before clipping; collective.
+    """Each trained parameter's whole gradient of the first step, before clipping, on the first
+    rank; collective.
 
     Adam's first moment then is (1 − β1) × clipped gradient, and read as checkpoints read it. norm:
     the gradient norm of that step.
     """
     clipped = min(1.0, recipe.training.max_grad_norm / (norm + 1e-6))
     factor = 1.0 / ((1.0 - recipe.optimizer.betas[0]) * clipped)
-    for name, parameter in engine.module.trained().items():
-        yield name, read_state(engine, parameter, "exp_avg") * factor
+    trained = list(engine.trained())
+    with on_first_rank(engine, trained, "exp_avg") as read:
+        if read:
+            for name in trained:
+                yield name, read(name) * factor
 
 
 class GradientWriter:

@@ -9,24 +9,34 @@ import torch
 
 from uspft.assemble import Run, assemble
 from uspft.comm import largest
-from uspft.engine.zero import NotFinite
-from uspft.schedule import learning_rate
-from uspft.verify.faults import EVERYWHERE, FAULTS
+from uspft.engine.step import NotFinite
+from uspft.training.learning_rate import learning_rate
 from uspft.verify.gradients import See, gradients
+from uspft.verify.inject import EVERYWHERE, FAULTS
 from uspft.verify.result import Measured
-from uspft.verify.weights import weights_under_way
+from uspft.verify.under_way import weights_under_way
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.job import Job
+    from uspft.mesh import Groups
 
 
-def measure(job: Job, device: torch.device, steps: int, fault: str | None, see: See) -> Measured:
-    """Train for some steps; every gradient of the first goes to `see`; collective.
+def measure(
+    job: Job,
+    device: torch.device,
+    groups: Groups,
+    see: See,
+    *,
+    steps: int,
+    fault: str | None = None,
+) -> Measured:
+    """Train for some steps; every gradient of the first goes to the first rank's `see`; collective.
 
-    fault: one of FAULTS, or None. Nothing is written, and all memory is given back.
+    groups: those of the process. fault: one of FAULTS, or None. Nothing is written, and all memory
+    is given back.
     """
-    run = assemble(job, device, weights_under_way)
+    run = assemble(job, device, groups, weights_under_way)
     recipe, found = job.recipe, Measured()
     for step in range(1, steps + 1):
         batches = run.loader.batches(step)
@@ -48,7 +58,7 @@ def measure(job: Job, device: torch.device, steps: int, fault: str | None, see: 
             for name, gradient in gradients(run.engine, recipe, result.grad_norm):
                 see(name, gradient)
     run.engine.close()
-    run.world.mesh.close()
+    run.world.books.close()
     del run
     gc.collect()
     if device.type == "cuda":
@@ -60,7 +70,7 @@ def _broken(run: Run, batches: list[Batch], fault: str) -> list[Batch]:
     """The micro-batches with a fault in them."""
     world = run.world
     targets = float(sum(batch.targets for batch in batches))
-    here = [targets] == largest([targets], world.mesh.tokens, world.device)
+    here = [targets] == largest([targets], run.engine.holders.everyone, world.device)
     if not (here or fault in EVERYWHERE):
         return batches
     return [FAULTS[fault](batch, world, run.loader.documents(batch)) for batch in batches]

@@ -16,13 +16,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from uspft.data import Row, training_rows
-from uspft.model.build import places
-from uspft.model.names import is_adapter
+from uspft.model.hf_config import attention_of
 from uspft.model.trained import choose_trained, trained_parameters
+from uspft.parameters.fill import places
+from uspft.parameters.names import is_adapter
+from uspft.parameters.shards import Part
 from uspft.verify.gradients import See
-from uspft.verify.plain_config import attention_of, pin_frequencies, plain_config
+from uspft.verify.plain_config import pin_frequencies, plain_config
 from uspft.verify.result import Measured
-from uspft.verify.weights import weights_under_way
+from uspft.verify.under_way import weights_under_way
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -35,7 +37,7 @@ def plain(job: Job, device: torch.device, see: See) -> Measured:
     Each document alone, whole logits, transformers' own attention and router loss, everything in
     float32 from weights rounded to the recipe's type.
     """
-    recipe = job.recipe
+    recipe = job.here
     model = _model(recipe).to(device)
     rows = _rows(job)
     targets = sum(int((row.labels >= 0).sum()) for row in rows)
@@ -96,7 +98,7 @@ def _model(recipe: Recipe) -> Any:
         model = AutoModelForCausalLM.from_config(config, **how)
         source = weights_under_way(recipe.model, recipe.seed, model)
         for name, parameter in model.named_parameters():
-            parameter.data = source.read(name, parameter.shape)
+            parameter.data = source.read(name, Part.whole(parameter.shape))
     pin_frequencies(model, recipe.data.sequence_length)
     choose_trained(model, recipe.model, recipe.seed)
     _start_adapter(model, recipe)
@@ -112,7 +114,7 @@ def _start_adapter(model: Any, recipe: Recipe) -> None:
     source = weights_under_way(recipe.model, recipe.seed, model)
     for name, (parameter, owners) in places(model).items():
         if is_adapter(name):
-            value = torch.nn.Parameter(source.read(name, parameter.shape))
+            value = torch.nn.Parameter(source.read(name, Part.whole(parameter.shape)))
             for module, attribute in owners:
                 setattr(module, attribute, value.requires_grad_(parameter.requires_grad))
 

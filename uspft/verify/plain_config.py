@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 if TYPE_CHECKING:
-    from uspft.config.blocks import ModelBlock
+    from uspft.config.recipe import ModelBlock
 
 KINDS_OF_LAYERS = {"use_sliding_window", "sliding_window", "max_window_layers"}
 STARTS_FROM = "original_max_position_embeddings"
@@ -37,19 +37,6 @@ def plain_config(block: ModelBlock) -> Any:
         kept = {key: old[key] for key in ("rope_theta", "partial_rotary_factor") if key in old}
         config.rope_parameters = kept | new
     return config
-
-
-def attention_of(config: Any) -> str:
-    """transformers' own attention for this model: a soft-cap or sinks are written out, with every
-    score in memory."""
-    return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
-
-
-def score_bytes(config: Any, length_tokens: int) -> int:
-    """What one layer's attention keeps of scores in float32, about: as they are, capped, masked,
-    as weights, and their gradient."""
-    written_out = attention_of(config) == "eager"
-    return 5 * 4 * config.num_attention_heads * length_tokens**2 if written_out else 0
 
 
 def pin_frequencies(model: Any, length_tokens: int) -> None:

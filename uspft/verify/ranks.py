@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from uspft.mesh import Groups
 from uspft.verify.gradients import Comparison, GradientFile, GradientWriter
-from uspft.verify.job import GRADIENTS, LAYOUTS, PLAIN, PLAIN_GRADIENTS, REFERENCE, VerifyJob
 from uspft.verify.measure import measure
 from uspft.verify.plain import plain
 from uspft.verify.result import Difference, Result
+from uspft.verify.work import GRADIENTS, LAYOUTS, PLAIN, PLAIN_GRADIENTS, REFERENCE, VerifyJob
 
 
 def run_reference(verify: VerifyJob, device: torch.device) -> None:
@@ -35,7 +36,7 @@ def run_reference(verify: VerifyJob, device: torch.device) -> None:
         if comparison:
             comparison.add(name, gradient)
 
-    found = measure(verify.under(layout), device, verify.steps, None, see)
+    found = measure(verify.under(layout), device, Groups(), see, steps=verify.steps)
     writer.close()
     Result(found, {}).leave(folder / REFERENCE)
     if truth and comparison:
@@ -44,12 +45,13 @@ def run_reference(verify: VerifyJob, device: torch.device) -> None:
 
 def run_layouts(verify: VerifyJob, device: torch.device, say: Callable[[str], None]) -> None:
     """Every layout in turn, engines built anew; the first rank compares and leaves the results."""
-    first = dist.get_rank() == 0
+    first, groups = dist.get_rank() == 0, Groups()
     for number, layout in enumerate(verify.layouts, 1):
         started = time.perf_counter()
         comparison = Comparison(GradientFile(verify.folder / GRADIENTS)) if first else None
         see = comparison.add if comparison else _ignore
-        measured = measure(verify.under(layout), device, verify.steps, verify.inject, see)
+        job, steps, fault = verify.under(layout), verify.steps, verify.inject
+        measured = measure(job, device, groups, see, steps=steps, fault=fault)
         found: dict[str, Difference] = comparison.groups() if comparison else {}
         if first:
             seconds = time.perf_counter() - started

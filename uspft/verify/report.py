@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from uspft.config import as_tree
-from uspft.verify.layouts import Candidate
+from uspft.planner.layouts import Candidate
 from uspft.verify.result import GROUPS, Measured, Result
 from uspft.verify.verdict import (
     PLAIN,
@@ -23,7 +23,7 @@ _ORDER = [group for group, _ in GROUPS]
 
 
 @dataclass(frozen=True)
-class Line:
+class LayoutLine:
     """One line of the table. wrong: what differs by more than rounding; None: it was not tried."""
 
     name: str
@@ -44,8 +44,8 @@ class Report:
 
     facts: dict[str, Any]
     reference: Measured
-    plain: Line | None
-    layouts: list[Line]
+    plain: LayoutLine | None
+    layouts: list[LayoutLine]
     tolerance: Tolerance
     inject: str | None = None
 
@@ -64,15 +64,15 @@ class Report:
         beside = None
         if plain:
             wrong = mismatches(plain, reference, PLAIN[facts["dtype"]])
-            beside = Line("plain transformers", None, plain, wrong)
+            beside = LayoutLine("plain transformers", None, plain, wrong)
         lines = []
         for candidate, result in layouts:
             wrong_here = mismatches(result, reference, tolerance) if result else None
-            lines.append(Line(candidate.name, candidate, result, wrong_here))
+            lines.append(LayoutLine(candidate.name, candidate, result, wrong_here))
         return cls(facts, reference, beside, lines, tolerance, inject)
 
     @property
-    def tried(self) -> list[Line]:
+    def tried(self) -> list[LayoutLine]:
         return [line for line in self.layouts if line.wrong is not None]
 
     @property
@@ -99,7 +99,7 @@ class Report:
             return "caught" if self.ok else "not caught"
         return "differs"
 
-    def _entry(self, line: Line) -> dict[str, Any]:
+    def _entry(self, line: LayoutLine) -> dict[str, Any]:
         entry: dict[str, Any] = {"name": line.name, "verdict": line.verdict}
         if line.candidate:
             entry["parallel_config"] = as_tree(line.candidate.parallel)
@@ -140,7 +140,7 @@ class Report:
     def _left_out(self) -> list[Any]:
         return [line for line in self.layouts if line.candidate and line.wrong is None]
 
-    def _row(self, line: Line, columns: Sequence[str]) -> list[str]:
+    def _row(self, line: LayoutLine, columns: Sequence[str]) -> list[str]:
         assert line.result
         loss, norm = differences(line.result.measured, self.reference)
         each = [line.result.differences.get(group) for group in columns]
@@ -175,7 +175,7 @@ class Report:
         return [*told, *_hints(self.tried, scaled), f"DIFFERS: {len(wrong)} of {count} layouts"]
 
 
-def _hints(tried: Sequence[Line], scaled: bool) -> list[str]:
+def _hints(tried: Sequence[LayoutLine], scaled: bool) -> list[str]:
     """What a mismatch may mean, from which layouts show it; scaled: all are off by one factor."""
     wrong = [line for line in tried if line.wrong]
     if not wrong:

@@ -1,0 +1,1 @@
+"""One attention layer, forward and backward: our algorithms beside other engines."""

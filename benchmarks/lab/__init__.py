@@ -1,0 +1,1 @@
+"""What the benchmarks share: where results stand, what they were taken on, and pictures."""

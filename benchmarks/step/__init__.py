@@ -1,0 +1,1 @@
+"""A whole training step: uspft beside transformers' Trainer with DeepSpeed's ALST."""

@@ -1,0 +1,236 @@
+"""Rules between keys, inside DeepSpeed's block too, and every problem at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from uspft.config import RecipeError, load
+from uspft.config.recipe import Recipe
+from uspft.config.rules import RULES, broken
+
+BASE = """\
+model: {name_or_path: org/name}
+data: {train: x.jsonl, sequence_length: 4k}
+training: {steps: 3, global_batch_size: 2}
+"""
+
+
+def load_over(folder: Path, text: str, base: str = BASE) -> Recipe:
+    (folder / "base.yaml").write_text(base)
+    (folder / "r.yaml").write_text(f"base: [base.yaml]\n{text}\n")
+    return load(folder / "r.yaml").recipe
+
+
+def lines(folder: Path, text: str, base: str = BASE) -> list[str]:
+    """The problems of `text` over a good recipe; its first line is line 2."""
+    with pytest.raises(RecipeError) as caught:
+        load_over(folder, text, base)
+    return [str(p).replace(f"{folder}/", "") for p in caught.value.problems]
+
+
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    text = """\
+model: {dtype: bf16, config: c}
+data: {packing: best, sequence_length: "4k"}
+sead: 1
+parallel_config: {context_parallel: 4}
+lr_schedule: {min_learning_rate: 1}
+training: {epochs: 1, steps: 10k}
+deepspeed: {zero_optimization: {stage: 1, offload_param: {device: cpu}}}
+logging: {report: true}"""
+    assert lines(tmp_path, text, BASE.replace("sequence_length: 4k", "format: text")) == [
+        "r.yaml:2: model.dtype: unknown value `bf16`; did you mean `bfloat16`? "
+        "Allowed: float32 | bfloat16 | float16",
+        "r.yaml:2: model.config: stands beside `model.name_or_path`, and only one of them "
+        "names the model; keep one and write null for the other",
+        "r.yaml:3: data.packing: unknown value `best`; did you mean `best_fit`? "
+        "Allowed: none | best_fit",
+        "r.yaml:4: sead: unknown key `sead`; did you mean `seed`?",
+        "r.yaml:5: parallel_config.context_parallel_algo: is missing, and context_parallel is 4; "
+        "write ulysses_cp, ring_cp, hybrid_cp, allgather_cp or planned_cp",
+        "r.yaml:6: lr_schedule.min_learning_rate: is 1, above optimizer.learning_rate: 1e-05; "
+        "write at most 1e-05",
+        "r.yaml:7: training.steps: expected a whole number of at least 1 or null, "
+        'got the string "10k"; write 10000 or 10240',
+        "r.yaml:8: deepspeed.zero_optimization.offload_param: needs ZeRO stage 3, "
+        "and the stage is 1; write stage: 3, or leave it out",
+        "r.yaml:9: logging.report: the report is not available yet; write `report: false`",
+    ]
+
+
+def test_what_is_required(tmp_path: Path) -> None:
+    assert lines(tmp_path, "seed: 1", "seed: 2\ndata: {format: text}\n") == [
+        "r.yaml:1: training.global_batch_size: is missing and has no default; "
+        "write the rows of one optimizer step, such as 32",
+        "r.yaml:1: model.name_or_path: is missing, and so is `model.config`; "
+        "write a Hugging Face folder or hub id, or model.config",
+        "r.yaml:1: training.steps: is missing, and so is `training.epochs`; "
+        "write one of them, such as steps: 1000",
+        "base.yaml:2: data.train: is missing and has no default; "
+        "write a file, a folder, a glob, a hub id, or a list of them",
+        "base.yaml:2: data.sequence_length: is missing and has no default; "
+        "write the tokens of a row, such as 4096 or 128k",
+    ]
+
+
+CP = "parallel_config: {context_parallel: 6, context_parallel_algo: %s}"
+COMBINATIONS = {
+    "training: {epochs: 2}": "training.epochs: stands beside `training.steps`, and only one of "
+    "them ends the run; keep one and write null for the other",
+    "lr_schedule: {warmup_steps: 3, warmup_ratio: 0.1}": "lr_schedule.warmup_steps: stands beside "
+    "`lr_schedule.warmup_ratio`, and only one of them can rule; "
+    "keep one and write null for the other",
+    "lr_schedule: {warmup_ratio: null}": "lr_schedule.warmup_ratio: is null, and so is "
+    "`lr_schedule.warmup_steps`; write 0.0 for no warm-up",
+    CP % "hybrid_cp": "parallel_config.ulysses_degree_in_cp: is missing, and "
+    "context_parallel_algo is hybrid_cp; write one of 1, 2, 3, 6",
+    CP % "hybrid_cp, ulysses_degree_in_cp: 4": "parallel_config.ulysses_degree_in_cp: is 4, "
+    "which does not divide context_parallel: 6; write one of 1, 2, 3, 6",
+    CP % "ulysses_cp, ulysses_degree_in_cp: 2": "parallel_config.ulysses_degree_in_cp: is 2, "
+    "and with ulysses_cp it is 6; leave it out, or write context_parallel_algo: "
+    "hybrid_cp or planned_cp",
+    CP % "ring_cp, ulysses_degree_in_cp: 2": "parallel_config.ulysses_degree_in_cp: is 2, "
+    "and with ring_cp it is 1; leave it out, or write context_parallel_algo: "
+    "hybrid_cp or planned_cp",
+    CP % "ulyses_cp": "parallel_config.context_parallel_algo: unknown value `ulyses_cp`; "
+    "did you mean `ulysses_cp`? Allowed: ulysses_cp | ring_cp | hybrid_cp | allgather_cp | "
+    "planned_cp | auto or null",
+    "model: {dtype: float16}\nlaunch: {device: cpu}": "model.dtype: is float16, and "
+    "launch.device is cpu; float16 trains on GPUs only; write float32 or bfloat16",
+    CP % "auto, ulysses_degree_in_cp: 2": (
+        "parallel_config.ulysses_degree_in_cp: is 2, and context_parallel_algo: auto chooses it; "
+        "leave it out, or name the algorithm"
+    ),
+    "parallel_config: {context_parallel: 4, context_parallel_algo: ring_cp, exchange_stages: 2}": (
+        "parallel_config.exchange_stages: is 2, and only planned_cp has it; "
+        "write auto, or leave it out"
+    ),
+    "model: {attention: flash_attn_2}\nlaunch: {device: cpu}": "model.attention: is flash_attn_2, "
+    "a GPU kernel, and launch.device is cpu; write auto or torch",
+    "model: {attention: flash_attn_2, dtype: float32}": "model.attention: is flash_attn_2, which "
+    "has no float32, and model.dtype is float32; write auto or torch, or dtype: bfloat16",
+    "model: {rope_scaling: {type: yarn, factor: 2}}": "model.rope_scaling: has `type`, whose key "
+    "is `rope_type`; write rope_type: yarn",
+    "model: {rope_scaling: {factor: 2}}": "model.rope_scaling: has no `rope_type`; "
+    "write {rope_type: yarn, factor: 4.0} or null",
+    "model: {rope_scaling: {rope_type: yarm, factor: 2}}": "model.rope_scaling.rope_type: unknown "
+    "value `yarm`; did you mean `yarn`? "
+    "Allowed: default | linear | dynamic | yarn | longrope | llama3",
+    "model: {rope_scaling: {rope_type: linear, factor: 2, beta_fast: 1}}": "model.rope_scaling."
+    "beta_fast: unknown key `beta_fast`; known here: rope_type, rope_theta, factor",
+    "model: {rope_scaling: {rope_type: longrope, short_factor: [1], long_factor: [0]}}": (
+        "model.rope_scaling.long_factor[0]: is 0, out of range; write a number above 0"
+    ),
+    "model: {rope_scaling: {rope_type: longrope, short_factor: [1]}}": (
+        "model.rope_scaling.long_factor: is missing and has no default; write `long_factor`"
+    ),
+    "model: {rope_scaling: {rope_type: yarn, factor: 0.5}}": "model.rope_scaling.factor: "
+    "is 0.5, out of range; write a number of at least 1",
+}
+
+
+@pytest.mark.parametrize("text", COMBINATIONS)
+def test_a_wrong_combination_is_one_problem(tmp_path: Path, text: str) -> None:
+    assert lines(tmp_path, text) == [f"r.yaml:2: {COMBINATIONS[text]}"]
+
+
+FINE = [
+    "training: {steps: null, epochs: 2}",
+    "model: {name_or_path: null, config: c.json}",
+    "lr_schedule: {warmup_steps: 0}",
+    "lr_schedule: {warmup_ratio: null, warmup_steps: 5}",
+    "lr_schedule: {min_learning_rate: 1e-5}",
+    CP % "ulysses_cp, ulysses_degree_in_cp: 6",
+    CP % "ring_cp, ulysses_degree_in_cp: 1",
+    CP % "hybrid_cp, ulysses_degree_in_cp: 3",
+    CP % "planned_cp, exchange_stages: 2",
+    CP % "colossalai_cp",
+    "parallel_config: {context_parallel_algo: hybrid_cp}",
+    "parallel_config: {context_parallel_algo: ring_cp, ulysses_degree_in_cp: 4}",
+    "model: {dtype: float16}",
+    "model: {rope_scaling: {rope_type: default}}",
+    "model: {rope_scaling: {rope_type: llama3, factor: 8, low_freq_factor: 1, "
+    "high_freq_factor: 4, original_max_position_embeddings: 8192}}",
+]
+
+
+def test_colossalai_cp_is_the_all_gather(tmp_path: Path) -> None:
+    recipe = load_over(tmp_path, CP % "colossalai_cp")
+    assert recipe.parallel_config.context_parallel_algo == "allgather_cp"
+
+
+@pytest.mark.parametrize("text", FINE)
+def test_a_right_combination_loads(tmp_path: Path, text: str) -> None:
+    load_over(tmp_path, text)
+
+
+def test_rules_of_features_to_come_hold_already() -> None:
+    recipe = Recipe.model_validate(
+        {
+            "model": {"name_or_path": "x"},
+            "data": {"train": "x", "sequence_length": 8},
+            "training": {"steps": 1, "global_batch_size": 1, "eval_every_steps": 5},
+            "parallel_config": {
+                "context_parallel": 4,
+                "context_parallel_algo": "planned_cp",
+                "ulysses_degree_in_cp": 3,
+                "strategies": [{"max_length": "4k", "context_parallel": 2}],
+            },
+        }
+    )
+    assert recipe.parallel_config.strategies is not None
+    assert recipe.parallel_config.strategies[0].max_length == 4096
+    assert [key for key, _, _ in broken(recipe, set())] == [
+        "parallel_config.ulysses_degree_in_cp",
+        "training.eval_every_steps",
+    ]
+    assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
+    assert len(RULES) == 10
+
+
+DEEPSPEED = {
+    "zero_optimisation: {}": ".zero_optimisation: unknown key `zero_optimisation`; "
+    "did you mean `zero_optimization`?",
+    "zero_optimization: {reduce_buket_size: 5}": ".zero_optimization.reduce_buket_size: "
+    "unknown key `reduce_buket_size`; did you mean `reduce_bucket_size`?",
+    "zero_optimization: {stage: 4}": ".zero_optimization.stage: is 4, out of range; "
+    "write a whole number from 0 to 3",
+    "zero_optimization: true": ".zero_optimization: expected a mapping, got true; "
+    "write {key: value}",
+    "zero_optimization: {stage: 0, offload_optimizer: {device: cpu}}": ".zero_optimization."
+    "offload_optimizer: needs ZeRO stage 1, and the stage is 0; "
+    "write stage: 1 or more, or leave it out",
+    "zero_optimization: {stage: 3, offload_param: {device: nvme}}": ".zero_optimization."
+    "offload_param.nvme_path: is missing, and device is nvme; write a folder on the NVMe disk",
+    "zero_optimization: {offload_optimizer: {device: cpu, ratio: 0.5}}": ".zero_optimization."
+    "offload_optimizer.ratio: below 1 needs ZeRO stage 3; write stage: 3, or ratio: 1.0",
+    "zero_optimization: {offload_optimizer: {devise: cpu}}": ".zero_optimization."
+    "offload_optimizer.devise: unknown key `devise`; did you mean `device`?",
+    "zero_optimization: {cpu_offload: true, offload_optimizer: {}}": ".zero_optimization."
+    "cpu_offload: says the same as `offload_optimizer`; keep `offload_optimizer`",
+    "zero_optimization: {cpu_offload_use_pin_memory: true}": ".zero_optimization."
+    "cpu_offload_use_pin_memory: is deprecated, and DeepSpeed ignores it; "
+    "write offload_optimizer.pin_memory",
+    "zero_optimization: {compute_grad_norm: false}": ".zero_optimization.compute_grad_norm: "
+    "is false, but gradients are clipped by their norm and the norm is logged; leave it out",
+    "aio: {block_sise: 4}": ".aio.block_sise: unknown key `block_sise`; "
+    "did you mean `block_size`?",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DEEPSPEED)
+def test_deepspeeds_block_is_checked_to_the_leaves(tmp_path: Path, text: str) -> None:
+    assert lines(tmp_path, f"deepspeed: {{{text}}}") == [f"r.yaml:2: deepspeed{DEEPSPEED[text]}"]
+
+
+def test_zero_fields_come_under_their_documented_names(tmp_path: Path) -> None:
+    text = "deepspeed: {zero_optimization: {stage: 3, prefetch_bucket_size: 5e7, "
+    text += "cpu_offload_param: true, cpu_offload: false, offload_optimizer: {device: cpu}}}"
+    assert load_over(tmp_path, text).deepspeed.zero_optimization == {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+    }

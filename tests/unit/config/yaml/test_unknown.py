@@ -1,0 +1,130 @@
+"""Unknown keys, keys of other tools, keys that uspft derives, features that come later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from uspft.config import RecipeError, load
+from uspft.config.available import LATER
+from uspft.config.recipe import Recipe
+from uspft.config.yaml.unknown import DERIVED, KEYS, OURS
+
+BASE = """\
+model: {name_or_path: org/name}
+data: {train: x.jsonl, sequence_length: 4k}
+training: {steps: 3, global_batch_size: 2}
+"""
+
+
+def load_over(folder: Path, text: str, base: str = BASE) -> Recipe:
+    (folder / "base.yaml").write_text(base)
+    (folder / "r.yaml").write_text(f"base: [base.yaml]\n{text}\n")
+    return load(folder / "r.yaml").recipe
+
+
+def lines(folder: Path, text: str, base: str = BASE) -> list[str]:
+    """The problems of `text` over a good recipe; its first line is line 2."""
+    with pytest.raises(RecipeError) as caught:
+        load_over(folder, text, base)
+    return [str(p).replace(f"{folder}/", "") for p in caught.value.problems]
+
+
+NAMES = {
+    "parallel_config: {context_paralel: 2}": "r.yaml:2: parallel_config.context_paralel: "
+    "unknown key `context_paralel`; did you mean `context_parallel`?",
+    "Seed: 2": "r.yaml:2: Seed: unknown key `Seed`; did you mean `seed`?",
+    "steps: 3": "r.yaml:2: steps: unknown key `steps`; it belongs to `training.steps`",
+    "every_steps: 3": "r.yaml:2: every_steps: unknown key `every_steps`; "
+    "it belongs to `checkpoint.every_steps` or `logging.every_steps`",
+    "stage: 3": "r.yaml:2: stage: unknown key `stage`; "
+    "it belongs to `deepspeed.zero_optimization.stage`",
+    "per_device_train_batch_size: 1": "r.yaml:2: per_device_train_batch_size: "
+    "unknown key `per_device_train_batch_size`; here it is `training.micro_batch_size`",
+    "optimizer: {lr: 1}": "r.yaml:2: optimizer.lr: unknown key `lr`; "
+    "here it is `optimizer.learning_rate`",
+    "training: {num_train_epochs: 1}": "r.yaml:2: training.num_train_epochs: "
+    "unknown key `num_train_epochs`; here it is `training.epochs`",
+    "memory: {foo: 1}": "r.yaml:2: memory.foo: unknown key `foo`; known here: "
+    "gradient_checkpointing, offload_activations, loss_tile_tokens, mlp_tile_tokens",
+    "sequnce_length: 1": "r.yaml:2: sequnce_length: unknown key `sequnce_length`; "
+    "did you mean `data.sequence_length`?",
+}
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_an_unknown_key_is_told_where_it_belongs(tmp_path: Path, text: str) -> None:
+    assert lines(tmp_path, text) == [NAMES[text]]
+
+
+def test_a_misspelt_required_key_is_one_problem(tmp_path: Path) -> None:
+    wrong = BASE.replace("sequence_length", "max_seq_length")
+    assert lines(tmp_path, "seed: 1", wrong) == [
+        "base.yaml:2: data.max_seq_length: unknown key `max_seq_length`; "
+        "here it is `data.sequence_length`"
+    ]
+    assert lines(tmp_path, "seed: 1", BASE.replace("training:", "trainning:")) == [
+        "base.yaml:3: trainning: unknown key `trainning`; did you mean `training`?"
+    ]
+
+
+def test_the_tables_of_names_name_keys_that_exist() -> None:
+    known = {f"{at}.{key}" if at else key for at, keys in KEYS.items() for key in keys}
+    known.add("model.adapter")
+    assert {ours for ours in OURS.values() if ours not in known} == set()
+    assert {ours for ours in DERIVED.values() if ours not in known} == set()
+    assert not set(OURS) & set(KEYS[""])
+    assert len(OURS) == 111
+    assert len(DERIVED) == 30
+
+
+ASKED = {
+    "parallel_config": {
+        "model_parallel: 2": "tensor parallelism",
+        "model_parallel: 2, use_seq_parallel: true": "tensor parallelism",
+        "fine_grain_interleave: 2": "tensor parallelism",
+        "tensor_parallel_algo: meshslice, tensor_mesh: [0, x, 3]": "meshslice",
+        "tensor_slices: 4": "meshslice",
+        "pipeline_stage: 4, micro_batch_num: 8": "pipeline parallelism",
+        "pp_interleave_num: 2": "pipeline parallelism",
+        "seq_split_num: 2": "pipeline parallelism",
+        "strategies: [{zzz: 3}]": "hot switching",
+        "strategies: auto": "hot switching",
+    },
+    "model": {
+        "trust_remote_code: true": "code from the hub",
+    },
+    "data": {"train: [{path: x, weight: 2}]": "weighting sources"},
+    "memory": {
+        "offload_activations: cpu": "offloading activations",
+        "mlp_tile_tokens: 4k": "tiling the MLP",
+        "mlp_tile_tokens: auto": "tiling the MLP",
+    },
+    "logging": {
+        "tensorboard: true": "TensorBoard",
+        "wandb: {project: x}": "Weights & Biases",
+        "report: true": "the report",
+    },
+}
+
+
+def test_what_is_not_available_is_refused_as_a_whole(tmp_path: Path) -> None:
+    features = set()
+    for block, asked in ASKED.items():
+        for text, feature in asked.items():
+            (line,) = lines(tmp_path, f"{block}: {{{text}}}")
+            assert line.startswith(f"r.yaml:2: {block}."), line
+            assert f": {feature} is not available yet; " in line, line
+            features.add(feature)
+    assert features == {later.feature for later in LATER}
+    assert len(LATER) == 11
+    (line,) = lines(tmp_path, "parallel_config: {micro_batch_num: 8, pipeline_stage: 4}")
+    assert line.endswith("write `micro_batch_num: 1` and write `pipeline_stage: 1`")
+
+
+def test_deepspeed_keys_that_the_recipe_rules_are_refused_by_name(tmp_path: Path) -> None:
+    for key, ours in DERIVED.items():
+        assert lines(tmp_path, f"deepspeed: {{{key}: 1}}") == [
+            f"r.yaml:2: deepspeed.{key}: uspft derives `{key}`; leave it out: `{ours}` rules it"
+        ]

@@ -1,0 +1,119 @@
+"""Which files a recipe names, found by listings alone."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.support.data_cases import ROOT, SAMPLES, block, source
+from uspft.config.recipe import DataBlock
+from uspft.data import not_checked, source_problems
+from uspft.data.sources import STDLIB, is_hub_id, list_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.jsonl", "a/z.txt", "a/y.jsonl", "c.json", ".hidden", "a/.git/x", "c.JSONL"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "m.pyc").write_text("x")
+    return tmp_path
+
+
+def names(path: object, root: Path, declared: str = "auto") -> list[str]:
+    return [f.path.relative_to(root).as_posix() for f in list_files(str(path), declared)]
+
+
+def test_a_folder_is_all_files_below_it_sorted(folder: Path) -> None:
+    assert names(folder, folder) == ["a/y.jsonl", "a/z.txt", "b.jsonl", "c.JSONL", "c.json"]
+
+
+def test_globs_and_files(folder: Path) -> None:
+    assert names(folder / "*.json*", folder) == ["b.jsonl", "c.json"]
+    assert names(folder / "**" / "*.jsonl", folder) == ["a/y.jsonl", "b.jsonl"]
+    assert names(folder / "c.json", folder) == ["c.json"]
+    assert names(folder / "*.csv", folder) == []
+
+
+def test_what_is_not_json_lines_is_one_text(folder: Path) -> None:
+    whole = {f.path.name: f.whole for f in list_files(str(folder), "auto")}
+    assert whole == {"y.jsonl": False, "z.txt": True, "b.jsonl": False} | dict.fromkeys(
+        ("c.JSONL", "c.json"), False
+    )
+    # Who names a record format says that every file is JSON Lines.
+    assert not any(f.whole for f in list_files(str(folder), "messages"))
+
+
+def test_the_standard_library() -> None:
+    files = list_files(STDLIB, "auto")
+    shown = [f.shown.removeprefix(f"{STDLIB}/") for f in files]
+    assert len(files) > 400 and shown == sorted(shown)
+    assert {"argparse.py", "json/decoder.py"} <= set(shown)
+    parts = {part for name in shown for part in name.split("/")[:-1]}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
+    assert files[0].path.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+@pytest.mark.parametrize(
+    ("path", "is_hub"),
+    [
+        ("org/name", True),
+        ("org/name-v1.5", True),
+        ("data/x.jsonl", False),
+        ("nowhere/x.jsonl", False),
+        ("nowhere/corpus.txt", False),
+        ("./name", False),
+        ("a/b/c", False),
+        ("name", False),
+        ("org/*", False),
+    ],
+)
+def test_what_reads_as_a_hub_id(path: str, is_hub: bool) -> None:
+    assert is_hub_id(path) == is_hub
+
+
+def test_a_path_is_no_hub_id_where_its_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert not is_hub_id("data/samples") and not is_hub_id("data/sampels")
+
+
+def test_problems_name_key_what_and_remedy(folder: Path) -> None:
+    (folder / "weights.bin").write_text("x")
+    (folder / "empty").mkdir()
+    (folder / "train.mindrecord").write_text("x")
+    cases = [
+        (source(folder / "nope.jsonl"), "does not exist", "a file, a folder, a glob or a hub id"),
+        (source(folder / "*.csv"), "matches no file", "pattern"),
+        (source(folder / "empty"), "holds no file", "name a folder"),
+        (source(folder / "train.mindrecord"), ".mindrecord file", "JSON Lines"),
+        (source("python:site"), "unknown source", STDLIB),
+        (source(STDLIB, format="messages"), "is text, not messages", "leave the format out"),
+        (source(folder / "b.jsonl", format="chat"), "unknown format 'chat'", "messages"),
+        (source(folder / "b.jsonl", split="test"), "means nothing for files", "leave it out"),
+    ]
+    problems = source_problems(block(*(case for case, _, _ in cases)))
+    assert len(problems) == len(cases)
+    for i, (key, what, remedy) in enumerate(problems):
+        assert key.startswith(f"data.train[{i}]") and cases[i][1] in what and cases[i][2] in remedy
+    # All of a folder's faults at once; the key of a lone source has no index.
+    (key, what, _), *more = source_problems(block(folder))
+    assert key == "data.train.path" and len(more) == 1
+    assert source_problems(block(SAMPLES, eval=(source("nope.txt"),)))[0][0] == "data.eval.path"
+
+
+def test_good_sources_have_no_problem(folder: Path) -> None:
+    data = block(SAMPLES, STDLIB, folder / "b.jsonl", source("org/name", split="test"))
+    assert source_problems(data) == []
+    assert not_checked(data) == ["data.train[3]: hub data set org/name (needs the network)"]
+
+
+def test_the_recipes_own_block(tmp_path: Path) -> None:
+    train = [str(SAMPLES), {"path": STDLIB, "format": "text", "weight": 2}]
+    data = DataBlock(train=train, sequence_length="128k")
+    assert source_problems(data) == [] == not_checked(data)
+    wrong = DataBlock(train="nope.jsonl", eval="org/name", sequence_length="128k")
+    assert [key for key, _, _ in source_problems(wrong)] == ["data.train.path"]
+    assert not_checked(wrong) == ["data.eval: hub data set org/name (needs the network)"]

@@ -1,0 +1,255 @@
+"""install.py: which state .venv is in, what is installed from where, one at a time."""
+
+from __future__ import annotations
+
+import http.server
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.unit.house.sandbox import ROOT, Sandbox, make_sandbox, path_without_python
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", ROOT / "install.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+install = load()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
+    """A sandbox that launch.sh has installed, to be copied."""
+    sandbox = make_sandbox(tmp_path_factory.mktemp("installed"))
+    done = sandbox.run("--install")
+    assert done.returncode == 0, done.stderr
+    return sandbox
+
+
+@pytest.fixture
+def sandbox(installed: Sandbox, tmp_path: Path) -> Sandbox:
+    """A complete .venv of one's own."""
+    shutil.copytree(installed.root, tmp_path / "project", symlinks=True)
+    return Sandbox(tmp_path / "project", installed.wheels)
+
+
+def test_every_dependency_has_a_pin_within_its_range() -> None:
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] != "#"]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", pin) for pin in pins)
+    versions = {name.lower().replace("_", "-"): v for name, v in (p.split("==") for p in pins)}
+    wanted = [Requirement(text) for text in install.requirements(ROOT, dev=True)]
+    assert len(wanted) == 22
+    for requirement in wanted:
+        assert requirement.specifier.contains(versions[requirement.name.lower()]), requirement
+
+
+def test_an_installation_from_nothing(installed: Sandbox, tmp_path: Path) -> None:
+    venv = installed.root / ".venv"
+    assert (venv / ".uspft-stamp").exists() and not (venv / ".uspft-installing").exists()
+    assert (installed.root / "uspft/__pycache__").is_dir()
+    # Nothing to do: no Python is looked for.
+    done = installed.run("train", "a.yaml", PATH=str(path_without_python(tmp_path / "bin")))
+    assert done.returncode == 0 and done.stderr == ""
+    command = subprocess.run([venv / "bin/uspft", "plan"], stdout=-1, text=True, check=True)
+    assert '"plan"' in command.stdout
+
+
+def test_a_complete_environment_costs_no_time(sandbox: Sandbox) -> None:
+    def seconds() -> float:
+        start = time.monotonic()
+        assert sandbox.run("--install").returncode == 0
+        return time.monotonic() - start
+
+    assert min(seconds() for _ in range(20)) < 0.05
+
+
+def break_off(venv: Path) -> None:
+    (venv / ".uspft-installing").touch()
+    (venv / ".uspft-stamp").unlink()
+
+
+def break_python(venv: Path) -> None:
+    (venv / "bin/python").unlink()
+    (venv / "bin/python").symlink_to("/no/such/python")
+
+
+def replace_python(venv: Path) -> None:
+    (venv / "bin/python").unlink()
+    (venv / "bin/python").write_text("#!/bin/sh\nexit 1\n")
+    (venv / "bin/python").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (break_off, "did not end: making .venv anew"),
+        (break_python, "does not run any more: making .venv anew"),
+        (replace_python, "does not run any more: making .venv anew"),
+    ],
+)
+def test_a_damaged_environment_is_made_anew(
+    sandbox: Sandbox, damage: Callable[[Path], None], told: str
+) -> None:
+    venv = sandbox.root / ".venv"
+    (venv / "half-copied").touch()
+    damage(venv)
+    done = sandbox.run("train", "a.yaml")
+    assert done.returncode == 0 and '"a.yaml"' in done.stdout
+    assert told in done.stderr
+    assert not (venv / "half-copied").exists()
+
+
+def test_somebody_elses_environment_is_moved_aside(sandbox: Sandbox) -> None:
+    (sandbox.root / ".venv/.uspft-stamp").unlink()
+    (sandbox.root / ".venv/precious").touch()
+    done = sandbox.run("--install")
+    assert done.returncode == 0 and "was not made by launch.sh: moving it to .venv-" in done.stderr
+    assert [path.name for path in sandbox.root.glob(".venv-*/precious")] == ["precious"]
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml", "install.py"])
+def test_changed_pins_are_installed_over(sandbox: Sandbox, name: str) -> None:
+    (sandbox.root / ".venv/kept").touch()
+    with (sandbox.root / name).open("a") as changed:
+        changed.write("# changed\n")
+    done = sandbox.run("--install")
+    assert done.returncode == 0 and "installed in" in done.stderr
+    assert (sandbox.root / ".venv/kept").exists()
+    assert sandbox.run("--install").stderr == ""
+
+
+def test_the_tests_packages_have_a_stamp_of_their_own(sandbox: Sandbox) -> None:
+    done = sandbox.run("--install", "--dev")
+    assert done.returncode == 0 and "installing 2 packages" in done.stderr
+    assert sandbox.run("--install", "--dev").stderr == ""
+    assert sandbox.run("--install").stderr == ""
+
+
+def test_a_moved_project_still_runs(sandbox: Sandbox) -> None:
+    moved = sandbox.root.with_name("moved here")
+    sandbox.root.rename(moved)
+    done = Sandbox(moved, sandbox.wheels).run("train", "a.yaml")
+    assert done.returncode == 0 and done.stderr == "" and '"a.yaml"' in done.stdout
+
+
+def test_what_pip_refuses_is_shown_with_the_command(tmp_path: Path) -> None:
+    sandbox = make_sandbox(tmp_path, dependencies='["no-such-package-here"]')
+    done = sandbox.run("train", "a.yaml")
+    assert done.returncode == 1 and done.stdout == ""
+    assert "No matching distribution found for no-such-package-here" in done.stderr
+    assert re.search(r"to see it again: DS_BUILD_OPS=0 '?/.* -m pip .*no-such-package", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_two_at_once_install_once(tmp_path: Path) -> None:
+    sandbox = make_sandbox(tmp_path)
+    both = [sandbox.start("train", "a.yaml") for _ in range(2)]
+    ends = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert all('"a.yaml"' in out for out, _ in ends)
+    shown = ends[0][1] + ends[1][1]
+    assert shown.count("making .venv with Python") == 1
+    assert shown.count("waiting for the installation by") == 1
+
+
+HANGING_PIP = """
+import os, sys, time
+open(sys.argv[1], "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def test_an_installation_killed_in_the_middle_is_repaired(tmp_path: Path) -> None:
+    sandbox = make_sandbox(tmp_path)
+    mark = tmp_path / "pip"
+    driver = (
+        "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import install;"
+        "install.install(pathlib.Path(sys.argv[1]), pip=sys.argv[2:])"
+    )
+    pip = [sys.executable, "-c", HANGING_PIP, str(mark)]
+    killed = subprocess.Popen([sys.executable, "-c", driver, str(sandbox.root), *pip])
+    until = time.monotonic() + 60
+    while not (mark.exists() and mark.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
+    until = time.monotonic() + 5
+    stat = Path(f"/proc/{mark.read_text()}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until, "pip outlived the installer"
+        time.sleep(0.05)
+    done = sandbox.run("train", "a.yaml")
+    assert done.returncode == 0 and "did not end: making .venv anew" in done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupted_installation_says_so(tmp_path: Path) -> None:
+    sandbox = make_sandbox(tmp_path)
+    (wheel,) = sandbox.wheels.glob("uspft_sandbox-*")
+    wheel.unlink()
+    os.mkfifo(wheel)
+    running = sandbox.start("train", "a.yaml")
+    with wheel.open("wb"):  # returns when pip opens the package, which it then cannot read
+        running.send_signal(signal.SIGINT)
+        _, shown = running.communicate(timeout=60)
+    assert running.returncode == 130 and "installation interrupted" in shown
+
+
+@pytest.mark.parametrize(
+    ("driver", "reachable", "first"),
+    [
+        (True, True, ["-c", "C", "torch==9.9"]),
+        (False, True, ["--no-deps", "--index-url", install.TORCH_CPU_INDEX, "torch==9.9"]),
+        (False, False, ["-c", "C", "torch==9.9"]),
+    ],
+)
+def test_where_torch_comes_from(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    driver: bool,
+    reachable: bool,
+    first: list[str],
+) -> None:
+    sandbox = make_sandbox(tmp_path, dependencies='["torch>=9,<10"]')
+    (sandbox.root / "constraints.txt").write_text("torch==9.9\n")
+    ran: list[list[str]] = []
+    monkeypatch.setattr(install, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(install, "is_reachable", lambda url, seconds: reachable)
+    monkeypatch.setattr(install, "run", lambda command, name: ran.append(command))
+    install.install_packages(sandbox.root, ["pip"], dev=False)
+    constraints = str(sandbox.root / "constraints.txt")
+    assert ran[0] == ["pip", *[constraints if word == "C" else word for word in first]]
+    # The pinned requirement by itself comes before the one with a range.
+    assert ran[-2:] == [
+        ["pip", "-c", constraints, "torch==9.9"],
+        ["pip", "-c", constraints, "torch>=9,<10"],
+    ]
+
+
+def test_a_page_that_does_not_answer_in_time() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert install.is_reachable(f"http://127.0.0.1:{server.server_port}/", 3.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start = time.monotonic()
+        assert not install.is_reachable(f"http://127.0.0.1:{silent.getsockname()[1]}/", 0.3)
+        assert time.monotonic() - start < 2
+    assert not install.is_reachable("http://no.such.host.invalid/", 1.0)

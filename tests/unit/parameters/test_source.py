@@ -1,0 +1,94 @@
+"""Each family's weights: drawn as transformers draws them, read and written as files name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.models import make_model
+from uspft.config.recipe import ModelBlock
+from uspft.families import ModelShape, read_shape
+from uspft.families.table import FAMILIES
+from uspft.layout import Layout
+from uspft.mesh import Groups
+from uspft.model.build import empty_model, parameter_count
+from uspft.model.fit import require_fit
+from uspft.model.hf_config import layer_windows, model_config
+from uspft.parameters.experts import as_files
+from uspft.parameters.fill import fill
+from uspft.parameters.shards import Holders, Part, Shards
+from uspft.parameters.source import FolderWeights, RandomWeights, WeightsError
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("family") / request.param, request.param, kv_heads=2)
+
+
+def block(folder: Path, **extra: object) -> ModelBlock:
+    return ModelBlock.model_validate({"name_or_path": str(folder), "dtype": "float32", **extra})
+
+
+def test_a_folder_is_read_and_written_as_transformers_does(folder: Path) -> None:
+    config = model_config(block(folder), 64)
+    assert isinstance(read_shape(block(folder), folder), ModelShape)
+    model = empty_model(config, torch.float32)
+    require_fit(model, folder)
+    weights = FolderWeights(folder)
+    theirs = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    files = load_file(folder / "model.safetensors")
+    written = {}
+    for name, parameter in model.named_parameters():
+        value = weights.read(name, Part.whole(parameter.shape))
+        assert torch.equal(value, theirs[name])
+        written |= dict(as_files(name, value, config.model_type))
+    assert written.keys() == files.keys()
+    assert all(torch.equal(written[name], files[name]) for name in files)
+
+
+def test_random_weights_start_as_transformers_start(folder: Path) -> None:
+    config = model_config(block(folder), 64)
+    theirs = AutoModelForCausalLM.from_config(config)
+    ours = empty_model(config, torch.float32)
+    holders = Holders.of(Shards(Layout()), 0, Groups())
+    fill(ours, torch.float32, RandomWeights(ours, 0, 0.02), holders)
+    for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        near = max(0.004, 0.08 / one.numel() ** 0.5)  # of a few numbers, four standard errors
+        assert abs(one.std() - other.std()) < near and abs(one.mean() - other.mean()) < near, name
+        assert bool(one.any()) == bool(other.any()), name
+
+
+def test_a_missing_expert_is_missed(folder: Path) -> None:
+    config = model_config(block(folder), 64)
+    if not hasattr(config, "num_local_experts"):
+        assert parameter_count(ours := empty_model(config, torch.float32)) == sum(
+            p.numel() for p in ours.parameters()
+        )
+        return
+    model = empty_model(config, torch.float32)
+    with pytest.raises(WeightsError, match="other shapes"):
+        config.num_local_experts += 1
+        require_fit(empty_model(config, torch.float32), folder)
+    fewer = parameter_count(model, embedding=False)
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    assert fewer < parameter_count(model) - experts // 2
+
+
+def test_an_overridden_window_keeps_the_kinds_of_layers(tmp_path: Path) -> None:
+    def windows(kind: str, **overrides: object) -> tuple[int | None, ...]:
+        there = make_model(tmp_path / kind, kind, kv_heads=2)
+        return layer_windows(model_config(block(there, overrides=overrides), 64))
+
+    assert windows("gemma3_text", sliding_window=5) == (5, None)
+    assert windows("gemma2", sliding_window=5) == (5, None)
+    assert windows("mistral", sliding_window=5) == (5, 5)
+    assert windows("qwen3_moe", use_sliding_window=True, sliding_window=5) == (5, 5)
+    assert windows("smollm3", use_sliding_window=True, sliding_window=5) == (None, 5)
+    assert windows("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1) == (
+        None,
+        5,
+    )

@@ -1,0 +1,80 @@
+"""A recipe's relative paths: beside the recipe, else from the folder of the command."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.models import make_documents, make_model
+from uspft.config import Recipe, RecipeError
+from uspft.prepare.examine import examine
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """recipes/ with model and data beside it, and an empty folder that commands run in."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "here").mkdir()
+    make_model(tmp_path / "model", "llama")
+    make_documents(tmp_path / "recipes" / "d.jsonl", [5, 9], masked=[0.0])
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+def examined(project: Path, **data: Any) -> Recipe:
+    recipe = {
+        "model": {"name_or_path": "../model", "dtype": "float32"},
+        "data": {"train": "d.jsonl", "sequence_length": 16, **data},
+        "training": {"steps": 1, "global_batch_size": 1},
+        "launch": {"device": "cpu", "processes": 1},
+    }
+    path = project / "recipes" / "r.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return examine(path, [], 1, None).recipe
+
+
+def test_what_lies_beside_the_recipe_is_read(project: Path) -> None:
+    recipe = examined(project, eval=["../recipes/d.*", "python:stdlib"])
+    assert Path(str(recipe.model.name_or_path)).resolve() == project / "model"
+    assert [s.path for s in recipe.data.train] == [str(project / "recipes" / "d.jsonl")]
+    assert recipe.data.eval and recipe.data.eval[1].path == "python:stdlib"
+    assert Path(recipe.data.eval[0].path).parent.resolve() == project / "recipes"
+
+
+def test_beside_the_recipe_comes_first_then_the_folder_of_the_command(project: Path) -> None:
+    make_documents(project / "here" / "d.jsonl", [3], masked=[0.0])
+    make_documents(project / "here" / "mine.jsonl", [3], masked=[0.0])
+    beside, mine = examined(project, train=["d.jsonl", "mine.jsonl"]).data.train
+    assert Path(beside.path).parent == project / "recipes" and mine.path == "mine.jsonl"
+
+
+def test_what_a_run_writes_is_where_the_command_runs(project: Path) -> None:
+    (project / "recipes" / "outputs").mkdir()
+    assert examined(project).output_dir == Path("outputs/r")
+
+
+def test_what_is_in_neither_place_names_both(project: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        examined(project, train="no.jsonl", chat_template="no.jinja")
+    (template, train) = sorted(map(str, error.value.problems))
+    for told, name in ((train, "no.jsonl"), (template, "no.jinja")):
+        both = f"(looked for at {project / 'recipes' / name} and {project / 'here' / name})"
+        assert "does not exist" in told and both in told
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_recipe_works_from_any_folder(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cpu = ["launch.device=cuda"] if "quickstart" not in path.name else []
+    found = examine(path, cpu, 1, None if "quickstart" in path.name else 16)
+    for source in found.recipe.data.train:
+        assert source.path == "python:stdlib" or os.path.exists(source.path)

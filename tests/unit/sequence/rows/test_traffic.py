@@ -1,0 +1,168 @@
+"""What algorithms send, in closed form: the tables of the papers, and what masks save."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from tests.support.algorithms import named
+from tests.unit.sequence.rows.test_balance import packed
+from uspft.segments import Segments
+from uspft.sequence import Heads, Share
+from uspft.sequence.exchange import Exchange
+from uspft.sequence.rows.order import balanced
+
+ROW, DIM, BYTES = 1 << 14, 16, 2
+LLAMA_8B, QWEN_7B, LLAMA_70B = Heads(32, 8, DIM), Heads(28, 4, DIM), Heads(64, 8, DIM)
+
+
+def units(byte_count: int, heads: Heads, ranks: int) -> Fraction:
+    """Bytes in units of one rank's own keys and values."""
+    return Fraction(byte_count * ranks, 2 * heads.kv * heads.dim * ROW * BYTES)
+
+
+def sent(name: str, heads: Heads, ulysses: int, ring: int) -> Fraction:
+    """By the busiest rank of one document's row, all kinds together."""
+    cost = named(name, ulysses, ring).cost(Segments.single(ROW), heads, BYTES)
+    total = cost.all_to_all.bytes + cost.ring.bytes + cost.gather.bytes
+    return units(total, heads, ulysses * ring)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ring_and_all_gather_send_three_times_what_every_other_rank_holds(ranks: int) -> None:
+    row = Segments.single(48 * ranks)
+    for name, kind in (("ring_cp", "ring"), ("allgather_cp", "gather")):
+        traffic = getattr(named(name, 1, ranks).cost(row, LLAMA_8B, BYTES), kind)
+        unit = 2 * LLAMA_8B.kv * DIM * 48 * BYTES
+        assert traffic == (3 * (ranks - 1) * unit, 3 * (ranks - 1))
+        # Table 2 of USP has 4 tensors of the row for large N, keys and values there and back; the
+        # gradients' way home makes them 6, for the row's KV heads.
+        tensor = row.length * LLAMA_8B.kv * DIM * BYTES
+        assert traffic.bytes == Fraction(ranks - 1, ranks) * 6 * tensor
+
+
+@pytest.mark.parametrize(("heads", "ulysses"), [(LLAMA_8B, 8), (LLAMA_70B, 8), (Heads(8, 8, 4), 4)])
+def test_ulysses_sends_eight_tensors(heads: Heads, ulysses: int) -> None:
+    """Eight all-to-alls of the paper's Table 2: 8 / N of a tensor where heads are not grouped."""
+    groups = Fraction(heads.query, heads.kv)
+    others = Fraction(ulysses - 1, ulysses)
+    cost = named("ulysses_cp", ulysses, 1).cost(Segments.single(ROW), heads, BYTES)
+    assert cost.all_to_all.messages == 4 * (ulysses - 1)
+    assert units(cost.all_to_all.bytes, heads, ulysses) == 2 * others * (groups + 1)
+    if groups == 1:
+        tensor = ROW * heads.query * heads.dim * BYTES
+        assert cost.all_to_all.bytes == others * 8 * tensor / ulysses
+
+
+def test_replicated_heads_are_sent_once_to_each_that_needs_them() -> None:
+    # 8 query and 2 KV heads on 4 ranks: 2 query heads and one KV head each (9 units, as measured
+    # with other engines), not 2 KV heads each.
+    assert sent("ulysses_cp", Heads(8, 2, DIM), 4, 1) == 9
+
+
+@pytest.mark.parametrize(
+    ("heads", "ulysses", "ring", "hybrid", "planned"),
+    [
+        (LLAMA_8B, 8, 1, "8.75", "8.75"),
+        (LLAMA_8B, 4, 2, "10.5", "9.75"),
+        (LLAMA_8B, 2, 4, "14", "11.75"),
+        (LLAMA_8B, 1, 8, "21", "15.75"),
+        (QWEN_7B, 4, 2, "15", "14.25"),
+        (QWEN_7B, 2, 4, "17", "14.75"),
+        (LLAMA_70B, 8, 1, "15.75", "15.75"),
+        (LLAMA_70B, 4, 2, "16.5", "15.75"),
+        (LLAMA_70B, 2, 4, "18", "15.75"),
+        (Heads(8, 2, DIM), 4, 2, "15", "13.5"),  # every KV head is with two Ulysses ranks
+    ],
+)
+def test_the_hybrid_adds_up(
+    heads: Heads, ulysses: int, ring: int, hybrid: str, planned: str
+) -> None:
+    """By the busiest rank; of the planned exchange, keys fetched twice, by the mean."""
+    assert sent("hybrid_cp", heads, ulysses, ring) == Fraction(hybrid)
+    row = Segments.single(ROW)
+    order = balanced(row, ulysses, ring, fetches=2)
+    plans = [Share([row], [order], (ulysses, i * ulysses)) for i in range(ring)]
+    tokens = sum(Exchange(p, ring, trimmed=True, keep=False).tokens_sent for p in plans)
+    copies = max(1, Fraction(ulysses, heads.kv))  # of a KV head, on so many Ulysses ranks
+    exchanged = copies * Fraction(tokens, ROW)
+    heads_moved = named("planned_cp", ulysses, ring).cost(row, heads, BYTES).all_to_all.bytes
+    assert units(heads_moved, heads, ulysses * ring) + exchanged == Fraction(planned)
+
+
+@pytest.mark.parametrize(("keep", "share"), [(True, "1.5"), (False, "2.25")])
+@pytest.mark.parametrize("ring", [2, 4, 8])
+def test_the_planned_exchange_sends_half_or_three_quarters_of_a_ring(
+    ring: int, keep: bool, share: str
+) -> None:
+    row = Segments.single(ROW)
+    order = balanced(row, 1, ring)
+    plans = [Share([row], [order], (1, i)) for i in range(ring)]
+    tokens = [Exchange(plan, ring, trimmed=True, keep=keep).tokens_sent for plan in plans]
+    assert Fraction(sum(tokens), ROW) == Fraction(share) * (ring - 1)
+
+
+@pytest.mark.parametrize(("keep", "hop"), [(True, "1.5"), (False, "2.5")])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_planned_exchange_costs_its_busiest_rank_so_much_a_hop(
+    ranks: int, keep: bool, hop: str
+) -> None:
+    """Rank i, with chunks i and 2N − 1 − i, sends N − 1 + i chunks of keys and 2N − 2 − i chunks of
+    gradients: 3 · (N − 1), whoever it is; keys twice are 5 · (N − 1) of the last rank."""
+    tokens = 96
+    row = Segments.single(2 * tokens * ranks)
+    cost = named("planned_cp", 1, ranks, keep=keep).cost(row, LLAMA_8B, BYTES)
+    pair = 2 * LLAMA_8B.kv * DIM * BYTES
+    assert Fraction(cost.gather.bytes, 2 * tokens * pair) == Fraction(hop) * (ranks - 1)
+    assert cost.all_to_all.bytes == cost.ring.bytes == 0
+
+
+@pytest.mark.parametrize("name", ["ring_cp", "hybrid_cp", "planned_cp"])
+def test_documents_that_fit_a_rank_do_not_travel(name: str) -> None:
+    algorithm, row = named(name, 1, 4), packed([ROW // 4] * 4)
+    cost = algorithm.cost(row, LLAMA_8B, BYTES)
+    assert cost.ring == cost.gather == (0, 0)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_with_a_window_traffic_does_not_grow_with_the_row(keep: bool) -> None:
+    window, seen = 100, []
+    for row in (1 << 12, 1 << 14, 1 << 16):
+        algorithm = named("planned_cp", 1, 8, keep=keep, window=window)
+        cost = algorithm.cost(Segments.single(row), LLAMA_8B, BYTES, window)
+        seen.append(cost.gather.bytes)
+    token = 2 * LLAMA_8B.kv * DIM * BYTES
+    # One piece of the row a rank: keys of one window's tail out, their gradients home.
+    assert seen == [(window - 1) * token * (2 if keep else 3)] * 3
+
+
+def test_a_window_narrows_the_ring_to_neighbours() -> None:
+    row = Segments.single(ROW)
+    full, narrow = (
+        named("ring_cp", 1, 8, window=window).cost(row, LLAMA_8B, BYTES, window).ring
+        for window in (None, 100)
+    )
+    assert narrow.messages == 3 and full.messages == 21
+
+
+def test_the_order_of_chunks_heeds_which_ranks_share_a_host() -> None:
+    """2 hosts × 2 ranks: what the busier direction between them carries, blind and heeding."""
+
+    def crossing(row: Segments, per_host: int | None) -> int:
+        order = balanced(row, 1, 4, per_host=per_host)
+        assert sorted(map(sorted, order)) == sorted(map(sorted, balanced(row, 1, 4)))
+        plan = Share([row], [order], (1, 0))
+        ways = [((0, 1), (2, 3)), ((2, 3), (0, 1))]
+        return max(
+            sum(b - a for i in to for j in sources for a, b in plan.parcel(i, j))
+            for sources, to in ways
+        )
+
+    mixes = [packed([9000, 4000, 2000, 1000, 384]), packed([3001, 2503, 6301, 887, 3331, 101, 260])]
+    blind, heeding = (
+        [crossing(row, per_host) for row in [Segments.single(ROW), *mixes]]
+        for per_host in (None, 2)
+    )
+    assert blind[0] == ROW and heeding[0] == 3 * ROW // 4  # one document: 8 chunks against 6
+    assert all(new <= old for new, old in zip(heeding, blind, strict=True))

@@ -1,0 +1,97 @@
+"""What a run writes in its output folder, by name; everything else stays where it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from uspft.written import clear_partial, is_of_a_run, is_written, made_anew, set_aside, written
+
+OF_A_RUN = (
+    *("recipe.yaml", "metrics.jsonl", "environment.json", "hf/model.safetensors"),
+    *("adapter/adapter_config.json", "logs/rank-0.log", "logs/rank-13.log"),
+    *("checkpoints/latest", "checkpoints/step-00000010/state.json"),
+)
+OF_THE_USER = (
+    *("data.jsonl", ".git/config", "my.yaml", "run2/metrics.jsonl", "run2/hf/config.json"),
+    *("logs/mine.log", "logs/rank-x.log", "checkpoints/step-best/state.json", "checkpoints/notes"),
+    *("checkpoints/step-00000010-good/state.json", "earlier-20250101-000000/metrics.jsonl"),
+    *("verify/verify.json", "hf2/config.json", "cache/x", "report.md"),
+)
+
+
+def fill(output: Path) -> None:
+    for name in (*OF_A_RUN, *OF_THE_USER):
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        (output / name).write_text(name)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_names_are_told_apart() -> None:
+    assert [name for name in OF_A_RUN if not is_written(Path(name))] == []
+    assert [name for name in OF_THE_USER if is_written(Path(name))] == []
+    assert not is_written(Path(".")) and not is_written(Path("checkpoints"))
+
+
+def test_only_what_a_run_wrote_moves_and_never_twice_to_one_place(tmp_path: Path) -> None:
+    assert set_aside(tmp_path, written(tmp_path)) is None
+    places = set()
+    for _ in range(3):
+        fill(tmp_path)
+        place = set_aside(tmp_path, written(tmp_path))
+        assert place and place.parent == tmp_path and place.name.startswith("earlier-")
+        assert files(place) == set(OF_A_RUN)
+        assert all((tmp_path / name).read_text() == name for name in OF_THE_USER)
+        places.add(place)
+    assert len(places) == 3
+
+
+def test_another_host_s_logs_stay(tmp_path: Path) -> None:
+    fill(tmp_path)
+    assert set_aside(tmp_path, written(tmp_path, logs=False))
+    assert (tmp_path / "logs/rank-0.log").exists() and not (tmp_path / "hf").exists()
+
+
+def test_going_on_moves_later_checkpoints_and_exports(tmp_path: Path) -> None:
+    fill(tmp_path)
+    for step in (5, 15, 20):
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir()
+    place = set_aside(tmp_path, made_anew(tmp_path, 10))
+    assert place and {str(p.relative_to(place)) for p in place.rglob("*") if p.is_dir()} == {
+        *("checkpoints", "checkpoints/step-00000015", "checkpoints/step-00000020"),
+        *("hf", "adapter"),
+    }
+    assert set_aside(tmp_path, made_anew(tmp_path, 10)) is None
+    assert (tmp_path / "metrics.jsonl").exists() and (tmp_path / "checkpoints/step-best").exists()
+
+
+def test_a_run_s_folder_is_known_by_what_only_a_run_writes(tmp_path: Path) -> None:
+    for name in ("hf", "logs", "checkpoints", "checkpoints/step-best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "recipe.yaml").write_text("pizza: 4")
+    (tmp_path / "environment.json").write_text('{"versions": ["3.11"]}')
+    assert not is_of_a_run(tmp_path) and not is_of_a_run(tmp_path / "nowhere")
+    (tmp_path / "environment.json").write_text(json.dumps({"versions": {"uspft": "0.1"}}))
+    assert is_of_a_run(tmp_path)
+    (tmp_path / "environment.json").unlink()
+    for name in ("checkpoints/step-00000001", "metrics.jsonl"):
+        (tmp_path / name).mkdir()
+        assert is_of_a_run(tmp_path)
+        (tmp_path / name).rmdir()
+
+
+def test_what_a_killed_run_left_half_written_goes(tmp_path: Path) -> None:
+    fill(tmp_path)
+    halves = (
+        *("checkpoints/.step-00000011.partial/part-0", "checkpoints/.latest.partial"),
+        *(".hf.partial/shard-0", ".adapter.partial/x", ".metrics.jsonl.partial"),
+    )
+    mine = ".mine.partial/x", "checkpoints/.step-best.partial/x", "checkpoints/.notes"
+    for name in halves + mine:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    clear_partial(tmp_path)
+    assert files(tmp_path) == {*OF_A_RUN, *OF_THE_USER, *mine}

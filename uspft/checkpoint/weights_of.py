@@ -1,0 +1,63 @@
+"""Where a model's weights come from: what trains from a checkpoint, the rest from the start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from uspft.checkpoint.folder import Checkpoint
+from uspft.model.adapter import AdapterStart
+from uspft.model.trained import trained_parameters
+from uspft.parameters.source import FolderWeights, RandomWeights, SplitWeights, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from uspft.config import ModelBlock
+    from uspft.parameters.shards import Part
+
+
+WeightsOf = Callable[["ModelBlock", int, Any, Checkpoint | None], Weights]
+"""What `weights_of` is."""
+
+
+class CheckpointWeights:
+    """A checkpoint as the source of a model's weights."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def draws(self, name: str) -> bool:
+        return False
+
+    def read(self, name: str, part: Part) -> Tensor:
+        return self._checkpoint.read("weight", name, part)
+
+
+def weights_of(
+    block: ModelBlock, seed: int, model: Any, checkpoint: Checkpoint | None = None
+) -> Weights:
+    """The weights of a model on meta, of which `choose_trained` has said what trains.
+
+    checkpoint: holds that; what is frozen is as it was before the first step. Raises WeightsError.
+    """
+    if checkpoint is None:
+        return _start(block, seed, model)
+    held = CheckpointWeights(checkpoint)
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return held
+    return SplitWeights(trained_parameters(model), held, _start(block, seed, model))
+
+
+def _start(block: ModelBlock, seed: int, model: Any) -> Weights:
+    """The weights before the first step."""
+    base: Weights
+    if block.config is not None:
+        config = model.config
+        std = getattr(config, "initializer_range", math.sqrt(1 / config.hidden_size))
+        base = RandomWeights(model, seed, std)
+    else:
+        base = FolderWeights(Path(block.name_or_path or ""))
+    return AdapterStart(base, seed) if block.adapter else base

@@ -1,0 +1,120 @@
+"""The whole model that a checkpoint belongs to: what it holds, what was frozen, adapters merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from uspft.checkpoint.folder import Checkpoint, CheckpointError
+from uspft.checkpoint.identity import BASE
+from uspft.checkpoint.weights_of import weights_of
+from uspft.config import ModelBlock
+from uspft.config.problems import InputError, said
+from uspft.model.adapter import adapter_of, merged
+from uspft.model.build import empty_model
+from uspft.model.fetch import fetch_model
+from uspft.model.trained import choose_trained
+from uspft.parameters.digest import base_digest
+from uspft.parameters.fill import places
+from uspft.parameters.shards import Part
+
+KEY = "model."
+
+
+def model_block(checkpoint: Checkpoint) -> ModelBlock:
+    """What the run's recipe said of its model."""
+    said = checkpoint.state["identity"]
+    fields = {key.removeprefix(KEY): v for key, v in said.items() if key.startswith(KEY)}
+    return ModelBlock.model_validate(fields)
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Every parameter of a checkpoint's model; none is read before it is asked for."""
+
+    names: Collection[str]
+    read: Callable[[str], Tensor]
+    block: ModelBlock
+    """What the run's recipe said, the base model named as it is found now."""
+    dtype: torch.dtype
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's own parameters, as the run's own export has them; one at a time."""
+        return merged(self.names, self.read, self.block.adapter)
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's."""
+        return adapter_of(self.names, self.read)
+
+
+def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
+    """What a checkpoint holds, and beside it what was frozen: the base model, as it was trained on.
+
+    base: where that is now, if not where the run found it. Raises CheckpointError where it is
+    another model, or is asked for in vain; Fault.
+    """
+    config = _config(checkpoint.folder / "model")
+    dtype = config.dtype or torch.float32
+    identity, said = checkpoint.state["identity"], model_block(checkpoint)
+    if not (said.adapter or said.freeze):  # all of it was trained
+        if base:
+            what = f"{checkpoint.folder} holds the whole model"
+            raise CheckpointError(f"command line: base: {what}, and needs no other; leave it out")
+        return WholeModel(checkpoint.names, partial(checkpoint.tensor, "weight"), said, dtype)
+    if base:
+        said = said.model_copy(update={"config" if said.config else "name_or_path": base})
+    block = _base(said, identity[BASE], given=base is not None)
+    seed = identity["seed"]
+    model = empty_model(config, dtype)
+    choose_trained(model, block, seed)
+    weights = weights_of(block, seed, model, checkpoint)
+    found = places(model)
+
+    def read(name: str) -> Tensor:
+        parameter, _ = found[name]
+        value = weights.read(name, Part.whole(parameter.shape))
+        return value if parameter.requires_grad else value.to(dtype).float()
+
+    return WholeModel(found, read, said, dtype)
+
+
+def _config(folder: Path) -> Any:
+    """Raises CheckpointError."""
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} holds no config that can be read: {said(error)}"
+        ) from error
+
+
+def _base(said: ModelBlock, digest: str, *, given: bool) -> ModelBlock:
+    """The block with the base model in a folder here; a tokenizer is not needed.
+
+    digest: of the model that it must be; given: whether the command line named it. Raises
+    CheckpointError.
+    """
+    place = said.config or said.name_or_path
+    try:
+        block = said.model_copy(update={"tokenizer": None})
+        block = block.model_copy(update=fetch_model(block))
+        if base_digest(block) == digest:
+            return block
+        what = f"`{place}` is not the model that was trained on"
+    except OSError as error:
+        what = f"`{place}` cannot be read: {error.strerror}"
+    except InputError as error:
+        what = "; ".join(what for _, what, _ in error.findings) or str(error)
+    if given:
+        remedy = "name that model's folder, or its org/name of the hub"
+    else:
+        what = f"is needed, since the run's base model is not where it was: {what}"
+        remedy = "put it back, or write base=FOLDER, where it is now"
+    raise CheckpointError(f"command line: base: {what}; {remedy}")

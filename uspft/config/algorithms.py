@@ -1,0 +1,159 @@
+"""The table of algorithms: a row for each, and the only place that lists them.
+
+Rules, layouts, `auto`, `verify`, sentences and README's table read it; its class is named here and
+imported when a layout is made live. A new algorithm is one row here and one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+AUTO = "auto"
+
+
+class Splits(Enum):
+    """What of a row's attention the ranks that share it divide, and how its degrees follow."""
+
+    HEADS = "heads: Ulysses degree = context_parallel"
+    TOKENS = "tokens: ring degree = context_parallel"
+    BOTH = "heads ulysses_degree_in_cp ways, tokens the rest"
+
+
+@dataclass(frozen=True, eq=False)
+class AlgorithmRow:
+    """What is known of an algorithm without torch."""
+
+    name: str
+    """The recipe's value of `context_parallel_algo` or `tensor_parallel_algo`."""
+    code: str
+    """Where its class is, `module:Class`."""
+    splits: Splits
+    short: str = "ring"
+    """What `strategy` in metrics.jsonl calls its split of tokens."""
+    label: str = "ring"
+    """What a sentence calls its split of tokens beside Ulysses."""
+    alone: str = "zigzag ring"
+    """What a sentence calls it where tokens alone are split."""
+    synonyms: tuple[str, ...] = ()
+    megatron: str = "–"
+    """Megatron's `cp_comm_type`."""
+    ulysses_required: bool = False
+    """Whether a recipe must say `ulysses_degree_in_cp`; else it is 1 where it is left out."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Key of `parallel_config` that it alone has → the field of its class."""
+    automatic: bool = False
+    """Whether `auto` may choose it."""
+    what: str = ""
+    """README: what is split during attention."""
+    legal: str = ""
+    """README: where it is legal."""
+
+    def degrees(self, context: int, ulysses: int | None) -> tuple[int, int]:
+        """(Ulysses, ring) degrees of `context` ranks; ulysses: the recipe's, where it says one."""
+        match self.splits:
+            case Splits.HEADS:
+                return context, 1
+            case Splits.TOKENS:
+                return 1, context
+            case Splits.BOTH:
+                return ulysses or 1, context // (ulysses or 1)
+
+    def options_at(self, ring: int) -> set[str]:
+        """The keys of its options that mean something at a ring degree."""
+        return set(self.options) if ring > 1 or self.splits is Splits.HEADS else set()
+
+    def implied_ulysses(self, context: int) -> int | None:
+        """The Ulysses degree that nobody needs to write; None where it is the recipe's choice."""
+        return None if self.splits is Splits.BOTH else self.degrees(context, None)[0]
+
+
+def _table(*rows: AlgorithmRow) -> dict[str, AlgorithmRow]:
+    return {row.name: row for row in rows}
+
+
+CONTEXT = _table(
+    AlgorithmRow(
+        "ulysses_cp",
+        "uspft.sequence.ulysses:Ulysses",
+        Splits.HEADS,
+        megatron="a2a",
+        automatic=True,
+        what="heads; one all-to-all before attention, one after",
+        legal="`context_parallel` divides the row",
+    ),
+    AlgorithmRow(
+        "ring_cp",
+        "uspft.sequence.ring:Ring",
+        Splits.TOKENS,
+        megatron="p2p",
+        what="tokens, in zigzag order; keys and values travel",
+        legal="2 · `context_parallel` divides the row",
+    ),
+    AlgorithmRow(
+        "hybrid_cp",
+        "uspft.sequence.usp:Usp",
+        Splits.BOTH,
+        megatron="a2a+p2p",
+        ulysses_required=True,
+        what="heads `ulysses_degree_in_cp` ways, tokens the rest",
+        legal="`context_parallel` divides the row, twice where tokens are split",
+    ),
+    AlgorithmRow(
+        "allgather_cp",
+        "uspft.sequence.allgather:AllGather",
+        Splits.TOKENS,
+        short="allgather",
+        label="all-gather",
+        alone="all-gather",
+        synonyms=("colossalai_cp",),
+        megatron="all_gather",
+        what="tokens; all keys and values come at once, again in the backward",
+        legal="as `ring_cp`",
+    ),
+    AlgorithmRow(
+        "planned_cp",
+        "uspft.sequence.planned:Planned",
+        Splits.BOTH,
+        short="planned",
+        label="exchange",
+        alone="exchange",
+        options={"exchange_stages": "stages"},
+        automatic=True,
+        what="heads `ulysses_degree_in_cp` ways, tokens the rest; "
+        "only needed keys and values travel",
+        legal="as `hybrid_cp`",
+    ),
+)
+"""By the value of `context_parallel_algo`."""
+
+WHOLE = AlgorithmRow(
+    "whole",
+    "uspft.sequence.whole:Whole",
+    Splits.TOKENS,
+    what="nothing: the row is whole on its process",
+    legal="always",
+)
+"""What stands for an algorithm where `context_parallel` is 1."""
+
+
+def row_of(name: str | None, context: int) -> AlgorithmRow:
+    """The row of a recipe's algorithm for `context` ranks that share a row."""
+    return CONTEXT[name] if name and context > 1 else WHOLE
+
+
+def names(table: Mapping[str, AlgorithmRow]) -> str:
+    """The names of a table's algorithms, as a sentence lists them."""
+    *rest, last = table
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def every_option() -> set[str]:
+    """Keys of `parallel_config` that one algorithm or another alone has."""
+    return {option for row in CONTEXT.values() for option in row.options}
+
+
+def having(option: str) -> list[str]:
+    """The algorithms that have an option."""
+    return [row.name for row in CONTEXT.values() if option in row.options]

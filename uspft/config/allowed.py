@@ -1,0 +1,61 @@
+"""What a check lets pass: in the words of its messages, and as JSON Schema for editors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """A check that can say what it lets pass."""
+
+    check: Callable[[Any], Any]
+    wanted: str
+    """What its messages call a value that passes."""
+    schema: dict[str, Any]
+    """JSON Schema of what a recipe may write; it may let more pass than the check does."""
+
+    def __call__(self, value: Any) -> Any:
+        return self.check(value)
+
+    def noted(self) -> dict[str, Any]:
+        """The schema with the words, for a key that has no meaning of its own here."""
+        return {**self.schema, "description": self.wanted} if self.wanted else self.schema
+
+
+def lets_pass(
+    wanted: str, schema: dict[str, Any], also: Sequence[object] = ()
+) -> Callable[[Callable[[Any], Any]], Described]:
+    """A decorator that describes a check; `also`: the words that may stand in the value's place."""
+    parts = schema["anyOf"] if list(schema) == ["anyOf"] else [schema]
+    whole = {"anyOf": [*parts, {"enum": list(also)}]} if also else schema
+    return lambda check: Described(check, either(wanted, also), whole)
+
+
+def described(check: Callable[[Any], Any]) -> Described:
+    """A check as one that can say what it lets pass; a plain function says nothing."""
+    return check if isinstance(check, Described) else Described(check, "", {})
+
+
+def either(wanted: str, words: Sequence[object]) -> str:
+    """`wanted` with the words that may stand in its place."""
+    names = ["null" if word is None else str(word) for word in words]
+    return " or ".join([wanted, *names])
+
+
+def among(value: object, words: Sequence[object]) -> bool:
+    """Whether a value is one of the words, of the same type too: true is not 1."""
+    return any(type(word) is type(value) and word == value for word in words)
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it."""
+    if isinstance(value, str):
+        return f'the string "{value if len(value) <= 60 else value[:57] + "..."}"'
+    if isinstance(value, dict | list | tuple):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else repr(value)

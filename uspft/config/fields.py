@@ -1,0 +1,68 @@
+"""What a block of the recipe is, and the kinds of values that many of its keys share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+
+from uspft.config.allowed import lets_pass, shown
+from uspft.config.checks import Check, flag, path, text, whole
+from uspft.config.problems import Fault, Finding, join
+
+_NONE = (None,)
+
+Count = Annotated[int, PlainValidator(whole(1))]
+CountOrNone = Annotated[int | None, PlainValidator(whole(1, also=_NONE))]
+CountAutoOrNone = Annotated[
+    int | Literal["auto"] | None, PlainValidator(whole(1, also=("auto", None)))
+]
+CountOrAuto = Annotated[int | Literal["auto"], PlainValidator(whole(1, also=("auto",)))]
+Flag = Annotated[bool, PlainValidator(flag())]
+TextOrNone = Annotated[str | None, PlainValidator(text(also=_NONE))]
+PathOrNone = Annotated[Path | None, PlainValidator(path(also=_NONE))]
+
+
+class RecipeBlock(BaseModel):
+    """A mapping of the recipe: unknown keys are refused, values never change.
+
+    The line below a field is its meaning.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+
+def findings_of(error: ValidationError) -> list[Finding]:
+    """pydantic's errors as findings."""
+    findings: list[Finding] = []
+    for one in error.errors(include_url=False):
+        at = ".".join(map(str, one["loc"]))
+        cause = one.get("ctx", {}).get("error")
+        if isinstance(cause, Fault):
+            findings += [(join(at, key), what, remedy) for key, what, remedy in cause.findings]
+        elif one["type"] == "missing":
+            findings.append((at, "is missing and has no default", f"write `{at.split('.')[-1]}`"))
+        elif one["type"] == "extra_forbidden":
+            findings.append((at, f"unknown key `{one['loc'][-1]}`", "leave it out"))
+        else:
+            what = f"expected a mapping of keys, got {shown(one['input'])}"
+            findings.append((at, what, "indent its keys below it, or leave it out"))
+    return findings
+
+
+def block(kind: type[RecipeBlock], *, also: tuple[object, ...] = ()) -> Check:
+    """A nested block; a check like any other, so that its findings carry its keys."""
+
+    @lets_pass("a mapping", {"$ref": f"#/$defs/{kind.__name__}"}, also)
+    def check(value: Any) -> Any:
+        if value is None and None in also:
+            return None
+        try:
+            return kind.model_validate(value)
+        except ValidationError as error:
+            raise Fault(findings_of(error)) from error
+
+    return check

@@ -1,0 +1,130 @@
+"""What a run starts from: the keys of `model` and `data`, and of one source of samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator
+
+from uspft.config.allowed import described, lets_pass, shown
+from uspft.config.checks import choice, each, free, real, text, tokens, whole
+from uspft.config.fields import Flag, PathOrNone, RecipeBlock, TextOrNone, block
+from uspft.config.lora import AdapterBlock, pattern
+from uspft.config.problems import fault
+from uspft.config.rope import scaling
+
+_is = PlainValidator  # a check takes the place of the type in validation
+_NONE = (None,)
+
+FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
+
+
+class Source(RecipeBlock):
+    """One source of samples."""
+
+    path: Annotated[str, _is(text("a file, a folder, a glob or a hub id"))]
+    """Where the samples are; `python:stdlib` is the running Python's own standard library."""
+    name: TextOrNone = None
+    """Configuration of a hub data set; null takes the one that the data set has by default."""
+    split: TextOrNone = None
+    """Split of a hub data set; null takes `train`."""
+    format: Annotated[str | None, _is(choice(*FORMATS, also=_NONE))] = None
+    """Fields of this source's records; null takes `data.format`."""
+    weight: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
+    """Share of this source in an epoch, relative to the other sources' weights."""
+
+    @property
+    def title(self) -> str:
+        """The path, with what else a hub data set is chosen by: org/name (en, test)."""
+        chosen = ", ".join(part for part in (self.name, self.split) if part)
+        return f"{self.path} ({chosen})" if chosen else self.path
+
+
+_SOURCES = "a file, a folder, a glob, a hub id, or a list of {path: ...}"
+_list_of_sources = each(block(Source), "a list of sources")
+_path = described(text(_SOURCES))
+_named = {"anyOf": [_path.schema, described(block(Source)).schema]}
+_several = {"anyOf": [_path.schema, {"type": "array", "minItems": 1, "items": _named}]}
+
+
+@lets_pass(_SOURCES, _several)
+def _sources(value: Any) -> tuple[Source, ...]:
+    if isinstance(value, str):
+        value = [{"path": _path(value)}]
+    if not isinstance(value, list | tuple) or not value:
+        got = "an empty list" if value == [] else shown(value)
+        raise fault(f"expected {_SOURCES}, got {got}", "write the path, or a list of {path: ...}")
+    entries = [{"path": entry} if isinstance(entry, str) else entry for entry in value]
+    sources: tuple[Source, ...] = _list_of_sources(entries)
+    return sources
+
+
+@lets_pass(_SOURCES, _several, _NONE)
+def _sources_or_none(value: Any) -> tuple[Source, ...] | None:
+    return None if value is None else _sources(value)
+
+
+class ModelBlock(RecipeBlock):
+    """The block names the model, what of it trains, its compute type and its attention kernel."""
+
+    name_or_path: TextOrNone = None
+    """Hugging Face folder or hub id of the model; required unless `model.config` is given."""
+    config: PathOrNone = None
+    """config.json or its folder, in place of `name_or_path`; weights are drawn from `seed`."""
+    tokenizer: TextOrNone = None
+    """Folder or hub id of the tokenizer; null takes `name_or_path`."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        _is(choice("float32", "bfloat16", "float16")),
+    ] = "bfloat16"
+    """Type of forward and backward; master weights and Adam are float32; float16 needs a GPU."""
+    attention: Annotated[
+        Literal["auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch"],
+        _is(choice("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch")),
+    ] = "auto"
+    """One-device attention kernel; `auto` takes the fastest that passes its check on every rank."""
+    rope_scaling: Annotated[dict[str, Any] | None, _is(scaling)] = None
+    """How rotary positions reach longer rows; null leaves the scaling of the model's own config."""
+    overrides: Annotated[dict[str, Any], _is(free())] = Field(default_factory=dict)
+    """Fields of the model's config.json with other values than its own."""
+    adapter: Annotated[AdapterBlock | None, _is(block(AdapterBlock, also=_NONE))] = None
+    """LoRA in place of training every weight; null trains every weight."""
+    freeze: Annotated[tuple[str, ...], _is(each(pattern, "a list of regular expressions"))] = ()
+    """Regular expressions; parameters in whose names one of them is found are not trained."""
+    trust_remote_code: Flag = False
+    """Whether Python code that a hub model brings may run."""
+
+
+class DataBlock(RecipeBlock):
+    """The block names the samples and says how they become rows of `sequence_length` tokens."""
+
+    train: Annotated[tuple[Source, ...], _is(_sources)]
+    """Samples to train on: one source, or a list of sources."""
+    eval: Annotated[tuple[Source, ...] | None, _is(_sources_or_none)] = None
+    """Samples to evaluate on, written as `data.train` is; null evaluates nothing."""
+    format: Annotated[
+        Literal["auto", "messages", "prompt_completion", "text", "tokenized"],
+        _is(choice(*FORMATS)),
+    ] = "auto"
+    """Fields of a record; `auto` tells them from the first record of each file."""
+    sequence_length: Annotated[int, _is(tokens(2))]
+    """Tokens in a row, over all ranks that share it."""
+    packing: Annotated[Literal["none", "best_fit"], _is(choice("none", "best_fit"))] = "best_fit"
+    """`best_fit` packs whole documents, which never see one another; `none` pads each to a row."""
+    overlong: Annotated[
+        Literal["error", "truncate", "drop", "split"],
+        _is(choice("error", "truncate", "drop", "split")),
+    ] = "error"
+    """What becomes of a sample longer than a row; `split` makes several documents of it."""
+    train_on: Annotated[
+        Literal["assistant", "completion", "all"], _is(choice("assistant", "completion", "all"))
+    ] = "assistant"
+    """Targets of conversations and prompts: the answers (`assistant`, `completion`) or `all`."""
+    chat_template: PathOrNone = None
+    """Jinja file that renders conversations; null takes the tokenizer's own template."""
+    shuffle: Flag = True
+    """Whether samples come in an order drawn from `seed` and the epoch; else in file order."""
+    workers: Annotated[int, _is(whole(0))] = 2
+    """Threads that tokenise; 0 and 1 are the same."""
+    cache_dir: PathOrNone = None
+    """Folder for tokenised data; null takes `uspft/data` in `$XDG_CACHE_HOME` (~/.cache)."""

@@ -1,0 +1,148 @@
+"""docs/keys.md and docs/recipe.schema.json, made from the recipe's blocks and their checks.
+
+    .venv/bin/python -m uspft.config.reference [--check] [FOLDER]
+
+writes both into FOLDER, docs/ where none is named. With --check it writes nothing and ends with 1
+where a file differs from what it would write.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from uspft.config.allowed import described
+from uspft.config.editor_schema import as_json, schema
+from uspft.config.fields import RecipeBlock
+from uspft.config.keys import Key, blocks, keys, summary
+from uspft.config.rope import REQUIRED, TYPES
+
+DOCS = Path(__file__).parents[2] / "docs"
+COMMAND = ".venv/bin/python -m uspft.config.reference"
+
+HEAD = f"""\
+# Every key of a recipe
+
+This page and [recipe.schema.json](recipe.schema.json) are made from the code by `{COMMAND}`, and \
+a test compares them. The meaning of a key stands where `uspft/config/` declares it: change it \
+there.
+
+An editor that knows YAML completes and checks a recipe that begins with the line
+`# yaml-language-server: $schema=../docs/recipe.schema.json`.
+
+A key stands in the recipe, in a fragment that `base` names, or on the command line, where \
+`key.path=value` wins. Mappings merge; lists and single values replace what stood there before. \
+Paths under `base` begin at the file that names them. Other files that a run reads are looked for \
+beside the recipe, then from the folder in which the command runs; what a run writes begins there. \
+`1e-5` and `1_000` are numbers. Where tokens are counted, k and m are binary: `4k` is 4,096. A key \
+that does not exist, a value that is not allowed and a combination that cannot run are errors, \
+each named with its file and line.
+
+A recipe has to have `model.name_or_path` or `model.config`, `data.train`, \
+`data.sequence_length`, `training.global_batch_size`, and `training.steps` or `training.epochs`.
+"""
+ROPE = """
+Each type takes these keys, which mean what they mean in transformers. Without `factor`, it is \
+`data.sequence_length` ÷ the model's original positions, at least 1.
+"""
+THEIRS = """
+These are DeepSpeed's own keys; their meanings and defaults are in its documentation.
+"""
+
+
+def page() -> str:
+    """docs/keys.md."""
+    parts, told = [HEAD], set[type[RecipeBlock]]()
+    every = blocks()
+    for at, kind in every.items():
+        if kind in told:
+            continue
+        told.add(kind)
+        places = " and ".join(f"`{path}`" for path, other in every.items() if other is kind)
+        above = every.get(at.rpartition(".")[0]) if at.endswith("[]") else None
+        shared = _inherited(above) & _inherited(kind) if above else set()
+        own = [key for key in keys(kind, at) if key.name not in shared]
+        intro = f"{summary(kind)}\n"
+        if shared:
+            intro += f"\nIt has the keys of `{at.rpartition('.')[0]}`, and these.\n"
+        title = places if at else "The recipe itself"
+        parts.append(f"\n## {title}\n\n{intro}\n{_keys(own)}")
+        parts += [f"\n### `model.rope_scaling`\n{ROPE}\n{_rope()}"] if at == "model" else []
+        parts += [f"\n### Below `deepspeed`\n{THEIRS}\n{_theirs(own)}"] if at == "deepspeed" else []
+    return "".join(parts)
+
+
+def _keys(rows: Sequence[Key]) -> str:
+    def default(key: Key) -> str:
+        return "required" if key.required else f"`{as_yaml(key.default)}`"
+
+    cells = [(f"`{key.name}`", key.meaning, default(key), key.check.wanted) for key in rows]
+    return _table("key | meaning | default | allowed", cells)
+
+
+def _table(head: str, rows: Iterable[Sequence[str]]) -> str:
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    lines = [head, " | ".join("---" for _ in head.split("|")), *map(" | ".join, escaped)]
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def _inherited(kind: type[RecipeBlock]) -> set[str]:
+    """Keys that a block has from another: a layout among `strategies` has those of all layouts."""
+    return set(kind.model_fields) - set(kind.__annotations__)
+
+
+def _rope() -> str:
+    """The keys of rope_scaling, each with the types that take it."""
+    rows = []
+    for name in dict.fromkeys(name for of_type in TYPES.values() for name in of_type):
+        having = [kind for kind, of_type in TYPES.items() if name in of_type]
+        types = [f"{k} (required)" if name in REQUIRED.get(k, ()) else k for k in having]
+        rows.append((f"`{name}`", described(TYPES[having[0]][name]).wanted, ", ".join(types)))
+    return _table("key | allowed | types", rows)
+
+
+def _theirs(rows: Sequence[Key]) -> str:
+    found = [row for key in rows for row in _inside(key.name, key.check.schema)]
+    return _table("key | allowed", found)
+
+
+def _inside(at: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The keys of a mapping that is no block of the recipe's own, and what each may be."""
+    for part in (schema, *schema.get("anyOf", ())):
+        for name, below in part.get("properties", {}).items():
+            yield f"`{at}.{name}`", below.get("description", "–")
+            yield from _inside(f"{at}.{name}", below)
+
+
+def as_yaml(value: Any) -> str:
+    """A default as a recipe would say it."""
+    if isinstance(value, bool | None):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {as_yaml(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    return str(value).replace("e-0", "e-") if isinstance(value, float) else str(value)
+
+
+def main(words: Sequence[str]) -> int:
+    """Write both files, or compare them; 1 where one differs from what the code says."""
+    folders = [Path(word) for word in words if word != "--check"]
+    folder = folders[0] if folders else DOCS
+    texts = {"keys.md": page(), "recipe.schema.json": as_json(schema()) + "\n"}
+    code = 0
+    for name, made in texts.items():
+        file = folder / name
+        if "--check" not in words:
+            file.write_text(made, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != made:
+            print(f"{file}: is not what the code says; run {COMMAND}", file=sys.stderr)
+            code = 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""YAML files and command lines become a recipe, or every problem at once."""

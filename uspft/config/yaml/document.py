@@ -1,0 +1,193 @@
+"""One YAML document as a tree whose every key knows its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from uspft.config.problems import Problem, join
+from uspft.config.scalars import Scalar, plain
+
+MAX_NODES = 100_000  # after aliases are expanded; a real recipe has some hundred
+MAX_DEPTH = 60
+
+Where = Callable[[int], str]  # line, from 1 → where it stands
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A YAML value and the place of the key or list item that holds it."""
+
+    value: Scalar | dict[str, Tree] | list[Tree]
+    where: str
+
+
+def bare(tree: Tree) -> Any:
+    """The tree as dicts, lists and scalars."""
+    if isinstance(tree.value, dict):
+        return {key: bare(child) for key, child in tree.value.items()}
+    if isinstance(tree.value, list):
+        return [bare(child) for child in tree.value]
+    return tree.value
+
+
+def places(tree: Tree, at: str = "") -> Iterator[tuple[str, str]]:
+    """Each key path of the tree with its place."""
+    yield at, tree.where
+    if isinstance(tree.value, dict):
+        for key, child in tree.value.items():
+            yield from places(child, join(at, key))
+    elif isinstance(tree.value, list):
+        for index, child in enumerate(tree.value):
+            yield from places(child, f"{at}[{index}]")
+
+
+def parse(text: str, place: Where, at: str = "") -> tuple[Tree | None, list[Problem]]:
+    """The document in `text` and what is wrong with it; no tree where nothing can be read.
+
+    `at` is the key that the document is the value of. No tag is ever constructed.
+    """
+    try:
+        composer = _Composer(text)
+        node = composer.get_single_node()
+    except yaml.YAMLError as error:
+        return None, [_broken(error, text, place, at)]
+    except _TooMuch as error:
+        return None, [Problem(place(error.line), at, error.what, error.remedy)]
+    if node is None:
+        return None, [
+            Problem(place(1), at, "is empty", "write a value" if at else "write a recipe")
+        ]
+    reader = _Reader(place, composer.tags)
+    try:
+        tree = reader.tree(node, at, place(node.start_mark.line + 1))
+    except _TooMuch as error:
+        return None, [Problem(place(error.line), error.key, error.what, error.remedy)]
+    return tree, reader.problems
+
+
+def _broken(error: yaml.YAMLError, text: str, place: Where, at: str) -> Problem:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        line = error.problem_mark.line + 1
+        if error.context == "expected a single document in the stream":
+            return Problem(
+                place(line), at, "a second document starts here", "keep one recipe a file"
+            )
+        what = f"is not YAML: {error.problem}"
+    elif isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        what = f"is not YAML: {error.reason}"
+    else:
+        line, what = 1, f"is not YAML: {error}"
+    return Problem(place(line), at, what, "check indentation; quote text that holds : # * & [ or {")
+
+
+class _TooMuch(Exception):
+    """Reading stops here, before it takes minutes or overflows the stack."""
+
+    def __init__(self, line: int, key: str, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.line, self.key, self.what, self.remedy = line, key, what, remedy
+
+
+def _too_deep(line: int, key: str) -> _TooMuch:
+    return _TooMuch(line, key, f"is nested more than {MAX_DEPTH} levels deep", "flatten it")
+
+
+class _Composer(yaml.SafeLoader):
+    """PyYAML's nodes with their lines, scalars unresolved, explicit tags noted by node."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own class attribute)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.tags: dict[int, str] = {}
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: yaml.Event = super().peek_event()  # type: ignore[no-untyped-call]
+        if self._depth > MAX_DEPTH:
+            raise _too_deep(event.start_mark.line + 1 if event.start_mark else 1, "")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        tag = getattr(event, "tag", None)
+        if node is not None and tag is not None:
+            self.tags[id(node)] = tag
+        return node
+
+
+class _Reader:
+    """Nodes → tree; counts what aliases expand to and collects problems on the way."""
+
+    def __init__(self, place: Where, tags: dict[int, str]) -> None:
+        self.problems: list[Problem] = []
+        self._place = place
+        self._tags = tags
+        self._count = 0
+        self._open: list[int] = []
+
+    def tree(self, node: yaml.Node, key: str, where: str) -> Tree:
+        line = node.start_mark.line + 1
+        self._count += 1
+        if self._count > MAX_NODES:
+            what = f"aliases expand to more than {MAX_NODES} values"
+            raise _TooMuch(line, key, what, "write the values out, or use `base:`")
+        if id(node) in self._open:
+            raise _TooMuch(line, key, "an alias contains itself", "write the value out")
+        if len(self._open) > MAX_DEPTH:
+            raise _too_deep(line, key)
+        if id(node) in self._tags:
+            tag = self._tags[id(node)].replace("tag:yaml.org,2002:", "!!")
+            self._problem(node, key, f"has the tag `{tag}`, and tags are not read", "leave it out")
+        if isinstance(node, yaml.ScalarNode):
+            return Tree(plain(node.value) if node.style is None else node.value, where)
+        self._open.append(id(node))
+        value = self._mapping(node, key) if isinstance(node, yaml.MappingNode) else None
+        if value is None:
+            tree = Tree(self._items(node, key), where)
+        else:
+            tree = Tree(value, where)
+        self._open.pop()
+        return tree
+
+    def _items(self, node: yaml.Node, at: str) -> list[Tree]:
+        return [
+            self.tree(item, f"{at}[{index}]", self._place(item.start_mark.line + 1))
+            for index, item in enumerate(node.value)
+        ]
+
+    def _mapping(self, node: yaml.MappingNode, at: str) -> dict[str, Tree]:
+        found: dict[str, Tree] = {}
+        for key_node, value_node in node.value:
+            name = self._key(key_node, at)
+            if name is None:
+                continue
+            key = join(at, name)
+            if name in found:
+                first = found[name].where
+                self._problem(key_node, key, f"duplicate key, first at {first}", "keep one of them")
+                continue
+            where = self._place(key_node.start_mark.line + 1)
+            found[name] = self.tree(value_node, key, where)
+        return found
+
+    def _key(self, node: yaml.Node, at: str) -> str | None:
+        if not isinstance(node, yaml.ScalarNode):
+            self._problem(node, at, "a key here is a list or a mapping", "write a name as key")
+            return None
+        if node.style is None and not isinstance(plain(node.value), str):
+            remedy = f'write "{node.value}": in quotes, or a name'
+            self._problem(node, join(at, node.value), "the key is not a string", remedy)
+            return None
+        if node.style is None and node.value == "<<":
+            remedy = "write the values out, or use `base:`"
+            self._problem(node, join(at, "<<"), "merge keys are not read", remedy)
+            return None
+        return str(node.value)
+
+    def _problem(self, node: yaml.Node, key: str, what: str, remedy: str) -> None:
+        self.problems.append(Problem(self._place(node.start_mark.line + 1), key, what, remedy))

@@ -1,0 +1,155 @@
+"""Files and command line → a recipe, or every problem at once; and a recipe → YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from uspft.config.available import refused, settled, without_later
+from uspft.config.fields import findings_of
+from uspft.config.problems import Finding, Origins, Problem, RecipeError
+from uspft.config.recipe import Recipe
+from uspft.config.rules import broken
+from uspft.config.scalars import plain
+from uspft.config.yaml.document import bare, places
+from uspft.config.yaml.merging import read_recipe
+from uspft.config.yaml.unknown import unknown_keys
+
+# Required keys: what to write, and a value that stands in for a faulty one so that rules still run.
+_REQUIRED: dict[str, tuple[str, Any]] = {
+    "data.train": ("write a file, a folder, a glob, a hub id, or a list of them", "stand-in"),
+    "data.sequence_length": ("write the tokens of a row, such as 4096 or 128k", 2),
+    "training.global_batch_size": ("write the rows of one optimizer step, such as 32", 1),
+}
+_BLOCKS = ("model", "data", "training")  # with required keys: an absent one reads as empty
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A recipe and where each of its keys was written."""
+
+    recipe: Recipe
+    origins: Origins
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The recipe in `path` over its `base` fragments, with `key.path=value` overrides on top.
+
+    Reads the files named and nothing else. Raises RecipeError with every problem at once.
+    """
+    path = Path(path)
+    tree, problems = read_recipe(path, overrides)
+    if tree is None:
+        raise RecipeError(problems)
+    origins = Origins(str(path), dict(places(tree)))
+    raw = bare(tree)
+    findings, asking = refused(raw)
+    raw, more, meant = unknown_keys(_without(raw, asking))
+    misnamed = {key for key in meant if key not in origins.places}
+    recipe, wrong = _validated(raw, misnamed | asking)
+    # A value that was not read rightly has its problem already.
+    misread = {(problem.where, problem.key) for problem in problems}
+    found = [origins.problem(*finding) for finding in [*findings, *more, *wrong]]
+    problems += [each for each in found if (each.where, each.key) not in misread]
+    if problems:
+        raise RecipeError(sorted(problems, key=_order(str(path))))
+    if recipe.output_dir is None:
+        recipe = recipe.model_copy(update={"output_dir": Path("outputs") / path.stem})
+    return Loaded(recipe, origins)
+
+
+def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Finding]]:
+    """The recipe in `raw` and what is wrong with it, faulty keys at their defaults."""
+    tree = _complete(_without(raw, faulty), faulty)
+    findings: list[Finding] = []
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        findings = [_with_example(finding) for finding in findings_of(error)]
+        wrong = {_field(key) for key, _, _ in findings}
+        faulty = faulty | wrong
+        recipe = Recipe.model_validate(_complete(_without(tree, wrong), faulty))
+    return recipe, findings + broken(recipe, faulty)
+
+
+def _with_example(finding: Finding) -> Finding:
+    key, what, remedy = finding
+    missing = what.startswith("is missing") and key in _REQUIRED
+    return key, what, _REQUIRED[key][0] if missing else remedy
+
+
+def _complete(raw: dict[str, Any], faulty: set[str]) -> dict[str, Any]:
+    """The tree with its blocks, later features off, and required keys that are faulty stood in."""
+    result = {**{block: {} for block in _BLOCKS}, **raw}
+    for key, (_, value) in _REQUIRED.items():
+        block, _, name = key.partition(".")
+        if faulty & {key, block} and isinstance(result[block], dict):
+            result[block] = {name: value, **result[block]}
+    return settled(result)
+
+
+def _field(key: str) -> str:
+    """The field of a block, or of the top, that a key lies in."""
+    return re.sub(r"\[.*", "", ".".join(key.split(".")[:2]))
+
+
+def _without(raw: dict[str, Any], keys: set[str]) -> dict[str, Any]:
+    """A copy of the tree without these keys; what a list holds is dropped only inside its items."""
+    return {name: _pruned(value, name, keys) for name, value in raw.items() if name not in keys}
+
+
+def _pruned(value: Any, at: str, keys: set[str]) -> Any:
+    if isinstance(value, dict):
+        kept = {name: item for name, item in value.items() if f"{at}.{name}" not in keys}
+        return {name: _pruned(item, f"{at}.{name}", keys) for name, item in kept.items()}
+    if isinstance(value, list):
+        return [_pruned(item, f"{at}[{index}]", keys) for index, item in enumerate(value)]
+    return value
+
+
+def _order(file: str) -> Any:
+    """The recipe's own problems first, each file from top to bottom, the command line last."""
+
+    def key(problem: Problem) -> tuple[bool, bool, str, int]:
+        name, _, line = problem.where.rpartition(":")
+        return (not name, name != file, name, int(line) if name and line.isdigit() else 0)
+
+    return key
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes each string that this room would read as something else; writes no alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = None if isinstance(plain(value), str) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _string)
+
+
+def dump(recipe: Recipe) -> str:
+    """YAML with every key that may be set, which load() reads back to an equal recipe."""
+    data = without_later(as_tree(recipe))
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def as_tree(value: Any) -> Any:
+    """A recipe, or a part of one, as dicts, lists and scalars: what YAML and JSON can hold."""
+    if isinstance(value, BaseModel):
+        return {name: as_tree(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, dict):
+        return {key: as_tree(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_tree(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

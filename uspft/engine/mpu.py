@@ -1,0 +1,45 @@
+"""What DeepSpeed asks of a "model parallel unit": which ranks hold parts of one matrix, which the
+same part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from uspft.parameters.shards import Holders
+
+
+class Mpu:
+    """Megatron's interface, as far as ZeRO 0 to 3 of DeepSpeed 0.19 ask it; from what ranks hold,
+    never from how a row is split."""
+
+    def __init__(self, holders: Holders) -> None:
+        self._tensor, self._zero = holders.tensor, holders.zero
+
+    def get_model_parallel_rank(self) -> int:
+        return self._tensor.index
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._tensor.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._tensor.handle
+
+    def get_data_parallel_rank(self) -> int:
+        return self._zero.index
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._zero.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._zero.handle
+
+    def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
+        return self._zero.ranks
+
+
+def mpu_of(holders: Holders) -> Mpu | None:
+    """None where every rank holds everything: DeepSpeed then has its own group of all ranks."""
+    return Mpu(holders) if holders.tensor.size > 1 else None

@@ -1,0 +1,157 @@
+"""A model's sizes from its config.json, read without transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uspft.config.problems import Finding
+from uspft.config.recipe import ModelBlock
+from uspft.families.table import FAMILIES, rope_of, unsupported
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model after model.overrides, and its config as it stands in `raw`.
+
+    `rope` always has `rope_type`; `max_positions` is what the config itself says.
+    """
+
+    model_type: str
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    rope: dict[str, Any] | None
+    tied: bool
+    attention_bias: bool
+    raw: dict[str, Any]
+
+
+def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Finding] | None:
+    """The model's shape, or what is wrong; None where nothing on this machine says it.
+
+    `repo_configs` is the folder whose models/<org>--<name>.json describes a hub model.
+    """
+    key = "model.name_or_path" if model.config is None else "model.config"
+    file = config_file(model, repo_configs)
+    if not isinstance(file, Path):
+        return file
+    raw = _json(file, key)
+    if isinstance(raw, list):
+        return raw
+    raw = {**raw, **model.overrides}
+
+    def named(field: str) -> str:
+        return f"model.overrides.{field}" if field in model.overrides else key
+
+    findings = unsupported(raw, named, model.rope_scaling, model.attention)
+    if findings:
+        return findings
+    family = FAMILIES[raw["model_type"]]
+    full = {**family.defaults, **raw}
+    sizes, findings = _sizes(full, named, file)
+    if findings:
+        return findings
+    return ModelShape(
+        model_type=raw["model_type"],
+        **sizes,
+        rope=rope_of(raw),
+        tied=bool(full.get("tie_word_embeddings", False)),
+        attention_bias=family.qkv_bias or bool(full.get("attention_bias", False)),
+        raw=raw,
+    )
+
+
+def no_folder(key: str, name: str) -> Finding:
+    """What is wrong with the name of a model or tokenizer that no hub id could be."""
+    return key, f"the folder `{name}` does not exist", "name a folder, or org/name of the hub"
+
+
+def config_file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
+    """The model's config.json, or what is wrong; None where it is not on this machine."""
+    if model.config is not None:
+        file = model.config / "config.json" if os.path.isdir(model.config) else model.config
+        if os.path.isfile(file):
+            return file
+        return [("model.config", f"`{file}` does not exist", "name a config.json or its folder")]
+    name = model.name_or_path or ""
+    key = "model.name_or_path"
+    folder = Path(name)
+    if os.path.isdir(folder):  # Path.is_dir raises where a name is too long
+        if (folder / "config.json").is_file():
+            return folder / "config.json"
+        return [(key, f"the folder `{name}` has no config.json", "name a Hugging Face folder")]
+    if os.path.isfile(folder):
+        return [(key, f"`{name}` is a file", "name its folder, or write it as model.config")]
+    if not HUB_ID.fullmatch(name):
+        return [no_folder(key, name)]
+    known = repo_configs / "models" / f"{name.replace('/', '--')}.json"
+    return known if known.is_file() else None
+
+
+def _json(file: Path, key: str) -> dict[str, Any] | list[Finding]:
+    try:
+        raw = json.loads(file.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        what = f"{file}:{error.lineno}: is not JSON: {error.msg}"
+        return [(key, what, "mend the file, or name another")]
+    except (OSError, ValueError, RecursionError) as error:
+        return [(key, f"{file}:1: cannot be read: {error}", "mend the file, or name another")]
+    if not isinstance(raw, dict):
+        return [(key, f"{file}:1: is not a JSON object", "name a model's config.json")]
+    return raw
+
+
+def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int], list[Finding]]:
+    fields = {
+        "hidden_size": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "intermediate_size": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "max_positions": "max_position_embeddings",
+    }
+    filled = dict(raw)
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    if filled.get("num_key_value_heads") is None:
+        filled["num_key_value_heads"] = heads
+    derived = filled.get("head_dim") is None
+    if derived and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        usual = FAMILIES[raw["model_type"]].defaults.get("head_dim")
+        filled["head_dim"] = usual or max(hidden // heads, 1)
+    sizes: dict[str, int] = {}
+    findings: list[Finding] = []
+    for name, field in fields.items():
+        value = filled.get(field)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            sizes[name] = value
+        elif not (name in ("kv_heads", "head_dim") and raw.get(field) is None):
+            what = f"`{field}` of {file} is {value!r}, not a whole number of at least 1"
+            findings.append((named(field), what, f"write model.overrides.{field}"))
+    if findings:
+        return sizes, findings
+    if sizes["heads"] % sizes["kv_heads"]:
+        heads, kv_heads = sizes["heads"], sizes["kv_heads"]
+        what = f"{heads} attention heads are not a multiple of {kv_heads} key-value heads"
+        findings.append((named("num_key_value_heads"), what, "write a divisor of the heads"))
+    whole = FAMILIES[raw["model_type"]].whole_heads
+    if whole and sizes["hidden_size"] % sizes["heads"]:
+        what = f"hidden_size {sizes['hidden_size']} is not a multiple of {sizes['heads']} heads"
+        findings.append((named("hidden_size"), what, "write a multiple of the heads"))
+    elif sizes["head_dim"] % 2:
+        what = f"head_dim {sizes['head_dim']} is odd, and rotary positions turn pairs"
+        findings.append((named("head_dim"), what, "write an even number"))
+    return sizes, findings

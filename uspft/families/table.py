@@ -1,0 +1,273 @@
+"""What uspft knows of each model_type, a line per family, and what it refuses by name.
+
+Everything else comes from config.json, and from what transformers asks of attention in each call.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from uspft.config.problems import Finding
+from uspft.families.mixers import mixer_of, other_layers
+
+Named = Callable[[str], str]
+"""A field of config.json → the recipe's key that says it."""
+
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_OLD_NAMES = {("phi3", "su"): "longrope", ("phi3", "yarn"): "longrope"}
+"""What a model_type's older files call a type of rotary positions."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model_type differs from LLaMA.
+
+    windows: which layers have `sliding_window`: none | all | switched (all or as layer_types says,
+    where use_sliding_window) | typed (as layer_types says); defaults: what transformers takes where
+    config.json has no such field; whole_heads: hidden_size is a multiple of the heads;
+    ropes, scalings: rotary types of its config and of model.rope_scaling; norm_start: a
+    new norm's weight; routed: its tokens choose experts; capped: attention has its
+    attn_logit_softcapping; rope: rotary parameters where config.json has none.
+    """
+
+    windows: str = "none"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool = False
+    whole_heads: bool = False
+    ropes: tuple[str, ...] = ROPE_TYPES
+    scalings: tuple[str, ...] = ROPE_TYPES
+    norm_start: float = 1.0
+    routed: bool = False
+    capped: bool = False
+    rope: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+_GEMMA |= {"tie_word_embeddings": True}
+_LONGROPE = ("default", "longrope")
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+_GPT_OSS_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_SWITCHED = {"head_dim": 128, "sliding_window": 4096}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(whole_heads=True),
+    "qwen2": Family("switched", {"sliding_window": 4096}, qkv_bias=True),
+    "qwen3": Family("switched", _SWITCHED),
+    "qwen3_moe": Family(
+        "switched", {"num_key_value_heads": 4, "sliding_window": 4096}, routed=True
+    ),
+    "mistral": Family("all", {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": Family("all", {"num_key_value_heads": 8}, routed=True),
+    "phi3": Family("all", ropes=_LONGROPE, scalings=_LONGROPE),
+    "olmo2": Family(),
+    "smollm3": Family("switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "granite": Family(),
+    "gemma2": Family(
+        "typed",
+        {**_GEMMA, "attn_logit_softcapping": 50.0},
+        whole_heads=True,
+        norm_start=0.0,
+        capped=True,
+    ),
+    "gemma3_text": Family("typed", _GEMMA, whole_heads=True, scalings=(), norm_start=0.0),
+    "gpt_oss": Family(
+        "typed",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "attention_bias": True,
+        },
+        routed=True,
+        rope=_GPT_OSS_ROPE,
+    ),
+}
+CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
+"""Values of model.attention that can have a soft-cap."""
+REFUSED: dict[str, tuple[str, str]] = {
+    "gemma3": ("takes images too", "name its text model, of type gemma3_text"),
+    "llama4": ("takes images too, and attends in chunks", ""),
+}
+"""(why, remedy) of model types that are asked for and cannot be trained exactly; others of them,
+by what they have in place of attention, are in mixers.py."""
+
+_NOISE = re.compile(r"dropout|pdrop|drop_path|jitter")
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+
+
+def unsupported(
+    raw: Mapping[str, Any],
+    named: Named,
+    scaling: Mapping[str, Any] | None = None,
+    kernel: str = "auto",
+) -> list[Finding]:
+    """Traits that would change the mathematics and that uspft does not have: refused by name.
+
+    scaling, kernel: the recipe's model.rope_scaling and model.attention.
+    """
+    kind = str(raw.get("model_type"))
+    family = FAMILIES.get(kind)
+    if family is None:
+        mixer = mixer_of(raw)
+        why = f"has {mixer}, which no algorithm here splits" if mixer else "is not available yet"
+        why, remedy = REFUSED.get(kind, (why, ""))
+        named_types = f"name a model of type {', '.join(FAMILIES)}"
+        return [(named("model_type"), f"model_type `{kind}` {why}", remedy or named_types)]
+    full = {**family.defaults, **raw}
+    findings = _windows(kind, family, full, named) + _attention(kind, full, named, kernel)
+    findings += _noise(full, named) + _router_loss(kind, full, named)
+    if full.get("quantization_config") is not None:
+        what = "has a quantization_config; training quantised weights is not available yet"
+        findings.append((named("quantization_config"), what, "name the unquantised model"))
+    findings += _positions(kind, raw, named)
+    if scaling and scaling["rope_type"] not in family.scalings:
+        known = " or ".join(f"rope_type: {name}" for name in family.scalings)
+        what = f"is not available for model_type `{kind}`, whose rotary positions are its own"
+        if known:
+            what = f"is of type {scaling['rope_type']}, which transformers' {kind} does not have"
+        findings.append(("model.rope_scaling", what, f"write {known}" if known else "leave it out"))
+    return findings
+
+
+def _attention(kind: str, full: Mapping[str, Any], named: Named, kernel: str) -> list[Finding]:
+    findings = []
+    cap, key = full.get("attn_logit_softcapping"), "attn_logit_softcapping"
+    if cap is not None and not FAMILIES[kind].capped:
+        what = f"{key} is {cap}, which transformers' {kind} does not heed"
+        findings.append((named(key), what, f"write model.overrides.{key}: null"))
+    elif cap is not None and (type(cap) not in (int, float) or not 0 < cap < math.inf):
+        what = f"{key} is {cap!r}, not a number above 0"
+        findings.append((named(key), what, f"write model.overrides.{key}: 50.0"))
+    elif cap is not None and kernel not in CAPPED_KERNELS:
+        what = f"is {kernel}, which has no soft-cap, and {key} is {cap}"
+        findings.append(("model.attention", what, f"write one of {', '.join(CAPPED_KERNELS)}"))
+    if full.get("use_bidirectional_attention"):
+        what = "use_bidirectional_attention is true, and attention here is causal"
+        remedy = "write model.overrides.use_bidirectional_attention: false"
+        findings.append((named("use_bidirectional_attention"), what, remedy))
+    return findings
+
+
+def _router_loss(kind: str, full: Mapping[str, Any], named: Named) -> list[Finding]:
+    """What is wrong with the wish for the routers' loss."""
+    asked, key = full.get("output_router_logits", False), "output_router_logits"
+    if type(asked) is not bool:
+        return [(named(key), f"{key} is {asked!r}, not true or false", f"write {key}: true")]
+    if asked and not FAMILIES[kind].routed:
+        what = f"{key} is true, and model_type `{kind}` has no experts to choose among"
+        return [(named(key), what, f"write model.overrides.{key}: false")]
+    factor, key = full.get("router_aux_loss_coef", 0.001), "router_aux_loss_coef"
+    if asked and (type(factor) not in (int, float) or not 0 <= factor < math.inf):
+        what = f"{key} is {factor!r}, not a number of at least 0"
+        return [(named(key), what, f"write model.overrides.{key}: 0.001")]
+    return []
+
+
+def _noise(full: Mapping[str, Any], named: Named) -> list[Finding]:
+    """Random noise differs between layouts: no result would be that of one process."""
+    return [
+        (
+            named(key),
+            f"{key} is {value}, which is not available yet",
+            f"write model.overrides.{key}: 0.0",
+        )
+        for key, value in full.items()
+        if _NOISE.search(key) and value
+    ]
+
+
+def _positions(kind: str, raw: Mapping[str, Any], named: Named) -> list[Finding]:
+    found = {str(rope["rope_type"]) for rope in _ropes(raw)}
+    allowed = FAMILIES[kind].ropes
+    return [
+        (
+            named("rope_scaling"),
+            f"rotary positions of type `{name}` are not available yet",
+            f"name a model with {', '.join(allowed)}",
+        )
+        for name in sorted(found - set(allowed))
+    ]
+
+
+def _windows(kind: str, family: Family, full: Mapping[str, Any], named: Named) -> list[Finding]:
+    """What is wrong with the layers' kinds of attention and their sliding window."""
+    types, window = set(full.get("layer_types") or []), full.get("sliding_window")
+    other = sorted(map(str, types - {_FULL, _WINDOWED}))
+    if other:
+        mixer = other_layers(other)
+        what = f"layer_types has {', '.join(other)}, which is not available yet"
+        if mixer:
+            what = f"layer_types has {mixer}, which no algorithm here splits"
+        remedy = f"name a model with {_FULL} and {_WINDOWED} only"
+        return [(named("layer_types"), what, remedy)]
+    if family.windows == "none":
+        return _no_window(kind, types, window, named)
+    if family.windows == "switched":
+        used = bool(full.get("use_sliding_window", False))
+        if _WINDOWED in types and not used:
+            what = "use_sliding_window is false, and layer_types has sliding_attention"
+            remedy = "write model.overrides.use_sliding_window: true, or false for full attention"
+            key = named("use_sliding_window")
+            # An override says it of all layers: what the file says of single ones counts no more.
+            return [] if key.startswith("model.overrides.") else [(key, what, remedy)]
+        whole = kind == "qwen3_moe"
+    else:
+        used = window is not None if family.windows == "all" else types != {_FULL}
+        whole = family.windows == "all"
+    if used and (type(window) is not int or window < 1):
+        what = f"sliding_window is {window!r}, not a whole number of at least 1"
+        remedy = "write model.overrides.sliding_window"
+        if family.windows == "switched":
+            remedy += ", or use_sliding_window: false"
+        return [(named("sliding_window"), what, remedy)]
+    if whole and types and types != {_WINDOWED if used else _FULL}:
+        asked = "a window in all layers" if used else "no window"
+        what = f"layer_types and sliding_window disagree: transformers has {asked}"
+        return [(named("layer_types"), what, "write model.overrides.layer_types: null")]
+    return []
+
+
+def _no_window(kind: str, types: set[str], window: object, named: Named) -> list[Finding]:
+    if _WINDOWED not in types and window is None:
+        return []
+    key = "layer_types" if _WINDOWED in types else "sliding_window"
+    what = f"{key} asks for a sliding window, and transformers' {kind} has none"
+    return [(named(key), what, f"write model.overrides.{key}: null for full attention")]
+
+
+def rope_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Rotary parameters in one form, of the layers that see all; None where nothing says them."""
+    return next(iter(_ropes(raw)), None)
+
+
+def _ropes(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each kind of layer's rotary parameters in one form, full attention first.
+
+    transformers 5 writes rope_parameters, older two keys; some families one for each layer type.
+    """
+    family = FAMILIES.get(str(raw.get("model_type")), Family())
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or family.rope
+    if isinstance(given, dict) and {_FULL, _WINDOWED} & given.keys():
+        each = [given.get(kind) or {} for kind in (_FULL, _WINDOWED)]
+        return [_one_form(rope, raw) for rope in each]
+    rope = _one_form(dict(given) if isinstance(given, dict) else {"rope_type": given}, raw)
+    return [rope] if given or "rope_theta" in rope else []
+
+
+def _one_form(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(given)
+    rope["rope_type"] = rope.pop("rope_type", None) or rope.get("type") or "default"
+    rope.pop("type", None)
+    kind = str(raw.get("model_type"))
+    rope["rope_type"] = _OLD_NAMES.get((kind, rope["rope_type"]), rope["rope_type"])
+    original = raw.get("original_max_position_embeddings")
+    if original is not None and rope["rope_type"] in ("yarn", "longrope", "llama3"):
+        rope["original_max_position_embeddings"] = original
+    if rope.get("rope_theta") is None and raw.get("rope_theta") is not None:
+        rope["rope_theta"] = raw["rope_theta"]
+    return rope

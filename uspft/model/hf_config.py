@@ -1,0 +1,102 @@
+"""Recipe → transformers' config of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+
+from uspft.config.checks import closest
+from uspft.config.problems import Fault, said
+from uspft.families.table import FAMILIES
+from uspft.model.positions import scale_positions, settle_positions
+
+if TYPE_CHECKING:
+    from uspft.config.recipe import ModelBlock
+
+WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
+RULED = {
+    "dtype": "leave it out: `model.dtype` rules it",
+    "torch_dtype": "leave it out: `model.dtype` rules it",
+    "model_type": "name another model",
+}
+"""Fields that model.overrides cannot set, and what to write instead."""
+
+
+def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None) -> Any:
+    """The config of a local folder or config.json, with the recipe's overrides and rope scaling.
+
+    length_tokens: of a row; rotary positions that depend on it are settled. file: where the config
+    is, if not where the recipe says.
+    Raises Fault for one that transformers cannot read, and for each override that does not fit it.
+    """
+    key = "model.name_or_path" if block.config is None else "model.config"
+    source = file or Path(block.config or block.name_or_path or "")
+    try:
+        config, known = _read(source, block.overrides)
+    except Exception as error:  # transformers has no kind of its own
+        what = f"transformers cannot read the config of `{source}`: {said(error)}"
+        raise Fault([(key, what, "mend its config.json, or name another")]) from error
+    findings = [
+        (f"model.overrides.{field}", *finding)
+        for field, value in block.overrides.items()
+        if field not in known and (finding := _override(config, field, value))
+    ]
+    if findings:
+        raise Fault(findings)
+    layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
+    if types and "layer_types" not in block.overrides:
+        config.layer_types = types[:layers] + types[-1:] * (layers - len(types))
+    if block.rope_scaling:
+        scale_positions(config, block.rope_scaling)
+    settle_positions(config, length_tokens)
+    config.dtype = getattr(torch, block.dtype)
+    return config
+
+
+def _read(source: Path, overrides: Mapping[str, Any]) -> tuple[Any, Collection[str]]:
+    """The config of a file, and the overrides that are in it: those that say which layers have a
+    window rule over what the file says of single layers, and must be known when transformers works
+    out the layers."""
+    windows = {key: overrides[key] for key in WINDOWS if key in overrides}
+    if not windows or "layer_types" in overrides:
+        return AutoConfig.from_pretrained(source, local_files_only=True), ()
+    raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
+    if FAMILIES[raw["model_type"]].windows != "switched":
+        return AutoConfig.from_pretrained(source, local_files_only=True), ()
+    raw = {**raw, **windows}
+    raw.pop("layer_types", None)
+    return AutoConfig.for_model(raw.pop("model_type"), **raw), windows
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer in keys, the query's own counted; None: it sees all."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if not types:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
+    """Set one field; what is wrong and the remedy where that cannot be."""
+    if field in RULED:
+        return "cannot be overridden", RULED[field]
+    if not hasattr(config, field) or callable(getattr(config, field)):
+        near = closest(field, tuple(config.to_dict()))
+        remedy = f"did you mean `{near}`?" if near else "look at the model's config.json"
+        return f"{type(config).__name__} has no such field", remedy
+    try:
+        setattr(config, field, value)
+    except Exception as error:  # transformers validates some fields, each in its own way
+        return f"cannot be `{value}`: {said(error)}", "write a value that the field takes"
+    return None
+
+
+def attention_of(config: Any) -> str:
+    """transformers' own attention for this model: a soft-cap or sinks are written out, with every
+    score in memory."""
+    return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"

@@ -1,0 +1,1 @@
+"""Who holds what of a model's parameters, and where their values come from."""

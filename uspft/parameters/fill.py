@@ -1,0 +1,84 @@
+"""A module on meta → its parameters filled one by one and, under ZeRO-3, taken apart at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from uspft.parameters.names import plain_name
+from uspft.parameters.shards import Part
+
+if TYPE_CHECKING:
+    from uspft.parameters.shards import Holders
+    from uspft.parameters.source import Weights
+
+BATCH_BYTES = 1 << 28
+"""Parameters whole at one time on a rank while a ZeRO-3 model is filled (one, if larger)."""
+
+Partition = Callable[[list[nn.Parameter]], None]
+"""Called with parameters as soon as they are filled; takes their memory away (ZeRO-3)."""
+
+
+def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Every parameter by its first name in files, and all its places: tied ones have several."""
+    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
+            found.setdefault(id(parameter), (name, parameter, []))[2].append((module, attribute))
+    return {name: (parameter, owners) for name, parameter, owners in found.values()}
+
+
+def fill(
+    model: nn.Module,
+    dtype: torch.dtype,
+    source: Weights,
+    holders: Holders,
+    partition: Partition | None = None,
+) -> None:
+    """Give a module on meta the parts of its parameters that this rank holds; collective.
+
+    Values are read on one of the ranks that hold a part; on the others parameters are left for the
+    engine's broadcast. Raises WeightsError.
+    """
+    pending: list[nn.Parameter] = []
+    for name, (empty, owners) in places(model).items():
+        part = holders.part(name, empty.shape)
+        if holders.zero.index:
+            values = torch.empty(part.size, dtype=dtype)
+        else:
+            values = _read(name, part, source, holders).to(dtype).contiguous()
+        parameter = nn.Parameter(values, empty.requires_grad)
+        for module, attribute in owners:
+            setattr(module, attribute, parameter)
+        pending.append(parameter)
+        if partition and _bytes(pending) >= BATCH_BYTES:
+            partition(pending)
+            pending = []
+    if partition and pending:
+        partition(pending)
+
+
+def _read(name: str, part: Part, source: Weights, holders: Holders) -> Tensor:
+    """A part of a parameter, for this rank alone of those that hold it."""
+    if part.is_whole or not source.draws(name):
+        return source.read(name, part)
+    # Drawn whole or not at all: on one rank, which hands out the parts.
+    own, shards = torch.empty(part.size), holders.shards
+    parts = None
+    if holders.tensor.index == 0:
+        whole = source.read(name, Part.whole(part.shape))
+        parts = [
+            shards.part(name, part.shape, rank).cut(whole).contiguous()
+            for rank in holders.tensor.ranks
+        ]
+    dist.scatter(own, parts, src=holders.tensor.ranks[0], group=holders.tensor.handle)
+    return own
+
+
+def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)

@@ -1,0 +1,263 @@
+"""Who holds what of a model's parameters: layout → the part of each that every rank holds.
+
+The one place that knows. Reading weights, Adam's state, saving, resuming, exporting and `verify`'s
+gradients ask here; how a matrix is split is said by rules, name → MatrixSplit. ZeRO divides what
+stands here further, among the ranks that hold the same part; that is DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from uspft.comm import Books, Group
+from uspft.layout import AXES, MESH, Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from uspft.mesh import Groups
+
+Range = tuple[int, int]
+Box = tuple[Range, ...]
+"""A range along each dimension."""
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is held of a parameter: along each dimension some ranges of it, laid end to end."""
+
+    shape: Shape
+    """Of the whole parameter."""
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Part:
+        """All of it."""
+        return cls(tuple(shape), tuple(((0, size),) for size in shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return self == Part.whole(self.shape)
+
+    @property
+    def size(self) -> Shape:
+        """The shape of the part itself."""
+        return tuple(sum(b - a for a, b in ranges) for ranges in self.ranges)
+
+    @property
+    def count(self) -> int:
+        """Elements of the part."""
+        return prod(self.size)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The part of a whole tensor; what is all of it is not copied."""
+        if self.is_whole:
+            return whole
+        for dim, ranges in enumerate(self.ranges):
+            pieces = [whole.narrow(dim, a, b - a) for a, b in ranges]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return whole
+
+    def boxes(self) -> Iterator[tuple[Box, Box]]:
+        """Its boxes: where each lies in the whole, and where in the part."""
+        yield from _pairs([_laid_out(ranges) for ranges in self.ranges])
+
+    def within(self, box: Box) -> Part:
+        """What a box of this part, in its own coordinates, is of the whole parameter."""
+        found = []
+        for ranges, (first, last) in zip(self.ranges, box, strict=True):
+            cut = [
+                (start + max(first, at) - at, start + min(last, end) - at)
+                for (start, _), (at, end) in _laid_out(ranges)
+                if max(first, at) < min(last, end)
+            ]
+            found.append(tuple(cut))
+        return Part(self.shape, tuple(found))
+
+    def meets(self, other: Part) -> Iterator[tuple[Box, Box]]:
+        """What two parts of one parameter share: where in this part, and where in the other."""
+        sides = [
+            _overlaps(_laid_out(mine), _laid_out(theirs))
+            for mine, theirs in zip(self.ranges, other.ranges, strict=True)
+        ]
+        yield from _pairs(sides)
+
+
+def _laid_out(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
+    """(where in the whole, where in the part) of each range along a dimension."""
+    found, at = [], 0
+    for start, stop in ranges:
+        found.append(((start, stop), (at, at + stop - start)))
+        at += stop - start
+    return found
+
+
+def _overlaps(
+    mine: Sequence[tuple[Range, Range]], theirs: Sequence[tuple[Range, Range]]
+) -> list[tuple[Range, Range]]:
+    """Where two parts' ranges along a dimension meet: in the one, and in the other."""
+    found = []
+    for ((a, b), (at, _)), ((c, d), (other, _)) in product(mine, theirs):
+        start, stop = max(a, c), min(b, d)
+        if start < stop:
+            here, there = at + start - a, other + start - c
+            found.append(((here, here + stop - start), (there, there + stop - start)))
+    return found
+
+
+def _pairs(sides: Sequence[Sequence[tuple[Range, Range]]]) -> Iterator[tuple[Box, Box]]:
+    for chosen in product(*sides):
+        yield tuple(one for one, _ in chosen), tuple(other for _, other in chosen)
+
+
+def as_slices(box: Box) -> tuple[slice, ...]:
+    """What indexes a tensor with a box."""
+    return tuple(slice(*bounds) for bounds in box)
+
+
+def flat_boxes(size: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a tensor in memory order, as boxes in that order.
+
+    At most two for each dimension, and one.
+    """
+    if start >= stop:
+        return []
+    if len(size) <= 1:
+        return [((start, stop),)] if size else [()]
+    inner = prod(size[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last:
+        rest = flat_boxes(size[1:], start - first * inner, stop - first * inner)
+        return [((first, first + 1), *box) for box in rest]
+    found: list[Box] = []
+    if start % inner:
+        rest = flat_boxes(size[1:], start % inner, inner)
+        found += [((first, first + 1), *box) for box in rest]
+        first += 1
+    whole_rows = stop // inner
+    if first < whole_rows:
+        found.append(((first, whole_rows), *((0, n) for n in size[1:])))
+    if stop % inner:
+        rest = flat_boxes(size[1:], 0, stop % inner)
+        found += [((whole_rows, whole_rows + 1), *box) for box in rest]
+    return found
+
+
+@dataclass(frozen=True)
+class MatrixSplit:
+    """How a parameter is divided among the ranks that hold parts of one matrix.
+
+    dim: along which. stacked: the sizes of matrices that stand one after another along it (fused
+    projections), each divided by itself; none: it is one.
+    """
+
+    dim: int
+    stacked: tuple[int, ...] = ()
+
+    def part(self, shape: Sequence[int], index: int, degree: int) -> Part:
+        """The part of tensor rank `index`. Raises ValueError where the degree does not divide."""
+        sizes = self.stacked or (shape[self.dim],)
+        if sum(sizes) != shape[self.dim] or any(size % degree for size in sizes):
+            raise ValueError(f"{tuple(shape)} does not split {degree} ways along {self.dim}")
+        ranges, at = [], 0
+        for size in sizes:
+            each = size // degree
+            ranges.append((at + index * each, at + (index + 1) * each))
+            at += size
+        every = [((0, size),) for size in shape]
+        return Part(tuple(shape), (*every[: self.dim], tuple(ranges), *every[self.dim + 1 :]))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The parts of every parameter under one layout, by its name in Hugging Face files.
+
+    splits: the parameters that are divided. pieces: those of the others of whose gradient each
+    tensor rank computes a piece; of the rest each computes all.
+    """
+
+    layout: Layout
+    splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
+    pieces: frozenset[str] = frozenset()
+
+    def part(self, name: str, shape: Sequence[int], rank: int) -> Part:
+        """What a rank holds of a parameter, whose whole shape this is."""
+        return self._part(name, tuple(shape), self.tensor_index(rank))
+
+    def _part(self, name: str, shape: Shape, index: int) -> Part:
+        split = self.splits.get(name)
+        if split is None or self.layout.tensor == 1:
+            return Part.whole(shape)
+        return split.part(shape, index, self.layout.tensor)
+
+    def parts(self, name: str, shape: Sequence[int]) -> dict[Part, list[int]]:
+        """Every part of a parameter, and the ranks that hold it, in rank order."""
+        found: dict[Part, list[int]] = {}
+        for index, ranks in enumerate(self._ranks):
+            found.setdefault(self._part(name, tuple(shape), index), []).extend(ranks)
+        return {part: sorted(ranks) for part, ranks in found.items()}
+
+    def whole_shape(self, name: str, held: Sequence[int]) -> Shape:
+        """A parameter's whole shape, from that of its part."""
+        split, shape = self.splits.get(name), list(held)
+        if split is not None:
+            shape[split.dim] *= self.layout.tensor
+        return tuple(shape)
+
+    @cached_property
+    def _ranks(self) -> list[list[int]]:
+        """By tensor index, the ranks of that index."""
+        found: list[list[int]] = [[] for _ in range(self.layout.tensor)]
+        for rank in range(self.layout.ranks):
+            found[self.tensor_index(rank)].append(rank)
+        return found
+
+    def tensor_index(self, rank: int) -> int:
+        """A rank's place among those that hold the parts of one matrix."""
+        return rank % self.layout.tensor  # the mesh's axes vary fastest
+
+    def is_first(self, name: str, rank: int) -> bool:
+        """Whether no tensor rank before this one holds the same part: it is counted here."""
+        return name in self.splits or self.tensor_index(rank) == 0
+
+    def is_piece(self, name: str) -> bool:
+        """Whether the gradients of tensor ranks add up to a parameter's."""
+        return name in self.pieces and self.layout.tensor > 1
+
+
+@dataclass(frozen=True)
+class Holders:
+    """This rank among those that hold the parameters."""
+
+    shards: Shards
+    rank: int
+    everyone: Group
+    """All ranks."""
+    zero: Group
+    """Those that hold the same part of every parameter: DeepSpeed divides it among them."""
+    tensor: Group
+    """Those that hold the parts of one matrix."""
+
+    @classmethod
+    def of(cls, shards: Shards, rank: int, groups: Groups) -> Holders:
+        """The groups of a layout's holders; collective."""
+        layout, books = shards.layout, Books()
+        everyone = groups.of([range(layout.ranks)], rank, books)
+        if layout.tensor == 1:
+            return cls(shards, rank, everyone, everyone, Group(None, (rank,), 0, books))
+        others = [axis for axis in AXES if axis not in MESH]
+        # DeepSpeed wants a handle, also where nobody else holds the same.
+        zero = groups.of(layout.groups(others), rank, books, alone=True)
+        return cls(shards, rank, everyone, zero, groups.of(layout.groups(MESH), rank, books))
+
+    def part(self, name: str, shape: Sequence[int]) -> Part:
+        """What this rank holds of a parameter, whose whole shape this is."""
+        return self.shards.part(name, shape, self.rank)

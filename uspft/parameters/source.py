@@ -1,0 +1,210 @@
+"""Where a parameter's values come from: safetensors files, or the seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from uspft.config.problems import InputError, said
+from uspft.families.table import FAMILIES
+from uspft.parameters.experts import find, fused_shapes, is_experts, is_router
+from uspft.parameters.names import plain_name
+from uspft.parameters.shards import Part, as_slices
+
+
+class WeightsError(InputError):
+    """A model's files lack a parameter, or hold one of another shape."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.findings = [("model.name_or_path", what, remedy)]
+        super().__init__(f"{what}; {remedy}")
+
+
+_AGAIN = "save weights and config.json together, with save_pretrained"
+
+
+class Weights(Protocol):
+    """Values of parameters by their Hugging Face name."""
+
+    def read(self, name: str, part: Part) -> Tensor:
+        """A part of a tensor, on CPU. Raises WeightsError where there is none of that shape."""
+        ...
+
+    def draws(self, name: str) -> bool:
+        """Whether its values are drawn from the seed: a part costs as much as the whole."""
+        ...
+
+
+class FolderWeights:
+    """A Hugging Face folder: model.safetensors, or shards with model.safetensors.index.json.
+
+    Raises WeightsError where the folder has neither, or one that cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = _file_of_each(folder)
+
+    def draws(self, name: str) -> bool:
+        return False
+
+    def read(self, name: str, part: Part) -> Tensor:
+        stored = find(name, self._files)
+        if stored is None:
+            raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
+        if not stored.width:
+            return self._read_part(name, stored.parts[0], part)
+        held: dict[str, Tensor] = {}
+        for file in sorted({self._files[one] for one in stored.parts}):
+            path = self._folder / file
+            with _opened(path) as tensors:
+                mine = [one for one in stored.parts if self._files[one] == file]
+                held |= {one: tensors.get_tensor(one) for one in mine}
+        value = stored.join([held[one] for one in stored.parts])
+        _require_shape(path, name, tuple(value.shape), part)
+        return part.cut(value)
+
+    def _read_part(self, name: str, stored: str, part: Part) -> Tensor:
+        """Reads a part's own bytes alone."""
+        path = self._folder / self._files[stored]
+        with _opened(path) as tensors:
+            held = tensors.get_slice(stored)
+            _require_shape(path, name, tuple(held.get_shape()), part)
+            return read_boxes(held, part)
+
+    @property
+    def files(self) -> list[Path]:
+        return [self._folder / file for file in sorted(set(self._files.values()))]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every tensor, experts fused, from the files' headers alone. Raises
+        WeightsError."""
+        found: dict[str, tuple[int, ...]] = {}
+        for path in self.files:
+            with _opened(path) as tensors:
+                names = tensors.keys()
+                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        return fused_shapes(found)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises WeightsError, also for what is read inside."""
+    try:
+        with safe_open(path, "pt") as tensors:
+            yield tensors
+    except WeightsError:
+        raise
+    except Exception as error:  # safetensors has several kinds, none of them exported
+        raise _unreadable(path, error) from error
+
+
+def _require_shape(path: Path, name: str, shape: tuple[int, ...], part: Part) -> None:
+    if shape != part.shape:
+        raise WeightsError(f"{path}: {name} is {shape}, the config says {part.shape}", _AGAIN)
+
+
+def read_boxes(held: Any, part: Part) -> Tensor:
+    """A part out of a slice of a safetensors file, its own bytes alone."""
+    if part.is_whole or not part.shape:
+        value: Tensor = held[:] if part.shape else held[...]
+        return value
+    pieces = [(there, held[as_slices(here)]) for here, there in part.boxes()]
+    if len(pieces) == 1:
+        return pieces[0][1]
+    out = pieces[0][1].new_empty(part.size)
+    for there, piece in pieces:
+        out[as_slices(there)] = piece
+    return out
+
+
+def _file_of_each(folder: Path) -> dict[str, str]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        try:
+            return {str(k): str(v) for k, v in json.loads(index.read_text())["weight_map"].items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _unreadable(index, error) from error
+    if not single.exists():
+        remedy = "save the model with save_pretrained, or write model.config for random weights"
+        raise WeightsError(f"{folder} holds no model.safetensors", remedy)
+    try:
+        with safe_open(single, "pt") as tensors:
+            return dict.fromkeys(tensors.keys(), single.name)
+    except Exception as error:
+        raise _unreadable(single, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> WeightsError:
+    return WeightsError(f"{path} cannot be read: {said(error)}", "copy or download it again")
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """Draws that are a function of the seed and a parameter's name alone."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class RandomWeights:
+    """Random weights as a function of the seed and each parameter's name alone.
+
+    As transformers initialises them: projections, embeddings, experts and their routers normal(0,
+    initializer_range), attention's sinks and a router's bias too, the padding token's embedding 0,
+    norms 1 (0 where 1 is added to them), other biases 0.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, std: float) -> None:
+        # Of a projection and its adapter's wrapper, which share a name, the projection comes last.
+        self._modules = {plain_name(name): module for name, module in model.named_modules()}
+        self._seed, self._std = seed, std
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        self._norm = FAMILIES[kind].norm_start if kind in FAMILIES else 1.0
+
+    def draws(self, name: str) -> bool:
+        return True
+
+    def read(self, name: str, part: Part) -> Tensor:
+        return part.cut(self._draw(name, part.shape))
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        owner, _, kind = name.rpartition(".")
+        module = self._modules[owner]
+        routes = is_router(module)
+        if kind.endswith("bias") and not routes:
+            return torch.zeros(shape)
+        projects = isinstance(module, nn.Linear | nn.Embedding)
+        if projects or routes or kind == "sinks" or is_experts(name):
+            source = generator(self._seed, name)
+            value = torch.empty(shape).normal_(0.0, self._std, generator=source)
+            padding = getattr(module, "padding_idx", None)
+            if padding is not None:
+                value[padding] = 0.0
+            return value
+        if len(shape) == 1 and "norm" in type(module).__name__.lower():
+            return torch.full(shape, self._norm)
+        what = f"no rule to initialise {name} of {type(module).__name__}"
+        raise WeightsError(what, "name a folder with weights")
+
+
+class SplitWeights:
+    """What trains from one source, what is frozen from another."""
+
+    def __init__(self, trained: Collection[str], source: Weights, rest: Weights) -> None:
+        self._trained, self._source, self._rest = trained, source, rest
+
+    def draws(self, name: str) -> bool:
+        return self._of(name).draws(name)
+
+    def read(self, name: str, part: Part) -> Tensor:
+        return self._of(name).read(name, part)
+
+    def _of(self, name: str) -> Weights:
+        return self._source if name in self._trained else self._rest

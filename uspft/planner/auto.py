@@ -1,0 +1,130 @@
+"""`context_parallel_algo: auto`: the split that spends least time on the wire, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
+from uspft.layout import Layout, ring_ranks_of_a_host
+from uspft.segments import Segments
+from uspft.sequence import Algorithm, Heads, make_algorithm
+
+INSIDE, BETWEEN = 450e9, 50e9
+"""Bytes a second that a GPU can send, inside its host (NVLink 4) and to another (400 Gbit/s)."""
+SIMPLER = 1.5
+"""Ulysses computes a head's row in one call, without merging: it may take so many times as long."""
+ELEMENT_BYTES = 2
+
+
+class Choice(NamedTuple):
+    """A recipe's `context_parallel_algo` and `ulysses_degree_in_cp`, and why."""
+
+    algorithm: str
+    ulysses: int | None
+    why: str
+
+
+class Work(NamedTuple):
+    """What costs depend on beside heads: documents of some rows of the run, the sliding window of
+    each attention layer (None: it sees all), and whether received keys stay for the backward."""
+
+    rows: Sequence[Segments]
+    windows: Sequence[int | None] = (None,)
+    keep: bool = True
+
+
+class Way(NamedTuple):
+    """An algorithm of the table that `auto` may choose, at degrees that fit."""
+
+    row: AlgorithmRow
+    algorithm: Algorithm
+
+
+def recommend(ranks: int, per_host: int, heads: Heads | None, work: Work | None) -> Choice:
+    """The algorithm for `ranks` that share a row.
+
+    per_host: how many of them are on one host, where links are fast. heads: None where the model is
+    not known yet. work: None where the data has not been read.
+    """
+    inside = min(ranks, per_host)
+    fits = [
+        u
+        for u in range(1, inside + 1)
+        if inside % u == ranks % u == 0 and heads and heads.query % u == heads.kv % u == 0
+    ]
+    if heads is None or work is None:
+        likely = next(row for row in _automatic() if row.splits is Splits.BOTH)
+        ulysses = max(fits, default=1) if ranks > inside else 1
+        unknown = "the model's heads" if heads is None else "the documents' lengths"
+        why = f"only keys that attention needs travel; {unknown}, not known yet, may change this"
+        return Choice(likely.name, ulysses, why)
+    ways = [way for row in _automatic() for way in _ways(row, ranks, inside, fits, work)]
+    length = work.rows[0].length
+    ways = [way for way in ways if not way.algorithm.problems(length, heads)] or ways
+    seconds = {way: _seconds(way.algorithm, inside, heads, work) for way in ways}
+    best = min(ways, key=lambda way: seconds[way])
+    simple = next((way for way in ways if way.algorithm.ring == 1), None)
+    if simple and seconds[simple] <= SIMPLER * seconds[best]:
+        best = simple
+    if best.algorithm.ring == 1:
+        return Choice(best.row.name, None, _why_heads(best, seconds))
+    why = _why_tokens(best.algorithm, inside, heads)
+    return Choice(best.row.name, best.algorithm.ulysses, why)
+
+
+def _automatic() -> list[AlgorithmRow]:
+    return [row for row in CONTEXT.values() if row.automatic]
+
+
+def _ways(row: AlgorithmRow, ranks: int, inside: int, fits: Sequence[int], work: Work) -> list[Way]:
+    """A row of the table at each Ulysses degree that fits, all of a row's split of heads alone
+    being that of an algorithm that splits heads."""
+    degrees = {
+        Splits.HEADS: [u for u in fits if u == ranks],
+        Splits.TOKENS: [1],
+        Splits.BOTH: [u for u in fits if u < ranks],
+    }[row.splits]
+    window = work.windows[0] if len(set(work.windows)) == 1 else None
+    found = []
+    for ulysses in degrees:
+        layout = Layout(ulysses=ulysses, ring=ranks // ulysses)
+        per_host = ring_ranks_of_a_host(inside, layout)
+        algorithm = make_algorithm(
+            row, ulysses, layout.ring, keep=work.keep, window=window, per_host=per_host
+        )
+        found.append(Way(row, algorithm))
+    return found
+
+
+def _seconds(split: Algorithm, inside: int, heads: Heads, work: Work) -> float:
+    """On the wire for a layer of one row, forward and backward: heads stay inside a host."""
+    across = BETWEEN if split.ulysses * split.ring > inside else INSIDE
+    layers = Counter(work.windows)
+    total = 0.0
+    for row in work.rows:
+        for window, count in layers.items():
+            cost = split.cost(row, heads, ELEMENT_BYTES, window)
+            tokens = cost.ring.bytes + cost.gather.bytes
+            total += count * (cost.all_to_all.bytes / INSIDE + tokens / across)
+    return total / (len(work.rows) * len(work.windows))
+
+
+def _why_heads(best: Way, seconds: dict[Way, float]) -> str:
+    others = [seconds[way] for way in seconds if way is not best]
+    if not others:
+        return "no other split fits the row's length"
+    ratio = seconds[best] / min(others)
+    return f"heads divide on one host, at {ratio:.2g} × the time on the wire of splitting tokens"
+
+
+def _why_tokens(best: Algorithm, inside: int, heads: Heads) -> str:
+    ranks = best.ulysses * best.ring
+    where = f"heads {best.ulysses} × tokens {best.ring}" if best.ulysses > 1 else "tokens alone"
+    why = f"split over {where}, these documents take the least time on the wire"
+    if ranks > inside:
+        return f"{why}, {ranks // inside} hosts sharing a row"
+    if heads.kv % ranks:
+        return f"{why}; {heads.kv} KV heads do not divide by {ranks}"
+    return why

@@ -1,0 +1,140 @@
+"""Which layouts there are for these ranks, and which of them this recipe can run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from uspft.config import Finding, ParallelBlock
+from uspft.config.algorithms import AUTO, CONTEXT, Splits, row_of
+from uspft.layout import Layout, layout_of
+
+if TYPE_CHECKING:
+    from uspft.config import Recipe
+
+LIMIT = 24
+"""Layouts that are tried unless all are asked for."""
+
+Problems = Callable[["Recipe", Layout], list[Finding]]
+"""What speaks against a recipe's `parallel_config` under its layout."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout as a recipe would say it. reason: why it is not tried, or None."""
+
+    parallel: ParallelBlock
+    layout: Layout
+    reason: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The algorithm, its degrees, and the rows at a time."""
+        parts = [str(self.parallel.context_parallel_algo or "whole rows")]
+        if self.layout.ulysses > 1 and self.layout.ring > 1:
+            parts.append(f"{self.layout.ulysses}×{self.layout.ring}")
+        elif self.layout.context > 1:
+            parts.append(str(self.layout.context))
+        return " ".join(parts) + (f", data {self.layout.data}" if self.layout.data > 1 else "")
+
+
+def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate]:
+    """Every algorithm at every degree on so many ranks, the recipe's own layout first.
+
+    What does at some degrees what another algorithm does under its own name is left out there.
+    recipe: resolved; its ZeRO stage and the algorithms' options are kept where they apply.
+    """
+    own = recipe.parallel_config
+    blocks = [_block(own, ranks, 1, None)]
+    for context in _divisors(ranks)[1:]:
+        for name in CONTEXT:
+            for ulysses in _divisors(context):
+                blocks.append(_block(own, ranks, context, (name, ulysses)))
+    blocks = [block for block in blocks if not _is_another(block)]
+    first = _block(own, ranks, 1, None) if own.context_parallel == 1 else own
+    found: dict[tuple[object, ...], Candidate] = {}
+    for block in [first, *blocks]:
+        layout = _layout(block)
+        key = (block.context_parallel_algo, layout.ulysses, layout.ring)
+        if key not in found:
+            wrong = _problems(recipe, block, problems)
+            if wrong and (bare := _without_options(block)) != block:
+                block, wrong = bare, _problems(recipe, bare, problems)
+            found[key] = Candidate(block, layout, "; ".join(wrong) or None)
+    return list(found.values())
+
+
+def chosen(all_of_them: Sequence[Candidate], limit: int | None) -> list[Candidate]:
+    """The same list, those beyond the limit (None: there is none) with that as their reason.
+
+    Kept first: the recipe's own, then in turn one of each algorithm and context degree.
+    """
+    legal = [one for one in all_of_them if one.reason is None]
+    if limit is None or len(legal) <= limit:
+        return list(all_of_them)
+    kept, waiting = legal[:1], legal[1:]
+    while len(kept) < limit:
+        best = min(waiting, key=lambda one: _familiarity(one, kept))
+        kept.append(best)
+        waiting.remove(best)
+    left_out = f"one of more than {limit} layouts; --all tries them too"
+    return [replace(one, reason=left_out) if one in waiting else one for one in all_of_them]
+
+
+def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
+    """How often its algorithm, its context degree and its Ulysses degree are there already."""
+    traits = [
+        (each.parallel.context_parallel_algo, each.layout.context, each.layout.ulysses)
+        for each in (one, *kept)
+    ]
+    return sum(a == b for trait in traits[1:] for a, b in zip(traits[0], trait, strict=True))
+
+
+def _block(
+    own: ParallelBlock, ranks: int, context: int, named: tuple[str, int] | None
+) -> ParallelBlock:
+    """The block of one layout. named: the algorithm, and the Ulysses degree if it takes one."""
+    name, ulysses = named or (None, None)
+    update = {
+        "data_parallel": ranks // context,
+        "context_parallel": context,
+        "context_parallel_algo": name,
+        "ulysses_degree_in_cp": ulysses,
+    }
+    for row in CONTEXT.values():
+        for option in row.options:
+            update[option] = (getattr(own, option) or AUTO) if row.name == name else None
+    if named:
+        layout = _layout(own.model_copy(update=update))
+        update["ulysses_degree_in_cp"] = layout.ulysses
+    return own.model_copy(update=update)
+
+
+def _without_options(block: ParallelBlock) -> ParallelBlock:
+    """The block with its algorithm's options left to the algorithm."""
+    row = row_of(block.context_parallel_algo, block.context_parallel)
+    return block.model_copy(update=dict.fromkeys(row.options, AUTO))
+
+
+def _problems(recipe: Recipe, block: ParallelBlock, problems: Problems) -> list[str]:
+    tried = recipe.model_copy(update={"parallel_config": block})
+    return [what for _, what, _ in problems(tried, _layout(block))]
+
+
+def _is_another(block: ParallelBlock) -> bool:
+    """Whether it does what another algorithm does under its own name."""
+    name, layout = block.context_parallel_algo, _layout(block)
+    row = row_of(name, layout.context)
+    heads_alone = layout.context > 1 and layout.ring == 1 and row.splits is not Splits.HEADS
+    return heads_alone or (row.ulysses_required and layout.ulysses == 1)
+
+
+def _layout(block: ParallelBlock) -> Layout:
+    layout = layout_of(block, None)
+    assert isinstance(layout, Layout)  # data_parallel is a number, and degrees divide
+    return layout
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,106 @@
+"""What train and verify do before ranks start: what must be here, and the data made ready."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from uspft.config import Fault, Recipe
+from uspft.data import prepare, prepare_sets, read_report, training_rows
+from uspft.kernels.choose import is_installed
+from uspft.prepare.invocation import Invocation
+from uspft.segments import Segments
+
+FIRST_ROWS = 4
+"""Of a run that are looked at before a split is chosen for all."""
+
+
+AMPERE = 8
+"""Compute capability from which GPUs have flash attention, and bfloat16 in hardware."""
+
+
+def require_here(recipe: Recipe) -> None:
+    """Raises Fault where this host lacks GPUs or the kernel; `check` may run elsewhere."""
+    count, wanted = torch.cuda.device_count(), recipe.launch.processes
+    if recipe.launch.device == "cuda" and isinstance(wanted, int) and wanted > count:
+        what = f"{wanted} processes on this host, which has {count} GPUs"
+        remedy = f"start at most {count}" if count else "write launch.device: cpu"
+        raise Fault([("launch.processes", what, f"{remedy}, or start it on a host that has them")])
+    if recipe.launch.device == "cuda" and isinstance(wanted, int):
+        _require_flash(wanted)
+    name = recipe.model.attention
+    if name != "auto" and not is_installed(name):
+        what = f"is {name}, and its package is not installed in {sys.prefix}"
+        raise Fault([("model.attention", what, "install it there, or write auto")])
+
+
+def _require_flash(processes: int) -> None:
+    """Raises Fault where a process's GPU is too old; asking makes no context on it."""
+    for index in range(processes):
+        major, minor = torch.cuda.get_device_capability(index)
+        if major < AMPERE:
+            name = torch.cuda.get_device_name(index)
+            what = (
+                f"is cuda, and GPU {index} of this host, {name}, has compute capability "
+                f"{major}.{minor}: bfloat16 and flash attention need {AMPERE}.0 (Ampere) or newer"
+            )
+            remedy = "start it on a host with newer GPUs, or write launch.device: cpu"
+            raise Fault([("launch.device", what, remedy)])
+
+
+def prepare_data(
+    recipe: Recipe, vocabulary: int, place: Invocation, screen: Console
+) -> tuple[Path, dict[str, Path]]:
+    """Read and tokenise the data, or find that it has been: training's, and each evaluation set."""
+    cache = recipe.data.cache_dir or place.cache / "data"
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        task = progress.add_task("tokenising", total=None)
+
+        def tick(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        tokenizer = tokenizer_of(recipe)
+        corpus = prepare(recipe.data, tokenizer, vocabulary, Path(cache), tick)
+        evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, Path(cache), tick)
+    _tell("data", corpus, screen)
+    for title, folder in evaluation.items():
+        _tell(f"evaluation data {title}", folder, screen)
+    return corpus, evaluation
+
+
+def _tell(what: str, folder: Path, screen: Console) -> None:
+    """How much data was read, and what became of the rest."""
+    report = read_report(folder)
+    screen.print(
+        f"{what}: {report['samples']:,} samples, {report['tokens']:,} tokens, "
+        f"longest {report['longest']:,}",
+        markup=False,
+    )
+    for fate in ("dropped", "truncated", "split", "without_targets"):
+        if report.get(fate):
+            screen.print(f"{what}: {report[fate]:,} samples {fate.replace('_', ' ')}", markup=False)
+
+
+def tokenizer_of(recipe: Recipe) -> str | None:
+    """The tokenizer's folder: named, or the model's own."""
+    named = recipe.model.tokenizer or recipe.model.name_or_path
+    return str(named) if named else None
+
+
+def steps_of(recipe: Recipe, corpus: Path) -> int:
+    """Steps of the whole run."""
+    training = recipe.training
+    if training.steps:
+        return training.steps
+    stream = training_rows(recipe.data, corpus, recipe.seed)
+    return stream.steps_in_epochs(training.epochs or 1, training.global_batch_size)
+
+
+def first_rows(recipe: Recipe, corpus: Path) -> list[Segments]:
+    """The documents of the run's first rows."""
+    stream = training_rows(recipe.data, corpus, recipe.seed)
+    return [stream.row(index).segments for index in range(FIRST_ROWS)]

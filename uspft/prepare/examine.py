@@ -1,0 +1,191 @@
+"""Everything that can be known about a recipe before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, load
+from uspft.data import not_checked, source_problems
+from uspft.engine.deepspeed_config import micro_batches
+from uspft.families import ModelShape, check_length, read_shape
+from uspft.layout import Layout, layout_of
+from uspft.prepare.files import file_findings, in_the_way
+from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.paths import find_paths
+from uspft.prepare.resolve import Known, choice, ranks_of, resolve
+from uspft.sequence import Heads, of_recipe
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A recipe without an error that shows so far, with every `auto` that is known resolved."""
+
+    loaded: Loaded
+    known: Known
+    recipe: Recipe
+    layout: Layout
+    not_checked: list[str] = field(default_factory=list)
+
+    @property
+    def shape(self) -> ModelShape | None:
+        return self.known.shape
+
+    @property
+    def why(self) -> str | None:
+        """What `context_parallel_algo: auto` became, and the reason."""
+        found = choice(self.loaded.recipe, self.known)
+        return f"{found.algorithm}: {found.why}" if found else None
+
+    @property
+    def here(self) -> Recipe:
+        """The recipe as this host reads it."""
+        return self.known.here(self.recipe)
+
+    @property
+    def sentence(self) -> str:
+        """Layout, ZeRO stage and compute type, for a person."""
+        stage = self.recipe.deepspeed.zero_optimization.get("stage", 1)
+        layout = self.layout.sentence(self.recipe.parallel_config.context_parallel_algo)
+        return f"{layout}; ZeRO-{stage}, {self.recipe.model.dtype} on {self.recipe.launch.device}"
+
+    def knowing(self, **more: Any) -> Examined:
+        """The same, where more is known (fields of Known)."""
+        known = replace(self.known, **more)
+        recipe = resolve(self.loaded.recipe, known)
+        layout = layout_of(recipe.parallel_config, self.layout.ranks)
+        assert isinstance(layout, Layout)  # as many ranks share a row as before
+        return replace(self, known=known, recipe=recipe, layout=layout)
+
+    def knowing_model(self, places: dict[str, str]) -> Examined:
+        """The same, where the model is in these folders of this host, which may not have been here
+        before. Raises Fault for one that cannot be trained, and for rows longer than it."""
+        local = replace(self.known, places=places).here(self.loaded.recipe)
+        shape = read_shape(local.model, CONFIGS)
+        findings = shape if isinstance(shape, list) else []
+        if isinstance(shape, ModelShape):
+            findings = check_length(shape, local.model, local.data.sequence_length)
+        if findings or not isinstance(shape, ModelShape):
+            raise Fault(findings)
+        return self.knowing(shape=shape, places=places)
+
+    def problem(self, finding: Finding) -> Problem:
+        return self.loaded.origins.problem(*finding)
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """What is raised inside with findings comes out as a RecipeError, each with its place."""
+        try:
+            yield
+        except InputError as error:
+            if not error.findings:
+                raise
+            raise RecipeError(map(self.problem, error.findings)) from error
+
+
+def examine(
+    path: Path, overrides: Sequence[str], hosts: int, ranks: int | None, *, trains: bool = True
+) -> Examined:
+    """Load and check a recipe; touches no device, network or folder beyond reading.
+
+    ranks: processes of all hosts together; None: what the recipe and this machine give. trains: as
+    a run, which takes its output folder. Raises RecipeError with all problems at once.
+    """
+    loaded = load(path, overrides)
+    known = Known(hosts, torch.cuda.device_count(), ranks)
+    paths = find_paths(loaded.recipe, path)
+    asked = paths.recipe
+    loaded = replace(loaded, recipe=asked)
+    findings = file_findings(asked) + source_problems(asked.data)
+    findings += in_the_way(asked, path) if trains else []
+    open_questions = list(not_checked(asked.data))
+    tokenizer = asked.model.tokenizer or asked.model.name_or_path
+    if tokenizer and not Path(tokenizer).is_dir():
+        open_questions.append(f"the tokenizer {tokenizer} (not on this machine)")
+    shape = read_shape(asked.model, CONFIGS)
+    if isinstance(shape, ModelShape):
+        known = replace(known, shape=shape)
+    elif shape is None:
+        open_questions.append(
+            f"the sizes of model {asked.model.name_or_path} (not on this machine)"
+        )
+    else:
+        findings += shape
+    recipe = resolve(asked, known)
+    findings += _precision(recipe, recipe.launch.device)
+    layout = layout_of(recipe.parallel_config, ranks_of(recipe, known))
+    if isinstance(layout, Layout):
+        findings += layout_findings(recipe, layout, known.shape) + _hosts(layout, hosts)
+        if known.shape:
+            findings += check_length(known.shape, asked.model, asked.data.sequence_length)
+    else:
+        findings.append(layout)
+    if findings:
+        told = map(paths.told, findings)
+        raise RecipeError([loaded.origins.problem(*finding) for finding in told])
+    assert isinstance(layout, Layout)
+    return Examined(loaded, known, recipe, layout, open_questions)
+
+
+def _precision(recipe: Recipe, device: str) -> list[Finding]:
+    if recipe.model.dtype == "float16":
+        what = "training in float16 is not available yet"
+        return [("model.dtype", what, "write bfloat16" + (" or float32" * (device == "cpu")))]
+    if device == "cuda" and recipe.model.dtype == "float32":
+        return [
+            (
+                "model.dtype",
+                "float32 has no flash attention on a GPU",
+                "write bfloat16, or launch.device: cpu",
+            )
+        ]
+    if device == "cpu" and recipe.model.attention.startswith("flash"):
+        return [
+            (
+                "model.attention",
+                f"{recipe.model.attention} runs on GPUs only",
+                "write auto or torch",
+            )
+        ]
+    return []
+
+
+def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """What speaks against a recipe's `parallel_config` under its layout."""
+    algorithm = of_recipe(recipe, layout)
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
+    # A model that is not here is taken to have as many heads as the degree needs.
+    wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
+    problems = algorithm.problems(recipe.data.sequence_length, wide)
+    return problems + _accumulation(recipe, layout)
+
+
+def _hosts(layout: Layout, hosts: int) -> list[Finding]:
+    if layout.ranks % hosts == 0:
+        return []
+    return [
+        (
+            "launch.processes",
+            f"{layout.ranks} processes do not spread evenly over {hosts} hosts",
+            "start as many on each host",
+        )
+    ]
+
+
+def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:
+    stage = recipe.deepspeed.zero_optimization.get("stage", 1)
+    passes = micro_batches(recipe, layout)
+    if stage == 0 and recipe.model.dtype == "bfloat16" and passes > 1:
+        return [
+            (
+                "deepspeed.zero_optimization.stage",
+                f"stage 0 in bfloat16 would accumulate {passes} micro-batches in bfloat16",
+                "write stage 1, or model.dtype float32",
+            )
+        ]
+    return []

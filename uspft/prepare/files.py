@@ -1,0 +1,121 @@
+"""What the file system says of a recipe: what is there, can be written, is in the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from uspft.checkpoint.folder import CheckpointError
+from uspft.checkpoint.folder import named as named_checkpoint
+from uspft.config import Fault, Finding, Recipe, dump, load
+from uspft.data.sources import is_hub_id, list_files
+from uspft.families.shape import HUB_ID
+from uspft.prepare.output import ANOTHER, KEY, output_of
+from uspft.written import is_of_a_run, is_written, written
+
+
+def file_findings(recipe: Recipe) -> list[Finding]:
+    """Named files that are not there, and folders that cannot be written."""
+    found = []
+    resume, tokenizer = recipe.checkpoint.resume, recipe.model.tokenizer
+    named = {
+        "data.chat_template": recipe.data.chat_template,
+        "model.tokenizer": None if tokenizer and HUB_ID.fullmatch(tokenizer) else tokenizer,
+        "checkpoint.resume": None if resume in ("auto", "never") else resume,
+    }
+    for key, name in named.items():
+        if name and not os.path.exists(name):
+            found.append((key, f"`{name}` does not exist", "name a file or folder that does"))
+    for key, folder in (
+        ("output_dir", recipe.output_dir),
+        ("data.cache_dir", recipe.data.cache_dir),
+    ):
+        why = folder and _cannot_write(folder)
+        if why:
+            found.append((key, f"`{folder}` cannot be written: {why}", "name another folder"))
+    if resume not in ("auto", "never") and os.path.exists(resume):
+        try:
+            named_checkpoint(Path(resume))
+        except CheckpointError as error:
+            found += not_whole(error).findings
+    return found
+
+
+def not_whole(error: CheckpointError) -> Fault:
+    """What to say of a checkpoint that cannot be gone on from."""
+    remedy = "name a whole one, .../checkpoints/step-00000500, or write never to start anew"
+    return Fault([("checkpoint.resume", str(error), remedy)])
+
+
+def _cannot_write(folder: Path) -> str | None:
+    """Why a folder, made where it is missing, could not be written to."""
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return error.strerror
+    nearest = folder.absolute()
+    while not os.path.exists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        return f"{nearest} is not a folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission in {nearest}"
+
+
+def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
+    """What a run would move aside or replace, and must not: its own inputs, what no run wrote.
+
+    file: the recipe's.
+    """
+    output = output_of(recipe)
+    found = [
+        (
+            key,
+            f"`{path}` is what a run in output_dir `{output}` moves aside or replaces",
+            "name another output_dir, or move it",
+        )
+        for key, path in _inputs(recipe)
+        if _is_inside(path, output)
+    ]
+    if _is_inside(file, output) and not _is_resolved(file):
+        what = f"a run in `{output}` writes its own {file.name} in place of {file}"
+        found.append((KEY, what, f"{ANOTHER}, or give the recipe another name"))
+    elif (left := written(output)) and not is_of_a_run(output):
+        names = ", ".join(f"`{path.relative_to(output)}`" for path in left[:3])
+        what = f"`{output}` holds {names}: a run would replace it, and none has written it"
+        found.append((KEY, what, ANOTHER))
+    return found
+
+
+def _inputs(recipe: Recipe) -> Iterator[tuple[str, Path]]:
+    """What a run reads on this machine, by key."""
+    model, data = recipe.model, recipe.data
+    named = {
+        "model.name_or_path": model.name_or_path,
+        "model.config": model.config,
+        "model.tokenizer": model.tokenizer,
+        "data.chat_template": data.chat_template,
+        "data.cache_dir": data.cache_dir,
+    }
+    yield from ((key, Path(name)) for key, name in named.items() if name)
+    for block in ("train", "eval"):
+        for source in getattr(data, block) or ():
+            if not is_hub_id(source.path):
+                files = list_files(source.path, "auto")
+                yield from ((f"data.{block}", file.path) for file in files if not file.library)
+
+
+def _is_inside(path: Path, output: Path) -> bool:
+    """Whether a path lies in what a run writes into an output folder."""
+    place, root = (Path(os.path.realpath(p)) for p in (path, output))
+    return place.is_relative_to(root) and is_written(place.relative_to(root))
+
+
+def _is_resolved(file: Path) -> bool:
+    """Whether a recipe is one that a run has left: the next one would write it just so."""
+    try:
+        return file.read_text(encoding="utf-8") == dump(load(file).recipe)
+    except (OSError, ValueError):
+        return False

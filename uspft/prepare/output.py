@@ -1,0 +1,88 @@
+"""The output folder before ranks start: whose it is, one run at a time, an earlier run's aside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from uspft.checkpoint.folder import CHECKPOINTS, Checkpoint
+from uspft.config import Fault, Recipe, dump
+from uspft.config.algorithms import AUTO
+from uspft.durable import write_text
+from uspft.launcher import Hosts
+from uspft.lease import Held, Lease
+from uspft.prepare.environment import environment_of
+from uspft.prepare.invocation import Invocation
+from uspft.written import (
+    ENVIRONMENT,
+    RECIPE,
+    clear_partial,
+    made_anew,
+    set_aside,
+    written,
+)
+
+KEY, ANOTHER = "output_dir", "name another folder"
+
+
+def output_of(recipe: Recipe) -> Path:
+    """The output folder of a loaded recipe, which always has one."""
+    assert recipe.output_dir is not None
+    return recipe.output_dir
+
+
+@contextmanager
+def held_output(output: Path, screen: Console) -> Iterator[Lease]:
+    """Inside, no other run may use the folder. Raises Fault where one does, or it is not to be
+    written; a folder that was made for nothing goes again."""
+    made = not output.exists()
+    try:
+        lease = Lease.take(output.resolve(), lambda line: screen.print(line, markup=False))
+    except Held as held:
+        what = f"a run is alive in `{output}`: {held}"
+        raise Fault([(KEY, what, f"wait for its end, stop it, or {ANOTHER}")]) from held
+    except OSError as error:
+        raise not_written(output, error) from error
+    try:
+        with lease.renewed():
+            clear_partial(output)
+            yield lease
+    finally:
+        with suppress(OSError):
+            if lease.is_held():
+                clear_partial(output)
+            lease.release()
+            if made and not any(output.iterdir()):
+                output.rmdir()
+
+
+def not_written(output: Path, error: OSError) -> Fault:
+    what = f"`{output}` cannot be written: {error.strerror}"
+    return Fault([(KEY, what, ANOTHER)])
+
+
+def open_output(
+    recipe: Recipe, checkpoint: Checkpoint | None, hosts: Hosts, place: Invocation
+) -> Path | None:
+    """Write environment.json and the resolved recipe, which waits for the ranks where they are to
+    choose the attention kernel; what another run left is moved aside first.
+
+    Returns where to, None where nothing was. Raises Fault.
+    """
+    output = output_of(recipe)
+    here = (output / CHECKPOINTS).resolve()
+    try:
+        if checkpoint and checkpoint.folder.resolve().parent == here:
+            moved = set_aside(output, made_anew(output, checkpoint.step))
+        else:
+            # Another host may already log there.
+            moved = set_aside(output, written(output, logs=hosts.count == 1))
+        write_text(output / ENVIRONMENT, environment_of(recipe, hosts, place))
+        if recipe.model.attention != AUTO:
+            write_text(output / RECIPE, dump(recipe))
+    except OSError as error:
+        raise not_written(output, error) from error
+    return moved

@@ -1,0 +1,89 @@
+"""Where a recipe's relative paths lead: beside the recipe, else from the folder of the command."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from uspft.config import Finding, Recipe
+from uspft.data.sources import STDLIB
+
+
+class Found(NamedTuple):
+    """A recipe whose paths are read from the folder of the command, and the places where each of
+    the others was looked for, by key."""
+
+    recipe: Recipe
+    missing: dict[str, list[str]]
+
+    def told(self, finding: Finding) -> Finding:
+        """A finding about a path that is nowhere names both places."""
+        key, what, remedy = finding
+        looked = self.missing.get(key)
+        if looked is None:
+            return finding
+        return key, f"{what} (looked for at {' and '.join(looked)})", remedy
+
+
+def find_paths(recipe: Recipe, file: Path) -> Found:
+    """What of the recipe in `file` is read: model, tokenizer, data, template, checkpoint.
+
+    What a run writes, output_dir and cache_dir, stays as it is written.
+    """
+    missing: dict[str, list[str]] = {}
+
+    def found(key: str, value: Any, *, words: tuple[str, ...] = ()) -> Any:
+        name = str(value)
+        if value is None or name in words or name.startswith("~") or os.path.isabs(name):
+            return value
+        beside = os.path.join(file.parent, name)
+        if os.path.realpath(beside) == os.path.realpath(name) and _is_there(name):
+            return value
+        if _is_there(beside):
+            return type(value)(_short(beside))
+        if not _is_there(name):
+            looked = [os.path.abspath(beside), os.path.abspath(name)]
+            missing[key] = list(dict.fromkeys(looked))
+        return value
+
+    model, data = recipe.model, recipe.data
+    named = ("name_or_path", "config", "tokenizer")
+    blocks: dict[str, dict[str, Any]] = {
+        "model": {key: found(f"model.{key}", getattr(model, key)) for key in named},
+        "data": {"chat_template": found("data.chat_template", data.chat_template)},
+        "checkpoint": {
+            "resume": found("checkpoint.resume", recipe.checkpoint.resume, words=("auto", "never"))
+        },
+    }
+    for block in ("train", "eval"):
+        sources = getattr(data, block)
+        if sources:
+            blocks["data"][block] = tuple(
+                source.model_copy(update={"path": found(key, source.path, words=(STDLIB,))})
+                for key, source in zip(_keys(block, len(sources)), sources, strict=True)
+            )
+    update = {name: getattr(recipe, name).model_copy(update=own) for name, own in blocks.items()}
+    return Found(recipe.model_copy(update=update), missing)
+
+
+def _keys(block: str, count: int) -> Iterator[str]:
+    """What messages call each source of data.train or data.eval."""
+    for number in range(count):
+        yield f"data.{block}.path" if count == 1 else f"data.{block}[{number}].path"
+
+
+def _is_there(name: str) -> bool:
+    """Whether there is a file or folder of that name, or one that the pattern matches."""
+    if os.path.exists(name):
+        return True
+    return glob.has_magic(name) and next(glob.iglob(name, recursive=True), None) is not None
+
+
+def _short(name: str) -> str:
+    """The same place without detours, where leaving `..` out leads there."""
+    short = os.path.normpath(name)
+    same = os.path.exists(name) and os.path.exists(short) and os.path.samefile(name, short)
+    return short if same else name

@@ -1,0 +1,181 @@
+"""Every `auto` of a recipe, settled in one place: key → function, asked again as more is known.
+
+A function returns the recipe as it is where nothing is to be settled, or what it needs is not known
+yet. What `auto` stays for good is in the recipe's reference: `checkpoint.resume`, and options of
+algorithms whose `auto` means what no value says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from uspft.config import Recipe
+from uspft.config.algorithms import AUTO, every_option, row_of
+from uspft.families import ModelShape, with_factor
+from uspft.layout import Layout, layout_of
+from uspft.model.loss import tile_tokens
+from uspft.planner.auto import Choice, Work, recommend
+from uspft.segments import Segments
+from uspft.sequence import Heads
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known beside the recipe; with time more of it."""
+
+    hosts: int = 1
+    gpus: int = 0
+    """Of this host."""
+    ranks: int | None = None
+    """Processes of all hosts together, where the command says."""
+    shape: ModelShape | None = None
+    """The model's sizes."""
+    work: Work | None = None
+    """The run's first rows and the model's layers."""
+    formats: Sequence[str] = ()
+    """Of each source of training and evaluation data, in their order."""
+    kernel: str | None = None
+    """The attention kernel that ranks have chosen."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Keys of `model` that are hub ids → the folders that they are in on this host."""
+
+    def here(self, recipe: Recipe) -> Recipe:
+        """The recipe as this host reads it: folders in place of hub ids."""
+        return _with(recipe, "model", **self.places)
+
+
+def resolve(recipe: Recipe, known: Known) -> Recipe:
+    """The recipe with everything settled that can be."""
+    for settle in SETTLED.values():
+        recipe = settle(recipe, known)
+    return recipe
+
+
+def choice(recipe: Recipe, known: Known) -> Choice | None:
+    """What `context_parallel_algo: auto` means, and why; None where the recipe names one, or a row
+    is not shared."""
+    parallel = recipe.parallel_config
+    ranks = parallel.context_parallel
+    if parallel.context_parallel_algo != AUTO or ranks == 1:
+        return None
+    shape, work = known.shape, known.work
+    if work is None and recipe.data.packing == "none":  # each row holds one sample
+        work = Work([Segments.single(recipe.data.sequence_length)])
+    if work:
+        work = work._replace(keep=not recipe.memory.gradient_checkpointing)
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
+    here = (ranks_of(recipe, known) or 0) // known.hosts
+    return recommend(ranks, here or ranks, heads, work)
+
+
+def ranks_of(recipe: Recipe, known: Known) -> int | None:
+    """Processes of all hosts together, where the command, the recipe or this machine says."""
+    if known.ranks:
+        return known.ranks
+    if recipe.launch.processes != AUTO:
+        return int(recipe.launch.processes) * known.hosts
+    here = known.gpus if recipe.launch.device == "cuda" else 0
+    return here * known.hosts or None
+
+
+def _with(recipe: Recipe, block: str, **values: Any) -> Recipe:
+    held = getattr(recipe, block).model_copy(update=values)
+    return recipe.model_copy(update={block: held})
+
+
+def _device(recipe: Recipe, known: Known) -> Recipe:
+    if recipe.launch.device != AUTO:
+        return recipe
+    return _with(recipe, "launch", device="cuda" if known.gpus else "cpu")
+
+
+def _attention(recipe: Recipe, known: Known) -> Recipe:
+    """On CPU there is one kernel; on GPUs ranks try what is installed."""
+    kernel = "torch" if recipe.launch.device == "cpu" else known.kernel
+    if recipe.model.attention != AUTO or kernel is None:
+        return recipe
+    return _with(recipe, "model", attention=kernel)
+
+
+def _scaling(recipe: Recipe, known: Known) -> Recipe:
+    """The factor, where a scaling has none: as much as rows need."""
+    if known.shape is None:
+        return recipe
+    model = with_factor(recipe.model, known.shape, recipe.data.sequence_length)
+    return recipe.model_copy(update={"model": model})
+
+
+def _format(recipe: Recipe, known: Known) -> Recipe:
+    """One for all sources, or where they differ each its own."""
+    data, found = recipe.data, known.formats
+    if not found:
+        return recipe
+    if len(set(found)) == 1:
+        return _with(recipe, "data", format=found[0])
+    pairs = zip(data.train + (data.eval or ()), found, strict=True)
+    named = tuple(s.model_copy(update={"format": s.format or f}) for s, f in pairs)
+    train, rest = named[: len(data.train)], named[len(data.train) :]
+    return _with(recipe, "data", train=train, eval=rest or None)
+
+
+def _algorithm(recipe: Recipe, known: Known) -> Recipe:
+    """Where rows or model are not known yet: what is most likely."""
+    if recipe.parallel_config.context_parallel_algo != AUTO:
+        return recipe
+    found = choice(recipe, known)
+    if found is None:
+        return _with(recipe, "parallel_config", context_parallel_algo=None)
+    degrees = {"context_parallel_algo": found.algorithm, "ulysses_degree_in_cp": found.ulysses}
+    return _with(recipe, "parallel_config", **degrees)
+
+
+def _layout(recipe: Recipe, known: Known) -> Layout | None:
+    found = layout_of(recipe.parallel_config, ranks_of(recipe, known))
+    return found if isinstance(found, Layout) else None
+
+
+def _replicas(recipe: Recipe, known: Known) -> Recipe:
+    layout = _layout(recipe, known)
+    if recipe.parallel_config.data_parallel != AUTO or layout is None:
+        return recipe
+    return _with(recipe, "parallel_config", data_parallel=layout.data)
+
+
+def _processes(recipe: Recipe, known: Known) -> Recipe:
+    layout = _layout(recipe, known)
+    if layout is None or (recipe.launch.processes != AUTO and known.ranks is None):
+        return recipe
+    return _with(recipe, "launch", processes=layout.ranks // known.hosts)
+
+
+def _options(recipe: Recipe, known: Known) -> Recipe:
+    """What does not apply is null; an option of the algorithm that is `auto` stays."""
+    parallel = recipe.parallel_config
+    layout = _layout(recipe, known)
+    if layout is None:
+        return recipe
+    row = row_of(parallel.context_parallel_algo, layout.context)
+    off = dict.fromkeys(every_option() - row.options_at(layout.ring))
+    return _with(recipe, "parallel_config", **off)
+
+
+def _loss_tile(recipe: Recipe, known: Known) -> Recipe:
+    if recipe.memory.loss_tile_tokens != AUTO or known.shape is None:
+        return recipe
+    return _with(recipe, "memory", loss_tile_tokens=tile_tokens(AUTO, known.shape.vocab_size))
+
+
+SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
+    "launch.device": _device,
+    "model.attention": _attention,
+    "model.rope_scaling": _scaling,
+    "data.format": _format,
+    "parallel_config.context_parallel_algo": _algorithm,
+    "parallel_config.data_parallel": _replicas,
+    "launch.processes": _processes,
+    "parallel_config.exchange_stages": _options,
+    "memory.loss_tile_tokens": _loss_tile,
+}
+"""In the order in which one needs another."""

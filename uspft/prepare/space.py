@@ -1,0 +1,59 @@
+"""Whether a run's checkpoints and exports fit where they go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from uspft.checkpoint.folder import CHECKPOINTS, step_folders
+from uspft.config import Fault, Recipe
+from uspft.metrics import as_size
+from uspft.prepare.output import KEY, output_of
+
+STATES = 3
+"""Float32 values of a parameter in a checkpoint: the weight and Adam's two moments."""
+
+
+def space_needed(recipe: Recipe, trained: int, parameters: int, steps: int | None) -> int:
+    """Bytes that a run is yet to write: checkpoints, one more than stay, and its exports.
+
+    trained, parameters: how many of the model's train, and all; steps: of the whole run, None: as
+    many as it takes. Checkpoints that it goes on beside are there already.
+    """
+    model, every = recipe.model, recipe.checkpoint.every_steps
+    wanted = 1  # a run that is stopped saves one whatever it is told
+    if every:
+        wanted = recipe.checkpoint.keep_last + 1
+        wanted = min(wanted, -(-steps // every)) if steps else wanted
+    there = step_folders(output_of(recipe) / CHECKPOINTS)
+    kept = len(there) if recipe.checkpoint.resume == "auto" else 0
+    size = max(wanted - kept, 1) * STATES * torch.float32.itemsize * trained
+    if recipe.export.huggingface:
+        size += getattr(torch, model.dtype).itemsize * parameters
+    return size + (torch.float32.itemsize * trained if model.adapter else 0)
+
+
+def space_free(folder: Path) -> int:
+    """Bytes that this user may still write where a folder is, or would be made."""
+    nearest = folder.absolute()
+    while not os.path.exists(nearest):
+        nearest = nearest.parent
+    room = os.statvfs(nearest)
+    return room.f_bavail * room.f_frsize
+
+
+def require_space(recipe: Recipe, needed: int) -> None:
+    """Raises Fault where a run would fill its disk."""
+    output, keep = output_of(recipe), recipe.checkpoint.keep_last
+    free = space_free(output)
+    if needed <= free:
+        return
+    what = f"this run writes {as_size(needed)}, and {as_size(free)} are free in `{output}`"
+    remedy = "make room, or name a folder with more of it"
+    if recipe.checkpoint.every_steps and keep > 1:
+        remedy += (
+            f" (checkpoint.keep_last is {keep}, and a new one is whole before an old one goes)"
+        )
+    raise Fault([(KEY, what, remedy)])

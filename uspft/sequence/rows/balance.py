@@ -1,0 +1,258 @@
+"""Which chunks of a packed row each ring rank holds: equal work first, then few bytes.
+
+A row is cut into equal chunks; a chunk's work is its area under the mask. Longest-first deals them
+out, the same number to each rank, which gives zigzag for one causal document. Pairs of chunks are
+then swapped between ranks while that lowers what the busiest rank sends and the balance holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from uspft.segments import Segments
+from uspft.sequence.rows.spans import Span, pairs
+
+BALANCE = 1.05
+"""The busiest rank's work may be this much of the mean; below it bytes decide."""
+CHUNKS = (2, 4, 8, 16, 32)
+"""Chunks per rank that are tried."""
+ENOUGH = 8
+"""More are tried only where these are not balanced: a short document in a row of padding."""
+MANY = 64
+"""Chunks of a row above which only some swaps are looked at: time grows with their third power."""
+SLAB = 1 << 16
+"""Numbers of one table in the search: it stays in a core's cache."""
+EXACT = 1 << 24
+"""float32 holds all whole numbers up to here."""
+SHAKES = 16
+"""Times that a search starts again near the best it has found; fewer where chunks are many."""
+
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """owner[c] is the ring rank of chunk c; balance and sent as the search saw them.
+
+    sent: by the busiest rank, in units of one rank's own keys and values, forward and backward.
+    """
+
+    owner: tuple[int, ...]
+    chunk: int
+    balance: float
+    sent: float
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The positions of a rank, neighbouring chunks joined."""
+        found: list[Span] = []
+        for c, owner in enumerate(self.owner):
+            if owner == rank:
+                start = c * self.chunk
+                if found and found[-1][1] == start:
+                    start = found.pop()[0]
+                found.append((start, (c + 1) * self.chunk))
+        return tuple(found)
+
+
+def assign(
+    segments: Segments, ring: int, multiple: int, fetches: int = 1, window: int | None = None
+) -> Assignment:
+    """The best assignment over all numbers of chunks per rank.
+
+    multiple: tokens of a rank must be divisible by it (the Ulysses degree). fetches: how often keys
+    travel, 2 where the backward fetches them again. Deterministic: every rank of a row finds the
+    same.
+    """
+    found: list[Assignment] = []
+    for per_rank in CHUNKS:
+        if per_rank > ENOUGH and any(a.balance <= BALANCE for a in found):
+            break
+        chunk, left = divmod(segments.length, ring * per_rank)
+        if left == 0 and chunk and (chunk * per_rank) % multiple == 0:
+            found.append(_Search(segments, (ring, per_rank), fetches, window).best())
+    balanced = [a for a in found if a.balance <= BALANCE]
+    if balanced:
+        return min(balanced, key=lambda a: a.sent)
+    return min(found, key=lambda a: a.balance)
+
+
+class _Search:
+    """Longest-first, then swaps, for one number of chunks per rank."""
+
+    def __init__(
+        self, segments: Segments, ranks: tuple[int, int], fetches: int, window: int | None
+    ) -> None:
+        """ranks: (how many, chunks of each)."""
+        (self.ring, self.per_rank), self.fetches = ranks, fetches
+        ring, per_rank = ranks
+        count = ring * per_rank
+        self.chunk = segments.length // count
+        edges = np.arange(count + 1) * self.chunk
+        self.work: Floats = np.diff(_pairs_before(edges, segments, window)).astype(np.float64)
+        # need[c, d]: tokens of chunk d whose keys the queries of chunk c see.
+        seen = edges[1:] - _first_keys(edges[:-1], segments, window)[:, None]
+        # Numbers up to three rows are added up, exactly: float32 where that does, at half the time.
+        dtype = np.float32 if 3 * segments.length <= EXACT else np.float64
+        self.need: Floats = np.tril(np.clip(seen, 0, self.chunk), -1).astype(dtype)
+
+    def best(self) -> Assignment:
+        """Swap to a dead end, shake, swap again; the best dead end wins (iterated local search)."""
+        owner = self._longest_first()
+        limit = max(BALANCE, self._balance(owner))
+        # Raw bits: their stream is the same in every numpy, and so on every host.
+        dice = np.random.Philox(0)
+        cost, owner = self._descend(owner, limit)
+        shakes = SHAKES * MANY // max(MANY, len(owner)) if self.ring > 1 else 0
+        for _ in range(shakes if cost else 0):
+            trial = owner.copy()
+            for _ in range(2):
+                a, b = (int(n) % len(trial) for n in dice.random_raw(2))
+                trial[a], trial[b] = trial[b], trial[a]
+            found = self._descend(trial, limit)
+            if self._balance(found[1]) <= limit and found[0] < cost:
+                cost, owner = found
+        unit = self.chunk * self.per_rank
+        busiest = float(self._traffic(owner).max())
+        # Ranks are numbered by their first chunk: in a ring, neighbours of the row are neighbours.
+        numbers = {rank: number for number, rank in enumerate(dict.fromkeys(owner.tolist()))}
+        numbered = tuple(numbers[rank] for rank in owner.tolist())
+        return Assignment(numbered, self.chunk, self._balance(owner), busiest / unit)
+
+    def _descend(self, owner: Ints, limit: float) -> tuple[float, Ints]:
+        """(cost, owner) where no swap of two chunks helps any more."""
+        owner, cost = owner.copy(), self._cost(owner)
+        while found := self._best_swap(owner, limit):
+            if found[0] >= cost - 1e-9:
+                break
+            cost, a, b = found
+            owner[a], owner[b] = owner[b], owner[a]
+        return cost, owner
+
+    def _longest_first(self) -> Ints:
+        owner = np.zeros(len(self.work), dtype=np.int64)
+        load, held = [0.0] * self.ring, [0] * self.ring
+        for c in np.argsort(-self.work, kind="stable"):
+            free = [r for r in range(self.ring) if held[r] < self.per_rank]
+            rank = min(free, key=lambda r: (load[r], r))
+            owner[c] = rank
+            load[rank] += self.work[c]
+            held[rank] += 1
+        return owner
+
+    def _balance(self, owner: Ints) -> float:
+        load = np.bincount(owner, self.work, self.ring)
+        mean = float(load.mean())
+        return float(load.max()) / mean if mean else 1.0
+
+    def _needs(self, owner: Ints) -> tuple[Floats, Floats]:
+        """[rank, chunk] tokens of each chunk whose keys a rank needs from another; and [chunk,
+        chunk] what a chunk's rank would need, its own too, without that chunk's queries."""
+        held = np.argsort(owner, kind="stable")
+        each = self.need[held].reshape(self.ring, self.per_rank, -1)
+        second, most = np.partition(each, self.per_rank - 2, axis=1)[:, -2:].swapaxes(0, 1)
+        without = np.where(self.need == most[owner], second[owner], most[owner])
+        most[owner, np.arange(len(owner))] = 0.0
+        return most, without
+
+    def _traffic(self, owner: Ints) -> Floats:
+        """Tokens of keys and values that each rank sends: its own out, others' gradients home."""
+        wanted, _ = self._needs(owner)
+        given = np.bincount(owner, wanted.sum(axis=0), self.ring)
+        return np.asarray(self.fetches * given + wanted.sum(axis=1))
+
+    def _cost(self, owner: Ints) -> float:
+        return float(_weigh(self._traffic(owner)))
+
+    def _best_swap(self, owner: Ints, limit: float) -> tuple[float, int, int] | None:
+        """(cost, a, b) of the best swap of chunks a and b that keeps the balance, or None.
+
+        Of many chunks, a is one of the rank that sends most.
+        """
+        swaps = _Swaps(owner, self._needs(owner), self.need, self.fetches)
+        load, every = np.bincount(owner, self.work, self.ring), np.arange(len(owner))
+        ceiling = limit * float(load.mean())
+        first = every
+        if len(owner) > MANY:
+            first = np.flatnonzero(owner == swaps.traffic.argmax())
+        shift = self.work[first, None] - self.work
+        fits = (load[owner[first], None] - shift <= ceiling) & (load[owner] + shift <= ceiling)
+        fits &= owner[first, None] != owner
+        if len(owner) <= MANY:
+            fits = np.triu(fits)
+        at, b = np.nonzero(fits)
+        a, best = first[at], None
+        for start in range(0, len(a), SLAB // len(owner)):
+            part = slice(start, start + SLAB // len(owner))
+            costs = _weigh(swaps.traffic_after(a[part], b[part]))
+            least = int(costs.argmin())
+            if best is None or costs[least] < best[0]:
+                best = float(costs[least]), int(a[start + least]), int(b[start + least])
+        return best
+
+
+class _Swaps:
+    """What ranks would send after swaps: only the two ranks' own needs change, and who answers for
+    the two chunks. All are whole numbers of tokens, and exact in any order of adding."""
+
+    def __init__(
+        self, owner: Ints, needs: tuple[Floats, Floats], need: Floats, fetches: int
+    ) -> None:
+        """needs: what `_needs` finds before the swap."""
+        self.owner, (self.wanted, self.without) = owner, needs
+        self.need, self.fetches = need, fetches
+        self.held = np.eye(len(self.wanted), dtype=self.need.dtype)[owner]
+        self.column = self.wanted.sum(axis=0)
+        self.sums = self.wanted @ self.held  # [to, from]
+        self.given, self.taken = self.sums.sum(axis=0), self.sums.sum(axis=1)
+        self.traffic: Floats = fetches * self.given + self.taken
+
+    def traffic_after(self, a: Ints, b: Ints) -> Floats:
+        """[swap, rank] where chunk a[i] goes to chunk b[i]'s rank, another one, and b[i] to its."""
+        ra, rb, i = self.owner[a], self.owner[b], np.arange(len(a))
+        mine = np.maximum(self.without[a], self.need[b])
+        theirs = np.maximum(self.without[b], self.need[a])
+        # By who gives: the two ranks nothing to themselves, and each one chunk for another.
+        to_a, to_b = mine @ self.held, theirs @ self.held
+        to_a[i, ra], to_b[i, rb] = 0.0, 0.0
+        to_a[i, rb] += mine[i, a] - mine[i, b]
+        to_b[i, ra] += theirs[i, b] - theirs[i, a]
+        given = self.given - self.sums[ra] - self.sums[rb] + to_a + to_b
+        moved = self.column[a] - self.wanted[rb, a] - self.column[b] + self.wanted[ra, b]
+        given[i, ra] -= moved
+        given[i, rb] += moved
+        taken = np.tile(self.taken, (len(a), 1))
+        taken[i, ra], taken[i, rb] = to_a.sum(axis=1), to_b.sum(axis=1)
+        return np.asarray(self.fetches * given + taken)
+
+
+def _weigh(traffic: Floats) -> Floats:
+    """The busiest rank's traffic; between equals, less in all."""
+    cost: Floats = traffic.max(axis=-1).astype(np.float64) + 1e-3 * traffic.sum(
+        axis=-1, dtype=np.float64
+    )
+    return cost
+
+
+def _first_keys(positions: Ints, segments: Segments, window: int | None) -> Ints:
+    """The earliest key that each query sees; in padding itself."""
+    bounds = np.array(segments.bounds)
+    document = np.searchsorted(bounds, positions, "right") - 1
+    first = bounds[document]
+    if window is not None:
+        first = np.maximum(first, positions - window + 1)
+    return np.where(document < len(bounds) - 1, first, positions)
+
+
+def _pairs_before(positions: Ints, segments: Segments, window: int | None) -> Ints:
+    """Pairs of query and key of all queries before each position."""
+    bounds = np.array(segments.bounds)
+    whole = np.append(0, np.cumsum(pairs(np.diff(bounds), window)))
+    document = np.searchsorted(bounds, positions, "right") - 1
+    inside = np.where(document < len(bounds) - 1, positions - bounds[document], 0)
+    found: Ints = whole[document] + pairs(inside, window)
+    return found

@@ -1,0 +1,122 @@
+"""Which keys go from which rank to which, and when: worked out for attention whose keys and values
+go straight to the ranks that need them.
+
+The idea of sending needed ranges only is MagiAttention's (2505.13211) and DCP's (2510.10620); here
+every rank derives all ranges from document bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from uspft.blocks import Block
+from uspft.sequence.rows.share import Share
+from uspft.sequence.rows.spans import Holding, Span, blocks_between, cut, tokens_in
+
+MESSAGES = 4
+"""In how many the keys come at least where ranks are few: the first ones are attended to, and their
+gradients leave, while others are on their way."""
+
+
+class Leg(NamedTuple):
+    """What moves at one time: keys from the ranks at these ring distances, the nearest first, and
+    which piece of them, of how many."""
+
+    distances: tuple[int, ...]
+    piece: int
+    pieces: int
+
+
+class Exchange:
+    """Who sends what to whom, worked out once for all layers of a share that have the same window.
+
+    blocks_here: this rank's queries against its own keys. arrivals: what comes, by leg, in the
+    order in which legs are posted, the same on every rank. keep: received keys stay for the
+    backward, or are fetched again. It holds nothing that would hold the share itself: a
+    micro-batch's is gone with its last user.
+    """
+
+    def __init__(
+        self, share: Share, stages: int, *, trimmed: bool, keep: bool, least: int | None = None
+    ) -> None:
+        """trimmed: to the keys that are seen; else whole shares travel. least: tokens of a message
+        below which it is not cut in pieces; None: none is."""
+        me, ring = share.ring_index, share.ring
+        self.keep, self.blocks_here = keep, share.blocks_here
+        parcels = _Parcels(share, trimmed, least)
+        legs = _legs(ring, stages, 1 if least is None else MESSAGES)
+        self.arrivals = [
+            Arrival(share, leg, [parcels.of(me, (me - d) % ring, leg) for d in leg.distances])
+            for leg in legs
+        ]
+        mine = share.holdings[me]
+        self._leaving = {
+            (d, leg): mine.places(parcels.of((me + d) % ring, me, leg))
+            for leg in legs
+            for d in leg.distances
+        }
+
+    def leaving(self, distance: int, leg: Leg) -> tuple[Span, ...]:
+        """Local index ranges of this rank's tokens for the rank `distance` further on."""
+        return self._leaving[distance, leg]
+
+    @property
+    def _sent(self) -> list[int]:
+        """Tokens of each message that is sent: keys once or twice, others' gradients home."""
+        given = [tokens_in(spans) for spans in self._leaving.values()]
+        taken = [size for arrival in self.arrivals for size in arrival.sizes]
+        return [tokens for tokens in given * (1 if self.keep else 2) + taken if tokens]
+
+    @property
+    def tokens_sent(self) -> int:
+        """Tokens whose keys and values, or gradients, this rank sends, forward and backward."""
+        return sum(self._sent)
+
+    @property
+    def messages_sent(self) -> int:
+        """How many messages carry them."""
+        return len(self._sent)
+
+
+def _legs(ring: int, stages: int, messages: int) -> list[Leg]:
+    """stages: 0 is one for each other rank, and where these are fewer than messages, in pieces."""
+    far = range(1, ring)
+    count = min(stages or ring, len(far))
+    parts = [tuple(d for d in far if (d - 1) * count // len(far) == s) for s in range(count)]
+    pieces = 1 if stages else max(1, messages // max(1, count))
+    return [Leg(distances, piece, pieces) for distances in parts for piece in range(pieces)]
+
+
+@dataclass(frozen=True)
+class _Parcels:
+    share: Share
+    trimmed: bool
+    least: int | None
+
+    def of(self, to: int, source: int, leg: Leg) -> tuple[Span, ...]:
+        """Positions that `source` sends to `to` in a leg."""
+        share = self.share
+        whole = share.parcel(to, source) if self.trimmed else tuple(share.holdings[source].spans)
+        if leg.pieces == 1:
+            return whole
+        size = max(self.least or 1, -(-tokens_in(whole) // leg.pieces))
+        return cut(whole, leg.piece * size, (leg.piece + 1) * size)
+
+
+class Arrival:
+    """Keys of a leg's ranks, laid out by position, so that a run of queries needs one block."""
+
+    def __init__(self, share: Share, leg: Leg, parcels: list[tuple[Span, ...]]) -> None:
+        """parcels: the positions that each of the leg's ranks sends."""
+        self.leg, self.parcels = leg, parcels
+        self.sizes = [tokens_in(spans) for spans in parcels]
+        self.keys = Holding([span for spans in parcels for span in spans])
+        self._queries = share.holdings[share.ring_index]
+        self._rule = share.documents, share.window
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """This rank's queries against what came."""
+        return tuple(blocks_between(self._queries, self.keys, *self._rule))

@@ -1,0 +1,156 @@
+"""What one rank computes and moves for one micro-batch, worked out on the host from document bounds
+alone; every rank derives everybody's part from the same bounds, so nothing is negotiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from uspft.kernels import Block
+from uspft.segments import Segments
+from uspft.sequence.rows.spans import Holding, Span, blocks_between, tokens_in, work_of
+
+Order = list[tuple[Span, ...]]
+Made = TypeVar("Made")
+
+
+class Share:
+    """What one rank holds and computes of a micro-batch. Rows are laid end to end: their documents
+    never meet, so a micro-batch is one packed row.
+
+    held: the positions of this rank's tokens, in its order. tokens: how many tokens each context
+    rank holds. holdings: by ring rank, what its Ulysses members hold together. sorting: for each
+    token of the ring rank in sequence order, where the Ulysses exchange put it (None: already in
+    order). window: keys that a query sees, itself counted, or None for all of its document. What an
+    algorithm does not ask for is not worked out.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Segments],
+        orders: Sequence[Order],
+        place: tuple[int, int],
+        window: int | None = None,
+    ) -> None:
+        """place: (Ulysses degree, this rank's place among those that share the rows)."""
+        self._rows, self._orders, self._place = rows, orders, place
+        ulysses, context_index = place
+        self.ring_index = context_index // ulysses
+        self.window = window
+        self._made: dict[Hashable, Any] = {}
+        held = _lay_end_to_end(rows, orders)
+        self.held = tuple(held[context_index])
+        self.tokens = tuple(map(tokens_in, held))
+        received = [
+            [span for spans in held[first : first + ulysses] for span in spans]
+            for first in range(0, len(held), ulysses)
+        ]
+        self.sorting = _sorting(received[self.ring_index])
+        self.holdings = [Holding(spans) for spans in received]
+        self.documents, offset = [], 0
+        for row in rows:
+            self.documents += [(offset + start, offset + stop) for start, stop in row]
+            offset += row.length
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """make(), the first time that an algorithm asks for key; every layer of a step asks."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: Made = self._made[key]
+        return found
+
+    def with_window(self, window: int | None) -> Share:
+        """The same tokens under a sliding window."""
+        if window == self.window:
+            return self
+        return self.once(
+            ("window", window), lambda: Share(self._rows, self._orders, self._place, window)
+        )
+
+    @property
+    def ring(self) -> int:
+        """Ranks that the keys are spread over."""
+        return len(self.holdings)
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Block, ...], ...]:
+        """blocks[j]: this rank's queries against the keys of ring rank j."""
+        return tuple(self.pair(self.ring_index, j) for j in range(self.ring))
+
+    @cached_property
+    def blocks_here(self) -> tuple[Block, ...]:
+        """This rank's queries against its own keys."""
+        return self.pair(self.ring_index, self.ring_index)
+
+    def pair(self, i: int, j: int) -> tuple[Block, ...]:
+        """Blocks of ring rank i's queries against ring rank j's keys."""
+        return tuple(
+            blocks_between(self.holdings[i], self.holdings[j], self.documents, self.window)
+        )
+
+    def parcel(self, i: int, j: int) -> tuple[Span, ...]:
+        """The positions of ring rank j whose keys ring rank i's queries see."""
+        return self.once(("parcel", i, j), lambda: self._parcel(i, j))
+
+    def places(self, i: int, j: int) -> tuple[Span, ...]:
+        """Where among its own tokens ring rank j has the parcel of ring rank i."""
+        return self.once(("places", i, j), lambda: self.holdings[j].places(self.parcel(i, j)))
+
+    def _parcel(self, i: int, j: int) -> tuple[Span, ...]:
+        found: list[Span] = []
+        for start, stop in self.documents:
+            for a, _ in self.holdings[i].within(start, stop):
+                earliest = start if self.window is None else max(start, a - self.window + 1)
+                if found and found[-1][0] <= earliest <= found[-1][1]:
+                    earliest = found.pop()[0]
+                found.append((earliest, a))
+        held = self.holdings[j]
+        return tuple(span for start, stop in found for span in held.within(start, stop))
+
+    @cached_property
+    def hops(self) -> tuple[int, ...]:
+        """hops[j]: how many ranks further round the ring the keys of rank j are needed."""
+        ring = range(self.ring)
+        return tuple(
+            max((h for h in ring if h and self.parcel((j + h) % self.ring, j)), default=0)
+            for j in ring
+        )
+
+    @property
+    def area(self) -> int:
+        """Attention work of this ring rank, in pairs of query and key."""
+        return work_of(self.holdings[self.ring_index].spans, self.documents, self.window)
+
+
+def everyones(segments: Segments, order: Order, ulysses: int, window: int | None) -> list[Share]:
+    """The share of each ring rank for one row, as its first Ulysses member has it."""
+    ring = len(order) // ulysses
+    return [Share([segments], [order], (ulysses, i * ulysses), window) for i in range(ring)]
+
+
+def _lay_end_to_end(rows: Sequence[Segments], orders: Sequence[Order]) -> list[list[Span]]:
+    """The spans of each context rank, positions counted through all rows."""
+    held: list[list[Span]] = [[] for _ in orders[0]]
+    offset = 0
+    for row, order in zip(rows, orders, strict=True):
+        for spans, mine in zip(order, held, strict=True):
+            mine += [(offset + start, offset + stop) for start, stop in spans]
+        offset += row.length
+    return held
+
+
+def _sorting(received: list[Span]) -> NDArray[np.int64] | None:
+    starts = [start for start, _ in received]
+    if starts == sorted(starts):
+        return None
+    places, at = {}, 0
+    for start, stop in received:
+        places[start] = at
+        at += stop - start
+    return np.concatenate(
+        [np.arange(places[start], places[start] + stop - start) for start, stop in sorted(received)]
+    )

@@ -1,0 +1,170 @@
+"""Which parts of the attention matrix a rank computes, as blocks, from positions alone.
+
+A span is a range of positions [start, stop) of the micro-batch; a rank's spans are sorted, and its
+local token index counts through them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from uspft.kernels import Block, Mask
+
+Span = tuple[int, int]
+
+
+class Holding:
+    """The sorted spans that a rank holds, with the local index of each position."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = sorted(spans)
+        self.starts = [start for start, _ in self.spans]
+        self.local = [0]
+        for start, stop in self.spans:
+            self.local.append(self.local[-1] + stop - start)
+
+    @property
+    def tokens(self) -> int:
+        return self.local[-1]
+
+    def before(self, position: int) -> int:
+        """Number of held tokens before a position: the local index of the first at or after it."""
+        i = bisect_left(self.starts, position)
+        if i == 0:
+            return 0
+        return self.local[i - 1] + min(position, self.spans[i - 1][1]) - self.starts[i - 1]
+
+    def within(self, start: int, stop: int) -> list[Span]:
+        """Runs cut to [start, stop), empty ones left out."""
+        i = max(bisect_left(self.starts, start) - 1, 0)
+        cut = []
+        while i < len(self.spans) and self.starts[i] < stop:
+            a, b = max(start, self.starts[i]), min(stop, self.spans[i][1])
+            if a < b:
+                cut.append((a, b))
+            i += 1
+        return cut
+
+    def places(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """The local index ranges of spans that it holds, neighbours joined."""
+        return cut([(self.before(a), self.before(b)) for a, b in spans], 0, self.tokens)
+
+
+def tokens_in(spans: Iterable[Span]) -> int:
+    """How many tokens spans are."""
+    return sum(stop - start for start, stop in spans)
+
+
+def cut(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:
+    """Tokens [first, last) of spans laid end to end, neighbours joined."""
+    found: list[Span] = []
+    at = 0
+    for start, stop in spans:
+        a, b = max(first, at), min(last, at + stop - start)
+        if a < b:
+            piece = (start + a - at, start + b - at)
+            if found and found[-1][1] == piece[0]:
+                piece = (found.pop()[0], piece[1])
+            found.append(piece)
+        at += stop - start
+    return tuple(found)
+
+
+def blocks_between(
+    queries: Holding, keys: Holding, documents: Sequence[Span], window: int | None
+) -> list[Block]:
+    """Blocks of one rank's queries against one rank's keys, by their local indices.
+
+    A query at position p sees keys of its document in (p − window, p]. Without a window a
+    document's tokens on one rank are one causal square with themselves, gaps or not, and against
+    another rank's a span of queries sees a prefix: all keys before its first position.
+    """
+    found: list[Block] = []
+    same = queries is keys
+    for start, stop in documents:
+        if same and (window is None or stop - start <= window):
+            first, last = queries.before(start), queries.before(stop)
+            if first < last:
+                found.append(Block(first, last, first, last, Mask.CAUSAL))
+            continue
+        for a, b in queries.within(start, stop):
+            earliest = start if window is None else max(start, a - window + 1)
+            for block in _span_blocks((a, b), keys, (earliest, window), same=same):
+                _append(found, _local(block, queries, keys))
+    return found
+
+
+def _span_blocks(
+    span: Span, keys: Holding, reach: tuple[int, int | None], *, same: bool
+) -> Iterator[Block]:
+    """Blocks of one span of queries, by position; reach = (first key any of them sees, window)."""
+    a, b = span
+    earliest, window = reach
+    if same:
+        yield from _square(a, b, window or b - a)
+    if window is None:
+        held = keys.within(earliest, a)
+        if held:  # one block, though the positions have gaps: all of them are seen
+            yield Block(a, b, held[0][0], held[-1][1], Mask.FULL)
+        return
+    for x, y in keys.within(earliest, a):
+        yield from _behind(a, b, (x, y), window)
+
+
+def _square(a: int, b: int, window: int) -> Iterator[Block]:
+    """Queries [a, b) against themselves: causal tiles as wide as the window, each with the part of
+    the one before that the window still reaches."""
+    for start in range(a, b, window):
+        stop = min(b, start + window)
+        yield Block(start, stop, start, stop, Mask.CAUSAL)
+        if start > a:
+            yield from _behind(start, stop, (start - window, start), window)
+
+
+def _behind(a: int, b: int, keys: Span, window: int) -> Iterator[Block]:
+    """Queries [a, b) against earlier keys [x, y): those whose window reaches x see all of them, of
+    the rest each sees one key less than the one before."""
+    x, y = keys
+    full = min(b, x + window)
+    if a < full:
+        yield Block(a, full, x, y, Mask.FULL)
+    first, last = max(a, x + window), min(b, y + window - 1)
+    if first < last:
+        near, n = first - window + 1, last - first
+        yield Block(first, last, near, near + n, Mask.FLIPPED)
+        if near + n < y:
+            yield Block(first, last, near + n, y, Mask.FULL)
+
+
+def _local(block: Block, queries: Holding, keys: Holding) -> Block:
+    q0, k0 = queries.before(block.q0), keys.before(block.k0)
+    return Block(q0, queries.before(block.q1), k0, keys.before(block.k1), block.mask)
+
+
+def _append(found: list[Block], block: Block) -> None:
+    """Add a block; full neighbours over the same keys become one."""
+    if found and block.mask is Mask.FULL:
+        last = found[-1]
+        if (last.q1, last.k0, last.k1, last.mask) == (block.q0, block.k0, block.k1, Mask.FULL):
+            found[-1] = last._replace(q1=block.q1)
+            return
+    found.append(block)
+
+
+def work_of(spans: Sequence[Span], documents: Sequence[Span], window: int | None) -> int:
+    """Pairs of query and key that spans of queries see, wherever the keys are."""
+    share, total = Holding(spans), 0
+    for start, stop in documents:
+        for a, b in share.within(start, stop):
+            total += pairs(b - start, window) - pairs(a - start, window)
+    return int(total)
+
+
+def pairs(queries: Any, window: int | None) -> Any:
+    """Pairs of the first so many tokens of a document; a number, or an array of them."""
+    near = queries if window is None else np.minimum(queries, window)
+    return near * (near + 1) // 2 + (queries - near) * near

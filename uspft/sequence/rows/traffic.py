@@ -1,0 +1,86 @@
+"""What each way of splitting a row sends, counted from who holds and needs what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from uspft.sequence.rows.heads import split_heads
+from uspft.sequence.rows.parcels import Exchange
+from uspft.sequence.rows.share import Share
+from uspft.sequence.rows.spans import tokens_in
+
+
+class Heads(NamedTuple):
+    """Query heads, KV heads and head dim of one attention layer."""
+
+    query: int
+    kv: int
+    dim: int
+
+
+class Traffic(NamedTuple):
+    """What the busiest rank sends: bytes, and messages (one for each rank that is sent something,
+    each time)."""
+
+    bytes: int = 0
+    messages: int = 0
+
+
+NOTHING = Traffic()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one layer sends, forward and backward, by kind; each kind has its own busiest rank."""
+
+    all_to_all: Traffic = NOTHING
+    ring: Traffic = NOTHING
+    gather: Traffic = NOTHING
+
+
+def heads_traffic(heads: Heads, ulysses: int, tokens: int, element_bytes: int) -> Traffic:
+    """What the busiest of `ulysses` ranks of `tokens` tokens sends, forward and backward.
+
+    Forward: the others' shares of q, k, v, then its own heads of out for the others' tokens;
+    backward the same sizes again, the other way round. 2 · (U − 1) / U · (2H + 2G) · tokens · D
+    elements where the heads divide, in 4 · (U − 1) messages.
+    """
+    shares = split_heads(heads.query, heads.kv, ulysses)
+    own = [(b - a, 2 * (d - c)) for (a, b), (c, d) in zip(shares.query, shares.kv, strict=True)]
+    total, busy = sum(q + kv for q, kv in own), sum(1 for q, _ in own if q)
+    elements = max(
+        (total - q - kv) + (ulysses - 1) * q + (ulysses - 1) * (q + kv) + (heads.query - q)
+        for q, kv in own
+    )
+    messages = max(2 * (ulysses - 1) + 2 * (busy - 1) if q else 2 * busy for q, _ in own)
+    return Traffic(elements * tokens * heads.dim * element_bytes, messages)
+
+
+def widest_kv(heads: Heads, ulysses: int) -> int:
+    """KV heads of the member of a Ulysses group that has most."""
+    return max(b - a for a, b in split_heads(heads.query, heads.kv, ulysses).kv)
+
+
+def ring_traffic(shares: Sequence[Share], pair_bytes: int) -> Traffic:
+    """What the busiest rank sends, forward and backward; pair_bytes: of one token's k and v.
+
+    Keys forward and again backward, gradients home; for one causal document R ranks of t tokens
+    send 3 · (R − 1) · t pairs each.
+    """
+    most, messages = 0, 0
+    for share in shares:
+        me, ring = share.ring_index, share.ring
+        sources = [(me - step) % ring for step in range(ring - 1)]
+        passed = [j for step, j in enumerate(sources) if share.hops[j] > step] * 2
+        home = [places for j in range(ring) if j != me and (places := share.places(me, j))]
+        sent = [share.holdings[j].tokens for j in passed] + [tokens_in(places) for places in home]
+        most, messages = max(most, sum(sent)), max(messages, len(sent))
+    return Traffic(most * pair_bytes, messages)
+
+
+def exchange_traffic(exchanges: Sequence[Exchange], pair_bytes: int) -> Traffic:
+    """What the busiest rank sends, forward and backward; pair_bytes: of one token's k and v."""
+    tokens = max(exchange.tokens_sent for exchange in exchanges)
+    return Traffic(tokens * pair_bytes, max(exchange.messages_sent for exchange in exchanges))

@@ -1,0 +1,1 @@
+"""Inside ranks: the loop over steps, and what goes with it."""

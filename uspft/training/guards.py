@@ -1,0 +1,88 @@
+"""Checks that run with training: what contradicts the recipe ends it, what looks odd is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from uspft.comm import largest
+from uspft.metrics import as_size
+
+if TYPE_CHECKING:
+    from uspft.assemble import Run
+    from uspft.batch import Batch
+
+FIRST_STEPS = 3
+"""Steps of a run whose rows are always compared; with `training.debug`, every one's are."""
+GUESSING = 0.1
+"""How far, relatively, a random model's first loss may be from that of guessing."""
+
+
+class Guards:
+    """The checks of one run; all are collective. say: prints a line, where this rank speaks."""
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self._run, self._say = run, say
+        self._until = run.first_step + FIRST_STEPS
+        if run.engine.stage == 3:
+            self._require_partitions()
+
+    def rows(self, step: int, batches: Sequence[Batch]) -> None:
+        """Ranks that share a row read the same one, and hold each of its tokens once.
+
+        Raises RunFailed, RuntimeError.
+        """
+        if step <= self._until or self._run.job.recipe.training.debug:
+            self._run.loader.require_same_rows(batches)
+            self._run.loader.require_shares(batches)
+
+    def first_loss(self, step: int, loss: float) -> None:
+        """A random model guesses, a trained one does better; else a line says what it may mean."""
+        if step == 1:
+            random = self._run.job.recipe.model.config is not None
+            warning = first_loss_warning(loss, self._run.config.vocab_size, random=random)
+            if warning:
+                self._say(warning)
+
+    def _require_partitions(self) -> None:
+        """Under ZeRO-3 each rank keeps its part alone; small parameters may stay whole besides."""
+        world, zero = self._run.world, self._run.job.recipe.deepspeed.zero_optimization
+        small = zero.get("stage3_param_persistence_threshold", 100_000)
+        whole = kept = 0
+        for name, parameter in self._run.engine.module.named().items():
+            part: Any = getattr(parameter, "ds_tensor", None)
+            count = getattr(parameter, "ds_numel", parameter.numel())
+            if part is None or (parameter.numel() == count > small and world.layout.ranks > 1):
+                raise RuntimeError(f"{name} is whole on rank {world.mesh.rank} under ZeRO-3")
+            whole += count * part.element_size()
+            kept += part.numel() * part.element_size()
+        holders = self._run.engine.holders
+        most, least = largest([kept, -kept], holders.everyone, world.device)
+        self._say(
+            f"parameters: {as_size(whole)}, {_each(-least, most)} of {world.layout.ranks} ranks"
+        )
+
+
+def first_loss_warning(loss: float, vocabulary: int, *, random: bool) -> str | None:
+    """What a first loss far from the expected may mean, or None. loss in nats a token."""
+    guess = math.log(vocabulary)
+    facts = f"the first loss is {loss:.2f}; guessing among {vocabulary:,} tokens gives {guess:.2f}"
+    if random and abs(loss - guess) > GUESSING * guess:
+        return (
+            f"warning: {facts}, and a random model guesses: "
+            "is the initialisation (initializer_range of model.config) too wide?"
+        )
+    if not random and loss > guess:
+        return (
+            f"warning: {facts}, and a trained model does better: are tokenizer, chat template "
+            "or vocabulary those of this model, and are its weights the right ones?"
+        )
+    return None
+
+
+def _each(least: float, most: float) -> str:
+    """What the emptiest and the fullest rank hold."""
+    if least < most:
+        return f"{as_size(least)} to {as_size(most)} on each"
+    return f"{as_size(most)} on each"

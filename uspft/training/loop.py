@@ -1,0 +1,274 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoTokenizer
+
+from uspft.assemble import Run
+from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.peft_folder import export_adapter
+from uspft.checkpoint.save import save_checkpoint
+from uspft.comm import KINDS, largest, total
+from uspft.config.problems import RunFailed, said
+from uspft.engine.state import on_first_rank
+from uspft.engine.step import NotFinite, StepResult
+from uspft.metrics import Journal, RunDisplay, peak_memory_bytes
+from uspft.model.adapter import adapter_of, merge_order, merged
+from uspft.model.build import parameter_count
+from uspft.model.hf_config import layer_windows
+from uspft.parameters.names import is_adapter
+from uspft.planner.flops import peak_flops, step_flops
+from uspft.sequence.rows.heads import split_heads
+from uspft.training.evaluate import evaluate, record_of
+from uspft.training.guards import Guards
+from uspft.training.learning_rate import learning_rate
+from uspft.written import ADAPTER, EXPORTS, METRICS, MODEL, set_aside
+
+if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.world import World
+
+
+FOR_NOT_FINITE = (
+    "try a lower optimizer.learning_rate or a longer warm-up (lr_schedule.warmup_steps), "
+    "or look at these rows of data.train"
+)
+FOR_MEMORY = (
+    "try more parallel_config.context_parallel, deepspeed.zero_optimization.stage 3, "
+    "memory.gradient_checkpointing, training.micro_batch_size 1 or a shorter data.sequence_length"
+)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; what it had done is saved."""
+
+
+def train(run: Run, stop: Callable[[], bool]) -> None:
+    """Run all steps that are left, then export.
+
+    stop: asked before each step on every rank; one rank's yes stops all after the step under way,
+    which is saved. Raises Interrupted then, RunFailed where the run cannot go on.
+    """
+    recipe, steps = run.job.recipe, run.job.steps
+    first_rank = run.world.mesh.rank == 0
+    output = recipe.output_dir
+    assert output is not None
+    journal = Journal(output / METRICS)
+    if run.first_step and first_rank:
+        journal.cut_back(run.first_step)
+    meter = Meter(run)
+    with RunDisplay(steps, run.first_step, speaks=first_rank) as display:
+        guards = Guards(run, display.say)
+        evaluation = Evaluation(run, journal, display)
+        if evaluation.is_missing() and not evaluation.run(run.first_step, stop):
+            raise Interrupted(f"stopped before step {run.first_step + 1}")
+        for step in range(run.first_step + 1, steps + 1):
+            started = time.perf_counter()
+            batches = run.loader.batches(step)
+            guards.rows(step, batches)
+            rate = learning_rate(step, steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
+            result = _step(run, step, batches, (rate, stop()))
+            guards.first_loss(step, result.loss)
+            record = {"step": step, "learning_rate": rate} | meter.record(
+                step, batches, result, time.perf_counter() - started
+            )
+            if first_rank:
+                if run.job.lease:
+                    run.job.lease.require()
+                if step % recipe.logging.every_steps == 0 or step == steps:
+                    with _writing(f"the record of step {step}"):
+                        journal.write(record)
+                display.step(record)
+            every = recipe.checkpoint.every_steps
+            saved = bool(every and (step % every == 0 or step == steps)) or result.stop
+            if saved:
+                _save(run, output, step)
+            stopped = result.stop
+            if evaluation.is_due(step) and not stopped:
+                stopped = not evaluation.run(step, stop)
+            if stopped and not saved:
+                _save(run, output, step)
+            if stopped and step < steps:
+                raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
+    with _writing("the trained model"):
+        export_run(run)
+
+
+def _save(run: Run, output: Path, step: int) -> None:
+    """Save a checkpoint; collective. Raises RunFailed where it cannot be written."""
+    keep = run.job.recipe.checkpoint.keep_last
+    with _writing(f"the checkpoint of step {step}"):
+        save_checkpoint(run.engine, output, step, keep, lambda at: describe(run, at / "model"))
+
+
+@contextmanager
+def _writing(what: str) -> Iterator[None]:
+    """A disk that is full or gone is told in one line. Raises RunFailed."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}" if error.strerror else said(error)
+        raise RunFailed(f"{what} cannot be written ({why}); make room there") from error
+
+
+def _step(
+    run: Run, step: int, batches: list[Batch], rate_and_stop: tuple[float, bool]
+) -> StepResult:
+    """One step of the engine. Raises RunFailed with step and rows, and what to try."""
+    rows = run.loader.rows_of(step)
+    where = f"step {step}, rows {rows.start} to {rows.stop - 1}"
+    try:
+        return run.engine.step(batches, *rate_and_stop)
+    except NotFinite as error:
+        raise NotFinite(f"{where}: {error}; nothing was updated; {FOR_NOT_FINITE}") from None
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(f"{where}: {said(error)}; {FOR_MEMORY}") from None
+
+
+def export_run(run: Run) -> None:
+    """Write OUTPUT/adapter, where there is one, and OUTPUT/hf from the live engine; collective."""
+    recipe, first_rank = run.job.recipe, run.world.mesh.rank == 0
+    block, output = recipe.model, recipe.output_dir
+    assert output is not None
+    every = run.engine.module.named()
+    if first_rank:  # what somebody has put there while the run went on
+        set_aside(output, [output / name for name in EXPORTS])
+    if block.adapter:
+        with on_first_rank(run.engine, [name for name in every if is_adapter(name)]) as read:
+            if read:
+                export_adapter(adapter_of(every, read), block, output / ADAPTER)
+    if recipe.export.huggingface:
+        with on_first_rank(run.engine, list(chain(*merge_order(every)))) as read:
+            if read:
+                tensors = merged(every, read, block.adapter)
+                dtype = getattr(torch, block.dtype)
+                export_folder(tensors, dtype, lambda at: describe(run, at), output / MODEL)
+
+
+def describe(run: Run, folder: Path) -> dict[str, Any]:
+    """Write the model's config and tokenizer; returns what a resumed run must agree with."""
+    run.config.save_pretrained(folder)
+    if run.job.tokenizer:
+        AutoTokenizer.from_pretrained(run.job.tokenizer).save_pretrained(folder)
+    generation = Path(run.job.here.model.name_or_path or "") / "generation_config.json"
+    if generation.is_file():  # which tokens end an answer
+        shutil.copy(generation, folder)
+    return run.job.identity
+
+
+class Evaluation:
+    """When a run evaluates, and where it says what came out; collective."""
+
+    def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
+        self._run, self._journal, self._display = run, journal, display
+
+    def is_due(self, step: int) -> bool:
+        """Whether it follows this step: every so many, and at the end."""
+        every, steps = self._run.job.recipe.training.eval_every_steps, self._run.job.steps
+        due = step == steps or bool(every and step % every == 0)
+        return due and step > 0 and bool(self._run.evaluation)
+
+    def is_missing(self) -> bool:
+        """Whether the run that this one goes on from was stopped before it evaluated."""
+        engine, step = self._run.engine, self._run.first_step
+        if not self.is_due(step):
+            return False
+        stands = engine.holders.rank == 0 and self._journal.has_evaluation(step)
+        return largest([float(stands)], engine.holders.everyone, engine.device) == [0.0]
+
+    def run(self, step: int, stop: Callable[[], bool]) -> bool:
+        """Evaluate after a step; False where a rank asked to stop, and nothing is written."""
+        started = time.perf_counter()
+        run = self._run
+        scores = evaluate(run.engine, run.evaluation, stop)
+        run.world.books.close()  # no training step's bytes
+        if scores is None:
+            self._display.say(f"the evaluation after step {step} was stopped")
+        elif self._run.world.mesh.rank == 0:
+            record = record_of(step, scores, time.perf_counter() - started)
+            self._journal.write(record)
+            self._display.evaluation(record)
+        return scores is not None
+
+
+class Meter:
+    """Turns a step's result into the record of metrics.jsonl; collective, two small reductions."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._parameters = parameter_count(run.model, embedding=False)
+        trained = parameter_count(run.model, embedding=False, trained_only=True)
+        self._frozen = self._parameters - trained
+        device = run.engine.device
+        self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+        self._windows = Counter(layer_windows(run.config))
+        run.world.books.close()
+
+    def record(
+        self, step: int, batches: Sequence[Batch], result: StepResult, seconds: float
+    ) -> dict[str, Any]:
+        """What the step moved and computed, whatever layouts its batches had."""
+        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
+        worlds = list({id(batch.world): batch.world for batch in batches}.values())
+        sent = sum((Counter(world.books.close()) for world in worlds), Counter())
+        sent.update(everyone.books.close())
+        work = sum(map(self._work, batches))
+        (pairs,) = total([work], everyone, device)
+        memory, busiest, *bytes_sent = largest(
+            [peak_memory_bytes(device), work, *(sent[kind] for kind in KINDS)], everyone, device
+        )
+        rows = len(self._run.loader.rows_of(step))
+        row_tokens = rows * self._run.job.recipe.data.sequence_length
+        record = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+            "rows": rows,
+            "tokens": row_tokens,
+            "target_tokens": result.targets,
+            "step_seconds": seconds,
+            "tokens_per_second": row_tokens / seconds,
+            "mfu": self._mfu(row_tokens, pairs, seconds),
+            "peak_memory_bytes": int(memory),
+            "comm_bytes": {k: int(b) for k, b in zip(KINDS, bytes_sent, strict=True) if b},
+            "attention_balance": busiest * everyone.size / pairs if pairs else 1.0,
+            "strategy": " + ".join(world.name for world in worlds),
+        }
+        if result.router_loss is not None:
+            record["router_loss"] = result.router_loss
+        return record | ({"skipped": True} if result.skipped else {})
+
+    def _work(self, batch: Batch) -> float:
+        """Pairs of query and key of this rank's heads, the mean over the layers."""
+        layers = sum(self._windows.values())
+        pairs = sum(
+            count * batch.share.with_window(window).area / layers
+            for window, count in self._windows.items()
+        )
+        return pairs * self._heads_here(batch.world)
+
+    def _heads_here(self, world: World) -> float:
+        """The share of the query heads that this rank computes."""
+        config, place = self._run.config, world.mesh.ulysses
+        heads = split_heads(config.num_attention_heads, config.num_key_value_heads, place.size)
+        first, last = heads.query[place.index]
+        return (last - first) / config.num_attention_heads
+
+    def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
+        if self._peak is None:
+            return None
+        config = self._run.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, config.num_attention_heads, dim)
+        flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
+        return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)

@@ -1,0 +1,96 @@
+"""What `verify` hands to ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from uspft.config import ParallelBlock, as_tree
+from uspft.config.algorithms import every_option
+from uspft.job import Job
+
+FILE = "verify.json"
+REFERENCE, PLAIN, LAYOUTS = "one-process.jsonl", "plain.jsonl", "layouts.jsonl"
+GRADIENTS, PLAIN_GRADIENTS = "gradients.float32", "plain-gradients.float32"
+"""What ranks leave, beside logs, in the folder of results."""
+
+
+@dataclass(frozen=True)
+class VerifyJob:
+    """A job and the layouts to run its first steps in.
+
+    folder: where results go. is_reference: one process, whose gradients are kept for the others.
+    with_plain: plain transformers is run beside it.
+    """
+
+    job: Job
+    layouts: tuple[ParallelBlock, ...]
+    steps: int
+    folder: Path
+    is_reference: bool = False
+    with_plain: bool = False
+    inject: str | None = None
+
+    def under(self, layout: ParallelBlock) -> Job:
+        """The job in one of the layouts."""
+        recipe = self.job.recipe.model_copy(update={"parallel_config": layout})
+        return replace(self.job, recipe=recipe)
+
+    def alone(self) -> VerifyJob:
+        """The reference: one process, whole rows, ZeRO-1 (of one rank, no offload), no fault."""
+        recipe = self.job.recipe
+        parallel = recipe.parallel_config.model_copy(
+            update={
+                "data_parallel": 1,
+                "context_parallel": 1,
+                "context_parallel_algo": None,
+                "ulysses_degree_in_cp": None,
+                **dict.fromkeys(every_option()),
+            }
+        )
+        update = {
+            "launch": recipe.launch.model_copy(update={"processes": 1}),
+            "parallel_config": parallel,
+            "deepspeed": recipe.deepspeed.model_copy(update={"zero_optimization": {"stage": 1}}),
+        }
+        job = replace(self.job, recipe=recipe.model_copy(update=update))
+        return replace(self, job=job, layouts=(parallel,), is_reference=True, inject=None)
+
+    def write(self, folder: Path) -> None:
+        self.job.write(folder)
+        rest = {
+            "layouts": [as_tree(layout) for layout in self.layouts],
+            "steps": self.steps,
+            "folder": str(self.folder.resolve()),
+            "is_reference": self.is_reference,
+            "with_plain": self.with_plain,
+            "inject": self.inject,
+        }
+        (folder / FILE).write_text(json.dumps(rest))
+
+    @classmethod
+    def read(cls, folder: Path) -> VerifyJob:
+        rest = json.loads((folder / FILE).read_text())
+        return cls(
+            Job.read(folder),
+            tuple(ParallelBlock.model_validate(layout) for layout in rest["layouts"]),
+            rest["steps"],
+            Path(rest["folder"]),
+            rest["is_reference"],
+            rest["with_plain"],
+            rest["inject"],
+        )
+
+
+def without_extras(job: Job) -> Job:
+    """The job without what changes no number: evaluation, DeepSpeed's own reports."""
+    recipe = job.recipe
+    quiet = {"comms_logger": None, "flops_profiler": None, "wall_clock_breakdown": False}
+    deepspeed = recipe.deepspeed.model_copy(update=quiet)
+    data = recipe.data.model_copy(update={"eval": None})
+    training = recipe.training.model_copy(
+        update={"eval_every_steps": None, "eval_micro_batch_size": None}
+    )
+    update = {"deepspeed": deepspeed, "data": data, "training": training}
+    return replace(job, recipe=recipe.model_copy(update=update), evaluation={}, resume_from=None)
