@@ -261,7 +261,7 @@ def test_a_fault_of_the_program_is_not_the_users(
     ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from uspft.__main__ import main
-    from uspft.commands import train
+    from uspft.prepare import make_job
 
     def broken(*_: Any) -> None:
         raise ValueError("a bug")
@@ -269,6 +269,6 @@ def test_a_fault_of_the_program_is_not_the_users(
     assert main([str(ground.path)]) == 1 and ground.started, "the good recipe is refused"
     out = ground.recipe["output_dir"]
     assert capsys.readouterr().err == f"nothing is saved in {out}: the same command starts anew\n"
-    monkeypatch.setattr(train, "identity_of", broken)
+    monkeypatch.setattr(make_job, "identity_of", broken)
     with pytest.raises(ValueError, match="a bug"):
         main([str(ground.path)])

@@ -16,7 +16,7 @@ import yaml
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import job_of, small_recipe
-from uspft.planner.memory import USABLE, sizes_of
+from uspft.planner.memory import USABLE_SHARE, sizes_of
 from uspft.verify.gradients import GradientFile
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import GRADIENTS
@@ -127,7 +127,7 @@ def test_verify_as_a_user_runs_it(
         sizes = sizes_of(
             recipe, model_config(recipe.model, recipe.data.sequence_length), with_plain=True
         )
-        return int(sizes.need_bytes(1) / USABLE) + 1
+        return int(sizes.need_bytes(1) / USABLE_SHARE) + 1
 
     monkeypatch.setattr(command, "memory_here", pretended)
     (tmp_path / "out").mkdir()

@@ -21,7 +21,7 @@ from uspft.layout import Layout
 from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import layer_windows
 from uspft.planner.auto import Work
-from uspft.planner.layouts import LIMIT, Candidate, candidates, chosen
+from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
 from uspft.planner.memory import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
 from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of
 from uspft.prepare.examine import Examined, examine, layout_findings
@@ -39,7 +39,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of the command. every: beyond LIMIT layouts too."""
+    """The options of the command. every: beyond MAX_LAYOUTS layouts too."""
 
     steps: int | None = None
     inject: str | None = None
@@ -57,7 +57,7 @@ def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Ask
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     with found.placed():
         found, work, depth = _prepared(found, place, screen, asked)
-    every = _candidates(found, None if asked.every else LIMIT)
+    every = _candidates(found, None if asked.every else MAX_LAYOUTS)
     tried = [one for one in every if one.reason is None]
     layouts = replace(work, layouts=tuple(one.parallel for one in tried))
     if hosts.index == 0:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LOGITS = 1 << 27
+MAX_TILE_LOGITS = 1 << 27
 """Elements of one tile's logits under `loss_tile_tokens: auto` (512 MiB in float32)."""
-SMALLEST = 256
+MIN_TILE_TOKENS = 256
 """Tokens below which a tile's products no longer fill a GPU."""
 
 
@@ -22,7 +22,7 @@ def tile_tokens(wish: str | int, vocabulary: int) -> int | None:
     """Tokens per tile for `memory.loss_tile_tokens`: auto, none (None: all at once) or a number."""
     if wish == "none":
         return None
-    return max(SMALLEST, LOGITS // vocabulary) if wish == "auto" else int(wish)
+    return max(MIN_TILE_TOKENS, MAX_TILE_LOGITS // vocabulary) if wish == "auto" else int(wish)
 
 
 class Logits(NamedTuple):

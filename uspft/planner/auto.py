@@ -13,8 +13,9 @@ from uspft.sequence import Algorithm, Heads, make_algorithm
 
 INSIDE, BETWEEN = 450e9, 50e9
 """Bytes a second that a GPU can send, inside its host (NVLink 4) and to another (400 Gbit/s)."""
-SIMPLER = 1.5
-"""Ulysses computes a head's row in one call, without merging: it may take so many times as long."""
+MAX_TIMES_SLOWER = 1.5
+"""How many times as long on the wire a split of heads alone may take and still be chosen: it
+computes a head's row in one call, without merging."""
 ELEMENT_BYTES = 2
 
 
@@ -66,7 +67,7 @@ def recommend(ranks: int, per_host: int, heads: Heads | None, work: Work | None)
     seconds = {way: _seconds(way.algorithm, inside, heads, work) for way in ways}
     best = min(ways, key=lambda way: seconds[way])
     simple = next((way for way in ways if way.algorithm.ring == 1), None)
-    if simple and seconds[simple] <= SIMPLER * seconds[best]:
+    if simple and seconds[simple] <= MAX_TIMES_SLOWER * seconds[best]:
         best = simple
     if best.algorithm.ring == 1:
         return Choice(best.row.name, None, _why_heads(best, seconds))

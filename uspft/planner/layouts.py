@@ -13,7 +13,7 @@ from uspft.layout import Layout, layout_of
 if TYPE_CHECKING:
     from uspft.config import Recipe
 
-LIMIT = 24
+MAX_LAYOUTS = 24
 """Layouts that are tried unless all are asked for."""
 
 Problems = Callable[["Recipe", Layout], list[Finding]]

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 BYTES_PER_PARAMETER = 20
 """Compute weight and gradient, float32 gradient sum, master weight and two Adam moments."""
-LONGEST = 4096
+MAX_PLAIN_TOKENS = 4096
 """Tokens of a row beyond which plain transformers is not run: its logits are whole, in float32."""
-USABLE = 0.85
-"""Of the memory at hand: libraries and fragmentation take the rest."""
+USABLE_SHARE = 0.85
+"""The share of the memory at hand that a run can use: libraries and fragmentation take the rest."""
 GIB = 1 << 30
 _LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
 _ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({count})))"
@@ -106,8 +106,8 @@ def score_bytes(config: Any, length_tokens: int) -> int:
 def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
     """Why plain transformers is not run beside one process, or None."""
     length = recipe.data.sequence_length
-    if length > LONGEST:
-        return f"rows have {length:,} tokens, and it takes {LONGEST:,} at most"
+    if length > MAX_PLAIN_TOKENS:
+        return f"rows have {length:,} tokens, and it takes {MAX_PLAIN_TOKENS:,} at most"
     if recipe.model.adapter and recipe.model.adapter.dropout:
         return "peft draws an adapter's dropout in another way"
     # Whole logits, their exponentials and gradients: a quarter of the memory at most.
@@ -123,7 +123,7 @@ def fitting_depth(sizes: Sizes, memory: int) -> int:
 
     Raises Fault where not even those fit among which every kind of layer is.
     """
-    usable = USABLE * memory
+    usable = USABLE_SHARE * memory
     for depth in range(len(sizes.layers), sizes.shallowest - 1, -1):
         if sizes.need_bytes(depth) <= usable:
             return depth

@@ -16,7 +16,7 @@ from uspft.prepare.invocation import Invocation
 from uspft.segments import Segments
 
 FIRST_ROWS = 4
-"""Of a run that are looked at before a split is chosen for all."""
+"""How many of the first rows `auto` looks at before it picks one split for the run."""
 
 
 AMPERE = 8

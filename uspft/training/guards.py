@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FIRST_STEPS = 3
 """Steps of a run whose rows are always compared; with `training.debug`, every one's are."""
-GUESSING = 0.1
+MAX_OFF_GUESSING = 0.1
 """How far, relatively, a random model's first loss may be from that of guessing."""
 
 
@@ -68,7 +68,7 @@ def first_loss_warning(loss: float, vocabulary: int, *, random: bool) -> str | N
     """What a first loss far from the expected may mean, or None. loss in nats a token."""
     guess = math.log(vocabulary)
     facts = f"the first loss is {loss:.2f}; guessing among {vocabulary:,} tokens gives {guess:.2f}"
-    if random and abs(loss - guess) > GUESSING * guess:
+    if random and abs(loss - guess) > MAX_OFF_GUESSING * guess:
         return (
             f"warning: {facts}, and a random model guesses: "
             "is the initialisation (initializer_range of model.config) too wide?"

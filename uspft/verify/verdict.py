@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from uspft.verify.result import Measured, Result
 
-TIMES = 4.0
+MAX_TIMES_OWN_ERROR = 4.0
 """How far a layout may be from one process, in that process's own distance from float32: both are
 rounded, each in its own way, and one layout's error was measured at up to twice another's."""
-MOST = 0.5
+MAX_TOLERANCE = 0.5
 """A gradient tolerance beyond this would pass a gradient that has nothing to do with the right one
 (whose difference is about 1.4)."""
 
@@ -38,25 +38,25 @@ FIXED = {
 }
 """float32: sums in another order, on a few steps of Adam. bfloat16: where nothing better is known;
 `measured_tolerance` takes its place where plain transformers has run beside the reference."""
-PLAIN = {"float32": FIXED["float32"], "bfloat16": Tolerance(2e-2, 1e-1, MOST, {})}
+PLAIN = {"float32": FIXED["float32"], "bfloat16": Tolerance(2e-2, 1e-1, MAX_TOLERANCE, {})}
 """One process beside plain transformers in float32."""
 
 
 def measured_tolerance(dtype: str, reference: Measured, plain: Result | None) -> Tolerance:
-    """TIMES what one process in this type differs from plain transformers in float32, and in
-    float32 itself the fixed one. Never below a quarter of the fixed one: one number may agree by
-    chance."""
+    """MAX_TIMES_OWN_ERROR times what one process in this type differs from plain transformers in
+    float32, and in float32 itself the fixed one. Never below a quarter of the fixed one: one number
+    may agree by chance."""
     fixed, most = FIXED[dtype], PLAIN[dtype]
     if dtype == "float32" or plain is None:
         return fixed
     loss, norm = differences(reference, plain.measured)
     gradient = {
-        group: min(MOST, max(fixed.every / 4, TIMES * one.value))
+        group: min(MAX_TOLERANCE, max(fixed.every / 4, MAX_TIMES_OWN_ERROR * one.value))
         for group, one in plain.differences.items()
     }
     return Tolerance(
-        min(most.loss, max(fixed.loss / 4, TIMES * loss)),
-        min(most.grad_norm, max(fixed.grad_norm / 4, TIMES * norm)),
+        min(most.loss, max(fixed.loss / 4, MAX_TIMES_OWN_ERROR * loss)),
+        min(most.grad_norm, max(fixed.grad_norm / 4, MAX_TIMES_OWN_ERROR * norm)),
         fixed.every,
         gradient,
     )

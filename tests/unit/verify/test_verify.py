@@ -17,12 +17,19 @@ from uspft.__main__ import main
 from uspft.config import Fault, Recipe
 from uspft.model.hf_config import model_config
 from uspft.planner.layouts import Candidate, candidates, chosen
-from uspft.planner.memory import USABLE, Sizes, fitting_depth, sizes_of, why_not_plain, with_depth
+from uspft.planner.memory import (
+    USABLE_SHARE,
+    Sizes,
+    fitting_depth,
+    sizes_of,
+    why_not_plain,
+    with_depth,
+)
 from uspft.prepare.examine import layout_findings
 from uspft.verify import work as verify_work
 from uspft.verify.report import Report
 from uspft.verify.result import Difference, Measured, Result, group_of
-from uspft.verify.verdict import FIXED, MOST, PLAIN, measured_tolerance, mismatches
+from uspft.verify.verdict import FIXED, MAX_TOLERANCE, PLAIN, measured_tolerance, mismatches
 from uspft.verify.work import VerifyJob
 
 
@@ -104,11 +111,11 @@ def test_depth_follows_memory_and_keeps_every_kind_of_layer() -> None:
     sizes = Sizes(1000, (100,) * 6, ("full", "full", "window", "full", "full", "window"), 10, 5)
     assert sizes.shallowest == 3
     for depth in range(3, 7):
-        need = math.ceil(sizes.need_bytes(depth) / USABLE)
+        need = math.ceil(sizes.need_bytes(depth) / USABLE_SHARE)
         assert fitting_depth(sizes, need) == depth
         assert depth == 3 or fitting_depth(sizes, need - 1) == depth - 1
     with pytest.raises(Fault, match="3 of 6 layers"):
-        fitting_depth(sizes, math.ceil(sizes.need_bytes(3) / USABLE) - 1)
+        fitting_depth(sizes, math.ceil(sizes.need_bytes(3) / USABLE_SHARE) - 1)
 
 
 def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
@@ -187,7 +194,7 @@ def test_in_bfloat16_the_yardstick_is_one_process_beside_float32() -> None:
     assert found.of_group("attention") == pytest.approx(0.2)
     assert found.of_group("mlp") == FIXED["bfloat16"].every / 4
     far = measured_tolerance("bfloat16", REFERENCE, result(loss=9.0, off=9.0))
-    assert (far.loss, far.of_group("attention")) == (PLAIN["bfloat16"].loss, MOST)
+    assert (far.loss, far.of_group("attention")) == (PLAIN["bfloat16"].loss, MAX_TOLERANCE)
 
 
 def report(*results: Result | None, inject: str | None = None, plain: Result | None = None) -> Any:

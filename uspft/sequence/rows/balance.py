@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from uspft.segments import Segments
 from uspft.sequence.rows.spans import Span, pairs
 
-BALANCE = 1.05
+MAX_IMBALANCE = 1.05
 """The busiest rank's work may be this much of the mean; below it bytes decide."""
-CHUNKS = (2, 4, 8, 16, 32)
+CHUNKS_PER_RANK = (2, 4, 8, 16, 32)
 """Chunks per rank that are tried."""
-ENOUGH = 8
+USUAL_CHUNKS_PER_RANK = 8
 """More are tried only where these are not balanced: a short document in a row of padding."""
-MANY = 64
+MAX_CHUNKS_ALL_SWAPS = 64
 """Chunks of a row above which only some swaps are looked at: time grows with their third power."""
-SLAB = 1 << 16
+TABLE_NUMBERS = 1 << 16
 """Numbers of one table in the search: it stays in a core's cache."""
-EXACT = 1 << 24
+MAX_EXACT_FLOAT32 = 1 << 24
 """float32 holds all whole numbers up to here."""
-SHAKES = 16
+RESTARTS = 16
 """Times that a search starts again near the best it has found; fewer where chunks are many."""
 
 Floats = NDArray[np.floating[Any]]
@@ -69,13 +69,13 @@ def assign(
     same.
     """
     found: list[Assignment] = []
-    for per_rank in CHUNKS:
-        if per_rank > ENOUGH and any(a.balance <= BALANCE for a in found):
+    for per_rank in CHUNKS_PER_RANK:
+        if per_rank > USUAL_CHUNKS_PER_RANK and any(a.balance <= MAX_IMBALANCE for a in found):
             break
         chunk, left = divmod(segments.length, ring * per_rank)
         if left == 0 and chunk and (chunk * per_rank) % multiple == 0:
             found.append(_Search(segments, (ring, per_rank), fetches, window).best())
-    balanced = [a for a in found if a.balance <= BALANCE]
+    balanced = [a for a in found if a.balance <= MAX_IMBALANCE]
     if balanced:
         return min(balanced, key=lambda a: a.sent)
     return min(found, key=lambda a: a.balance)
@@ -97,18 +97,18 @@ class _Search:
         # need[c, d]: tokens of chunk d whose keys the queries of chunk c see.
         seen = edges[1:] - _first_keys(edges[:-1], segments, window)[:, None]
         # Numbers up to three rows are added up, exactly: float32 where that does, at half the time.
-        dtype = np.float32 if 3 * segments.length <= EXACT else np.float64
+        dtype = np.float32 if 3 * segments.length <= MAX_EXACT_FLOAT32 else np.float64
         self.need: Floats = np.tril(np.clip(seen, 0, self.chunk), -1).astype(dtype)
 
     def best(self) -> Assignment:
         """Swap to a dead end, shake, swap again; the best dead end wins (iterated local search)."""
         owner = self._longest_first()
-        limit = max(BALANCE, self._balance(owner))
+        limit = max(MAX_IMBALANCE, self._balance(owner))
         # Raw bits: their stream is the same in every numpy, and so on every host.
         dice = np.random.Philox(0)
         cost, owner = self._descend(owner, limit)
-        shakes = SHAKES * MANY // max(MANY, len(owner)) if self.ring > 1 else 0
-        for _ in range(shakes if cost else 0):
+        most = RESTARTS * MAX_CHUNKS_ALL_SWAPS // max(MAX_CHUNKS_ALL_SWAPS, len(owner))
+        for _ in range(most if cost and self.ring > 1 else 0):
             trial = owner.copy()
             for _ in range(2):
                 a, b = (int(n) % len(trial) for n in dice.random_raw(2))
@@ -177,17 +177,17 @@ class _Search:
         load, every = np.bincount(owner, self.work, self.ring), np.arange(len(owner))
         ceiling = limit * float(load.mean())
         first = every
-        if len(owner) > MANY:
+        if len(owner) > MAX_CHUNKS_ALL_SWAPS:
             first = np.flatnonzero(owner == swaps.traffic.argmax())
         shift = self.work[first, None] - self.work
         fits = (load[owner[first], None] - shift <= ceiling) & (load[owner] + shift <= ceiling)
         fits &= owner[first, None] != owner
-        if len(owner) <= MANY:
+        if len(owner) <= MAX_CHUNKS_ALL_SWAPS:
             fits = np.triu(fits)
         at, b = np.nonzero(fits)
         a, best = first[at], None
-        for start in range(0, len(a), SLAB // len(owner)):
-            part = slice(start, start + SLAB // len(owner))
+        for start in range(0, len(a), TABLE_NUMBERS // len(owner)):
+            part = slice(start, start + TABLE_NUMBERS // len(owner))
             costs = _weigh(swaps.traffic_after(a[part], b[part]))
             least = int(costs.argmin())
             if best is None or costs[least] < best[0]:

@@ -76,7 +76,7 @@ def test_rows_of_many_tokens_are_searched_in_float64(monkeypatch: pytest.MonkeyP
         return abs(units[1] - units[0] * times)
 
     assert off() < 1e-3
-    monkeypatch.setattr(balance, "EXACT", 1 << 40)
+    monkeypatch.setattr(balance, "MAX_EXACT_FLOAT32", 1 << 40)
     assert off() >= 1
 
 
