@@ -29,7 +29,7 @@ with_transformers() {
 }
 decided_by_transformers=(
   tests/unit/model/test_transformers.py tests/unit/parameters/test_source.py tests/unit/model/test_attention.py
-  tests/unit/families/test_shape.py tests/unit/verify/test_plain_config.py
+  tests/unit/families tests/unit/verify/test_plain_config.py
   tests/parity/test_router.py tests/parity/test_rope.py
 )
 oldest=$(sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).0

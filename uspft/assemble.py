@@ -71,17 +71,15 @@ def assemble(
 
     groups: those of the process, to which the run adds what it lacks.
     """
-    _same_job(job)
+    same_job(job)
     recipe = job.here
     config = model_config(recipe.model, recipe.data.sequence_length)
     dtype = getattr(torch, recipe.model.dtype)
     layout = this_layout(recipe)
 
-    shapes, softcap = _head_shapes(config, layout), getattr(config, "attn_logit_softcapping", None)
+    shapes, softcap = head_shapes(config, layout), getattr(config, "attn_logit_softcapping", None)
     wish = recipe.model.attention
-    kernel, refused = believed_kernel(
-        wish, shapes, dtype, device, softcap, said_by_all=_said_by_all
-    )
+    kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
     windows = set(layer_windows(config))
     window = windows.pop() if len(windows) == 1 else None
     row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
@@ -111,16 +109,16 @@ def assemble(
     return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
 
 
-def _said_by_all(mine: str) -> list[str]:
+def said_by_all(mine: str) -> list[str]:
     """What every rank says, by rank; collective."""
     said = [""] * dist.get_world_size()
     dist.all_gather_object(said, mine)
     return said
 
 
-def _same_job(job: Job) -> None:
+def same_job(job: Job) -> None:
     """Every rank must run the same thing: hosts may differ in files, overrides or versions."""
-    if len(set(_said_by_all(f"{job.fingerprint():x}"))) > 1:
+    if len(set(said_by_all(f"{job.fingerprint():x}"))) > 1:
         raise RunFailed(
             f"this host and another run different things (here {job.fingerprint():x}): recipe, "
             f"overrides, data ({job.corpus.name}), steps ({job.steps}) or checkpoint "
@@ -172,7 +170,7 @@ def evaluation_sets(job: Job, world: World) -> list[EvalSet]:
     return found
 
 
-def _head_shapes(config: Any, layout: Layout) -> list[Heads]:
+def head_shapes(config: Any, layout: Layout) -> list[Heads]:
     """The heads of every rank's attention calls: all ranks try all, and choose the same kernel."""
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query, kv = config.num_attention_heads, config.num_key_value_heads

@@ -16,20 +16,21 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.parity.test_training import (
-    FULLY,
-    PACKED_ROWS,
-    PLAIN_ROWS,
-    ROW,
-    ZERO,
-    mismatch,
-    row_documents,
-)
-from tests.support.adapters import compute_in, document_tokens, peft_adapter, written_out_mask
+from tests.support.adapters import compute_in, peft_adapter
 from tests.support.algorithms import ALGORITHMS
-from tests.support.models import Documents, Reference, make_documents, make_model, reference
+from tests.support.dropout import written_out_dropout
+from tests.support.models import (
+    Documents,
+    Reference,
+    make_documents,
+    make_model,
+    mismatch,
+    reference,
+)
 from tests.support.ranks import spawn
+from tests.support.rows import PACKED_ROWS, PLAIN_ROWS, ROW, row_documents
 from tests.support.runs import run_recipe, small_recipe
+from tests.support.stages import FULLY, ZERO
 
 STEPS, RATE, CLIP, SEED = 3, 5e-3, 0.005, 7
 RANK, ALPHA, DROPOUT = 4, 6.0, 0.4
@@ -187,7 +188,7 @@ def wanted(
 
     adapted = peft_adapter(
         begin,
-        masks=_masks(stream, case.dropout, seed) if case.dropout else None,
+        masks=written_out_dropout(stream, ROW, case.dropout, seed) if case.dropout else None,
         r=RANK,
         lora_alpha=alpha,
         target_modules=list(case.targets) if case.targets else "all-linear",
@@ -203,20 +204,6 @@ def wanted(
 
     rate, eps, clip = ADAM["bfloat16" if base else "float32"]
     return reference(folder / case.model, steps, rate=rate, clip=clip, eps=eps, prepare=prepare)
-
-
-def _masks(stream: list[list[Any]], p: float, seed: int) -> Callable[..., Any]:
-    """Each module meets every document once, in order."""
-
-    def of_module(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        documents = document_tokens(stream, ROW)
-
-        def apply(x: torch.Tensor) -> torch.Tensor:
-            return x * written_out_mask(p, seed, name, next(documents), x.shape[-1])
-
-        return apply
-
-    return of_module
 
 
 def differs(got: Any, want: Reference) -> list[str]:

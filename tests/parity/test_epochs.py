@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.parity.test_training import CLIP, RATES, ROW, SCHEDULE, ZERO, mismatch
-from tests.support.models import Documents, make_documents, make_model, reference
+from tests.parity.test_training import CLIP, RATES, SCHEDULE
+from tests.support.models import Documents, make_documents, make_model, mismatch, reference
 from tests.support.ranks import spawn
+from tests.support.rows import ROW
 from tests.support.runs import run_recipe, small_recipe
+from tests.support.stages import ZERO
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.parity.test_training import ZERO, mismatch
-from tests.support.models import Documents, make_documents, make_model, reference
+from tests.support.models import Documents, make_documents, make_model, mismatch, reference
 from tests.support.ranks import spawn
 from tests.support.runs import GROUPS, close, held, prepared, small_recipe
+from tests.support.stages import ZERO
 from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.layout import Layout
 from uspft.segments import Segments
@@ -75,7 +75,7 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
         worlds = [turn.world(run.world) for turn in TURNS]
         loaders = [
             StepLoader(
-                run.loader._stream,
+                run.loader.stream,
                 world,
                 row_tokens=ROW,
                 rows_per_step=ROWS_PER_STEP,

@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 
-from tests.parity.test_training import FULLY, ZERO, mismatch
 from tests.support.models import (
     ARCHITECTURES,
     KINDS,
@@ -24,10 +23,12 @@ from tests.support.models import (
     Reference,
     make_documents,
     make_model,
+    mismatch,
     reference,
 )
 from tests.support.ranks import spawn
 from tests.support.runs import close, held, prepared, run_recipe, small_recipe
+from tests.support.stages import FULLY, ZERO
 from uspft.families.table import FAMILIES
 
 ROW, STEPS, RATE, CLIP = 48, 2, 1e-3, 0.5

@@ -77,7 +77,7 @@ def letting_go(rank: int, folder: Path, data: Documents, keeps: bool) -> dict[st
 
     hook.attend_once = watched  # type: ignore[attr-defined]
     if keeps:
-        room._hooks = lambda leaves, inputs: (torch.Tensor.detach, lambda x: x)  # type: ignore[attr-defined]
+        room.hooks = lambda leaves, inputs: (torch.Tensor.detach, lambda x: x)  # type: ignore[attr-defined]
     found = {}
     for name, parallel in LAYOUTS.items():
         recipe = small_recipe(folder / "model", data.path, 64, parallel_config=parallel)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.parity.test_training import mismatch
 from tests.support.models import (
     Documents,
     make_documents,
     make_model,
+    mismatch,
     reference,
 )
 from tests.support.ranks import spawn

@@ -17,10 +17,10 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from tests.parity.test_training import ZERO, mismatch
-from tests.support.models import Documents, make_documents, make_model, reference
+from tests.support.models import Documents, make_documents, make_model, mismatch, reference
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
+from tests.support.stages import ZERO
 
 ROW, STEPS, RATE, CLIP, FACTOR = 48, 2, 1e-3, 0.5, 0.7
 ROWS = [[31, 17], [20, 28], [40], [33, 15], [25, 23], [29, 19]]

@@ -11,8 +11,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from tests.parity.test_training import mismatch
-from tests.support.models import Documents, make_documents, make_model, reference
+from tests.support.models import Documents, make_documents, make_model, mismatch, reference
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
 from uspft.config import RecipeError

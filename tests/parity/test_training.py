@@ -26,13 +26,16 @@ from tests.support.models import (
     Reference,
     make_documents,
     make_model,
+    mismatch,
     reference,
 )
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
+from tests.support.rows import PACKED_ROWS, PLAIN_ROWS, ROW, row_documents
 from tests.support.runs import run_recipe, small_recipe
+from tests.support.stages import FULLY, ZERO
 
-ROW, STEPS, CLIP = 48, 3, 0.5
+STEPS, CLIP = 3, 0.5
 SCHEDULE = {
     "type": "cosine",
     "warmup_steps": 1,
@@ -41,15 +44,6 @@ SCHEDULE = {
 }
 RATES = 1e-3, 6e-4, 2e-4
 """Warm-up in one step, then half a cosine over two."""
-ZERO: dict[str, dict[str, Any]] = {
-    "zero0": {"stage": 0},
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero3 whole": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "zero3 no reduce_scatter": {"stage": 3, "reduce_scatter": False},
-}
-FULLY = [name for name in ZERO if "no reduce" not in name]
 PAIRS = [
     ("zero0", True, 2),
     ("zero1", True, 1),
@@ -71,9 +65,6 @@ PAIRWISE: dict[int, list[tuple[str, int, int]]] = {
     ],
 }
 WORLDS = (1, 2, 4)
-PLAIN_ROWS = [[48], [47], [20], [33], [48], [5], [41], [30]]
-PACKED_ROWS = [[31, 17], [48], [20, 28], [40, 8], [33, 15], [25, 23], [29, 19], [26, 22], [45, 3]]
-"""Lengths that best-fit packing joins in one way only."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +136,6 @@ def models(world: int, *, full: bool = False) -> dict[Case, str]:
     return {case: kind for case, kind in turns(full=full).items() if case.world == world}
 
 
-def row_documents(data: dict[bool, Documents], packed: bool) -> list[list[Any]]:
-    """The documents of each row, in the order of the rows."""
-    waiting = iter(data[packed].documents)
-    return [[next(waiting) for _ in row] for row in (PACKED_ROWS if packed else PLAIN_ROWS)]
-
-
 def run_case(case: Case, model: Path, output: Path, data: dict[bool, Documents]) -> Any:
     """Records and final parameters of one case."""
     recipe = small_recipe(
@@ -170,30 +155,6 @@ def run_case(case: Case, model: Path, output: Path, data: dict[bool, Documents])
 
 def work(rank: int, todo: dict[Case, Path], output: Path, data: dict[bool, Documents]) -> Any:
     return {case: run_case(case, model, output, data) for case, model in todo.items()}
-
-
-def mismatch(got: Any, want: Reference) -> list[str]:
-    """What differs by more than rounding."""
-    records, end = got
-    found = []
-    for record, loss, norm, targets, rate in zip(
-        records, want.losses, want.grad_norms, want.targets, want.rates, strict=True
-    ):
-        if not abs(record["learning_rate"] - rate) <= 1e-12:
-            found.append(f"learning rate {record['learning_rate']} != {rate}")
-        if record["target_tokens"] != targets:
-            found.append(f"targets {record['target_tokens']} != {targets}")
-        if not abs(record["loss"] - loss) <= 1e-5 * loss:
-            found.append(f"loss {record['loss']} != {loss}")
-        if not abs(record["grad_norm"] - norm) <= 1e-4 * norm:
-            found.append(f"grad_norm {record['grad_norm']} != {norm}")
-    assert end.keys() == want.end.keys()
-    for name, value in end.items():
-        moved = (want.end[name] - want.start[name]).norm()
-        off = (value - want.end[name]).norm() / moved
-        if not off <= 2e-3:  # a NaN is off too
-            found.append(f"{name} is off by {off:.1e} of its change")
-    return found
 
 
 @pytest.fixture(scope="module")

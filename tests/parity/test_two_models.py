@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.parity.test_training import mismatch
-from tests.support.models import KINDS, Documents, make_documents, make_model, reference
+from tests.support.models import KINDS, Documents, make_documents, make_model, mismatch, reference
 from tests.support.ranks import spawn
 from tests.support.runs import held, prepared, small_recipe
 

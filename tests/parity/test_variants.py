@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.test_training import mismatch
-from tests.support.models import Documents, make_documents, make_model, reference
+from tests.support.models import Documents, make_documents, make_model, mismatch, reference
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
 

@@ -209,3 +209,27 @@ def reference(
         adam.step()
     end = {name: p.detach().clone() for name, p in trained.items()}
     return Reference(losses, norms, counts, rates, start, end)
+
+
+def mismatch(got: Any, want: Reference) -> list[str]:
+    """What of a run's records and final weights differs from one process by more than rounding."""
+    records, end = got
+    found = []
+    for record, loss, norm, targets, rate in zip(
+        records, want.losses, want.grad_norms, want.targets, want.rates, strict=True
+    ):
+        if not abs(record["learning_rate"] - rate) <= 1e-12:
+            found.append(f"learning rate {record['learning_rate']} != {rate}")
+        if record["target_tokens"] != targets:
+            found.append(f"targets {record['target_tokens']} != {targets}")
+        if not abs(record["loss"] - loss) <= 1e-5 * loss:
+            found.append(f"loss {record['loss']} != {loss}")
+        if not abs(record["grad_norm"] - norm) <= 1e-4 * norm:
+            found.append(f"grad_norm {record['grad_norm']} != {norm}")
+    assert end.keys() == want.end.keys()
+    for name, value in end.items():
+        moved = (want.end[name] - want.start[name]).norm()
+        off = (value - want.end[name]).norm() / moved
+        if not off <= 2e-3:  # a NaN is off too
+            found.append(f"{name} is off by {off:.1e} of its change")
+    return found

@@ -8,13 +8,21 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 HOST = "127.0.0.1"
+
+
+class Place(NamedTuple):
+    """Where ranks meet, how many they are, and the folder that their answers go to."""
+
+    world: int
+    port: int
+    folder: Path
 
 
 def spawn(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -25,11 +33,11 @@ def spawn(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        own = (world, store.port, folder, work, args)
+        place = Place(world, store.port, Path(folder))
         mp.start_processes(  # type: ignore[no-untyped-call]
-            _rank, own, nprocs=world, start_method="forkserver"
+            _rank, (place, work, args), nprocs=world, start_method="forkserver"
         )
-        answers = [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(world)]
+        answers = [torch.load(place.folder / f"{r}.pt", weights_only=False) for r in range(world)]
     wrong = [f"rank {r} of {world}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
     assert not wrong, "\n".join(sorted(wrong, key=lambda text: "Connection closed" in text))
     return [answer for _, answer in answers]
@@ -44,20 +52,19 @@ def each_once(makers: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
     return {key: made for part in parts for key, made in part.items()}
 
 
-def _rank(
-    rank: int, world: int, port: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, place: Place, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    world = place.world
     torch.set_num_threads(1)
     # What DeepSpeed reads; torch.distributed is up before it looks for anything else.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ["DS_ACCELERATOR"] = "cpu"
-    store = dist.TCPStore(HOST, port, is_master=False)
+    store = dist.TCPStore(HOST, place.port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         answer = True, work(rank, *args)
     except Exception:
         answer = False, traceback.format_exc()
-    torch.save(answer, Path(folder) / f"{rank}.pt")
+    torch.save(answer, place.folder / f"{rank}.pt")
     if not answer[0]:
         os._exit(0)  # its peers find the line cut and end too; gloo's own end would abort
     dist.barrier()

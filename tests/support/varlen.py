@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from uspft.kernels.torch_cpu import TorchCpu
 from uspft.kernels.varlen import Varlen, VarlenKernel
 
 
-def varlen_on_cpu() -> VarlenKernel:
-    """The variable-length path over a CPU kernel that takes cumulative lengths."""
+def varlen_on_cpu(
+    note: Callable[[torch.Tensor, torch.Tensor], None] = lambda q, k: None,
+) -> VarlenKernel:
+    """The variable-length path over a CPU kernel that takes cumulative lengths; note: is told the
+    queries and keys of each forward call."""
 
     def blocks(x: Varlen) -> list[Block]:
         mask = Mask.CAUSAL if x.causal else Mask.FULL
@@ -20,6 +24,7 @@ def varlen_on_cpu() -> VarlenKernel:
         return [Block(q[i], q[i + 1], k[i], k[i + 1], mask) for i in range(len(q) - 1)]
 
     def forward(q: Any, k: Any, v: Any, x: Varlen, scale: float) -> Any:
+        note(q, k)
         partial = Partial(q)
         partial.add(TorchCpu().forward((q, k, v), blocks(x), scale))
         return partial.result()

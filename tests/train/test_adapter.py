@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.adapters import peft_adapter
 from tests.support.launch import records, start
-from tests.support.models import make_documents, make_model, reference
+from tests.support.models import Documents, Reference, make_documents, make_model, reference
 from tests.support.runs import small_recipe
+from uspft.__main__ import main
+from uspft.model.adapter import AdapterStart
 from uspft.parameters.shards import Part
 
 STEPS, SEED = 3, 5
@@ -29,14 +31,45 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def from_seed(name: str, part: Part) -> torch.Tensor:
+    """What a weight of the adapter starts from."""
+    no_base: Any = None
+    return AdapterStart(no_base, SEED).read(name, part)
+
+
 @pytest.mark.timeout(600)
 def test_an_adapter_from_recipe_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two steps under one layout, the third under another; then what the run has left."""
-    from uspft.__main__ import main
-    from uspft.model.adapter import AdapterStart
-
     model, out = make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2), tmp_path / "out"
     data = make_documents(tmp_path / "d.jsonl", [48, 40, 33], masked=[0.0, 0.5])
+    trains_under_two_layouts(model, data, tmp_path)
+    want = reference(
+        model,
+        [[document] for document in data.documents],
+        rate=1e-3,
+        clip=0.005,
+        prepare=peft_adapter(
+            from_seed,
+            frozen=FROZEN,
+            r=LORA["rank"],
+            lora_alpha=LORA["alpha"],
+            target_modules=LORA["target_modules"],
+        ),
+    )
+    is_as_in_one_process(want, tmp_path)
+    state = json.loads((out / "checkpoints/step-00000003/state.json").read_text())
+    assert len(state["files"]) == 3 * len(want.end)  # weight and two moments; nothing of the base
+    is_as_peft_has_it(model, out, tmp_path / "again")
+    capsys.readouterr()
+    assert main(["export", str(out), f"to={tmp_path}/merged"]) == 0
+    for folder in (out / "hf", tmp_path / "merged"):
+        merged = weights(folder)
+        assert merged.keys() == weights(out / "hf").keys()
+        assert all(torch.equal(merged[name], value) for name, value in weights(out / "hf").items())
+
+
+def trains_under_two_layouts(model: Path, data: Documents, folder: Path) -> None:
+    """Both runs end well, say what they train and where it went, and the second goes on."""
     recipe = {"seed": SEED} | small_recipe(
         model,
         data.path,
@@ -48,53 +81,31 @@ def test_an_adapter_from_recipe_to_peft(tmp_path: Path, capsys: pytest.CaptureFi
         checkpoint={"every_steps": 1, "keep_last": 1},
         export={"huggingface": True},
     )
-    process = start(recipe, tmp_path)
+    process = start(recipe, folder)
     said, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "trains: 1,664 parameters, beside " in said and "on down_proj, q_proj)" in said
-    assert f"adapter:    {out}/adapter  (PeftModel.from_pretrained loads it)" in said
+    assert f"adapter:    {folder}/out/adapter  (PeftModel.from_pretrained loads it)" in said
     recipe |= {"parallel_config": ULYSSES, "deepspeed": {"zero_optimization": {"stage": 1}}}
-    process = start(recipe, tmp_path, f"training.steps={STEPS}")
+    process = start(recipe, folder, f"training.steps={STEPS}")
     said, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "going on from" in said, err
 
-    no_base: Any = None
-    want = reference(
-        model,
-        [[document] for document in data.documents],
-        rate=1e-3,
-        clip=0.005,
-        prepare=peft_adapter(
-            AdapterStart(no_base, SEED).read,
-            frozen=FROZEN,
-            r=LORA["rank"],
-            lora_alpha=LORA["alpha"],
-            target_modules=LORA["target_modules"],
-        ),
-    )
-    got = [record for record in records(tmp_path) if "loss" in record]
+
+def is_as_in_one_process(want: Reference, folder: Path) -> None:
+    """Losses, norms and the adapter are those of plain peft; what is frozen stays as it began."""
+    got = [record for record in records(folder) if "loss" in record]
     assert [r["loss"] for r in got] == pytest.approx(want.losses, rel=1e-5)
     assert [r["grad_norm"] for r in got] == pytest.approx(want.grad_norms, rel=1e-4)
-    adapter = load_file(out / "adapter/adapter_model.safetensors")
+    adapter = load_file(folder / "out/adapter/adapter_model.safetensors")
     for name, value in want.end.items():
         moved = (value - want.start[name]).norm()
         assert (adapter[f"base_model.model.{name}"] - value).norm() <= 2e-3 * moved > 0, name
     stays = {name for name in adapter if name.removeprefix("base_model.model.") not in want.end}
     assert len(adapter) == 8 and len(stays) == 2
-    start_of = AdapterStart(no_base, SEED).read
     for name in stays:
-        begun = start_of(name.removeprefix("base_model.model."), Part.whole(adapter[name].shape))
+        begun = from_seed(name.removeprefix("base_model.model."), Part.whole(adapter[name].shape))
         assert torch.equal(adapter[name], begun), name
-
-    state = json.loads((out / "checkpoints/step-00000003/state.json").read_text())
-    assert len(state["files"]) == 3 * len(want.end)  # weight and two moments; nothing of the base
-    is_as_peft_has_it(model, out, tmp_path / "again")
-    capsys.readouterr()
-    assert main(["export", str(out), f"to={tmp_path}/merged"]) == 0
-    for folder in (out / "hf", tmp_path / "merged"):
-        merged = weights(folder)
-        assert merged.keys() == weights(out / "hf").keys()
-        assert all(torch.equal(merged[name], value) for name, value in weights(out / "hf").items())
 
 
 def is_as_peft_has_it(model: Path, out: Path, again: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.parity.test_evaluation import alone
+from tests.support.evaluation import alone
 from tests.support.launch import records, start
 from tests.support.models import make_documents, make_model
 

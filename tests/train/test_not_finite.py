@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.test_training import ROW, ZERO
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
+from tests.support.rows import ROW
 from tests.support.runs import held, prepared, small_recipe
+from tests.support.stages import ZERO
 
 
 def work(rank: int, folder: Path, data: Path) -> dict[str, tuple[str, bool]]:

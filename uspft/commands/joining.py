@@ -27,7 +27,7 @@ def joined(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
     device = _device(kind, int(environment["LOCAL_RANK"]))
     _quiet()
-    _join(environment, device)
+    join(environment, device)
     from uspft.engine.quarantine import prepare_deepspeed
 
     prepare_deepspeed(talks=talks)
@@ -53,7 +53,7 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def _join(environment: Mapping[str, str], device: torch.device) -> None:
+def join(environment: Mapping[str, str], device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     address = environment["MASTER_ADDR"]
     host = f"[{address}]" if ":" in address else address

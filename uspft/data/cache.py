@@ -82,7 +82,7 @@ def prepare(
     folder = Path(cache_dir) / key.folder
     if not os.path.exists(folder):
         reading = Reading(parts, Encoder(tokeniser, vocab_size), key.contents)
-        _build(folder, data, reading, progress or _silent)
+        build(folder, data, reading, progress or _silent)
     _require_lengths(Corpus.open(folder), data)
     return folder
 
@@ -168,7 +168,7 @@ def _digest(part: SourcePart) -> str:
         raise DataError([f"{part.content.shown}: {what}"]) from error
 
 
-def _build(
+def build(
     folder: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
 ) -> None:
     """Writes the corpus aside and renames it to folder. Raises DataError."""

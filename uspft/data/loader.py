@@ -49,7 +49,7 @@ class StepLoader:
         rows_per_batch: int,
         last_row: int | None = None,
     ) -> None:
-        self._stream, self._world, self._row_tokens = stream, world, row_tokens
+        self.stream, self._world, self._row_tokens = stream, world, row_tokens
         self._rows_per_step, self._rows_per_batch = rows_per_step, rows_per_batch
         self._last_row = last_row
         self._reading = threading.Lock()
@@ -123,7 +123,7 @@ class StepLoader:
     def _row(self, index: int) -> Row:
         if index != EMPTY:
             with self._reading:
-                return self._stream.row(index)
+                return self.stream.row(index)
         zeros = np.zeros(self._row_tokens, np.int64)
         return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), self._row_tokens), ())
 
@@ -154,10 +154,10 @@ class StepLoader:
             places = [np.arange(a, b) for a, b in said]
             told = (batch.input_ids[0], batch.labels, batch.position_ids[0])
             held_here = [x.cpu().numpy() for x in told]
-            here = _digest(np.concatenate(places or [held_here[0][:0]]), held_here)
-            each = [(row.input_ids, row.labels, _in_documents(row.segments)) for row in rows]
+            here = digest(np.concatenate(places or [held_here[0][:0]]), held_here)
+            each = [(row.input_ids, row.labels, in_documents(row.segments)) for row in rows]
             in_rows = [np.concatenate(parts) for parts in zip(*each, strict=True)]
-            whole = _digest(np.arange(len(in_rows[0])), in_rows)
+            whole = digest(np.arange(len(in_rows[0])), in_rows)
             held, wrong = total(
                 [here, float(said != batch.share.held)], world.mesh.context, world.device
             )
@@ -183,7 +183,7 @@ def _place(row: Row, number: int) -> NDArray[np.int64]:
     return np.where(np.arange(len(row.input_ids)) < row.segments.bounds[-1], number, -1)
 
 
-def _in_documents(segments: Segments) -> NDArray[np.int64]:
+def in_documents(segments: Segments) -> NDArray[np.int64]:
     """Each token's place in its document, 0 for padding: from the bounds that attention goes by."""
     places = np.zeros(segments.length, np.int64)
     for start, stop in segments:
@@ -191,7 +191,7 @@ def _in_documents(segments: Segments) -> NDArray[np.int64]:
     return places
 
 
-def _digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
+def digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
     """A sum over tokens of 64 mixed bits each (splitmix64), modulo DIGEST: the order does not
     matter, what is held at which place of the row does."""
     mixed = np.zeros(len(places), np.uint64)

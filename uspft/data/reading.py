@@ -15,7 +15,7 @@ from uspft.data.sources import SourceFile
 from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
 
 _BATCH_SIZE = 1 << 20  # bytes of files; one thread's work
-_BATCH_RECORDS = 512
+BATCH_RECORDS = 512
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _batches(parts: list[SourcePart], encoder: Encoder) -> Iterator[tuple[list[_
         for record in read(part.content, part.declared):
             items.append(_rendered(number, part, record, encoder))
             size += record.size if isinstance(record, Record) else 0
-            if size >= _BATCH_SIZE or len(items) >= _BATCH_RECORDS:
+            if size >= _BATCH_SIZE or len(items) >= BATCH_RECORDS:
                 yield items, size
                 items, size = [], 0
     if items:

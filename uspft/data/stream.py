@@ -62,8 +62,8 @@ class RowStream:
         whole = all(float(s.weight).is_integer() for s in corpus.sources)
         self._same_plan = whole and not shuffle
         self._same_count = whole and (packing == "none" or not shuffle)
-        self._plans: OrderedDict[int, Packing] = OrderedDict()
-        self._ends: list[int] = []  # rows up to and with each epoch, as far as known
+        self.plans: OrderedDict[int, Packing] = OrderedDict()
+        self.ends: list[int] = []  # rows up to and with each epoch, as far as known
 
     def rows_in_epoch(self, epoch: int) -> int:
         return self._plan(0 if self._same_count else epoch).rows
@@ -72,10 +72,10 @@ class RowStream:
         """Rows in the first `epochs` epochs together."""
         if self._same_count:
             return epochs * self.rows_in_epoch(0)
-        while len(self._ends) < epochs:
-            before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + self.rows_in_epoch(len(self._ends)))
-        return self._ends[epochs - 1] if epochs else 0
+        while len(self.ends) < epochs:
+            before = self.ends[-1] if self.ends else 0
+            self.ends.append(before + self.rows_in_epoch(len(self.ends)))
+        return self.ends[epochs - 1] if epochs else 0
 
     def steps_in_epochs(self, epochs: int, rows_per_step: int) -> int:
         """ceil(rows ÷ rows_per_step): the last step may be shorter."""
@@ -93,10 +93,10 @@ class RowStream:
     def _place(self, index: int) -> tuple[int, int]:
         if self._same_count:
             return divmod(index, self.rows_in_epoch(0))
-        while not self._ends or self._ends[-1] <= index:
-            self.rows_in(len(self._ends) + 1)
-        epoch = bisect_right(self._ends, index)
-        return epoch, index - (self._ends[epoch - 1] if epoch else 0)
+        while not self.ends or self.ends[-1] <= index:
+            self.rows_in(len(self.ends) + 1)
+        epoch = bisect_right(self.ends, index)
+        return epoch, index - (self.ends[epoch - 1] if epoch else 0)
 
     def _filled(self, samples: list[int], starts: list[int]) -> Row:
         input_ids = np.full(self._length, _PADDING_ID, np.int64)
@@ -118,13 +118,13 @@ class RowStream:
     def _plan(self, epoch: int) -> Packing:
         """The epoch's plan; two are kept, for a step may span two epochs."""
         epoch = 0 if self._same_plan else epoch
-        if epoch not in self._plans:
+        if epoch not in self.plans:
             order = self._order(epoch)
-            self._plans[epoch] = pack_rows(order, self._lengths[order], self._length, self._packing)
-            if len(self._plans) > _KEPT_PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(epoch)
-        return self._plans[epoch]
+            self.plans[epoch] = pack_rows(order, self._lengths[order], self._length, self._packing)
+            if len(self.plans) > _KEPT_PLANS:
+                self.plans.popitem(last=False)
+        self.plans.move_to_end(epoch)
+        return self.plans[epoch]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Sample indices of one epoch: each source weight times, a fraction going round in turn."""

@@ -35,7 +35,7 @@ class TorchCapped:
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
     ) -> list[BlockOutput]:
         parts = []
-        for piece in _pieces(blocks):
+        for piece in pieces(blocks):
             q, k, v = _by_group(qkv, piece)
             capped, _ = self._scores(q, k, piece, scale)
             lse = capped.logsumexp(-1)
@@ -52,7 +52,7 @@ class TorchCapped:
     ) -> tuple[list[Gradient], list[Gradient]]:
         queries, keys = [], []
         groups = qkv[1].shape[1]
-        for piece in _pieces(blocks):
+        for piece in pieces(blocks):
             q, k, v = _by_group(qkv, piece)
             rows = slice(piece.q0, piece.q1)
             out, dout = (_wide(x[rows]).unflatten(1, (groups, -1)) for x in (saved[0], saved[2]))
@@ -80,13 +80,13 @@ class TorchCapped:
         return capped, slope
 
 
-def _pieces(blocks: Sequence[Block]) -> Iterator[Block]:
+def pieces(blocks: Sequence[Block]) -> Iterator[Block]:
     """Blocks cut in halves until each has a tile of scores."""
     for block in blocks:
         if (block.q1 - block.q0) * (block.k1 - block.k0) <= TILE_SCORES:
             yield block
         else:
-            yield from _pieces(_halves(block))
+            yield from pieces(_halves(block))
 
 
 def _halves(block: Block) -> list[Block]:

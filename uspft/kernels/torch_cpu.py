@@ -23,7 +23,7 @@ STRIP = 480
 rows of scores push one another out of a core's cache."""
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class TorchCpu:
@@ -107,11 +107,11 @@ def _backward(
 
     def of(rows: slice, keys: slice, causal: bool) -> list[Tensor]:
         given = map(_to_kernel, (dout[rows], q[rows], k[keys], v[keys], out[rows]))
-        grads = _BACKWARD(*given, lse[None, :, rows], 0.0, causal, scale=scale)
+        grads = BACKWARD(*given, lse[None, :, rows], 0.0, causal, scale=scale)
         return [_from_kernel(grad) for grad in grads]
 
     whole = slice(0, len(q)), slice(0, len(k)), causal
-    calls = list(_strips(*whole)) if _is_exact(q) else [whole]
+    calls = list(strips(*whole)) if _is_exact(q) else [whole]
     if len(calls) == 1:
         dq, dk, dv = of(*calls[0])
         return dq, dk, dv
@@ -123,9 +123,9 @@ def _backward(
     return dq, dk, dv
 
 
-def _strips(rows: slice, keys: slice, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+def strips(rows: slice, keys: slice, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
     """(rows, keys, causal) of each call: strips of keys, in a triangle a small one and the rest."""
-    width = _even(keys.stop - keys.start, STRIP)
+    width = even(keys.stop - keys.start, STRIP)
     for start in range(keys.start, keys.stop, width):
         strip = slice(start, min(start + width, keys.stop))
         if causal:
@@ -137,7 +137,7 @@ def _strips(rows: slice, keys: slice, causal: bool) -> Iterator[tuple[slice, sli
 
 def _triangles(rows: slice) -> Iterator[tuple[slice, slice, bool]]:
     """The triangle on rows as small ones, and the rectangle below each."""
-    width = _even(rows.stop - rows.start, TILE)
+    width = even(rows.stop - rows.start, TILE)
     for start in range(rows.start, rows.stop, width):
         own = slice(start, min(start + width, rows.stop))
         yield own, own, True
@@ -145,7 +145,7 @@ def _triangles(rows: slice) -> Iterator[tuple[slice, slice, bool]]:
             yield slice(own.stop, rows.stop), own, False
 
 
-def _even(length: int, most: int) -> int:
+def even(length: int, most: int) -> int:
     """Width of equal pieces of length, about `most` at most: a multiple of 16, no power of two."""
     width = -(-length // (16 * -(-length // most))) * 16
     return width + 16 if width & (width - 1) == 0 else width

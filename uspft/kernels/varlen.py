@@ -50,7 +50,7 @@ class VarlenKernel:
     ) -> list[BlockOutput]:
         parts = []
         q, k, v = qkv
-        for call in _calls(tuple(blocks), len(k), k.device):
+        for call in calls(tuple(blocks), len(k), k.device):
             given = call.q.take(q), call.k.take(k), call.k.take(v)
             out, lse = self._forward(*given, call.lengths, scale)
             pieces = call.q.pieces(out), call.q.pieces(lse, 1)
@@ -68,7 +68,7 @@ class VarlenKernel:
     ) -> tuple[list[Gradient], list[Gradient]]:
         queries, keys = [], []
         (q, k, v), (out, lse, dout) = qkv, saved
-        for call in _calls(tuple(blocks), len(k), k.device):
+        for call in calls(tuple(blocks), len(k), k.device):
             given = call.q.take(q), call.k.take(k), call.k.take(v)
             rows = call.q.take(out), call.q.take(lse, 1).contiguous(), call.q.take(dout)
             dq, dk, dv = self._backward(given, rows, call.lengths, scale)
@@ -112,7 +112,7 @@ class _Call(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _calls(blocks: tuple[Block, ...], tokens: int, device: torch.device) -> list[_Call]:
+def calls(blocks: tuple[Block, ...], tokens: int, device: torch.device) -> list[_Call]:
     """One for each mask, and for each full block that would have too many keys copied.
 
     tokens: that k has. Cached: every layer of a step asks for the same, of each stage of its ring.
@@ -145,7 +145,7 @@ def _call(blocks: Sequence[Block], device: torch.device) -> _Call:
     q, k = (Side(_joined(side), turned) for side in ranges)
     lengths = [[b - a for a, b in (reversed(side) if turned else side)] for side in ranges]
     cu = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in lengths]
-    cu_q, cu_k = (_put(side, device) for side in cu)
+    cu_q, cu_k = (put(side, device) for side in cu)
     return _Call(q, k, Varlen(cu_q, cu_k, max(lengths[0]), max(lengths[1]), causal))
 
 
@@ -153,7 +153,7 @@ def _call(blocks: Sequence[Block], device: torch.device) -> _Call:
 def _order(side: Side, device: torch.device) -> Tensor:
     """The tokens of a side one by one, int32; fewer are kept, since each is as long as its side."""
     order = torch.cat([torch.arange(*run, dtype=torch.int32) for run in side.runs])
-    return _put(order.flip(0) if side.turned else order, device)
+    return put(order.flip(0) if side.turned else order, device)
 
 
 def _joined(ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
@@ -164,7 +164,7 @@ def _joined(ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
     return tuple(runs)
 
 
-def _put(x: Tensor, device: torch.device) -> Tensor:
+def put(x: Tensor, device: torch.device) -> Tensor:
     """A copy that nothing waits for: torch keeps pinned memory until the device has read it."""
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)

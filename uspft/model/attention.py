@@ -37,7 +37,7 @@ class Bound:
 
     def __init__(self, world: World, share: Share, tokens: Tensor, *, twice: bool) -> None:
         self._world, self._share, self.tokens = world, share, tokens
-        self._memory: dict[int, Kept] | None = {} if twice else None
+        self.memory: dict[int, Kept] | None = {} if twice else None
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
         """Attention of one layer: q [T, H, D], k and v [T, G, D] → [T, H, D]."""
@@ -49,9 +49,9 @@ class Bound:
 
         inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
         once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
-        if once or self._memory is None:  # a layer without a backward is never called again
+        if once or self.memory is None:  # a layer without a backward is never called again
             return run(inputs)
-        return attend_once(self._memory, layer, run, inputs)
+        return attend_once(self.memory, layer, run, inputs)
 
     @property
     def softcap(self) -> float | None:

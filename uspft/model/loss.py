@@ -100,7 +100,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(rows.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=rows.device)
         needed = ctx.needs_input_grad[:3]
-        grads = _Gradients((rows, weight, bias), needed, wide) if any(needed) else None
+        grads = Gradients((rows, weight, bias), needed, wide) if any(needed) else None
         for start in range(0, len(rows), tile):
             part, target = rows[start : start + tile], labels[start : start + tile]
             logits = form.apply(nn.functional.linear(part, weight, bias).to(wide))
@@ -127,7 +127,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         return *found, None, None
 
 
-class _Gradients:
+class Gradients:
     """Gradients of rows, weight and bias where they are needed, the latter two summed in float32 or
     wider: a frozen head's would be as large as its weight."""
 

@@ -38,17 +38,17 @@ def settle_positions(config: Any, length_tokens: int) -> None:
     ropes, positions = config.rope_parameters or {}, config.max_position_embeddings
     kinds = [kind for kind in _KINDS if ropes.get(kind)]
     each = [ropes[kind] for kind in kinds] or [ropes]
-    settled = [_settled(rope, config, length_tokens) for rope in each]
-    if settled == each:
+    found = [settled(rope, config, length_tokens) for rope in each]
+    if found == each:
         return
     if any(rope.get("rope_type") == "dynamic" for rope in each):
         config.max_position_embeddings = max(positions, length_tokens)
     config.rope_parameters = (
-        {**ropes, **dict(zip(kinds, settled, strict=True))} if kinds else settled[0]
+        {**ropes, **dict(zip(kinds, found, strict=True))} if kinds else found[0]
     )
 
 
-def _settled(rope: dict[str, Any], config: Any, length_tokens: int) -> dict[str, Any]:
+def settled(rope: dict[str, Any], config: Any, length_tokens: int) -> dict[str, Any]:
     kind, positions = rope.get("rope_type"), config.max_position_embeddings
     if kind == "longrope" and length_tokens > rope["original_max_position_embeddings"]:
         return {**rope, "short_factor": rope["long_factor"]}

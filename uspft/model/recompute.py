@@ -26,8 +26,8 @@ class Kept:
         self.inputs: list[Tensor] = []
         self._leaves = tuple(x.detach().requires_grad_() for x in inputs)
         # The hooks hold no self: the graph that holds them would be a ring that is never freed.
-        hooks = _hooks(self._leaves, self.inputs)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*hooks):
+        pack, unpack = hooks(self._leaves, self.inputs)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             self.out = attend(self._leaves)
         for leaf in self._leaves:
             leaf.data = leaf.data.new_empty(0)
@@ -36,7 +36,7 @@ class Kept:
         return torch.autograd.grad(self.out, self._leaves, dout)
 
 
-def _hooks(
+def hooks(
     leaves: tuple[Tensor, ...], inputs: list[Tensor]
 ) -> tuple[Callable[[Tensor], Tensor | int], Callable[[Tensor | int], Tensor]]:
     """How the graph keeps a tensor: an input as its number, for the second run has it again."""

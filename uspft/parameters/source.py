@@ -172,9 +172,9 @@ class RandomWeights:
         return True
 
     def read(self, name: str, part: Part) -> Tensor:
-        return part.cut(self._draw(name, part.shape))
+        return part.cut(self.draw(name, part.shape))
 
-    def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         owner, _, kind = name.rpartition(".")
         module = self._modules[owner]
         routes = is_router(module)

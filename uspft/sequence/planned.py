@@ -65,11 +65,11 @@ class Planned:
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
         def inner(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule, kernel: Kernel) -> Tensor:
-            return attend_exchanged(qkv, self._exchange(share), rule, split.ring, kernel)
+            return attend_exchanged(qkv, self.exchange(share), rule, split.ring, kernel)
 
         return attend_over_heads(qkv, share, rule, split, inner)
 
-    def _exchange(self, share: Share) -> Exchange:
+    def exchange(self, share: Share) -> Exchange:
         least = None if self.stages else self.piece_tokens
         return share.once(
             ("needed", self.stages, self.keep, least),
@@ -84,5 +84,5 @@ class Planned:
         pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
         return Cost(
             all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),
-            gather=exchange_traffic([self._exchange(share) for share in shares], pair_bytes),
+            gather=exchange_traffic([self.exchange(share) for share in shares], pair_bytes),
         )

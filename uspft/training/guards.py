@@ -60,7 +60,7 @@ class Guards:
         holders = self._run.engine.holders
         most, least = largest([kept, -kept], holders.everyone, world.device)
         self._say(
-            f"parameters: {as_size(whole)}, {_each(-least, most)} of {world.layout.ranks} ranks"
+            f"parameters: {as_size(whole)}, {each(-least, most)} of {world.layout.ranks} ranks"
         )
 
 
@@ -81,7 +81,7 @@ def first_loss_warning(loss: float, vocabulary: int, *, random: bool) -> str | N
     return None
 
 
-def _each(least: float, most: float) -> str:
+def each(least: float, most: float) -> str:
     """What the emptiest and the fullest rank hold."""
     if least < most:
         return f"{as_size(least)} to {as_size(most)} on each"

@@ -29,7 +29,7 @@ def test_a_device_is_bound_where_there_are_others(
     monkeypatch.setattr("torch.distributed.init_process_group", init)
     place = {"MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
     at = torch.device(device)
-    joining._join({**place, "RANK": str(at.index or 0), "WORLD_SIZE": str(world)}, at)
+    joining.join({**place, "RANK": str(at.index or 0), "WORLD_SIZE": str(world)}, at)
     assert asked["backend"] == backend and asked["init_method"] == "tcp://[::1]:29500"
     assert (asked["rank"], asked["world_size"]) == (at.index or 0, world)
     assert asked["device_id"] == (at if bound else None)

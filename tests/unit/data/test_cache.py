@@ -30,7 +30,7 @@ from uspft.data import Corpus, DataError, cache, prepare
 def test_the_number_of_workers_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("uspft.data.reading._BATCH_RECORDS", 3)
+    monkeypatch.setattr("uspft.data.reading.BATCH_RECORDS", 3)
     path = write_lines(tmp_path / "a.jsonl", ({"text": f"{i} " * (i % 40 + 1)} for i in range(200)))
     corpora, threads = [], []
     started = threading.Thread.start
@@ -54,7 +54,7 @@ def test_the_number_of_workers_changes_nothing(
 def test_faults_come_in_file_order_whatever_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("uspft.data.reading._BATCH_RECORDS", 2)
+    monkeypatch.setattr("uspft.data.reading.BATCH_RECORDS", 2)
     ids = [{"input_ids": [5]}, {"input_ids": [99]}, {"input_ids": "x"}] * 5
     path = write_lines(tmp_path / "a.jsonl", ids)
     found = [faults_of(tmp_path, block(path, workers=w), None, 10) for w in (1, 3)]
@@ -76,7 +76,7 @@ def test_the_second_time_nothing_is_read_again(
     size = path.stat().st_size
     assert seen[-1] == (size, size) and len(seen) >= 1
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
-    monkeypatch.setattr(cache, "_build", None)
+    monkeypatch.setattr(cache, "build", None)
     assert prepare(block(path), str(TOKENIZER), 8192, tmp_path / "cache") == folder
 
 

@@ -1,15 +1,18 @@
-"""Which tokens of a batch are targets: worked out once, on the host, whatever moves them later."""
+"""Batches of a step: which of their tokens are targets, the next step's token orders worked out
+while one runs, and the digest of what ranks hold."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from uspft.batch import Batch
-from uspft.data.loader import EMPTY, StepLoader
+from uspft.data.loader import DIGEST, EMPTY, StepLoader, digest, in_documents
 from uspft.data.stream import Row
 from uspft.layout import Layout
 from uspft.segments import Segments
@@ -67,3 +70,72 @@ def test_faults_that_move_labels_move_the_targets_too() -> None:
     assert targets_of(moved) != targets_of(batch([(0, 16)], [0, 1]))
     shifted: Any = label(batch([(0, 16)], [0, 1]), world, rows)  # type: ignore[arg-type]
     assert targets_of(shifted) == [5, 6, 2, 0, 9, 8, 7, 1]
+
+
+class BrokenStream:
+    """Row i is one document of i + 1 tokens; row 4 is broken."""
+
+    def row(self, index: int) -> Row:
+        if index == 4:
+            raise OSError("the disk is gone")
+        zeros = np.zeros(8, np.int64)
+        return Row(zeros, zeros, zeros, Segments((0, index + 1), 8), ())
+
+
+class Asked:
+    """One rank, and which thread asked for the order of which row."""
+
+    layout, replica, device = Layout(), 0, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.algorithm = self
+        self.asked: list[tuple[int, str]] = []
+
+    def token_order(self, segments: Segments) -> list[Any]:
+        self.asked.append((segments.bounds[-1] - 1, threading.current_thread().name))
+        return [((0, 8),)]
+
+    def share(self, rows: Any) -> Any:
+        for row in rows:
+            self.token_order(row)
+        return SimpleNamespace(held=[(0, 8)])
+
+
+def test_the_next_rows_are_dealt_out_in_another_thread() -> None:
+    world: Any = Asked()
+    stream: Any = BrokenStream()
+    loader = StepLoader(stream, world, row_tokens=8, rows_per_step=2, rows_per_batch=1)
+    assert [batch.rows for batch in loader.batches(1)] == [(0,), (1,)]
+    assert [batch.rows for batch in loader.batches(2)] == [(2,), (3,)]
+    here = threading.current_thread().name
+    assert world.asked[:6] == [
+        (0, here),
+        (1, here),
+        (2, "rows ahead_0"),
+        (3, "rows ahead_0"),
+        (2, here),
+        (3, here),
+    ]
+    with pytest.raises(OSError, match="the disk is gone"):
+        loader.batches(3)
+
+
+def test_the_digest_is_of_tokens_at_positions() -> None:
+    dice = np.random.default_rng(0)
+    held = list(dice.integers(0, 50_000, (3, 1000)))  # ids, labels, positions
+    held[1][::3] = -100
+    places = np.arange(1000)
+    whole = digest(places, held)
+    mixed = dice.permutation(1000)
+    assert digest(mixed, [x[mixed] for x in held]) == whole
+    halves = [digest(part, [x[part] for x in held]) for part in (mixed[:300], mixed[300:])]
+    assert sum(halves) % DIGEST == whole
+    for broken in held:
+        broken[[3, 4]] = broken[[4, 3]]  # two tokens change places
+        assert digest(places, held) != whole
+        broken[[3, 4]] = broken[[4, 3]]
+    assert digest(places, held) == whole
+
+
+def test_positions_are_counted_in_documents() -> None:
+    assert in_documents(Segments((0, 3, 5), 7)).tolist() == [0, 1, 2, 0, 1, 0, 0]

@@ -119,7 +119,7 @@ def test_random_access_equals_reading_on(tmp_path: Path) -> None:
     rows = [shown(forward.row(i)) for i in range(60)]
     for index in (59, 0, 31, 59, 7):
         assert shown(RowStream(corpus, 6, "best_fit", True, 9).row(index)) == rows[index]
-    assert len(forward._plans) <= 2
+    assert len(forward.plans) <= 2
 
 
 def test_a_far_row_is_found_at_once_where_epochs_are_alike(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_far_row_is_found_at_once_where_epochs_are_alike(tmp_path: Path) -> No
     for packing, shuffle in (("none", True), ("best_fit", False)):
         stream = RowStream(corpus, 3, packing, shuffle, 0)
         stream.row(10**12)
-        assert not stream._ends
+        assert not stream.ends
 
 
 def test_weights_are_times_an_epoch(tmp_path: Path) -> None:

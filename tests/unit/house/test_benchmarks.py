@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from benchmarks.attention.check import LARGEST_ERROR, dense, errors
 from benchmarks.attention.counting import SentBytes, written_bytes
 from benchmarks.attention.documents import MIXES, documents_of
-from benchmarks.attention.engines import ENGINES, Attention
-from benchmarks.attention.engines.alone import _by_documents
+from benchmarks.attention.engines import ENGINES
+from benchmarks.attention.engines.alone import one_process
 from benchmarks.attention.engines.per_document import zigzag
 from benchmarks.attention.layer import Layer
 from benchmarks.attention.options import options_of, settings_of
@@ -57,7 +58,7 @@ def test_the_mixes_are_what_they_say() -> None:
     assert len(short) > 40 and max(short) <= 256
 
 
-def test_dense_is_dense_and_a_wrong_engine_is_seen() -> None:
+def test_dense_is_dense_and_a_wrong_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(Segments((0, 13, 40), 40), 4, 2, dim=8)
     truth = dense(layer)
     q, k, v, dout = (layer.draw(name).double() for name in ("q", "k", "v", "dout"))
@@ -67,12 +68,14 @@ def test_dense_is_dense_and_a_wrong_engine_is_seen() -> None:
     want = (out, *torch.autograd.grad(out, inputs, dout))
     for name, tensor in zip(("out", "dq", "dk", "dv"), want, strict=True):
         assert torch.allclose(truth[name], tensor), name
-    held = torch.arange(layer.tokens)
-    right = errors(Attention(held, _by_documents(layer.lengths)), layer, truth)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    right = errors(one_process(layer), layer, truth)
     assert len(right) == 4 and max(right.values()) < LARGEST_ERROR
-    wrong = errors(Attention(held, _by_documents([layer.tokens])), layer, truth)
+    one_document = replace(layer, documents=Segments.single(layer.tokens))
+    wrong = errors(one_process(one_document), layer, truth)
     assert len(wrong) == 4 and min(wrong.values()) > LARGEST_ERROR
-    assert errors(Attention(held[:0], _by_documents([])), layer, truth) == {}
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    assert errors(one_process(layer), layer, truth) == {}, "the others wait"
 
 
 def test_zigzag_deals_out_every_token() -> None:

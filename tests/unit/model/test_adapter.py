@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.adapters import written_out_mask
+from tests.support.dropout import written_out_mask
 from uspft.model import dropout
 from uspft.model.adapter import AdapterStart, merged
 from uspft.model.dropout import TokenDropout, token_words

@@ -83,4 +83,4 @@ def test_a_layer_without_a_backward_keeps_nothing(trains: bool) -> None:
     bound = Bound(world, share, tokens=torch.arange(6), twice=True)
     q, kv = torch.ones(6, 4, 8, requires_grad=trains), torch.ones(6, 2, 8)
     bound.attend(0, (q, kv, kv), Rule(0.5))
-    assert bool(bound._memory) == trains
+    assert bool(bound.memory) == trains

@@ -1,4 +1,5 @@
-"""What an exchange is made of, that it is made once for all layers, and gone with its plan."""
+"""What an exchange is made of, once for all layers and gone with its plan; and that it computes
+while keys and gradients are on their way."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.algorithms import named
+from tests.support.overlap import attend
 from uspft.segments import Segments
 from uspft.sequence import Heads, Share
 from uspft.sequence.exchange import Exchange
@@ -30,7 +32,7 @@ def parts_of(plan: Share) -> list[object]:
     for each in (plan.with_window(window) for window in WINDOWS):
         ring = each.ring
         for algorithm in (Planned(ring), Planned(ring, keep=False), Planned(ring, stages=1)):
-            exchange = algorithm._exchange(each)
+            exchange = algorithm.exchange(each)
             found += [stage.blocks for stage in exchange.arrivals]
             found += [
                 exchange.leaving(d, stage.leg)
@@ -82,13 +84,13 @@ def test_a_plan_is_gone_with_its_last_user(ring: int) -> None:
 @pytest.mark.parametrize(("ring", "stages"), [(2, 1), (4, 1), (4, 2), (4, 3), (8, 5)])
 def test_a_number_of_stages_is_that_many(ring: int, stages: int) -> None:
     plan = plan_of(ring)
-    exchange = named("planned_cp", 1, ring, stages=stages)._exchange(plan)  # type: ignore[attr-defined]
+    exchange = named("planned_cp", 1, ring, stages=stages).exchange(plan)  # type: ignore[attr-defined]
     assert len(exchange.arrivals) == stages
 
 
 @pytest.mark.parametrize(("ring", "least"), [(2, 4), (3, 4), (4, 3), (8, 7)])
 def test_by_itself_it_takes_at_least_four_where_messages_are_long(ring: int, least: int) -> None:
-    assert len(Planned(ring)._exchange(plan_of(ring)).arrivals) == least
+    assert len(Planned(ring).exchange(plan_of(ring)).arrivals) == least
     whole = Exchange(plan_of(ring), 0, trimmed=True, keep=True)
     assert len(whole.arrivals) == ring - 1
 
@@ -112,3 +114,34 @@ def test_stages_that_no_exchange_has_are_refused(
     assert (key, f"{what}; {remedy}") == ("parallel_config.exchange_stages", said)
     for fine in range(degrees[1]):
         assert not named("planned_cp", *degrees, stages=fine).problems(96, heads)
+
+
+EXCHANGES = [
+    # algorithm, ranks, options, kernel calls: this rank's own keys, and one for each stage
+    ("planned_cp", 4, {"keep": True}, 4),
+    ("planned_cp", 4, {"keep": False}, 4),
+    ("planned_cp", 4, {"keep": False, "stages": 2}, 3),
+    ("planned_cp", 2, {"keep": True, "piece_tokens": 4}, 5),
+    ("planned_cp", 2, {"keep": False, "piece_tokens": 4}, 5),
+    ("allgather_cp", 4, {}, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "options", "calls"), EXCHANGES)
+def test_an_exchange_computes_while_keys_and_gradients_are_on_their_way(
+    name: str, ranks: int, options: dict[str, int | bool], calls: int, on_wire: None
+) -> None:
+    for forward, backward in attend(name, ranks, **options)[0]:
+        assert len(forward.calls) == len(backward.calls) == calls
+        assert forward.sources[0] == {forward.index}
+        assert forward.keys and bool(backward.keys) == (not options.get("keep"))
+        for done in (forward, backward):
+            for transfer in done.keys:
+                before, after = (done.calls[done.call_of(transfer) - n] for n in (1, 0))
+                assert transfer.started < done.calls[0].at
+                assert before.at < transfer.ended < after.at
+        assert forward.gradients == [] and backward.gradients
+        for transfer in backward.gradients:
+            number = max(n for n, call in enumerate(backward.calls) if call.at < transfer.started)
+            assert transfer.peer in backward.sources[number]
+            assert transfer.ended > backward.calls[-1].at

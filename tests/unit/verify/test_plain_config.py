@@ -78,7 +78,7 @@ def test_a_fault_in_scaled_positions_shows(
     got = frequencies(model_config(given, LENGTH), pinned=False)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
 
-    right = positions._settled
-    monkeypatch.setattr(positions, "_settled", lambda *a: {**right(*a), "rope_theta": 2e4})
+    right = positions.settled
+    monkeypatch.setattr(positions, "settled", lambda *a: {**right(*a), "rope_theta": 2e4})
     wrong = frequencies(model_config(given, LENGTH), pinned=False)
     assert not torch.allclose(wrong[0], want[0], atol=1e-2)

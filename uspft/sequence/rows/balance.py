@@ -74,14 +74,14 @@ def assign(
             break
         chunk, left = divmod(segments.length, ring * per_rank)
         if left == 0 and chunk and (chunk * per_rank) % multiple == 0:
-            found.append(_Search(segments, (ring, per_rank), fetches, window).best())
+            found.append(Search(segments, (ring, per_rank), fetches, window).best())
     balanced = [a for a in found if a.balance <= MAX_IMBALANCE]
     if balanced:
         return min(balanced, key=lambda a: a.sent)
     return min(found, key=lambda a: a.balance)
 
 
-class _Search:
+class Search:
     """Longest-first, then swaps, for one number of chunks per rank."""
 
     def __init__(
@@ -117,7 +117,7 @@ class _Search:
             if self._balance(found[1]) <= limit and found[0] < cost:
                 cost, owner = found
         unit = self.chunk * self.per_rank
-        busiest = float(self._traffic(owner).max())
+        busiest = float(self.traffic(owner).max())
         # Ranks are numbered by their first chunk: in a ring, neighbours of the row are neighbours.
         numbers = {rank: number for number, rank in enumerate(dict.fromkeys(owner.tolist()))}
         numbered = tuple(numbers[rank] for rank in owner.tolist())
@@ -149,7 +149,7 @@ class _Search:
         mean = float(load.mean())
         return float(load.max()) / mean if mean else 1.0
 
-    def _needs(self, owner: Ints) -> tuple[Floats, Floats]:
+    def needs(self, owner: Ints) -> tuple[Floats, Floats]:
         """[rank, chunk] tokens of each chunk whose keys a rank needs from another; and [chunk,
         chunk] what a chunk's rank would need, its own too, without that chunk's queries."""
         held = np.argsort(owner, kind="stable")
@@ -159,21 +159,21 @@ class _Search:
         most[owner, np.arange(len(owner))] = 0.0
         return most, without
 
-    def _traffic(self, owner: Ints) -> Floats:
+    def traffic(self, owner: Ints) -> Floats:
         """Tokens of keys and values that each rank sends: its own out, others' gradients home."""
-        wanted, _ = self._needs(owner)
+        wanted, _ = self.needs(owner)
         given = np.bincount(owner, wanted.sum(axis=0), self.ring)
         return np.asarray(self.fetches * given + wanted.sum(axis=1))
 
     def _cost(self, owner: Ints) -> float:
-        return float(_weigh(self._traffic(owner)))
+        return float(_weigh(self.traffic(owner)))
 
     def _best_swap(self, owner: Ints, limit: float) -> tuple[float, int, int] | None:
         """(cost, a, b) of the best swap of chunks a and b that keeps the balance, or None.
 
         Of many chunks, a is one of the rank that sends most.
         """
-        swaps = _Swaps(owner, self._needs(owner), self.need, self.fetches)
+        swaps = Swaps(owner, self.needs(owner), self.need, self.fetches)
         load, every = np.bincount(owner, self.work, self.ring), np.arange(len(owner))
         ceiling = limit * float(load.mean())
         first = every
@@ -195,14 +195,14 @@ class _Search:
         return best
 
 
-class _Swaps:
+class Swaps:
     """What ranks would send after swaps: only the two ranks' own needs change, and who answers for
     the two chunks. All are whole numbers of tokens, and exact in any order of adding."""
 
     def __init__(
         self, owner: Ints, needs: tuple[Floats, Floats], need: Floats, fetches: int
     ) -> None:
-        """needs: what `_needs` finds before the swap."""
+        """needs: what `Search.needs` finds before the swap."""
         self.owner, (self.wanted, self.without) = owner, needs
         self.need, self.fetches = need, fetches
         self.held = np.eye(len(self.wanted), dtype=self.need.dtype)[owner]

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from tests.support.algorithms import named
-from tests.unit.sequence.rows.test_balance import packed
+from tests.support.rows import packed
 from uspft.segments import Segments
 from uspft.sequence import Heads, Share
 from uspft.sequence.exchange import Exchange

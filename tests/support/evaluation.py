@@ -1,0 +1,129 @@
+"""Runs that evaluate, by layout, stage and sets; and the evaluation of plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from tests.support.models import KINDS, Documents, make_documents, make_model
+from tests.support.runs import small_recipe
+from tests.support.stages import ZERO
+
+RANKS, ROW, STEPS = 4, 48, 2
+LAYOUTS: dict[str, tuple[str | None, int, int | None]] = {
+    "whole": (None, 1, None),
+    "ulysses 4": ("ulysses_cp", 4, None),
+    "ulysses 2": ("ulysses_cp", 2, None),
+    "ring 4": ("ring_cp", 4, None),
+    "ring 2": ("ring_cp", 2, None),
+    "hybrid 2 × 2": ("hybrid_cp", 4, 2),
+    "allgather 4": ("allgather_cp", 4, None),
+    "planned 2 × 2": ("planned_cp", 4, 2),
+    "planned 2": ("planned_cp", 2, 1),
+}
+"""Algorithm, context_parallel, ulysses_degree_in_cp; what is left of four processes: replicas."""
+SETS: dict[str, tuple[list[int], list[float]]] = {
+    "few": ([48, 20, 33], [0.0, 0.9, 0.4]),
+    "many": ([31, 17, 48, 20, 28, 40, 8], [0.0, 0.95, 1.0, 0.3]),
+    "sparse": ([40], [0.93]),
+}
+"""Lengths and masks: fewer rows than replicas, rows that they do not divide, ranks without targets;
+a document without any."""
+MODELS = ("llama-8-2", "qwen2-6-2-mixed")
+TOLERANCE = 1e-6
+Weights = dict[str, torch.Tensor]
+
+
+class Case(NamedTuple):
+    """One run; rows: eval_micro_batch_size."""
+
+    layout: str
+    zero: str
+    sets: tuple[str, ...]
+    packed: bool
+    rows: int | None
+    checkpointing: bool
+    model: str
+
+
+def recipe(case: Case, folder: Path, **blocks: Any) -> dict[str, Any]:
+    algorithm, context, ulysses = LAYOUTS[case.layout]
+    parallel: dict[str, Any] = {}
+    if algorithm:
+        own = {"ulysses_degree_in_cp": ulysses} if ulysses else {}
+        parallel = {"context_parallel": context, "context_parallel_algo": algorithm, **own}
+    paths = [str(folder / f"{name}.jsonl") for name in case.sets]
+    base: dict[str, Any] = {
+        "data": {"packing": "best_fit" if case.packed else "none", "eval": paths},
+        "parallel_config": parallel,
+        "deepspeed": {"zero_optimization": ZERO[case.zero]},
+        "training": {
+            "steps": STEPS,
+            "global_batch_size": 3,
+            "eval_every_steps": 1,
+            "eval_micro_batch_size": case.rows,
+        },
+        "memory": {"gradient_checkpointing": case.checkpointing},
+    }
+    merged = {key: {**base.get(key, {}), **blocks.get(key, {})} for key in {**base, **blocks}}
+    return small_recipe(folder / case.model, folder / "train.jsonl", ROW, **merged)
+
+
+def make_setting(folder: Path) -> tuple[Path, dict[str, Documents]]:
+    """A folder with models, training data and evaluation sets; each set's documents."""
+    for model in MODELS:
+        make_model(folder / model, **KINDS[model])
+    make_documents(folder / "train.jsonl", [48, 31, 17, 20, 28, 45], masked=[0.0, 0.3])
+    sets = {
+        name: make_documents(folder / f"{name}.jsonl", lengths, masked=masked)
+        for name, (lengths, masked) in SETS.items()
+    }
+    return folder, sets
+
+
+def alone(model: Path, weights: Weights, documents: list[Any]) -> tuple[float, int]:
+    """Cross-entropy summed over the documents' targets, each alone in one process; their number."""
+    net = transformers.AutoModelForCausalLM.from_pretrained(
+        model, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    missing, unexpected = net.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    found, count = 0.0, 0
+    for ids, labels in documents:
+        with torch.no_grad():
+            logits = net(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        found += F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum").item()
+        count += sum(label != -100 for label in labels[1:])
+    return found, count
+
+
+def wanted(case: Case, weights: Weights, setting: tuple[Path, dict[str, Documents]]) -> Any:
+    folder, sets = setting
+    return {name: alone(folder / case.model, weights, sets[name].documents) for name in case.sets}
+
+
+def mismatch(record: dict[str, Any], want: dict[str, tuple[float, int]]) -> list[str]:
+    """What differs by more than 1e-6, over all sets and in each."""
+    sums, counts = zip(*want.values(), strict=True)
+    pairs = {"all": (record["eval_loss"], record["eval_target_tokens"], sum(sums), sum(counts))}
+    perplexities = {"all": record["eval_perplexity"]}
+    for title, one in record.get("eval_sets", {}).items():
+        name = Path(title).stem
+        pairs[name] = (one["loss"], one["target_tokens"], *want[name])
+        perplexities[name] = one["perplexity"]
+    found = []
+    for name, (loss, targets, loss_sum, count) in pairs.items():
+        if targets != count:
+            found.append(f"{name}: {targets} targets, not {count}")
+        expected = torch.tensor(loss_sum / count, dtype=torch.float64)
+        if not abs(loss - expected) <= TOLERANCE * expected:
+            found.append(f"{name}: loss {loss}, not {expected}")
+        if not abs(perplexities[name] - expected.exp()) <= 10 * TOLERANCE * expected.exp():
+            found.append(f"{name}: perplexity {perplexities[name]}")
+    if set(pairs) != {"all", *(want if len(want) > 1 else ())}:
+        found.append(f"sets {sorted(pairs)}")
+    return found

@@ -1,0 +1,62 @@
+"""Config files of several families, and what is read from one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from uspft.config.recipe import ModelBlock
+from uspft.families import ModelShape, read_shape
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+}
+LLAMA = {
+    **{key: QWEN3[key] for key in list(QWEN3)[:9] if key not in ("head_dim",)},
+    "model_type": "llama",
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+PLAIN = {key: QWEN3[key] for key in list(QWEN3)[1:9] if key not in ("head_dim",)}
+GEMMA2 = {**PLAIN, "model_type": "gemma2", "attn_logit_softcapping": None}
+PHI3 = {**PLAIN, "model_type": "phi3", "rope_theta": 10000.0}
+MIXTRAL = {**PLAIN, "model_type": "mixtral", "num_local_experts": 8}
+
+
+def without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != key}
+
+
+def read(folder: Path, config: Any, **model: Any) -> Any:
+    file = folder / "config.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config))
+    return read_shape(ModelBlock.model_validate({"config": str(file), **model}), folder)
+
+
+def shape(folder: Path, config: Any, **model: Any) -> ModelShape:
+    found = read(folder, config, **model)
+    assert isinstance(found, ModelShape), found
+    return found

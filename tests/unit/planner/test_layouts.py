@@ -1,0 +1,61 @@
+"""Every layout of some ranks: its own name, why it is illegal, and which of many are tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.support.verify import RING, layouts, own, recipe
+from uspft.planner.layouts import chosen
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 5), (4, 11), (8, 19)])
+def test_every_layout_is_there_once(ranks: int, count: int) -> None:
+    found = layouts(recipe(data={"sequence_length": 128}), ranks)
+    assert len(found) == count == len({one.name for one in found})
+    assert all(one.layout.ranks == ranks and one.reason is None for one in found)
+    degrees = {(one.layout.ulysses, one.layout.ring, one.layout.data) for one in found}
+    every = {
+        (u, r, ranks // (u * r))
+        for u in range(1, ranks + 1)
+        for r in range(1, ranks + 1)
+        if ranks % (u * r) == 0
+    }
+    assert degrees == every
+
+
+def test_the_recipes_own_layout_is_first_and_there_once() -> None:
+    hybrid = own(
+        data_parallel=1,
+        context_parallel=4,
+        context_parallel_algo="hybrid_cp",
+        ulysses_degree_in_cp=2,
+    )
+    found = layouts(recipe(**hybrid), 4)
+    assert found[0].name == "hybrid_cp 2×2" and len(found) == 11
+    found = layouts(recipe(**own(data_parallel=2, context_parallel_algo="ring_cp")), 2)
+    assert [one.name for one in found][:2] == ["whole rows, data 2", "ulysses_cp 2"]
+
+
+def test_what_is_illegal_says_why() -> None:
+    given = recipe(**RING, data={"sequence_length": 98})
+    reasons = {one.name: one.reason for one in layouts(given, 2)}
+    assert reasons["ulysses_cp 2"] is None and reasons["whole rows, data 2"] is None
+    assert "98 tokens do not split into 4" in str(reasons["ring_cp 2"])
+    stage0 = {"deepspeed": {"zero_optimization": {"stage": 0}}, "model": {"dtype": "bfloat16"}}
+    reasons = {one.name: one.reason for one in layouts(recipe(**RING, **stage0), 2)}
+    assert reasons["whole rows, data 2"] is None  # one micro-batch
+    assert "in bfloat16 would accumulate 2" in str(reasons["ring_cp 2"])
+
+
+def test_of_very_many_the_kept_ones_have_every_trait() -> None:
+    every = layouts(recipe(data={"sequence_length": 512}), 32)
+    assert len(every) > 24 and chosen(every, None) == every
+    found = chosen(every, 24)
+    kept = [one for one in found if one.reason is None]
+    assert len(kept) == 24 and len(found) == len(every) and kept[0] == every[0]
+    for trait in ("context_parallel_algo", "context_parallel"):
+        values = [Counter(getattr(one.parallel, trait) for one in some) for some in (kept, every)]
+        assert values[0].keys() == values[1].keys()
+    assert all("--all" in str(one.reason) for one in found if one not in kept)

@@ -1,0 +1,13 @@
+"""What the tests of overlap share: ranks as threads, between which transfers are written down."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.wire import TORCH_DISTRIBUTED
+from uspft.comm import collectives
+
+
+@pytest.fixture
+def on_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "dist", TORCH_DISTRIBUTED)
