@@ -54,7 +54,7 @@ phase format "$python" -m ruff format --check --quiet .
 phase lint "$python" -m ruff check --quiet .
 phase types "$python" -m mypy --no-error-summary
 phase imports "$python" -c 'from importlinter.cli import lint_imports_command as run; run()' --no-logo
-phase tests "$python" -m pytest -q -n "$workers" --dist loadfile -m "$chosen" "$@"
+phase tests "$python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"
 [ $# -gt 0 ] || phase "transformers $oldest" with_transformers "$oldest" "${decided_by_transformers[@]}"
 
 printf '== %s\n' "$times"

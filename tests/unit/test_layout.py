@@ -163,3 +163,32 @@ ZIGZAG = {
 def test_who_holds_what_of_sixteen_tokens(degrees: tuple[int, int]) -> None:
     order = balanced(Segments.single(16), *degrees)
     assert [[p for a, b in runs for p in range(a, b)] for runs in order] == ZIGZAG[degrees]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence", "name"),
+    [
+        (
+            Layout(2, 1, 2, 2, 2, 2),
+            "32 processes, each matrix split over 2 (tensor 2), each row shared by 4 "
+            "(Ulysses 2 × ring 2), layers in 2 stages, 2 rows at a time",
+            "tensor2-ulysses2-ring2-data2-pipeline2",
+        ),
+        (
+            Layout(4, 2, data=2),
+            "16 processes, each matrix split over 8 (mesh 2 × 4), each row whole on each of them, "
+            "2 rows at a time",
+            "mesh2x4-data2",
+        ),
+        (
+            Layout(1, 4),
+            "4 processes, each matrix split over 4 (mesh 4 × 1), each row whole on each of them, "
+            "1 row at a time",
+            "mesh4x1",
+        ),
+    ],
+    ids=str,
+)
+def test_all_six_axes_in_words(layout: Layout, sentence: str, name: str) -> None:
+    assert layout.sentence("hybrid_cp") == sentence
+    assert layout.name("hybrid_cp") == name
