@@ -27,6 +27,12 @@ LOCAL = (
 """Keys that name places on a host; what they hold shows in the corpus and the weights."""
 
 
+def placed(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
+    """A recipe with folders of this host in place of hub ids; places: by key of `model`."""
+    model = recipe.model.model_copy(update=dict(places))
+    return recipe.model_copy(update={"model": model})
+
+
 @dataclass(frozen=True)
 class Job:
     """A resolved recipe, prepared data, where to go on from, and the command that asked for it.
@@ -49,9 +55,8 @@ class Job:
 
     @property
     def here(self) -> Recipe:
-        """The recipe as this host reads it: folders in place of hub ids."""
-        model = self.recipe.model.model_copy(update=dict(self.places))
-        return self.recipe.model_copy(update={"model": model})
+        """The recipe as this host reads it."""
+        return placed(self.recipe, self.places)
 
     def fingerprint(self) -> int:
         """48 bits of what all ranks must have in common; paths may differ between hosts."""

@@ -113,7 +113,7 @@ class Fragments:
 
     def __init__(self, engine: ZeroEngine) -> None:
         own: dict[str, Interval] = {}
-        for name, parameter in engine.module.named().items():
+        for name, parameter in engine.named.items():
             start, values = fragment(engine, parameter, "weight")
             if values.numel():
                 own[name] = (start, start + values.numel())
@@ -187,10 +187,10 @@ def _numbered(wanted: Iterable[Wanted]) -> Iterator[tuple[int, Wanted]]:
         yield number, one
 
 
-def _exchange(engine: ZeroEngine, items: Sequence[Wanted]) -> dict[int, list[Tensor]]:
-    """For each item of this rank by its number, the flat values from each source in turn."""
+def _exchange(engine: ZeroEngine, items: Sequence[Wanted]) -> dict[int, list[tuple[int, Tensor]]]:
+    """For each item of this rank by its number, each source in turn and the flat values from it."""
     everyone, device = engine.holders.everyone, engine.device
-    named, rank = engine.module.named(), everyone.index
+    named, rank = engine.named, everyone.index
     sources = [engine.fragments.sources(one) for one in items]
     leaving: list[list[Tensor]] = [[] for _ in range(everyone.size)]
     coming = [0] * everyone.size
@@ -205,7 +205,7 @@ def _exchange(engine: ZeroEngine, items: Sequence[Wanted]) -> dict[int, list[Ten
     leaving[rank], coming[rank] = [], 0
     received = _all_to_all(leaving, coming, engine)
     received[rank] = torch.cat(own) if own else received[rank]
-    found: dict[int, list[Tensor]] = {}
+    found: dict[int, list[tuple[int, Tensor]]] = {}
     at_source = [0] * everyone.size
     for number, (one, each) in enumerate(zip(items, sources, strict=True)):
         if one.to != rank:
@@ -213,7 +213,7 @@ def _exchange(engine: ZeroEngine, items: Sequence[Wanted]) -> dict[int, list[Ten
         found[number] = []
         for source, (start, stop) in each:
             at = at_source[source]
-            found[number].append(received[source][at : at + stop - start])
+            found[number].append((source, received[source][at : at + stop - start]))
             at_source[source] += stop - start
     return found
 
@@ -233,13 +233,12 @@ def _all_to_all(
     return list(out.split(list(coming)))
 
 
-def _assembled(engine: ZeroEngine, one: Wanted, flat: list[Tensor]) -> Tensor:
+def _assembled(engine: ZeroEngine, one: Wanted, came: Sequence[tuple[int, Tensor]]) -> Tensor:
     """The wanted part out of what its sources sent."""
-    sources = engine.fragments.sources(one)
     shards = engine.holders.shards
     whole = one.part
     by_part: dict[Part, list[Tensor]] = {}
-    for (rank, _), piece in zip(sources, flat, strict=True):
+    for rank, piece in came:
         by_part.setdefault(shards.part(one.name, whole.shape, rank), []).append(piece)
     if list(by_part) == [whole]:
         return torch.cat(by_part[whole]).view(whole.size)

@@ -69,7 +69,10 @@ class ZeroEngine:
         self.module, self.holders, self.device = module, holders, device
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
         self._runner = runner
-        self._parameters = list(module.named().values())
+        self.named = module.named()
+        """Every parameter by its Hugging Face name: walking the module each time would take as long
+        as it has parameters, for each of them."""
+        self._parameters = list(self.named.values())
         self._hooks = list(self._sum_pieces())
         options = recipe.optimizer
         optimizer = torch.optim.AdamW(
@@ -94,7 +97,7 @@ class ZeroEngine:
     def _sum_pieces(self) -> Iterator[Any]:
         """Mark what DeepSpeed's norm counts on every tensor rank; sum gradients that are pieces."""
         holders = self.holders
-        for name, parameter in self.module.named().items():
+        for name, parameter in self.named.items():
             if holders.tensor.size > 1 and holders.shards.is_first(name, holders.rank):
                 parameter.model_parallel = True  # type: ignore[attr-defined]
             if holders.shards.is_piece(name) and parameter.requires_grad:
@@ -137,11 +140,11 @@ class ZeroEngine:
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Every parameter that trains, by its Hugging Face name."""
-        return {name: p for name, p in self.module.named().items() if p.requires_grad}
+        return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def part_of(self, name: str) -> Part:
         """The part of a parameter that this rank, with those of `holders.zero`, holds."""
-        held = self.module.named()[name]
+        held = self.named[name]
         size = tuple(getattr(held, "ds_shape", held.shape))
         return self.holders.part(name, self.holders.shards.whole_shape(name, size))
 
@@ -217,10 +220,10 @@ class ZeroEngine:
 
     def _norm(self) -> float:
         """The 2-norm of the whole gradient, where each rank has all of its parts'."""
-        holders, squares = self.holders, 0.0
+        holders = self.holders
         norms = [
             torch.linalg.vector_norm(p.grad, dtype=torch.float64)
-            for name, p in self.module.named().items()
+            for name, p in self.named.items()
             if p.grad is not None and holders.shards.is_first(name, holders.rank)
         ]
         norm = float(torch.stack(norms).norm()) if norms else 0.0

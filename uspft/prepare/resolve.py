@@ -14,6 +14,7 @@ from typing import Any
 from uspft.config import Recipe
 from uspft.config.algorithms import AUTO, every_option, row_of
 from uspft.families import ModelShape, with_factor
+from uspft.job import placed
 from uspft.layout import Layout, layout_of
 from uspft.model.loss import tile_tokens
 from uspft.planner.auto import Choice, Work, recommend
@@ -42,8 +43,8 @@ class Known:
     """Keys of `model` that are hub ids → the folders that they are in on this host."""
 
     def here(self, recipe: Recipe) -> Recipe:
-        """The recipe as this host reads it: folders in place of hub ids."""
-        return _with(recipe, "model", **self.places)
+        """The recipe as this host reads it."""
+        return placed(recipe, self.places)
 
 
 def resolve(recipe: Recipe, known: Known) -> Recipe:

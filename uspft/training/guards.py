@@ -50,7 +50,7 @@ class Guards:
         world, zero = self._run.world, self._run.job.recipe.deepspeed.zero_optimization
         small = zero.get("stage3_param_persistence_threshold", 100_000)
         whole = kept = 0
-        for name, parameter in self._run.engine.module.named().items():
+        for name, parameter in self._run.engine.named.items():
             part: Any = getattr(parameter, "ds_tensor", None)
             count = getattr(parameter, "ds_numel", parameter.numel())
             if part is None or (parameter.numel() == count > small and world.layout.ranks > 1):

@@ -141,7 +141,7 @@ def export_run(run: Run) -> None:
     recipe, first_rank = run.job.recipe, run.world.mesh.rank == 0
     block, output = recipe.model, recipe.output_dir
     assert output is not None
-    every = run.engine.module.named()
+    every = run.engine.named
     if first_rank:  # what somebody has put there while the run went on
         set_aside(output, [output / name for name in EXPORTS])
     if block.adapter:

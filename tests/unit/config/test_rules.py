@@ -6,28 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from uspft.config import RecipeError, load
+from tests.support.problems import BASE, lines, load_over
 from uspft.config.recipe import Recipe
 from uspft.config.rules import RULES, broken
-
-BASE = """\
-model: {name_or_path: org/name}
-data: {train: x.jsonl, sequence_length: 4k}
-training: {steps: 3, global_batch_size: 2}
-"""
-
-
-def load_over(folder: Path, text: str, base: str = BASE) -> Recipe:
-    (folder / "base.yaml").write_text(base)
-    (folder / "r.yaml").write_text(f"base: [base.yaml]\n{text}\n")
-    return load(folder / "r.yaml").recipe
-
-
-def lines(folder: Path, text: str, base: str = BASE) -> list[str]:
-    """The problems of `text` over a good recipe; its first line is line 2."""
-    with pytest.raises(RecipeError) as caught:
-        load_over(folder, text, base)
-    return [str(p).replace(f"{folder}/", "") for p in caught.value.problems]
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:

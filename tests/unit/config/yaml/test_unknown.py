@@ -6,30 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from uspft.config import RecipeError, load
+from tests.support.problems import BASE, lines
 from uspft.config.available import LATER
-from uspft.config.recipe import Recipe
 from uspft.config.yaml.unknown import DERIVED, KEYS, OURS
-
-BASE = """\
-model: {name_or_path: org/name}
-data: {train: x.jsonl, sequence_length: 4k}
-training: {steps: 3, global_batch_size: 2}
-"""
-
-
-def load_over(folder: Path, text: str, base: str = BASE) -> Recipe:
-    (folder / "base.yaml").write_text(base)
-    (folder / "r.yaml").write_text(f"base: [base.yaml]\n{text}\n")
-    return load(folder / "r.yaml").recipe
-
-
-def lines(folder: Path, text: str, base: str = BASE) -> list[str]:
-    """The problems of `text` over a good recipe; its first line is line 2."""
-    with pytest.raises(RecipeError) as caught:
-        load_over(folder, text, base)
-    return [str(p).replace(f"{folder}/", "") for p in caught.value.problems]
-
 
 NAMES = {
     "parallel_config: {context_paralel: 2}": "r.yaml:2: parallel_config.context_paralel: "
