@@ -150,10 +150,11 @@ def test_what_a_killed_preparation_left_is_cleared_and_a_live_one_s_is_not(tmp_p
         words = [sys.executable, "-c", KILLED, str(path), str(cache_dir), str(number)]
         return subprocess.Popen(words, cwd=ROOT)
 
-    killed, waiting = start(signal.SIGKILL), start(signal.SIGSTOP)
-    assert killed.wait(60) == -signal.SIGKILL
+    waiting = start(signal.SIGSTOP)
     _, status = os.waitpid(waiting.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
+    # begun last: one that began later would clear what the killed one left
+    assert start(signal.SIGKILL).wait(60) == -signal.SIGKILL
     (cache_dir / ".mine").mkdir()
     left = {entry.name for entry in cache_dir.iterdir()} - {".mine"}
     assert len(left) == 2 and all(name.endswith(".partial") for name in left)
