@@ -102,7 +102,7 @@ def test_verify_as_a_user_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In bfloat16, with a model of two layers where one process can hold one."""
-    import uspft.commands.verify as command
+    import uspft.prepare.make_verify_job as preparing
     from uspft.__main__ import main
     from uspft.model.hf_config import model_config
 
@@ -129,7 +129,7 @@ def test_verify_as_a_user_runs_it(
         )
         return int(sizes.need_bytes(1) / USABLE_SHARE) + 1
 
-    monkeypatch.setattr(command, "memory_here", pretended)
+    monkeypatch.setattr(preparing, "memory_here", pretended)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/metrics.jsonl").write_text("kept\n")
     assert main(["verify", str(path), "--steps=2"]) == 0

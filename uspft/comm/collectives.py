@@ -1,4 +1,8 @@
-"""The transfers that algorithms use; their gradients are the algorithms' own."""
+"""The transfers that algorithms use; their gradients are the algorithms' own.
+
+Shapes, as suffixes: s elements that this rank sends, r those that it receives. Tensors without a
+suffix have any shape, the same on both ends of a transfer.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,24 @@ from torch import Tensor
 from uspft.comm.group import Group
 
 
-def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Uneven all-to-all of flat pieces: piece i of x goes to member i.
+def all_to_all(x_s: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """An uneven all-to-all of flat pieces: piece i of x_s goes to member i.
 
-    x: [sum(send)], contiguous; result: [sum(receive)], pieces in member order.
+    x_s: contiguous, `send` has the elements of each piece; the result has the pieces that arrive,
+    of `receive` elements, in member order.
     """
-    out = x.new_empty(sum(receive))
+    out_r = x_s.new_empty(sum(receive))
     others = [n for member, n in enumerate(send) if n and member != group.index]
-    group.books.add("all_to_all", sum(others) * x.element_size(), len(others))
-    dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle)
-    return out
+    group.books.add("all_to_all", sum(others) * x_s.element_size(), len(others))
+    dist.all_to_all_single(out_r, x_s, list(receive), list(send), group=group.handle)
+    return out_r
 
 
 class Move(NamedTuple):
-    """x goes to the member `offset` further on, and out is filled from as far back. An empty one is
-    not sent or awaited; both ends must agree on that."""
+    """x goes to the member `offset` further on, and out is filled from the member as far back.
+
+    What is empty is neither sent nor awaited; both ends must agree on that.
+    """
 
     x: Tensor
     out: Tensor
@@ -35,7 +42,8 @@ class Move(NamedTuple):
 
 
 def shift(moves: Sequence[Move], group: Group, kind: str) -> list[Callable[[], None]]:
-    """Start moves; returns for each the function that waits for it, until which its tensors live.
+    """Start all moves, and return for each the function that waits for it; the tensors of a move
+    must live until then.
 
     gloo announces a receive on the line by which its own data leaves. There all receives go first,
     or what another has for this rank waits until this one has sent, and a line works one way at a
@@ -70,7 +78,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def sum_over(x: Tensor, group: Group, kind: str) -> Tensor:
-    """x summed over the members, in place, without a gradient; counted as a ring's all-reduce."""
+    """Sum x over the members, in place and without a gradient; counted as a ring's all-reduce."""
     if group.size > 1:
         others = group.size - 1
         group.books.add(kind, 2 * others * x.numel() * x.element_size() // group.size, 2 * others)
@@ -79,12 +87,12 @@ def sum_over(x: Tensor, group: Group, kind: str) -> Tensor:
 
 
 def total(values: Sequence[float], group: Group, device: torch.device) -> list[float]:
-    """Sums over the members, in float64."""
+    """The sum of each value over the members, in float64."""
     return _reduce(values, group, device, dist.ReduceOp.SUM)
 
 
 def largest(values: Sequence[float], group: Group, device: torch.device) -> list[float]:
-    """Maxima over the members, in float64."""
+    """The maximum of each value over the members, in float64."""
     return _reduce(values, group, device, dist.ReduceOp.MAX)
 
 

@@ -47,7 +47,8 @@ def command_of(given: Sequence[str]) -> Callable[[], int]:
     ranks, steps = _whole("--ranks", options), _whole("--steps", options)
     place = Invocation(command, dict(os.environ), cache, ranks)
     if verb == "verify":
-        from uspft.commands.verify import Asked, verify
+        from uspft.commands.verify import verify
+        from uspft.prepare.make_verify_job import Asked
 
         asked = Asked(steps, options.get("--inject"), "--all" in options)
         return lambda: verify(target, overrides, place, asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +53,11 @@ class Examined:
         stage = self.recipe.deepspeed.zero_optimization.get("stage", 1)
         layout = self.layout.sentence(self.recipe.parallel_config.context_parallel_algo)
         return f"{layout}; ZeRO-{stage}, {self.recipe.model.dtype} on {self.recipe.launch.device}"
+
+    def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
+        """The same for another recipe, made from what the user's asks for."""
+        loaded = replace(self.loaded, recipe=change(self.loaded.recipe))
+        return replace(self, loaded=loaded).knowing()
 
     def knowing(self, **more: Any) -> Examined:
         """The same, where more is known (fields of Known)."""

@@ -1,7 +1,7 @@
 """Attention whose keys and values go straight to the ranks that need them.
 
-Shapes, as suffixes: t tokens of this ring rank, n received in an arrival; h/g query and KV heads
-here, D head dim; 2: keys and values, or their gradients. Ring rank i, R ring degree.
+Shapes, as suffixes: t tokens of this ring rank, n received in an arrival, m those of them that come
+from one rank; h/g query and KV heads here, D head dim; 2: keys and values, or their gradients.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class _Arriving:
                         for x_tgD in (k_tgD, v_tgD)
                     ]
                     copies[cuts] = torch.stack(pair)
-                parcel_2ngD = k_tgD.new_empty((2, tokens, *k_tgD.shape[1:]))
-                moves.append(Move(copies[cuts], parcel_2ngD, distance))
+                parcel_2mgD = k_tgD.new_empty((2, tokens, *k_tgD.shape[1:]))
+                moves.append(Move(copies[cuts], parcel_2mgD, distance))
         under_way = zip(shift(moves, ring, "gather"), moves, strict=True)
         self._parcels: dict[Leg, list[tuple[Callable[[], None], Move]]] = {
             arrival.leg: [next(under_way) for _ in arrival.sizes] for arrival in exchange.arrivals
@@ -127,53 +127,57 @@ class _Arriving:
 
 
 class _Returning:
-    """Partial dK, dV on their way home."""
+    """Partial dK, dV on their way home, in the type of k_tgD."""
 
-    def __init__(self, k: Tensor, exchange: Exchange, ring: Group) -> None:
-        self._k, self._exchange, self._ring = k, exchange, ring
+    def __init__(self, k_tgD: Tensor, exchange: Exchange, ring: Group) -> None:
+        self._k_tgD, self._exchange, self._ring = k_tgD, exchange, ring
         self._pending: list[tuple[Callable[[], None], Move, tuple[Span, ...]]] = []
 
     def send(self, arrival: Arrival, partials: list[Any]) -> None:
         """Send an arrival's partial gradients to the owners of its keys."""
-        k = self._k
-        total = Sum((2, sum(arrival.sizes), *k.shape[1:]), k)
-        total.add(partials)
-        parts = _by_source(arrival, total.open().to(k.dtype))
+        _, *gD = self._k_tgD.shape
+        total_2ngD = Sum((2, sum(arrival.sizes), *gD), self._k_tgD)
+        total_2ngD.add(partials)
+        parts_2mgD = _by_source(arrival, total_2ngD.open().to(self._k_tgD.dtype))
         homes = [
             self._exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances
         ]
         moves = [
-            Move(part.contiguous(), k.new_empty((2, tokens_in(cuts), *k.shape[1:])), -distance)
-            for distance, part, cuts in zip(arrival.leg.distances, parts, homes, strict=True)
+            Move(
+                part_2mgD.contiguous(), self._k_tgD.new_empty((2, tokens_in(cuts), *gD)), -distance
+            )
+            for distance, part_2mgD, cuts in zip(
+                arrival.leg.distances, parts_2mgD, homes, strict=True
+            )
         ]
         waits = shift(moves, self._ring, "gather")
         self._pending += zip(waits, moves, homes, strict=True)
 
-    def finish(self, own: Sum) -> None:
+    def finish(self, own_2tgD: Sum) -> None:
         """Add what others found for this rank's keys."""
         for wait, move, cuts in self._pending:
             wait()
-            own.add_rows(cuts, move.out)
+            own_2tgD.add_rows(cuts, move.out)
 
 
-def _by_position(arrival: Arrival, parcels: list[Tensor]) -> Tensor:
-    """Parcels [2, n, g, D] of each distance → one [2, n, g, D] in the order of positions."""
-    if len(parcels) == 1:
-        return parcels[0]
+def _by_position(arrival: Arrival, parcels_2mgD: list[Tensor]) -> Tensor:
+    """The parcels of all distances as one [2, n, g, D], in the order of positions."""
+    if len(parcels_2mgD) == 1:
+        return parcels_2mgD[0]
     pieces = []
-    for spans, parcel in zip(arrival.parcels, parcels, strict=True):
+    for spans, parcel_2mgD in zip(arrival.parcels, parcels_2mgD, strict=True):
         lengths = [b - a for a, b in spans]
-        pieces += list(zip(spans, parcel.split(lengths, dim=1) if spans else [], strict=True))
+        pieces += list(zip(spans, parcel_2mgD.split(lengths, dim=1) if spans else [], strict=True))
     pieces.sort(key=lambda piece: piece[0])
-    return torch.cat([tensor for _, tensor in pieces], dim=1) if pieces else parcels[0]
+    return torch.cat([tensor for _, tensor in pieces], dim=1) if pieces else parcels_2mgD[0]
 
 
-def _by_source(arrival: Arrival, whole: Tensor) -> list[Tensor]:
-    """The inverse: the part of each distance, contiguous."""
+def _by_source(arrival: Arrival, whole_2ngD: Tensor) -> list[Tensor]:
+    """The inverse of _by_position: the parcel [2, m, g, D] of each distance, contiguous."""
     if len(arrival.parcels) == 1:
-        return [whole]
+        return [whole_2ngD]
     found, keys = [], arrival.keys
     for spans, tokens in zip(arrival.parcels, arrival.sizes, strict=True):
-        cuts = [whole[:, keys.before(a) : keys.before(b)] for a, b in spans]
-        found.append(torch.cat(cuts, dim=1) if tokens else whole[:, :0])
+        cuts = [whole_2ngD[:, keys.before(a) : keys.before(b)] for a, b in spans]
+        found.append(torch.cat(cuts, dim=1) if tokens else whole_2ngD[:, :0])
     return found

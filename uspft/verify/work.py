@@ -6,14 +6,19 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from uspft.config import ParallelBlock, as_tree
+from uspft.config import ParallelBlock, Recipe, as_tree
 from uspft.config.algorithms import every_option
 from uspft.job import Job
 
-FILE = "verify.json"
+JOB = "verify.json"
+"""What the command hands over, beside the job's own files."""
+FOLDER, REPORT = "verify", "verify.json"
+"""Where the command leaves what it found, in the output folder."""
 REFERENCE, PLAIN, LAYOUTS = "one-process.jsonl", "plain.jsonl", "layouts.jsonl"
 GRADIENTS, PLAIN_GRADIENTS = "gradients.float32", "plain-gradients.float32"
 """What ranks leave, beside logs, in the folder of results."""
+GRADIENT_FILES = "*gradients.*"
+"""Which of it is large, and goes when all is compared."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,11 @@ class VerifyJob:
             "with_plain": self.with_plain,
             "inject": self.inject,
         }
-        (folder / FILE).write_text(json.dumps(rest))
+        (folder / JOB).write_text(json.dumps(rest))
 
     @classmethod
     def read(cls, folder: Path) -> VerifyJob:
-        rest = json.loads((folder / FILE).read_text())
+        rest = json.loads((folder / JOB).read_text())
         return cls(
             Job.read(folder),
             tuple(ParallelBlock.model_validate(layout) for layout in rest["layouts"]),
@@ -83,14 +88,12 @@ class VerifyJob:
         )
 
 
-def without_extras(job: Job) -> Job:
-    """The job without what changes no number: evaluation, DeepSpeed's own reports."""
-    recipe = job.recipe
+def without_extras(recipe: Recipe) -> Recipe:
+    """The recipe without what changes no number: evaluation, DeepSpeed's own reports."""
     quiet = {"comms_logger": None, "flops_profiler": None, "wall_clock_breakdown": False}
     deepspeed = recipe.deepspeed.model_copy(update=quiet)
     data = recipe.data.model_copy(update={"eval": None})
     training = recipe.training.model_copy(
         update={"eval_every_steps": None, "eval_micro_batch_size": None}
     )
-    update = {"deepspeed": deepspeed, "data": data, "training": training}
-    return replace(job, recipe=recipe.model_copy(update=update), evaluation={}, resume_from=None)
+    return recipe.model_copy(update={"deepspeed": deepspeed, "data": data, "training": training})

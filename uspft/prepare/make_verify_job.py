@@ -1,0 +1,120 @@
+"""From an examined recipe to what `verify` compares: as many layers as one process holds, and every
+layout that the recipe can run in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from uspft.config import Fault, InputError, Recipe
+from uspft.config.problems import COMMAND_LINE
+from uspft.job import Job
+from uspft.layout import Layout
+from uspft.model.fetch import fetch_model
+from uspft.model.hf_config import layer_windows
+from uspft.planner.auto import Work
+from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
+from uspft.planner.memory import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
+from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of
+from uspft.prepare.examine import Examined, layout_findings
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.model import examine_model
+from uspft.prepare.output import output_of
+from uspft.verify.inject import FAULTS
+from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
+
+STEPS = 3
+"""How many steps are compared where the command does not say."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command."""
+
+    steps: int | None = None
+    inject: str | None = None
+    """The fault that every layout is to show."""
+    every: bool = False
+    """Whether layouts beyond MAX_LAYOUTS are run too."""
+
+    def require_known(self) -> None:
+        """Raises InputError where the fault is none that can be injected."""
+        if self.inject is not None and self.inject not in FAULTS:
+            what = f"unknown fault `{self.inject}`; write one of {', '.join(FAULTS)}"
+            raise InputError(f"{COMMAND_LINE}: --inject: {what}")
+
+
+def prepare_verify(
+    found: Examined, place: Invocation, screen: Console, asked: Asked
+) -> tuple[VerifyJob, list[Candidate], dict[str, Any]]:
+    """What ranks run; every layout, those that are not run with the reason; and what the report
+    says of the recipe.
+
+    Raises Fault where this host, the model or the data cannot be verified.
+    """
+    require_here(found.recipe)
+    found = found.asking(without_extras)
+    places = fetch_model(found.recipe.model)
+    found = found.knowing_model(places)
+    memory = memory_here(found.recipe)
+    config = examine_model(found.here).config
+    why_not = why_not_plain(found.here, config, memory)
+    whole = config.num_hidden_layers
+    kept = fitting_depth(sizes_of(found.here, config, with_plain=why_not is None), memory)
+    if kept < whole:
+        what = f"its first {kept} of {whole} layers, which is what one process holds here"
+        screen.print(f"model: {what}", markup=False)
+        found = found.asking(lambda recipe: with_depth(recipe, kept)).knowing_model(places)
+        config = examine_model(found.here).config  # what is to be frozen may all lie beyond them
+    if why_not:
+        screen.print(f"plain transformers is not run: {why_not}", markup=False)
+    corpus, _ = prepare_data(found.here, config.vocab_size, place, screen)
+    found = found.knowing(work=Work(first_rows(found.here, corpus), layer_windows(config)))
+    recipe = found.recipe
+    job = Job(recipe, corpus, steps_of(recipe, corpus), {}, command=place.command, places=places)
+    every = _candidates(found, None if asked.every else MAX_LAYOUTS)
+    work = VerifyJob(
+        job,
+        tuple(one.parallel for one in every if one.reason is None),
+        min(asked.steps or STEPS, job.steps),
+        output_of(recipe) / FOLDER,
+        with_plain=why_not is None,
+        inject=asked.inject,
+    )
+    return work, every, {**_facts(work, found.layout.ranks), "layers": {"kept": kept, "of": whole}}
+
+
+def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
+    def problems(recipe: Recipe, layout: Layout) -> list[tuple[str, str, str]]:
+        return layout_findings(recipe, layout, found.shape)
+
+    return chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
+
+
+def _facts(work: VerifyJob, ranks: int) -> dict[str, Any]:
+    recipe = work.job.recipe
+    return {
+        "command": work.job.command,
+        "ranks": ranks,
+        "device": recipe.launch.device,
+        "dtype": recipe.model.dtype,
+        "zero_stage": recipe.deepspeed.zero_optimization.get("stage", 1),
+        "sequence_length": recipe.data.sequence_length,
+        "global_batch_size": recipe.training.global_batch_size,
+        "steps": work.steps,
+    }
+
+
+def clear_results(work: VerifyJob) -> None:
+    """Make the folder of results, without what an earlier command left there; another host may
+    already log in it. Raises Fault where it cannot be written."""
+    try:
+        work.folder.mkdir(parents=True, exist_ok=True)
+        for pattern in (REPORT, "*.jsonl", GRADIENT_FILES):
+            for file in work.folder.glob(pattern):
+                file.unlink()
+    except OSError as error:
+        what = f"`{work.folder}` cannot be written: {error.strerror}"
+        raise Fault([("output_dir", what, "name another folder")]) from error
