@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
 from uspft.layout import Layout, ring_ranks_of_a_host
+from uspft.planner.hardware import Hardware
+from uspft.planner.wire import wire_of
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Heads, make_algorithm
 
-INSIDE, BETWEEN = 450e9, 50e9
-"""Bytes a second that a GPU can send, inside its host (NVLink 4) and to another (400 Gbit/s)."""
 MAX_TIMES_SLOWER = 1.5
 """How many times as long on the wire a split of heads alone may take and still be chosen: it
 computes a head's row in one call, without merging."""
@@ -43,8 +43,10 @@ class Way(NamedTuple):
     algorithm: Algorithm
 
 
-def recommend(ranks: int, per_host: int, heads: Heads | None, work: Work | None) -> Choice:
-    """The algorithm for `ranks` that share a row.
+def recommend(
+    ranks: int, per_host: int, heads: Heads | None, work: Work | None, hardware: Hardware
+) -> Choice:
+    """The algorithm for `ranks` that share a row on this hardware.
 
     per_host: how many of them are on one host, where links are fast. heads: None where the model is
     not known yet. work: None where the data has not been read.
@@ -64,7 +66,8 @@ def recommend(ranks: int, per_host: int, heads: Heads | None, work: Work | None)
     ways = [way for row in _automatic() for way in _ways(row, ranks, inside, fits, work)]
     length = work.rows[0].length
     ways = [way for way in ways if not way.algorithm.problems(length, heads)] or ways
-    seconds = {way: _seconds(way.algorithm, inside, heads, work) for way in ways}
+    links = hardware.model_copy(update={"ranks_per_host": inside})
+    seconds = {way: _seconds(way.algorithm, links, heads, work) for way in ways}
     best = min(ways, key=lambda way: seconds[way])
     simple = next((way for way in ways if way.algorithm.ring == 1), None)
     if simple and seconds[simple] <= MAX_TIMES_SLOWER * seconds[best]:
@@ -99,16 +102,15 @@ def _ways(row: AlgorithmRow, ranks: int, inside: int, fits: Sequence[int], work:
     return found
 
 
-def _seconds(split: Algorithm, inside: int, heads: Heads, work: Work) -> float:
+def _seconds(split: Algorithm, links: Hardware, heads: Heads, work: Work) -> float:
     """On the wire for a layer of one row, forward and backward: heads stay inside a host."""
-    across = BETWEEN if split.ulysses * split.ring > inside else INSIDE
+    layout = Layout(ulysses=split.ulysses, ring=split.ring)
     layers = Counter(work.windows)
     total = 0.0
     for row in work.rows:
         for window, count in layers.items():
             cost = split.cost(row, heads, ELEMENT_BYTES, window)
-            tokens = cost.ring.bytes + cost.gather.bytes
-            total += count * (cost.all_to_all.bytes / INSIDE + tokens / across)
+            total += count * wire_of(cost, layout, links).seconds
     return total / (len(work.rows) * len(work.windows))
 
 

@@ -26,18 +26,26 @@ PEAK_BF16 = {
     "RTX 3090": 71e12,
 }
 """Dense 16-bit matrix FLOP/s from the makers' data sheets, by words of the device's name, the more
-special first where one begins with another."""
+special first where one begins with another. Hardware files name a row of it: a run's MFU needs the
+peaks of many devices, and only some of them are in a cluster that a file describes."""
 
 OTHER = r" (?:Ti|D|Laptop)\b|.*\bMIG\b"
 """What follows the name of a slower or faster relative, or of a slice of the device."""
 
 
-def peak_flops(device_name: str) -> float | None:
-    """The device's 16-bit peak, or None where it is not known (a CPU, a new GPU)."""
-    for words, peak in PEAK_BF16.items():
+def device_of(device_name: str) -> str | None:
+    """The words of the table that a device's name holds, or None where it holds none of them (a
+    CPU, a new GPU)."""
+    for words in PEAK_BF16:
         if re.search(rf"(?<!\w){words}(?!\w|{OTHER})", device_name):
-            return peak
+            return words
     return None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The device's 16-bit peak, or None where it is not known."""
+    words = device_of(device_name)
+    return PEAK_BF16[words] if words else None
 
 
 def step_flops(

@@ -9,10 +9,13 @@ import pytest
 
 from tests.support.algorithms import ALGORITHMS
 from uspft.planner.auto import Work, recommend
+from uspft.planner.hardware import read_hardware
 from uspft.prepare.examine import examine
+from uspft.prepare.invocation import CONFIGS
 from uspft.segments import Segments
 from uspft.sequence import Heads
 
+H100 = read_hardware(CONFIGS / "hardware" / "h100.yaml")
 LLAMA_8B, QWEN_7B = Heads(32, 8, 128), Heads(28, 4, 128)
 WHOLE = [Segments.single(1 << 15)]
 SHORT = [Segments(tuple(range(0, 1 << 15, 512)), 1 << 15)]
@@ -43,7 +46,7 @@ def test_the_rules(
     rows: list[Segments] | None,
     want: tuple[str, int | None],
 ) -> None:
-    choice = recommend(ranks, per_host, heads, rows and Work(rows))
+    choice = recommend(ranks, per_host, heads, rows and Work(rows), H100)
     assert choice[:2] == want, choice
     assert choice.why and "\n" not in choice.why
     assert choice.algorithm in ALGORITHMS
@@ -61,20 +64,20 @@ def long_tailed(seed: int) -> Segments:
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_mixed_corpus_gets_the_planned_exchange(keep: bool) -> None:
     rows = [long_tailed(seed) for seed in range(4)]
-    assert recommend(8, 8, LLAMA_8B, Work(rows, keep=keep))[:2] == ("planned_cp", 1)
+    assert recommend(8, 8, LLAMA_8B, Work(rows, keep=keep), H100)[:2] == ("planned_cp", 1)
 
 
 def test_fetching_keys_again_is_part_of_the_price() -> None:
     halves = [Segments((0, 1 << 14), 1 << 15)]
-    assert recommend(8, 8, LLAMA_8B, Work(halves)).algorithm == "planned_cp"
-    assert recommend(8, 8, LLAMA_8B, Work(halves, keep=False)).algorithm == "ulysses_cp"
+    assert recommend(8, 8, LLAMA_8B, Work(halves), H100).algorithm == "planned_cp"
+    assert recommend(8, 8, LLAMA_8B, Work(halves, keep=False), H100).algorithm == "ulysses_cp"
 
 
 def test_a_window_is_part_of_the_price() -> None:
-    assert recommend(8, 8, LLAMA_8B, Work(WHOLE)).algorithm == "ulysses_cp"
-    assert recommend(8, 8, LLAMA_8B, Work(WHOLE, (4096,) * 32)).algorithm == "planned_cp"
+    assert recommend(8, 8, LLAMA_8B, Work(WHOLE), H100).algorithm == "ulysses_cp"
+    assert recommend(8, 8, LLAMA_8B, Work(WHOLE, (4096,) * 32), H100).algorithm == "planned_cp"
     mixed = (4096, None) * 16  # half of the layers see all
-    assert recommend(8, 8, LLAMA_8B, Work(WHOLE, mixed)).algorithm == "ulysses_cp"
+    assert recommend(8, 8, LLAMA_8B, Work(WHOLE, mixed), H100).algorithm == "ulysses_cp"
 
 
 def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""How the members of a process group lie over hosts, and how many groups like it share a host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from uspft.layout import Layout
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A group of ranks that exchange data, as the links between them see it."""
+
+    ranks: int
+    """Members of the group."""
+    per_host: int
+    """Members that one host holds, at most."""
+    groups: int = 1
+    """Groups like this one with members on the same host, which all send at the same time."""
+
+    @classmethod
+    def inside(cls, ranks: int) -> Spread:
+        """A group whose members are all on one host."""
+        return cls(ranks, ranks)
+
+    @classmethod
+    def of(cls, layout: Layout, axes: Collection[str], ranks_per_host: int) -> Spread:
+        """The groups of a layout whose members differ along `axes`, ranks being numbered host by
+        host; what stands here is that of the first host."""
+        here = [
+            sum(rank < ranks_per_host for rank in group)
+            for group in layout.groups(axes)
+            if group[0] < ranks_per_host
+        ]
+        return cls(len(layout.groups(axes)[0]), max(here), len(here))
+
+    @property
+    def spans_hosts(self) -> bool:
+        return self.per_host < self.ranks
+
+    @property
+    def share_across(self) -> float:
+        """The share of what a member sends to the others in equal parts that leaves its host."""
+        return (self.ranks - self.per_host) / (self.ranks - 1) if self.ranks > 1 else 0.0

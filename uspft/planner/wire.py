@@ -1,0 +1,36 @@
+"""What the traffic of attention takes on a cluster's links: an algorithm's cost, in seconds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from uspft.layout import Layout
+from uspft.planner.hardware import Hardware
+from uspft.planner.spread import Spread
+from uspft.sequence import Cost
+
+EXCHANGES = 4
+"""All-to-alls of a layer: of heads for tokens and back, forward and backward."""
+
+
+class Wire(NamedTuple):
+    """Seconds of one layer's transfers, forward and backward, by kind."""
+
+    all_to_all: float = 0.0
+    ring: float = 0.0
+    gather: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self)
+
+
+def wire_of(cost: Cost, layout: Layout, hardware: Hardware) -> Wire:
+    """What one layer's attention moves under a layout, each kind after the other."""
+    heads = Spread.of(layout, ("ulysses",), hardware.ranks_per_host)
+    tokens = Spread.of(layout, ("ring",), hardware.ranks_per_host)
+    each = cost.all_to_all.bytes / EXCHANGES
+    exchanged = EXCHANGES * hardware.collective_seconds("all_to_all", each, heads)
+    ring = hardware.messages_seconds(*cost.ring, tokens, to_next=True)
+    gather = hardware.messages_seconds(*cost.gather, tokens, to_next=False)
+    return Wire(exchanged, ring, gather)
