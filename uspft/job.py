@@ -23,6 +23,7 @@ LOCAL = (
     ("data", "chat_template"),
     ("data", "cache_dir"),
     ("checkpoint", "resume"),
+    ("launch", "hardware"),
 )
 """Keys that name places on a host; what they hold shows in the corpus and the weights."""
 

@@ -31,6 +31,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     print(f"layout: {found.sentence}")
     if found.why:
         print(f"algorithm: {found.why}")
+    print(f"hardware: {found.hardware}")
     if shape:
         print(
             f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "

@@ -49,6 +49,7 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         screen.print(f"layout: {found.sentence}", markup=False)
         if found.why:
             screen.print(f"algorithm: {found.why}", markup=False)
+        screen.print(f"hardware: {found.hardware}", markup=False)
         if checkpoint:
             screen.print(f"going on from {checkpoint.folder}", markup=False)
         with tempfile.TemporaryDirectory(prefix="uspft-") as folder:

@@ -44,12 +44,17 @@ class Way(NamedTuple):
 
 
 def recommend(
-    ranks: int, per_host: int, heads: Heads | None, work: Work | None, hardware: Hardware
+    ranks: int,
+    per_host: int,
+    heads: Heads | None,
+    work: Work | None,
+    hardware: Hardware | None,
 ) -> Choice:
-    """The algorithm for `ranks` that share a row on this hardware.
+    """The algorithm for `ranks` that share a row.
 
     per_host: how many of them are on one host, where links are fast. heads: None where the model is
-    not known yet. work: None where the data has not been read.
+    not known yet. work: None where the data has not been read. hardware: None where nobody has said
+    what the links are.
     """
     inside = min(ranks, per_host)
     fits = [
@@ -57,10 +62,10 @@ def recommend(
         for u in range(1, inside + 1)
         if inside % u == ranks % u == 0 and heads and heads.query % u == heads.kv % u == 0
     ]
-    if heads is None or work is None:
+    if heads is None or work is None or hardware is None:
         likely = next(row for row in _automatic() if row.splits is Splits.BOTH)
         ulysses = max(fits, default=1) if ranks > inside else 1
-        unknown = "the model's heads" if heads is None else "the documents' lengths"
+        unknown = "the documents' lengths" if heads else "the model's heads"
         why = f"only keys that attention needs travel; {unknown}, not known yet, may change this"
         return Choice(likely.name, ulysses, why)
     ways = [way for row in _automatic() for way in _ways(row, ranks, inside, fits, work)]

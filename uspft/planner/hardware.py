@@ -183,17 +183,20 @@ class Hardware(RecipeBlock):
     def messages_seconds(
         self, sent_bytes: float, messages: int, spread: Spread, *, to_next: bool
     ) -> float:
-        """Messages of one rank that follow one another, each launched by itself; to_next: all go
-        to the next rank of a ring, else to the others in equal parts."""
+        """Messages of one rank. to_next: all go to the next rank of a ring, and each is launched
+        when the one before it has come; else they go to the others in equal parts, are posted
+        together, and only one launch is waited for.
+        """
         if not messages or spread.ranks == 1:
             return 0.0
         link = self._links(spread).link("point_to_point")
-        latency = messages * (link.launch_seconds + link.hop_seconds)
+        latency = link.launch_seconds + messages * link.hop_seconds
         if not to_next:
             return latency + self._spread_out_seconds("point_to_point", sent_bytes, spread)
         rate = link.bytes_per_second
         if spread.spans_hosts:  # of each ring, one member a host sends to another host
             rate = self._across("point_to_point", spread.groups)
+        latency += (messages - 1) * link.launch_seconds
         return latency + sent_bytes / rate
 
     def _links(self, spread: Spread) -> Links:

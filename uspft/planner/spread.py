@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ class Spread:
     ranks: int
     """Members of the group."""
     per_host: int
-    """Members that one host holds, at most."""
+    """Members that a host holds; where hosts hold unequal numbers, the fewest, which send most of
+    what they send to other hosts."""
     groups: int = 1
     """Groups like this one with members on the same host, which all send at the same time."""
 
@@ -27,13 +29,11 @@ class Spread:
     @classmethod
     def of(cls, layout: Layout, axes: Collection[str], ranks_per_host: int) -> Spread:
         """The groups of a layout whose members differ along `axes`, ranks being numbered host by
-        host; what stands here is that of the first host."""
-        here = [
-            sum(rank < ranks_per_host for rank in group)
-            for group in layout.groups(axes)
-            if group[0] < ranks_per_host
-        ]
-        return cls(len(layout.groups(axes)[0]), max(here), len(here))
+        host."""
+        every = layout.groups(axes)
+        hosts = [Counter(rank // ranks_per_host for rank in group) for group in every]
+        beside = Counter(host for group in hosts for host in group)
+        return cls(len(every[0]), min(min(group.values()) for group in hosts), max(beside.values()))
 
     @property
     def spans_hosts(self) -> bool:

@@ -15,6 +15,7 @@ from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import ModelShape, check_length, read_shape
 from uspft.layout import Layout, layout_of
+from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.invocation import CONFIGS
 from uspft.prepare.paths import find_paths
@@ -41,6 +42,12 @@ class Examined:
         """What `context_parallel_algo: auto` became, and the reason."""
         found = choice(self.loaded.recipe, self.known)
         return f"{found.algorithm}: {found.why}" if found else None
+
+    @property
+    def hardware(self) -> str:
+        """What `launch.hardware` became, for a person."""
+        assert self.known.cluster  # found, or the recipe would have been refused
+        return self.known.cluster.sentence
 
     @property
     def here(self) -> Recipe:
@@ -121,6 +128,10 @@ def examine(
         )
     else:
         findings += shape
+    recipe = resolve(asked, known)
+    cluster, wrong = cluster_of(asked.launch.hardware, recipe.launch.device, gpu_name())
+    findings += wrong
+    known = replace(known, cluster=cluster)
     recipe = resolve(asked, known)
     findings += _precision(recipe, recipe.launch.device)
     layout = layout_of(recipe.parallel_config, ranks_of(recipe, known))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from uspft.config import Finding, Recipe
 from uspft.data.sources import STDLIB
+from uspft.prepare.cluster import shipped
 
 
 class Found(NamedTuple):
@@ -29,7 +30,7 @@ class Found(NamedTuple):
 
 
 def find_paths(recipe: Recipe, file: Path) -> Found:
-    """What of the recipe in `file` is read: model, tokenizer, data, template, checkpoint.
+    """What of the recipe in `file` is read: model, tokenizer, data, template, checkpoint, hardware.
 
     What a run writes, output_dir and cache_dir, stays as it is written.
     """
@@ -54,6 +55,9 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
     blocks: dict[str, dict[str, Any]] = {
         "model": {key: found(f"model.{key}", getattr(model, key)) for key in named},
         "data": {"chat_template": found("data.chat_template", data.chat_template)},
+        "launch": {
+            "hardware": found("launch.hardware", recipe.launch.hardware, words=("auto", *shipped()))
+        },
         "checkpoint": {
             "resume": found("checkpoint.resume", recipe.checkpoint.resume, words=("auto", "never"))
         },

@@ -18,6 +18,7 @@ from uspft.job import placed
 from uspft.layout import Layout, layout_of
 from uspft.model.loss import tile_tokens
 from uspft.planner.auto import Choice, Work, recommend
+from uspft.prepare.cluster import Cluster
 from uspft.segments import Segments
 from uspft.sequence import Heads
 
@@ -35,6 +36,8 @@ class Known:
     """The model's sizes."""
     work: Work | None = None
     """The run's first rows and the model's layers."""
+    cluster: Cluster | None = None
+    """The hardware file that the run is planned by."""
     formats: Sequence[str] = ()
     """Of each source of training and evaluation data, in their order."""
     kernel: str | None = None
@@ -68,7 +71,8 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
         work = work._replace(keep=not recipe.memory.gradient_checkpointing)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     here = (ranks_of(recipe, known) or 0) // known.hosts
-    return recommend(ranks, here or ranks, heads, work)
+    hardware = known.cluster and known.cluster.hardware
+    return recommend(ranks, here or ranks, heads, work, hardware)
 
 
 def ranks_of(recipe: Recipe, known: Known) -> int | None:
@@ -90,6 +94,12 @@ def _device(recipe: Recipe, known: Known) -> Recipe:
     if recipe.launch.device != AUTO:
         return recipe
     return _with(recipe, "launch", device="cuda" if known.gpus else "cpu")
+
+
+def _hardware(recipe: Recipe, known: Known) -> Recipe:
+    if recipe.launch.hardware != AUTO or known.cluster is None:
+        return recipe
+    return _with(recipe, "launch", hardware=known.cluster.hardware.name)
 
 
 def _attention(recipe: Recipe, known: Known) -> Recipe:
@@ -170,6 +180,7 @@ def _loss_tile(recipe: Recipe, known: Known) -> Recipe:
 
 SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "launch.device": _device,
+    "launch.hardware": _hardware,
     "model.attention": _attention,
     "model.rope_scaling": _scaling,
     "data.format": _format,

@@ -44,7 +44,8 @@ class AllGather:
     ) -> Cost:
         shares = everyones(segments, self.token_order(segments), 1, window)
         pair_bytes = 2 * heads.kv * heads.dim * element_bytes
-        return Cost(gather=exchange_traffic([_exchange(share) for share in shares], pair_bytes))
+        exchanges = [_exchange(share) for share in shares]
+        return Cost(gather=exchange_traffic(exchanges, pair_bytes), arrivals=1)
 
 
 def _exchange(share: Share) -> Exchange:

@@ -82,7 +82,9 @@ class Planned:
         tokens = segments.length // (self.ring * self.ulysses)
         shares = everyones(segments, self.token_order(segments), self.ulysses, window)
         pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
+        exchanges = [self.exchange(share) for share in shares]
         return Cost(
             all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),
-            gather=exchange_traffic([self.exchange(share) for share in shares], pair_bytes),
+            gather=exchange_traffic(exchanges, pair_bytes),
+            arrivals=len(exchanges[0].arrivals),
         )

@@ -53,7 +53,8 @@ class Ring:
         self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
     ) -> Cost:
         shares = everyones(segments, self.token_order(segments), 1, window)
-        return Cost(ring=ring_traffic(shares, 2 * heads.kv * heads.dim * element_bytes))
+        pair_bytes = 2 * heads.kv * heads.dim * element_bytes
+        return Cost(ring=ring_traffic(shares, pair_bytes), arrivals=self.ring - 1)
 
 
 def attend_blocks(

@@ -48,4 +48,5 @@ class Usp:
         return Cost(
             all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),
             ring=ring_traffic(shares, pair_bytes),
+            arrivals=self.ring - 1,
         )

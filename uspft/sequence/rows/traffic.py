@@ -33,11 +33,16 @@ NOTHING = Traffic()
 
 @dataclass(frozen=True)
 class Cost:
-    """What one layer sends, forward and backward, by kind; each kind has its own busiest rank."""
+    """What one layer sends, forward and backward, by kind; each kind has its own busiest rank.
+
+    arrivals: in how many steps the keys of other ranks come in the forward; while some come, those
+    that are there are attended to.
+    """
 
     all_to_all: Traffic = NOTHING
     ring: Traffic = NOTHING
     gather: Traffic = NOTHING
+    arrivals: int = 0
 
 
 def heads_traffic(heads: Heads, ulysses: int, tokens: int, element_bytes: int) -> Traffic:

@@ -1,0 +1,84 @@
+"""The matrix products of a model, from its config alone: what each token is multiplied by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from uspft.families import ModelShape
+
+Way = Literal["inputs", "outputs", "none"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One matrix of a layer, or of as many experts as it has copies.
+
+    splits: the side along which tensor ranks divide it, in units that are not cut (a head's width).
+    """
+
+    inputs: int
+    outputs: int
+    splits: Way = "none"
+    unit: int = 1
+    per_token: int = 1
+    """How many of its copies a token meets."""
+    copies: int = 1
+
+    @property
+    def parameters(self) -> int:
+        return self.inputs * self.outputs * self.copies
+
+    @property
+    def met(self) -> int:
+        """Parameters that one token is multiplied by."""
+        return self.inputs * self.outputs * self.per_token
+
+    def on(self, tensor: int) -> Projection:
+        """What the tensor rank with most of it holds; a head's matrix that they do not divide is
+        replicated."""
+        if self.splits == "none":
+            return self
+        whole = self.inputs if self.splits == "inputs" else self.outputs
+        part = -(-(whole // self.unit) // tensor) * self.unit
+        sizes = (part, self.outputs) if self.splits == "inputs" else (self.inputs, part)
+        return Projection(*sizes, self.splits, self.unit, self.per_token, self.copies)
+
+
+def layer_projections(shape: ModelShape) -> list[Projection]:
+    """Query, key, value and output projections, then the MLP or the experts and their router."""
+    hidden, dim = shape.hidden_size, shape.head_dim
+    heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
+    found = [
+        Projection(hidden, heads, "outputs", dim),
+        Projection(hidden, kv_heads, "outputs", dim),
+        Projection(hidden, kv_heads, "outputs", dim),
+        Projection(heads, hidden, "inputs", dim),
+    ]
+    met, experts, inner = 1, 1, shape.intermediate_size
+    if named := shape.raw.get("num_experts_per_tok"):
+        met = int(named)
+        experts = int(shape.raw.get("num_local_experts") or shape.raw.get("num_experts") or met)
+        inner = int(shape.raw.get("moe_intermediate_size") or inner)
+        found.append(Projection(hidden, experts))
+    found += [Projection(hidden, inner, "outputs", 1, met, experts)] * 2
+    return [*found, Projection(inner, hidden, "inputs", 1, met, experts)]
+
+
+def head_projection(shape: ModelShape) -> Projection:
+    """The output head, whose vocabulary tensor ranks divide."""
+    return Projection(shape.hidden_size, shape.vocab_size, "outputs")
+
+
+def parameters_of(shape: ModelShape, tensor: int = 1) -> tuple[int, int]:
+    """(parameters outside the layers, of one layer) that a tensor rank holds, biases left out."""
+    head = head_projection(shape).on(tensor).parameters
+    layer = sum(one.on(tensor).parameters for one in layer_projections(shape))
+    return head * (1 if shape.tied else 2) + shape.hidden_size, layer + 2 * shape.hidden_size
+
+
+def met_parameters(shape: ModelShape) -> int:
+    """Parameters that a token is multiplied by: the embedding look-up left out, of the experts
+    those that it meets (what MFU counts)."""
+    layer = sum(one.met for one in layer_projections(shape))
+    return layer * shape.layers + head_projection(shape).met

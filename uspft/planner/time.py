@@ -1,0 +1,276 @@
+"""The seconds of one step by part: a model under a layout, on a cluster.
+
+What it does not predict stands in NOT_PREDICTED. Shapes are those of the slowest rank: the one with
+most tokens, most heads and most pairs of query and key.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from uspft.families import ModelShape
+from uspft.layout import MESH, Layout
+from uspft.planner.flops import step_flops
+from uspft.planner.hardware import Hardware
+from uspft.planner.products import (
+    head_projection,
+    layer_projections,
+    met_parameters,
+    parameters_of,
+)
+from uspft.planner.spread import Spread
+from uspft.planner.wire import wire_of
+from uspft.segments import Segments
+from uspft.sequence import Algorithm, Cost, Heads, Traffic
+from uspft.sequence.rows.heads import split_heads
+from uspft.sequence.rows.share import Share, everyones
+
+NOT_PREDICTED = (
+    "memory: whether a layout fits",
+    "pipelines, offloading and MLPs in tiles",
+    "host time: Python, reading data, launches that a device waits for",
+    "rows of many documents: each row is taken to be one document that fills it",
+    "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
+)
+ZERO = ("ulysses", "ring", "data")
+"""Axes along which ranks hold the same part of every parameter, which ZeRO divides."""
+GRADIENT_BYTES = 4
+"""Gradients are summed and travel in float32."""
+UPDATE_BYTES = 30
+"""AdamW reads weight, gradient and two moments in float32, writes all but the gradient, and rounds
+the weight to 16 bits."""
+LOSS_PASSES = 8
+"""Times that a tile of logits in float32 is read or written (model/loss.py)."""
+
+
+class Part(NamedTuple):
+    """One part of a step. hidden: of the seconds, those that pass behind other work; bytes: what a
+    collective moves, as `Hardware.collective_seconds` counts it, or what the busiest rank sends."""
+
+    name: str
+    seconds: float
+    hidden: float = 0.0
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step by its parts; those of a name are added up."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The step: every part, less what is hidden."""
+        return sum(part.seconds - part.hidden for part in self.parts)
+
+    @property
+    def hidden(self) -> float:
+        return sum(part.hidden for part in self.parts)
+
+    def of(self, *names: str) -> float:
+        """The seconds of some parts, hidden ones among them."""
+        return sum(part.seconds for part in self.parts if part.name in names)
+
+    def bytes_of(self, *names: str) -> float:
+        return sum(part.bytes for part in self.parts if part.name in names)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What decides the time of a step, whatever the cluster.
+
+    row: one that stands for all; windows: of each layer; rows: of one replica in one forward;
+    passes: forwards of a step; step_rows: rows of a step, over all replicas; trained: the share of
+    the parameters that train; overlaps: DeepSpeed's overlap_comm.
+    """
+
+    model: ModelShape
+    row: Segments
+    windows: Sequence[int | None]
+    step_rows: int
+    rows: int = 1
+    stage: int = 1
+    element_bytes: int = 2
+    recompute: bool = True
+    use_seq_parallel: bool = False
+    overlaps: bool = False
+    trained: float = 1.0
+
+    def passes(self, layout: Layout) -> int:
+        return -(-self.step_rows // (self.rows * layout.data))
+
+    def tokens(self, layout: Layout) -> float:
+        """Tokens of a rank in one forward."""
+        return self.rows * self.row.length / layout.context
+
+
+def step_time(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+) -> StepTime:
+    """What a step takes under a layout, its rows split by an algorithm at the layout's degrees."""
+    passes = step.passes(layout)
+    one = [
+        *_products(step, layout, hardware),
+        *_attention(step, layout, algorithm, hardware),
+        *_tensor(step, layout, hardware),
+    ]
+    parts = [Part(p.name, *(passes * value for value in p[1:])) for p in one]
+    behind = sum(part.seconds for part in parts if part.name in ("products", "elementwise"))
+    return StepTime((*parts, *_zero(step, layout, hardware, behind)))
+
+
+def model_flops(step: StepShape) -> float:
+    """The step's FLOPs as MFU counts them."""
+    model, layers = step.model, Counter(step.windows)
+    order = [((0, step.row.length),)]
+    pairs = sum(
+        count * Share([step.row], [order], (1, 0), window).area for window, count in layers.items()
+    )
+    tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
+    shape = (model.layers, model.heads, model.head_dim)
+    mean = int(step.step_rows * pairs / max(1, len(step.windows)))
+    return step_flops(parameters, tokens, mean, shape, frozen=int((1 - step.trained) * parameters))
+
+
+def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Part]:
+    """Matrix products of one forward and backward, and what is bound by memory between them."""
+    model, tokens, size = step.model, step.tokens(layout), step.element_bytes
+
+    def three(projection: tuple[float, int, int]) -> tuple[float, float]:
+        """Forward, and backward: by the input and, where the matrix trains, by the matrix."""
+        m, k, n = projection
+        by_input = hardware.product_seconds(m, n, k, size)
+        by_matrix = step.trained * hardware.product_seconds(k, m, n, size)
+        return hardware.product_seconds(m, k, n, size), by_input + by_matrix
+
+    forward = backward = 0.0
+    for one in layer_projections(model):
+        part = one.on(layout.tensor)
+        there, back = three((tokens * part.per_token, part.inputs, part.outputs))
+        forward, backward = forward + there, backward + back
+    head = head_projection(model).on(layout.tensor)
+    again = 2 if step.recompute else 1
+    yield Part("products", model.layers * (again * forward + backward))
+    yield Part("products", sum(three((tokens, head.inputs, head.outputs))))
+    moved = 2 * size * tokens * _elements_per_token(step, layout)
+    between = model.layers * (again + 2) * moved  # its backward reads and writes twice as much
+    logits = LOSS_PASSES * 4 * tokens * head.outputs
+    yield Part("elementwise", hardware.memory_seconds(between + logits))
+
+
+def _elements_per_token(step: StepShape, layout: Layout) -> float:
+    """What a layer makes of a token on a tensor rank: norms and residuals, which tensor ranks
+    divide under use_seq_parallel alone; q, k, v before and after rotation; the MLP's inside."""
+    model, tensor = step.model, layout.tensor
+    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+    inner = sum(
+        one.on(tensor).outputs * one.per_token
+        for one in layer_projections(model)
+        if one.splits == "outputs" and one.unit == 1
+    )
+    outside = 8 * model.hidden_size / (tensor if step.use_seq_parallel else 1)
+    return outside + 3 * heads / tensor + 2 * inner
+
+
+def _attention(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+) -> Iterator[Part]:
+    """Attention of one forward and backward, which is never recomputed, and what it moves.
+
+    Keys come while attention to those that are there goes on: all of it hides them but what waits
+    for the last to arrive. Heads are exchanged before and after, and nothing hides that.
+    """
+    model = step.model
+    heads = local_heads(model, layout.tensor)
+    shares = split_heads(heads.query, heads.kv, layout.ulysses).query
+    most = max(last - first for first, last in shares)
+    order = algorithm.token_order(step.row)
+    for window, layers in Counter(step.windows).items():
+        ranks = everyones(step.row, order, layout.ulysses, window)
+        pairs = step.rows * max(share.area for share in ranks)
+        both = sum(
+            hardware.attention_seconds(pairs, most, heads.dim, backward=way)
+            for way in (False, True)
+        )
+        calls = 2 * (layout.ring - 1) * hardware.attention.launch_seconds
+        yield Part("attention", layers * (both + calls))
+        cost = _times(algorithm.cost(step.row, heads, step.element_bytes, window), step.rows)
+        wire = wire_of(cost, layout, hardware)
+        last = (layout.ring - 1) / (layout.ring * max(1, cost.arrivals))
+        for name, seconds, traffic in (
+            ("ring", wire.ring, cost.ring),
+            ("gather", wire.gather, cost.gather),
+        ):
+            hidden = min(seconds, both * (1 - last))
+            yield Part(name, layers * seconds, layers * hidden, layers * traffic.bytes)
+        exchanged = layers * cost.all_to_all.bytes
+        yield Part("all_to_all", layers * wire.all_to_all, bytes=exchanged)
+
+
+def local_heads(model: ModelShape, tensor: int) -> Heads:
+    """Heads of one layer on a tensor rank; a KV head that they do not divide is replicated."""
+    return Heads(-(-model.heads // tensor), -(-model.kv_heads // tensor), model.head_dim)
+
+
+def _times(cost: Cost, rows: int) -> Cost:
+    """The cost of so many rows that go through attention together."""
+    kinds = (cost.all_to_all, cost.ring, cost.gather)
+    return Cost(*(Traffic(rows * one.bytes, one.messages) for one in kinds), cost.arrivals)
+
+
+def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Part]:
+    """Megatron's tensor parallelism: each layer sums activations over the tensor ranks twice
+    forward (again when it is recomputed) and twice backward, the embedding once forward, the head's
+    input gradient once; the loss makes three sums of a number for each token. Under
+    use_seq_parallel a sum is a reduce-scatter and an all-gather of the same bytes."""
+    if layout.tensor == 1:
+        return
+    model, tokens = step.model, step.tokens(layout)
+    spread = Spread.of(layout, MESH, hardware.ranks_per_host)
+    activations = tokens * model.hidden_size * step.element_bytes
+    count = model.layers * (6 if step.recompute else 4) + 2
+    kinds = ("reduce_scatter", "all_gather") if step.use_seq_parallel else ("all_reduce",)
+    each = sum(hardware.collective_seconds(kind, activations, spread) for kind in kinds)  # type: ignore[arg-type]
+    of_loss = hardware.collective_seconds("all_reduce", 4 * tokens, spread)
+    yield Part("tensor", count * each + 3 * of_loss, bytes=count * activations + 12 * tokens)
+
+
+def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) -> Iterator[Part]:
+    """DeepSpeed's transfers and the update. behind: seconds of products, which hide them.
+
+    Stage 0 sums gradients once a step; 1 once and 2 in every backward, by all-reduces of buckets
+    (its use_multi_rank_bucket_allreduce), and both gather the new weights. Stage 3 gathers each
+    layer's weights forward and backward, and reduce-scatters its gradients.
+    """
+    model, stage = step.model, step.stage
+    outside, layer = parameters_of(model, layout.tensor)
+    whole = outside + model.layers * layer
+    spread = Spread.of(layout, ZERO, hardware.ranks_per_host)
+    held = whole * step.trained / (spread.ranks if stage else 1)
+    yield Part("update", hardware.memory_seconds(UPDATE_BYTES * held))
+    if spread.ranks == 1:
+        return
+    passes, pieces = step.passes(layout), model.layers + 1
+    gradients, weights = GRADIENT_BYTES * whole * step.trained, step.element_bytes * whole
+    if stage == 3:
+        summed = hardware.collective_seconds("reduce_scatter", gradients / pieces, spread)
+        gathered = hardware.collective_seconds("all_gather", weights / pieces, spread)
+        found = [
+            Part("gradients", passes * pieces * summed, bytes=passes * gradients),
+            Part("weights", 2 * passes * pieces * gathered, bytes=2 * passes * weights),
+        ]
+    else:
+        times = passes if stage == 2 else 1
+        summed = hardware.collective_seconds("all_reduce", gradients, spread)
+        found = [Part("gradients", times * summed, bytes=times * gradients)]
+    for part in found:
+        hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.overlaps else 0.0
+        behind -= hidden
+        yield part._replace(hidden=hidden)
+    if stage in (1, 2):
+        seconds = hardware.collective_seconds("all_gather", weights * step.trained, spread)
+        yield Part("weights", seconds, bytes=weights * step.trained)

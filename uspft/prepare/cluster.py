@@ -1,0 +1,82 @@
+"""Which hardware file a recipe means: the one that it names, that of the GPU's name, or one of the
+shipped ones."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from uspft.config import Finding, RecipeError
+from uspft.config.algorithms import AUTO
+from uspft.config.checks import closest
+from uspft.planner.flops import device_of
+from uspft.planner.hardware import Hardware, read_hardware
+from uspft.prepare.invocation import CONFIGS
+
+KEY = "launch.hardware"
+STANDS_IN = {"cuda": "h100", "cpu": "cpu"}
+"""The shipped file that a run on a device takes where no other is known to fit it."""
+
+
+class Cluster(NamedTuple):
+    """What a run is planned for, and why it is that."""
+
+    hardware: Hardware
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        """The file's name, what it describes and why it was taken, for a person."""
+        return f"{self.hardware.name} ({self.why}): {self.hardware.what}"
+
+
+def shipped() -> dict[str, Path]:
+    """The files of configs/hardware/ by name."""
+    return {file.stem: file for file in sorted((CONFIGS / "hardware").glob("*.yaml"))}
+
+
+def gpu_name() -> str | None:
+    """The name of this host's first GPU; None where there is none to be asked."""
+    try:
+        return torch.cuda.get_device_name(0) if torch.cuda.device_count() else None
+    except (AssertionError, RuntimeError):  # torch without CUDA, or a driver that does not answer
+        return None
+
+
+def cluster_of(wish: str, device: str, gpu: str | None) -> tuple[Cluster | None, list[Finding]]:
+    """The hardware of `launch.hardware` for a run on cpu or cuda, or what is wrong with it.
+
+    wish: auto, a shipped name, or a path that is read from the folder of the command; gpu: the name
+    of this host's GPU.
+    """
+    files = shipped()
+    if wish != AUTO:
+        file = files.get(wish) or Path(wish)
+        if wish not in files and not os.path.isfile(file):
+            return None, [_unknown(wish, list(files))]
+        try:
+            return Cluster(read_hardware(file), f"as {KEY} says"), []
+        except RecipeError as error:
+            return None, [
+                (KEY, ": ".join(filter(None, (one.where, one.key, one.what))), one.remedy)
+                for one in error.problems
+            ]
+    words = device_of(gpu or "") if device == "cuda" else None
+    for file in files.values() if words else ():
+        hardware = read_hardware(file)
+        if hardware.device == words:
+            return Cluster(hardware, f"by the GPU's name, {gpu}"), []
+    why = "shipped figures"
+    if device == "cuda":
+        why += f", none being there for {gpu}" if gpu else ", there being no GPU here"
+    return Cluster(read_hardware(files[STANDS_IN[device]]), why), []
+
+
+def _unknown(wish: str, names: list[str]) -> Finding:
+    what = f"`{wish}` is no file, and no name in configs/hardware"
+    near = closest(wish, names)
+    remedy = f"did you mean `{near}`? Names are" if near else "write auto, a file or one of"
+    return KEY, what, f"{remedy} {', '.join(names)}"
