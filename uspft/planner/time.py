@@ -42,6 +42,9 @@ GRADIENT_BYTES = 4
 UPDATE_BYTES = 30
 """AdamW reads weight, gradient and two moments in float32, writes all but the gradient, and rounds
 the weight to 16 bits."""
+JOIN_BYTES = 20
+"""Read and written for each element of a query where what one arrival of keys gives is joined with
+what is there, in float32: the output, and in the backward its gradient."""
 LOSS_PASSES = 8
 """Times that a tile of logits in float32 is read or written (model/loss.py)."""
 
@@ -196,9 +199,10 @@ def _attention(
             hardware.attention_seconds(pairs, most, heads.dim, backward=way)
             for way in (False, True)
         )
-        calls = 2 * (layout.ring - 1) * hardware.attention.launch_seconds
-        yield Part("attention", layers * (both + calls))
         cost = _times(algorithm.cost(step.row, heads, step.element_bytes, window), step.rows)
+        joined = JOIN_BYTES * step.tokens(layout) * heads.query * heads.dim
+        launches = 2 * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
+        yield Part("attention", layers * (both + cost.arrivals * launches))
         wire = wire_of(cost, layout, hardware)
         last = (layout.ring - 1) / (layout.ring * max(1, cost.arrivals))
         for name, seconds, traffic in (

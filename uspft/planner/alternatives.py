@@ -1,0 +1,100 @@
+"""The layouts that `plan` sets beside a recipe's own: tensor 1, 2, 4, 8 and every split of what is
+left of the ranks into context and data, each at the algorithm that is predicted to be fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from uspft.config.algorithms import CONTEXT, WHOLE, AlgorithmRow, Splits
+from uspft.families import ModelShape
+from uspft.layout import Layout, ring_ranks_of_a_host
+from uspft.planner.hardware import Hardware
+from uspft.planner.products import head_projection, layer_projections
+from uspft.planner.time import StepShape, StepTime, local_heads, model_flops, step_time
+from uspft.sequence import Algorithm, make_algorithm
+
+TENSOR = (1, 2, 4, 8)
+"""Tensor degrees that are looked at, whether a recipe can already ask for them or not."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout with its algorithm, and what a step takes."""
+
+    layout: Layout
+    row: AlgorithmRow
+    time: StepTime
+
+    @property
+    def name(self) -> str:
+        return self.layout.name(self.row.name)
+
+    def tokens_per_second_per_rank(self, step: StepShape) -> float:
+        """Padding included, a row counted once."""
+        return step.step_rows * step.row.length / (self.time.seconds * self.layout.ranks)
+
+    def mfu(self, step: StepShape, hardware: Hardware) -> float | None:
+        """As metrics.jsonl has it; None where no maker says what the peak is."""
+        if hardware.device is None:
+            return None
+        return model_flops(step) / (self.time.seconds * hardware.peak * self.layout.ranks)
+
+
+def splits_over(model: ModelShape, tensor: int) -> bool:
+    """Whether so many ranks can hold equal parts of every matrix, KV heads replicated where they
+    are fewer."""
+    sides = [head_projection(model).outputs] + [
+        (one.inputs if one.splits == "inputs" else one.outputs) // one.unit
+        for one in layer_projections(model)
+        if one.splits != "none"
+    ]
+    kv = model.kv_heads
+    return all(side % tensor == 0 or (side == kv and tensor % kv == 0) for side in sides)
+
+
+def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Planned]:
+    """The fastest algorithm's prediction for each tensor and context degree that is legal for the
+    model and the rows, the fastest first."""
+    found = []
+    for tensor in TENSOR:
+        if ranks % tensor or not splits_over(step.model, tensor):
+            continue
+        for context in _divisors(ranks // tensor):
+            data = ranks // (tensor * context)
+            ways = [
+                Planned(layout, row, step_time(step, layout, algorithm, hardware))
+                for row, layout, algorithm in _ways(step, (tensor, context, data), hardware)
+            ]
+            found += [min(ways, key=lambda one: one.time.seconds)] if ways else []
+    return sorted(found, key=lambda one: one.time.seconds)
+
+
+def _ways(
+    step: StepShape, degrees: tuple[int, int, int], hardware: Hardware
+) -> Iterator[tuple[AlgorithmRow, Layout, Algorithm]]:
+    """The algorithms that `auto` may choose, at every Ulysses degree; degrees: tensor, context and
+    data."""
+    tensor, context, data = degrees
+    if context == 1:
+        yield WHOLE, Layout(tensor, data=data), make_algorithm(WHOLE, 1, 1)
+        return
+    heads = local_heads(step.model, tensor)
+    window = step.windows[0] if len(set(step.windows)) == 1 else None
+    for row in CONTEXT.values():
+        for ulysses in _divisors(context) if row.automatic else ():
+            ring = context // ulysses
+            whole = row.splits is Splits.HEADS
+            if whole != (ring == 1) or heads.query < ulysses:
+                continue
+            layout = Layout(tensor, 1, ulysses, ring, data)
+            per_host = ring_ranks_of_a_host(hardware.ranks_per_host, layout)
+            algorithm = make_algorithm(
+                row, ulysses, ring, keep=not step.recompute, window=window, per_host=per_host
+            )
+            if not algorithm.problems(step.row.length, heads):
+                yield row, layout, algorithm
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
