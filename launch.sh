@@ -13,13 +13,14 @@ usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
   check      everything that can be known before a process starts; writes nothing
   verify     the recipe's first steps under every legal layout, beside one process
              (--steps N; --inject order|mask|scale|label must be caught; --all)
+  plan       seconds of a step by part, beside other layouts of the same ranks, predicted
+             (--ranks N; --hardware NAME)
   export     checkpoint -> Hugging Face folder
+  calibrate  this cluster's links and products -> hardware file (to=FILE)
 
 to come, refused until then:
-  plan       memory, bytes on the wire and seconds per step, predicted
   inspect    rows as the model will see them
   convert    MindSpore Transformers YAML -> recipe
-  calibrate  this cluster's links and products -> hardware file
   report     output folder -> one HTML page
 
 environment: USPFT_PYTHON=/path/to/python   use that environment, install nothing
@@ -119,7 +120,7 @@ fi
 unset USPFT_INSTALLED
 
 [ "$1" != --install ] || exit 0
-[ "$1" != check ] || export PYTHONDONTWRITEBYTECODE=1
+[[ $1 != check && $1 != plan ]] || export PYTHONDONTWRITEBYTECODE=1
 # The caller's directory is no place to import from: a folder `datasets` there would win.
 export PYTHONSAFEPATH=1
 exec ${held[@]+"${held[@]}"} "$python" -S "$root/uspft/__main__.py" "$@"   # -S: see there

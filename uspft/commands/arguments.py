@@ -7,19 +7,26 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from uspft.config import load
 from uspft.config.checks import closest
 from uspft.config.problems import COMMAND_LINE, InputError
 
-VERBS = ("train", "check", "verify", "export")
-LATER = ("plan", "inspect", "convert", "calibrate", "report")
+if TYPE_CHECKING:
+    from uspft.prepare.invocation import Invocation
+
+VERBS = ("train", "check", "plan", "verify", "export", "calibrate")
+LATER = ("inspect", "convert", "report")
 USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
+       uspft plan RECIPE.yaml [--ranks N] [--hardware NAME_OR_FILE] [key.path=value ...]
        uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
        uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
-to come: plan, inspect, convert, calibrate, report"""
+       uspft calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
+to come: inspect, convert, report"""
 
 
 class UsageError(InputError):
@@ -34,14 +41,15 @@ def command_of(given: Sequence[str]) -> Callable[[], int]:
     words = list(given)
     verb = words.pop(0) if words[0] in VERBS + LATER else "train"
     if verb in LATER:
-        raise UsageError(verb, "is not available yet", f"use {', '.join(VERBS[:-1])} or export")
+        first, last = ", ".join(VERBS[:-1]), VERBS[-1]
+        raise UsageError(verb, "is not available yet", f"use {first} or {last}")
     target, overrides, options = _arguments(verb, words)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
     from uspft.commands.versions import require_versions
     from uspft.prepare.invocation import Invocation
 
-    if verb != "export":
-        load(target, overrides)  # a misspelt key is told before seconds of imports
+    if verb != "export":  # a misspelt key is told before seconds of imports
+        load(target, [word for word in overrides if verb != "calibrate" or word[:3] != "to="])
     require_versions()
     command = shlex.join(["uspft", verb, *words])
     ranks, steps = _whole("--ranks", options), _whole("--steps", options)
@@ -52,19 +60,42 @@ def command_of(given: Sequence[str]) -> Callable[[], int]:
 
         asked = Asked(steps, options.get("--inject"), "--all" in options)
         return lambda: verify(target, overrides, place, asked)
-    if verb == "check":
-        # Importing torch._dynamo makes its cache folder, and check makes none.
+    if verb in ("check", "plan"):
+        # Importing torch._dynamo makes its cache folder, and these make none.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    if verb == "plan":
+        from uspft.commands.plan import plan
+
+        named = options.get("--hardware")
+        return lambda: plan(target, overrides, place, named)
+    return partial(_run_of(verb), target, overrides, place)
+
+
+def _run_of(verb: str) -> Callable[[Path, Sequence[str], Invocation], int]:
+    """What runs a command that takes a target, overrides and nothing else."""
+    if verb == "check":
         from uspft.commands.check import check as run
     elif verb == "export":
         from uspft.commands.export import export as run
+    elif verb == "calibrate":
+        from uspft.commands.calibrate import calibrate as run
     else:
         from uspft.commands.train import train as run
-    return lambda: run(target, overrides, place)
+    return run
 
 
-OPTIONS = {"check": ("--ranks",), "verify": ("--steps", "--inject", "--all")}
+OPTIONS = {
+    "check": ("--ranks",),
+    "plan": ("--ranks", "--hardware"),
+    "verify": ("--steps", "--inject", "--all"),
+}
 FLAGS = ("--all",)
+INSTEAD = {
+    "--ranks": "launch.processes=N",
+    "--steps": "training.steps=N",
+    "--hardware": "launch.hardware=NAME",
+}
+"""What the other verbs take in place of an option."""
 
 
 def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, str]]:
@@ -76,9 +107,8 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
         name, _, value = word.partition("=")
         if name in OPTIONS.get(verb, ()):
             options[name] = value if value or name in FLAGS else next(waiting, "")
-        elif name in ("--ranks", "--steps"):
-            instead = "launch.processes" if name == "--ranks" else "training.steps"
-            raise UsageError(word, f"{verb} takes no such option", f"write {instead}=N")
+        elif name in INSTEAD:
+            raise UsageError(word, f"{verb} takes no such option", f"write {INSTEAD[name]}")
         elif word.startswith("-"):
             takes = "; ".join(f"{one} takes {', '.join(names)}" for one, names in OPTIONS.items())
             raise UsageError(word, "unknown option", f"{takes}; all take --help")

@@ -17,20 +17,22 @@ TIMEOUT = timedelta(minutes=30)
 
 @contextmanager
 def joined(
-    kind: str, environment: Mapping[str, str], *, talks: bool = False
+    kind: str, environment: Mapping[str, str], *, talks: bool = False, trains: bool = True
 ) -> Iterator[torch.device]:
     """This rank's device, with torch.distributed and DeepSpeed up; collective.
 
     kind: cpu or cuda; environment: what the launcher gave this process; talks: DeepSpeed's own
-    loggers are heard.
+    loggers are heard; trains: whether DeepSpeed and transformers are needed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
     device = _device(kind, int(environment["LOCAL_RANK"]))
-    _quiet()
+    if trains:
+        _quiet()
     join(environment, device)
-    from uspft.engine.quarantine import prepare_deepspeed
+    if trains:
+        from uspft.engine.quarantine import prepare_deepspeed
 
-    prepare_deepspeed(talks=talks)
+        prepare_deepspeed(talks=talks)
     yield device
     # In order, or gloo may abort a process whose work is done.
     dist.barrier()

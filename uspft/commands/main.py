@@ -83,6 +83,8 @@ def _rank(words: Sequence[str]) -> int:
     try:
         if words[1:] == ["verify"]:
             from uspft.commands.verify_rank import rank
+        elif words[1:] == ["calibrate"]:
+            from uspft.commands.calibrate_rank import rank
         else:
             from uspft.commands.rank import rank
         code = rank(Path(words[0]), Invocation("rank", dict(os.environ)))

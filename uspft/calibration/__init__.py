@@ -1,0 +1,1 @@
+"""What this cluster can do, measured by its ranks and fitted to the lines of a hardware file."""

@@ -1,0 +1,183 @@
+"""Measured points → a hardware file, and the table that shows how well its lines fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from uspft import __version__
+from uspft.calibration.points import LinkPoint, Points
+from uspft.config import as_tree
+from uspft.planner.flops import PEAK_BF16, device_of
+from uspft.planner.hardware import COLLECTIVES, Hardware
+from uspft.planner.least_squares import Fit, fit_seconds
+
+
+class Line(NamedTuple):
+    """One fit: what of, seconds before anything is done, seconds a hop, and units a second."""
+
+    what: str
+    fit: Fit
+    launch: float
+    hop: float
+    rate: float
+    unit: str
+    count: int
+
+
+class Fitted(NamedTuple):
+    """The keys of a hardware file and the fits that they come from."""
+
+    tree: dict[str, Any]
+    lines: list[Line]
+
+    def table(self) -> str:
+        """Every fit with its residuals, for a person."""
+        rows = [["", "launch µs", "hop µs", "rate", "", "typical", "worst", "measured"]]
+        for line in self.lines:
+            scale, unit = (1e9, "GB/s") if line.unit == "bytes" else (1e9, "GFLOP/s")
+            numbers = [f"{line.launch * 1e6:.1f}", f"{line.hop * 1e6:.1f}"]
+            numbers += [f"{line.rate / scale:.4g}", unit]
+            off = [f"{100 * line.fit.typical:.0f} %", f"{100 * line.fit.worst:.0f} %"]
+            rows.append([line.what, *numbers, *off, str(line.count)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                [row[0].ljust(widths[0])]
+                + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            ).rstrip()
+            for row in rows
+        )
+
+
+def fitted(points: Points, name: str, stands_in: Hardware) -> Fitted:
+    """A hardware file's keys. stands_in: whose links stand where there were none to measure."""
+    lines: list[Line] = []
+    links, notes = {}, []
+    for where in ("inside", "between"):
+        found = [point for point in points.links if point.where == where]
+        if found:
+            links[where] = _links(where, found, lines)
+        else:
+            links[where] = _kept(as_tree(getattr(stands_in, where)))
+            notes.append(f"{where}: not measured, those of {stands_in.name} stand for it")
+    products, attention = _products(points, lines), _attention(points, lines)
+    tree = {
+        "name": name,
+        "what": f"{points.hosts} × {points.ranks_per_host} ranks on {points.device}, as measured",
+        **_peak(points, products.rate),
+        "kernel": points.kernel,
+        "sources": [_source(points), *notes],
+        "ranks_per_host": points.ranks_per_host,
+        "memory": {
+            "bytes": float(points.memory_bytes),
+            "bytes_per_second": _round(points.copied_bytes_per_second),
+        },
+        "products": {
+            "share": _round(min(1.0, products.rate / _peak_of(points, products.rate))),
+            "launch_seconds": _round(products.launch),
+            "dtype": points.dtype,
+        },
+        "attention": attention,
+        **links,
+    }
+    return Fitted(tree, lines)
+
+
+def as_yaml(fits: Fitted) -> str:
+    """The file, which `launch.hardware` takes."""
+    head = f"# Written by `uspft calibrate`; how well its lines fit:\n#\n{_comment(fits.table())}"
+    body = yaml.safe_dump(fits.tree, sort_keys=False, allow_unicode=True, width=1000)
+    return f"{head}#\n{body}"
+
+
+def _comment(text: str) -> str:
+    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
+
+
+def _source(points: Points) -> str:
+    backend = "gloo" if points.device == "cpu" else "nccl"
+    return (
+        f"measured by uspft {__version__} calibrate: {points.hosts} host(s) of "
+        f"{points.ranks_per_host} ranks, {backend}, torch {torch.__version__}, {points.dtype}"
+    )
+
+
+def _peak(points: Points, rate: float) -> dict[str, Any]:
+    device = device_of(points.device)
+    return {"device": device} if device else {"peak_flops": _round(_peak_of(points, rate))}
+
+
+def _peak_of(points: Points, rate: float) -> float:
+    """The maker's figure, else the most that any product reached."""
+    device = device_of(points.device)
+    if device:
+        return PEAK_BF16[device]
+    return max(rate, *(2.0 * point.size**3 / point.seconds for point in points.products))
+
+
+def _products(points: Points, lines: list[Line]) -> Line:
+    causes = [(1.0, 2.0 * point.size**3) for point in points.products]
+    fit = fit_seconds(causes, [point.seconds for point in points.products])
+    launch, each = fit.coefficients
+    lines.append(Line("products", fit, launch, 0.0, 1 / each, "flops", len(causes)))
+    return lines[-1]
+
+
+def _attention(points: Points, lines: list[Line]) -> dict[str, float]:
+    """FLOP/s as `Hardware.attention_seconds` counts them, by pairs of query and key."""
+    found: dict[str, float] = {}
+    launches = []
+    for way, of_pair in (("forward", 4), ("backward", 10)):
+        chosen = [one for one in points.attention if one.backward == (way == "backward")]
+        causes = [
+            (1.0, of_pair * one.heads * one.dim * one.tokens * (one.tokens + 1) / 2)
+            for one in chosen
+        ]
+        fit = fit_seconds(causes, [one.seconds for one in chosen])
+        launch, each = fit.coefficients
+        launches.append(launch)
+        lines.append(Line(f"attention {way}", fit, launch, 0.0, 1 / each, "flops", len(causes)))
+        found[f"{way}_flops"] = _round(1 / each)
+    return {**found, "launch_seconds": _round(sum(launches) / 2)}
+
+
+def _links(where: str, points: Sequence[LinkPoint], lines: list[Line]) -> dict[str, Any]:
+    """The lines of each collective; that of all others is the all-gather's."""
+    found: dict[str, Any] = {}
+    for kind in COLLECTIVES:
+        alone = [one for one in points if one.kind == kind and one.senders == 1]
+        line = _line(f"{kind} {where}", alone)
+        lines.append(line)
+        found[kind] = {
+            "launch_seconds": _round(line.launch),
+            "hop_seconds": _round(line.hop),
+            "bytes_per_second": _round(line.rate),
+        }
+    shared = [one for one in points if one.senders > 1]
+    if shared:
+        senders = shared[0].senders
+        line = _line(f"{senders} ranks at once {where}", shared)
+        lines.append(line)
+        together = min(senders * line.rate, senders * found["point_to_point"]["bytes_per_second"])
+        found["host_bytes_per_second"] = _round(together)
+    return {**found["all_gather"], **found}
+
+
+def _line(what: str, points: Sequence[LinkPoint]) -> Line:
+    fit = fit_seconds([one.causes for one in points], [one.seconds for one in points])
+    launch, hop, each = fit.coefficients
+    fastest = max(one.causes[2] / one.seconds for one in points)
+    return Line(what, fit, launch, hop, 1 / each if each else fastest, "bytes", len(points))
+
+
+def _kept(tree: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tree.items() if value is not None}
+
+
+def _round(value: float) -> float:
+    """Four digits: more than was measured."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,82 @@
+"""What ranks have measured: one time each, with what it was a time of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = "measured.json"
+
+
+@dataclass(frozen=True)
+class LinkPoint:
+    """A collective, or a message (point_to_point), of one group at one size.
+
+    where: inside a host or between hosts; of_bytes: as `Hardware.collective_seconds` counts them;
+    senders: ranks of a host that send to another host at the same time.
+    """
+
+    kind: str
+    where: str
+    ranks: int
+    of_bytes: int
+    seconds: float
+    senders: int = 1
+
+    @property
+    def causes(self) -> tuple[float, float, float]:
+        """(1, steps that follow one another, bytes that a rank sends one after the other)."""
+        if self.kind in ("all_to_all", "point_to_point"):
+            steps = self.ranks - 1 if self.kind == "all_to_all" else 0
+            return 1.0, steps, self.of_bytes
+        ways = 2 if self.kind == "all_reduce" else 1
+        steps = ways * (self.ranks - 1)
+        return 1.0, steps, steps * self.of_bytes / self.ranks
+
+
+@dataclass(frozen=True)
+class ProductPoint:
+    """A product [size, size] × [size, size], all ranks computing one at once."""
+
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AttentionPoint:
+    """A causal square of so many tokens, forward alone or backward."""
+
+    tokens: int
+    heads: int
+    dim: int
+    backward: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Points:
+    """All that was measured on a cluster, and on what: `device` is the GPU's name, or cpu."""
+
+    device: str
+    dtype: str
+    kernel: str
+    hosts: int
+    ranks_per_host: int
+    memory_bytes: float
+    copied_bytes_per_second: float
+    links: Sequence[LinkPoint] = field(default_factory=tuple)
+    products: Sequence[ProductPoint] = field(default_factory=tuple)
+    attention: Sequence[AttentionPoint] = field(default_factory=tuple)
+
+    def leave(self, folder: Path) -> None:
+        (folder / FILE).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def found(cls, folder: Path) -> Points:
+        tree: dict[str, Any] = json.loads((folder / FILE).read_text())
+        kinds = {"links": LinkPoint, "products": ProductPoint, "attention": AttentionPoint}
+        lists = {name: tuple(kind(**one) for one in tree.pop(name)) for name, kind in kinds.items()}
+        return cls(**tree, **lists)

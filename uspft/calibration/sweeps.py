@@ -1,0 +1,218 @@
+"""What every rank does while a cluster is measured; collective throughout.
+
+Each time is that of several calls in a row, ÷ their number, of the slowest rank, and the median of
+a few trials.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from uspft.blocks import Block, Mask
+from uspft.calibration.points import AttentionPoint, LinkPoint, Points, ProductPoint
+from uspft.comm import Books, Group, Move, largest, shift
+from uspft.kernels import Kernel
+from uspft.mesh import Groups
+
+KIB, MIB = 1 << 10, 1 << 20
+TRIALS = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured. messages: bytes; products: sides of squares; tokens: of causal squares;
+    copied: bytes of the copy that measures memory; calls: in a row, for one trial."""
+
+    messages: Sequence[int]
+    products: Sequence[int]
+    tokens: Sequence[int]
+    copied: int
+    calls: int
+
+
+SIZES = {
+    "cpu": Sizes(
+        (16 * KIB, 128 * KIB, MIB, 8 * MIB), (128, 256, 512, 1024), (256, 512, 1024), 64 * MIB, 4
+    ),
+    "cuda": Sizes(
+        (64 * KIB, MIB, 16 * MIB, 128 * MIB, 512 * MIB),
+        (1024, 2048, 4096, 8192),
+        (2048, 8192, 16384),
+        1024 * MIB,
+        10,
+    ),
+}
+"""By type of device."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The ranks that measure: this rank's device, all ranks, and how many each host has."""
+
+    device: torch.device
+    dtype: torch.dtype
+    groups: Groups
+    ranks_per_host: int
+    sizes: Sizes
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world(self) -> int:
+        return dist.get_world_size()
+
+    def group(self, every: Sequence[Sequence[int]]) -> Group:
+        """This rank's of groups that hold all ranks together."""
+        return self.groups.of(every, self.rank, Books())
+
+    def seconds(self, call: Callable[[], object], *, takes_part: bool = True) -> float:
+        """Of one call on the slowest of the ranks that take part; all ranks ask."""
+        everyone = self.group([range(self.world)])
+        calls, found = self.sizes.calls, []
+        for trial in range(TRIALS + 1):
+            if self.world > 1:
+                dist.barrier(group=everyone.handle)
+            self._wait()
+            started = time.perf_counter()
+            for _ in range(calls if trial else 1):  # the first warms up
+                if takes_part:
+                    call()
+            self._wait()
+            mine = (time.perf_counter() - started) / calls if takes_part else 0.0
+            (slowest,) = largest([mine], everyone, self.device)
+            found += [slowest] if trial else []
+        return statistics.median(found)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Points:
+    """Everything, on every rank the same; heads: query heads, KV heads, head dim of attention."""
+    hosts = bench.world // bench.ranks_per_host
+    cuda = bench.device.type == "cuda"
+    properties = torch.cuda.get_device_properties(bench.device) if cuda else None
+    return Points(
+        properties.name if properties else "cpu",
+        str(bench.dtype).removeprefix("torch."),
+        kernel.name,
+        hosts,
+        bench.ranks_per_host,
+        properties.total_memory if properties else _host_memory() / bench.ranks_per_host,
+        _copied(bench),
+        tuple(_links(bench, hosts)),
+        tuple(_products(bench)),
+        tuple(_attention(bench, kernel, heads)),
+    )
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _copied(bench: Bench) -> float:
+    """Bytes a second that a copy reads and writes, all ranks copying."""
+    source = torch.zeros(bench.sizes.copied, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    return 2 * bench.sizes.copied / bench.seconds(lambda: target.copy_(source))
+
+
+def _products(bench: Bench) -> Iterator[ProductPoint]:
+    for size in bench.sizes.products:
+        a, b = (torch.randn(size, size, device=bench.device).to(bench.dtype) for _ in range(2))
+        product = partial(torch.mm, a, b, out=torch.empty_like(a))
+        yield ProductPoint(size, bench.seconds(product))
+
+
+def _attention(
+    bench: Bench, kernel: Kernel, heads: tuple[int, int, int]
+) -> Iterator[AttentionPoint]:
+    """One causal square of the run's kernel and heads, all ranks computing one."""
+    query, kv, dim = heads
+    for tokens in bench.sizes.tokens:
+        q, k, v, dout = (
+            torch.randn(tokens, count, dim, device=bench.device).to(bench.dtype)
+            for count in (query, kv, kv, query)
+        )
+        blocks, scale = (Block(0, tokens, 0, tokens, Mask.CAUSAL),), dim**-0.5
+        (part,) = kernel.forward((q, k, v), blocks, scale)
+        forward = partial(kernel.forward, (q, k, v), blocks, scale)
+        saved = (part.out, part.lse, dout)
+        backward = partial(kernel.backward, (q, k, v), saved, blocks, scale)
+        yield AttentionPoint(tokens, query, dim, False, bench.seconds(forward))
+        yield AttentionPoint(tokens, query, dim, True, bench.seconds(backward))
+
+
+def _links(bench: Bench, hosts: int) -> Iterator[LinkPoint]:
+    """Inside a host groups of two and of all; between hosts one rank of each, alone, and then all
+    at once. The groups of a host work at the same time, as they do in a step."""
+    here, world = bench.ranks_per_host, bench.world
+    for width in sorted({2, here}) if here > 1 else ():
+        if here % width == 0:
+            every = [range(first, first + width) for first in range(0, world, width)]
+            yield from _collectives(bench, every, "inside")
+    if hosts > 1:
+        every = [range(first, world, here) for first in range(here)]
+        alone = bench.rank % here == 0
+        yield from _collectives(bench, every, "between", takes_part=alone)
+        if here > 1:
+            yield from _messages(bench, every, "between", senders=here)
+
+
+def _collectives(
+    bench: Bench, every: Sequence[Sequence[int]], where: str, *, takes_part: bool = True
+) -> Iterator[LinkPoint]:
+    group = bench.group(every)
+    for of_bytes in bench.sizes.messages:
+        count = max(1, of_bytes // 4 // group.size) * group.size
+        for kind, call in _calls(count, group, bench.device).items():
+            sent = count // group.size * (group.size - 1) if kind == "all_to_all" else count
+            seconds = bench.seconds(call, takes_part=takes_part)
+            yield LinkPoint(kind, where, group.size, 4 * sent, seconds)
+    yield from _messages(bench, every, where, takes_part=takes_part)
+
+
+def _calls(count: int, group: Group, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Each collective on so many numbers of 4 bytes."""
+    whole = torch.zeros(count, device=device)
+    out, part = torch.empty_like(whole), whole[: count // group.size].clone()
+    at = {"group": group.handle}
+    return {
+        "all_gather": partial(dist.all_gather_into_tensor, out, part, **at),
+        "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, **at),
+        "all_reduce": partial(dist.all_reduce, whole, **at),
+        "all_to_all": partial(dist.all_to_all_single, out, whole, **at),
+    }
+
+
+def _messages(
+    bench: Bench,
+    every: Sequence[Sequence[int]],
+    where: str,
+    *,
+    takes_part: bool = True,
+    senders: int = 1,
+) -> Iterator[LinkPoint]:
+    """Each member of a group sends to the next and receives from the one before."""
+    group = bench.group(every)
+    for of_bytes in bench.sizes.messages:
+        x = torch.zeros(of_bytes // 4, device=bench.device)
+        move = Move(x, torch.empty_like(x), 1)
+        seconds = bench.seconds(partial(_moved, move, group), takes_part=takes_part)
+        yield LinkPoint("point_to_point", where, group.size, 4 * x.numel(), seconds, senders)
+
+
+def _moved(move: Move, group: Group) -> None:
+    (wait,) = shift([move], group, "ring")
+    wait()

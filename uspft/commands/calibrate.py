@@ -1,0 +1,83 @@
+"""`calibrate`: measure this cluster's links, products and attention, and write a hardware file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from uspft.calibration.fits import as_yaml, fitted
+from uspft.calibration.points import Points
+from uspft.commands.starting import start_ranks
+from uspft.config import InputError, dump
+from uspft.config.problems import COMMAND_LINE
+from uspft.durable import write_text
+from uspft.launcher import hosts_from
+from uspft.planner.hardware import read_hardware
+from uspft.prepare.cluster import STANDS_IN, shipped
+from uspft.prepare.data import require_here
+from uspft.prepare.examine import examine
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.output import output_of
+
+FILE, TO = "hardware.yaml", "to="
+
+
+def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
+    """Measure on the ranks that the recipe starts, print every fit and write the file.
+
+    Overrides: the recipe's, and `to=FILE`; without it OUTPUT/hardware.yaml. Raises InputError where
+    that file is there already, before any rank starts.
+    """
+    words, to = _without_to(overrides)
+    hosts = hosts_from(place.environment)
+    found = examine(target, words, hosts.count, None, trains=False)
+    with found.placed():
+        require_here(found.recipe)
+    file = to or output_of(found.recipe) / FILE
+    if hosts.index == 0:
+        _require_new(file)
+    screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
+    screen.print(f"layout: {found.layout.ranks} ranks on {found.recipe.launch.device}")
+    with tempfile.TemporaryDirectory(prefix="uspft-") as name:
+        folder = Path(name)
+        (folder / "recipe.yaml").write_text(dump(found.recipe))
+        code = start_ranks(
+            [name, "calibrate"],
+            found.recipe,
+            hosts,
+            place,
+            logs=folder / "logs",
+            on_stop="nothing is written",
+        )
+        if code or hosts.index:
+            return code
+        points = Points.found(folder)
+    stands_in = read_hardware(shipped()[STANDS_IN[found.recipe.launch.device]])
+    fits = fitted(points, file.stem, stands_in)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, as_yaml(fits))
+    screen.print(fits.table(), markup=False)
+    for note in fits.tree["sources"][1:]:
+        screen.print(note, markup=False)
+    screen.print(f"written: {file}; runs take it by launch.hardware={file}", markup=False)
+    return 0
+
+
+def _without_to(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
+    """The recipe's overrides, and the file of `to=FILE`. Raises InputError."""
+    named = [word.removeprefix(TO) for word in overrides if word.startswith(TO)]
+    if len(named) > 1 or "" in named:
+        what = "is given twice; write it once" if len(named) > 1 else "names no file; write to=FILE"
+        raise InputError(f"{COMMAND_LINE}: to: {what}")
+    rest = [word for word in overrides if not word.startswith(TO)]
+    return rest, Path(named[0]) if named else None
+
+
+def _require_new(file: Path) -> None:
+    if os.path.lexists(file):
+        what = f"`{file}` is there already, and what was measured before would be lost"
+        raise InputError(f"{COMMAND_LINE}: to: {what}; write to=ANOTHER.yaml, or delete it")

@@ -1,0 +1,51 @@
+"""`rank FOLDER calibrate`: one process of `calibrate`, started by it and never by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from uspft.calibration.sweeps import SIZES, Bench, measure
+from uspft.commands.joining import joined
+from uspft.config import Recipe, load
+from uspft.families import ModelShape, read_shape
+from uspft.kernels import believed_kernel
+from uspft.mesh import Groups
+from uspft.prepare.invocation import CONFIGS, Invocation
+
+UNKNOWN_HEADS = (8, 8, 64)
+"""Query heads, KV heads and head dim that are measured where the model's config is not here."""
+
+
+def rank(folder: Path, place: Invocation) -> int:
+    """Be one rank; the first leaves what was measured in `folder`."""
+    recipe = load(folder / "recipe.yaml").recipe
+    here = int(place.environment["LOCAL_WORLD_SIZE"])
+    with joined(recipe.launch.device, place.environment, trains=False) as device:
+        dtype = getattr(torch, recipe.model.dtype)
+        bench = Bench(device, dtype, Groups(), here, SIZES[device.type])
+        heads, softcap = _heads(recipe)
+        kernel, _ = believed_kernel(
+            recipe.model.attention, [heads], dtype, device, softcap, said_by_all=_said_by_all
+        )
+        points = measure(bench, kernel, heads)
+        if dist.get_rank() == 0:
+            points.leave(folder)
+        bench.groups.close()
+    return 0
+
+
+def _heads(recipe: Recipe) -> tuple[tuple[int, int, int], float | None]:
+    """Heads of the recipe's model on one rank, and the soft-cap of its scores."""
+    shape = read_shape(recipe.model, CONFIGS)
+    if not isinstance(shape, ModelShape):
+        return UNKNOWN_HEADS, None
+    return (shape.heads, shape.kv_heads, shape.head_dim), shape.raw.get("attn_logit_softcapping")
+
+
+def _said_by_all(mine: str) -> list[str]:
+    every: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every

@@ -1,0 +1,113 @@
+"""`plan`: what a step will take by part, beside other layouts of the same ranks; writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from uspft.launcher import hosts_from
+from uspft.metrics import as_size
+from uspft.planner.alternatives import Planned, alternatives
+from uspft.planner.hardware import Hardware
+from uspft.planner.time import NOT_PREDICTED, StepShape
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
+
+COLUMNS = (
+    ("products", ("products",)),
+    ("attention", ("attention",)),
+    ("rest", ("elementwise", "update")),
+    ("all-to-all", ("all_to_all",)),
+    ("keys", ("ring", "gather")),
+    ("tensor", ("tensor",)),
+    ("ZeRO", ("gradients", "weights")),
+)
+"""Head of a column, and the parts of a step that it adds up."""
+LEGEND = (
+    "seconds: products, attention and the rest (norms, loss, update) compute; all-to-all, keys, "
+    "tensor and ZeRO move; hidden passes behind computing and is not in the step"
+)
+
+
+def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str | None) -> int:
+    """Print the prediction. named: the hardware, in place of the recipe's. Raises RecipeError."""
+    words = [*overrides, f"launch.hardware={named}"] if named else overrides
+    hosts = hosts_from(place.environment).count
+    found = examine_for_plan(target, words, hosts, place.ranks)
+    with found.placed():
+        step = step_of(found)
+    hardware = hardware_of(found, hosts)
+    own = own_layout(found, step, hardware)
+    others = [one for one in alternatives(step, own.layout.ranks, hardware) if one.name != own.name]
+    print(f"layout: {found.sentence}")
+    print(f"hardware: {found.hardware}")
+    print(_step(step))
+    print(_parts(own))
+    print()
+    print(_table(step, hardware, own, others))
+    print(LEGEND)
+    for line in (*_doubts(found.recipe.model.dtype, hardware), *NOT_PREDICTED):
+        print(f"not predicted: {line}")
+    return 0
+
+
+def _step(step: StepShape) -> str:
+    again = ", layers recomputed" if step.recompute else ""
+    rows = f"{step.step_rows} row{'s' if step.step_rows > 1 else ''}"
+    return f"step: {rows} of {step.row.length:,} tokens, each one document{again}"
+
+
+def _doubts(dtype: str, hardware: Hardware) -> list[str]:
+    measured = hardware.products.dtype
+    return [] if measured == dtype else [f"{dtype}: the products' figures are those of {measured}"]
+
+
+def _parts(own: Planned) -> str:
+    """The recipe's own step, part by part."""
+    names = list(dict.fromkeys(part.name for part in own.time.parts))
+    rows = [[f"by part ({own.name})", "seconds", "hidden", "bytes"]]
+    for name in names:
+        parts = [part for part in own.time.parts if part.name == name]
+        seconds, hidden = sum(p.seconds for p in parts), sum(p.hidden for p in parts)
+        moved = own.time.bytes_of(name)
+        if seconds:
+            cells = [_seconds(seconds), _seconds(hidden), as_size(int(moved)) if moved else "–"]
+            rows.append([name.replace("_", "-"), *cells])
+    rows.append(["step", _seconds(own.time.seconds), _seconds(own.time.hidden), ""])
+    return _aligned(rows)
+
+
+def _table(step: StepShape, hardware: Hardware, own: Planned, others: Sequence[Planned]) -> str:
+    """A line for each layout, the recipe's own first; columns that are empty everywhere are not
+    there."""
+    every = [own, *others]
+    columns = [c for c in COLUMNS if any(one.time.of(*c[1]) for one in every)]
+    heads = ["layout", "step", *(head for head, _ in columns), "hidden", "tokens/s a rank", "MFU"]
+    rows = [heads]
+    for one in every:
+        mfu = one.mfu(step, hardware)
+        rows.append(
+            [
+                one.name + (" (the recipe's)" if one is own else ""),
+                _seconds(one.time.seconds),
+                *(_seconds(one.time.of(*names)) for _, names in columns),
+                _seconds(one.time.hidden),
+                f"{one.tokens_per_second_per_rank(step):,.0f}",
+                "–" if mfu is None else f"{mfu:.2f}",
+            ]
+        )
+    return _aligned(rows)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}" if value else "–"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)

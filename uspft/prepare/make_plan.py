@@ -1,0 +1,82 @@
+"""From a recipe to what `plan` predicts: its step, the cluster, and its own layout's time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from uspft.config import Fault, Recipe, load
+from uspft.config.algorithms import AUTO, row_of
+from uspft.model.hf_config import layer_windows
+from uspft.planner.alternatives import Planned
+from uspft.planner.hardware import Hardware
+from uspft.planner.time import StepShape, step_time
+from uspft.prepare.cluster import KEY, cluster_of, gpu_name
+from uspft.prepare.examine import Examined, examine
+from uspft.prepare.model import examine_model
+from uspft.prepare.paths import find_paths
+from uspft.segments import Segments
+from uspft.sequence import of_recipe
+
+
+def examine_for_plan(
+    target: Path, overrides: Sequence[str], hosts: int, ranks: int | None
+) -> Examined:
+    """The recipe, examined for the device of the hardware that it names, whatever is here."""
+    loaded = load(target, overrides)
+    launch = find_paths(loaded.recipe, target).recipe.launch
+    if launch.device == AUTO and launch.hardware != AUTO:
+        cluster, findings = cluster_of(launch.hardware, "cpu", gpu_name())
+        if cluster and not findings:
+            device = "cuda" if cluster.hardware.device else "cpu"
+            overrides = [*overrides, f"launch.device={device}"]
+    return examine(target, overrides, hosts, ranks, trains=False)
+
+
+def hardware_of(found: Examined, hosts: int) -> Hardware:
+    """The cluster's figures where a host has as many ranks as this run puts on one."""
+    assert found.known.cluster
+    return found.known.cluster.hardware.on_hosts_of(-(-found.layout.ranks // hosts))
+
+
+def step_of(found: Examined) -> StepShape:
+    """The recipe's step: each row one document that fills it. Raises Fault where the model's config
+    is not on this machine."""
+    recipe, model = found.recipe, found.shape
+    if model is None:
+        what = f"the sizes of {recipe.model.name_or_path} are not on this machine"
+        remedy = f"name its folder, or a model of configs/models, beside {KEY}"
+        raise Fault([("model.name_or_path", what, remedy.partition(", beside")[0])])
+    examined = examine_model(found.here)
+    return StepShape(
+        model,
+        Segments.single(recipe.data.sequence_length),
+        layer_windows(examined.config),
+        recipe.training.global_batch_size,
+        recipe.training.micro_batch_size,
+        stage=stage_of(recipe),
+        element_bytes=4 if recipe.model.dtype == "float32" else 2,
+        recompute=recipe.memory.gradient_checkpointing,
+        use_seq_parallel=recipe.parallel_config.use_seq_parallel,
+        overlaps=_overlaps(recipe),
+        trained=examined.trained / examined.parameters,
+    )
+
+
+def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Planned:
+    """The recipe's own layout and algorithm."""
+    windows = set(step.windows)
+    window = windows.pop() if len(windows) == 1 else None
+    algorithm = of_recipe(found.recipe, found.layout, window)
+    row = row_of(found.recipe.parallel_config.context_parallel_algo, found.layout.context)
+    return Planned(found.layout, row, step_time(step, found.layout, algorithm, hardware))
+
+
+def stage_of(recipe: Recipe) -> int:
+    return int(recipe.deepspeed.zero_optimization.get("stage", 1))
+
+
+def _overlaps(recipe: Recipe) -> bool:
+    """DeepSpeed's overlap_comm: where it is left out, stage 3 alone overlaps."""
+    asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
+    return stage_of(recipe) == 3 if asked is None else bool(asked)
