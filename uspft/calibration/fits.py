@@ -16,7 +16,7 @@ from uspft.planner.hardware import COLLECTIVES, Hardware
 from uspft.planner.least_squares import Fit, fit_seconds
 
 
-class Line(NamedTuple):
+class FittedLine(NamedTuple):
     """One fit: what of, seconds before anything is done, seconds a hop, and units a second."""
 
     what: str
@@ -32,7 +32,7 @@ class Fitted(NamedTuple):
     """The keys of a hardware file and the fits that they come from."""
 
     tree: dict[str, Any]
-    lines: list[Line]
+    lines: list[FittedLine]
 
     def table(self) -> str:
         """Every fit with its residuals, for a person."""
@@ -55,7 +55,7 @@ class Fitted(NamedTuple):
 
 def fitted(points: Points, name: str, stands_in: Hardware) -> Fitted:
     """A hardware file's keys. stands_in: whose links stand where there were none to measure."""
-    lines: list[Line] = []
+    lines: list[FittedLine] = []
     links, notes = {}, []
     for where in ("inside", "between"):
         found = [point for point in points.links if point.where == where]
@@ -119,15 +119,15 @@ def _peak_of(points: Points, rate: float) -> float:
     return max(rate, *(2.0 * point.size**3 / point.seconds for point in points.products))
 
 
-def _products(points: Points, lines: list[Line]) -> Line:
+def _products(points: Points, lines: list[FittedLine]) -> FittedLine:
     causes = [(1.0, 2.0 * point.size**3) for point in points.products]
     fit = fit_seconds(causes, [point.seconds for point in points.products])
     launch, each = fit.coefficients
-    lines.append(Line("products", fit, launch, 0.0, 1 / each, "flops", len(causes)))
+    lines.append(FittedLine("products", fit, launch, 0.0, 1 / each, "flops", len(causes)))
     return lines[-1]
 
 
-def _attention(points: Points, lines: list[Line]) -> dict[str, float]:
+def _attention(points: Points, lines: list[FittedLine]) -> dict[str, float]:
     """FLOP/s as `Hardware.attention_seconds` counts them, by pairs of query and key."""
     found: dict[str, float] = {}
     launches = []
@@ -140,12 +140,12 @@ def _attention(points: Points, lines: list[Line]) -> dict[str, float]:
         fit = fit_seconds(causes, [one.seconds for one in chosen])
         launch, each = fit.coefficients
         launches.append(launch)
-        lines.append(Line(f"attention {way}", fit, launch, 0.0, 1 / each, "flops", len(causes)))
+        lines.append(FittedLine(f"attention {way}", fit, launch, 0.0, 1 / each, "flops", len(causes)))
         found[f"{way}_flops"] = _round(1 / each)
     return {**found, "launch_seconds": _round(sum(launches) / 2)}
 
 
-def _links(where: str, points: Sequence[LinkPoint], lines: list[Line]) -> dict[str, Any]:
+def _links(where: str, points: Sequence[LinkPoint], lines: list[FittedLine]) -> dict[str, Any]:
     """The lines of each collective; that of all others is the all-gather's."""
     found: dict[str, Any] = {}
     for kind in COLLECTIVES:
@@ -167,11 +167,11 @@ def _links(where: str, points: Sequence[LinkPoint], lines: list[Line]) -> dict[s
     return {**found["all_gather"], **found}
 
 
-def _line(what: str, points: Sequence[LinkPoint]) -> Line:
+def _line(what: str, points: Sequence[LinkPoint]) -> FittedLine:
     fit = fit_seconds([one.causes for one in points], [one.seconds for one in points])
     launch, hop, each = fit.coefficients
     fastest = max(one.causes[2] / one.seconds for one in points)
-    return Line(what, fit, launch, hop, 1 / each if each else fastest, "bytes", len(points))
+    return FittedLine(what, fit, launch, hop, 1 / each if each else fastest, "bytes", len(points))
 
 
 def _kept(tree: dict[str, Any]) -> dict[str, Any]:

@@ -23,31 +23,35 @@ from uspft.kernels import Kernel
 from uspft.mesh import Groups
 
 KIB, MIB = 1 << 10, 1 << 20
-TRIALS = 3
+TRIALS, MOST_CALLS = 3, 100
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SweepSizes:
     """What is measured. messages: bytes; products: sides of squares; tokens: of causal squares;
-    copied: bytes of the copy that measures memory; calls: in a row, for one trial."""
+    copied: bytes of the copy that measures memory; trial_seconds: of calls in a row."""
 
     messages: Sequence[int]
     products: Sequence[int]
     tokens: Sequence[int]
     copied: int
-    calls: int
+    trial_seconds: float
 
 
 SIZES = {
-    "cpu": Sizes(
-        (16 * KIB, 128 * KIB, MIB, 8 * MIB), (128, 256, 512, 1024), (256, 512, 1024), 64 * MIB, 4
+    "cpu": SweepSizes(
+        messages=[size * KIB for size in (16, 64, 256, 1024, 4096, 16384)],
+        products=(256, 512, 1024, 1536),
+        tokens=(256, 512, 1024, 2048),
+        copied=64 * MIB,
+        trial_seconds=0.03,
     ),
-    "cuda": Sizes(
-        (64 * KIB, MIB, 16 * MIB, 128 * MIB, 512 * MIB),
-        (1024, 2048, 4096, 8192),
-        (2048, 8192, 16384),
-        1024 * MIB,
-        10,
+    "cuda": SweepSizes(
+        messages=[size * MIB // 16 for size in (1, 16, 256, 2048, 8192)],
+        products=(1024, 2048, 4096, 8192),
+        tokens=(2048, 8192, 16384, 32768),
+        copied=1024 * MIB,
+        trial_seconds=0.05,
     ),
 }
 """By type of device."""
@@ -61,7 +65,7 @@ class Bench:
     dtype: torch.dtype
     groups: Groups
     ranks_per_host: int
-    sizes: Sizes
+    sizes: SweepSizes
 
     @property
     def rank(self) -> int:
@@ -78,20 +82,21 @@ class Bench:
     def seconds(self, call: Callable[[], object], *, takes_part: bool = True) -> float:
         """Of one call on the slowest of the ranks that take part; all ranks ask."""
         everyone = self.group([range(self.world)])
-        calls, found = self.sizes.calls, []
-        for trial in range(TRIALS + 1):
+
+        def trial(calls: int) -> float:
             if self.world > 1:
                 dist.barrier(group=everyone.handle)
             self._wait()
             started = time.perf_counter()
-            for _ in range(calls if trial else 1):  # the first warms up
-                if takes_part:
-                    call()
+            for _ in range(calls if takes_part else 0):
+                call()
             self._wait()
-            mine = (time.perf_counter() - started) / calls if takes_part else 0.0
-            (slowest,) = largest([mine], everyone, self.device)
-            found += [slowest] if trial else []
-        return statistics.median(found)
+            mine = (time.perf_counter() - started) / calls
+            return largest([mine], everyone, self.device)[0]  # on every rank the same
+
+        trial(1)  # warms up
+        calls = max(1, min(MOST_CALLS, round(self.sizes.trial_seconds / trial(1))))
+        return statistics.median(trial(calls) for _ in range(TRIALS))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -26,6 +26,7 @@ def joined(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
     device = _device(kind, int(environment["LOCAL_RANK"]))
+    warnings.filterwarnings("ignore", category=FutureWarning)
     if trains:
         _quiet()
     join(environment, device)
@@ -52,7 +53,6 @@ def _quiet() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def join(environment: Mapping[str, str], device: torch.device) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from uspft.launcher import hosts_from
 from uspft.metrics import as_size
-from uspft.planner.alternatives import Planned, alternatives
+from uspft.planner.alternatives import Prediction, alternatives
 from uspft.planner.hardware import Hardware
 from uspft.planner.time import NOT_PREDICTED, StepShape
 from uspft.prepare.invocation import Invocation
@@ -62,7 +62,7 @@ def _doubts(dtype: str, hardware: Hardware) -> list[str]:
     return [] if measured == dtype else [f"{dtype}: the products' figures are those of {measured}"]
 
 
-def _parts(own: Planned) -> str:
+def _parts(own: Prediction) -> str:
     """The recipe's own step, part by part."""
     names = list(dict.fromkeys(part.name for part in own.time.parts))
     rows = [[f"by part ({own.name})", "seconds", "hidden", "bytes"]]
@@ -77,7 +77,7 @@ def _parts(own: Planned) -> str:
     return _aligned(rows)
 
 
-def _table(step: StepShape, hardware: Hardware, own: Planned, others: Sequence[Planned]) -> str:
+def _table(step: StepShape, hardware: Hardware, own: Prediction, others: Sequence[Prediction]) -> str:
     """A line for each layout, the recipe's own first; columns that are empty everywhere are not
     there."""
     every = [own, *others]

@@ -19,7 +19,7 @@ TENSOR = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Planned:
+class Prediction:
     """A layout with its algorithm, and what a step takes."""
 
     layout: Layout
@@ -53,7 +53,7 @@ def splits_over(model: ModelShape, tensor: int) -> bool:
     return all(side % tensor == 0 or (side == kv and tensor % kv == 0) for side in sides)
 
 
-def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Planned]:
+def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Prediction]:
     """The fastest algorithm's prediction for each tensor and context degree that is legal for the
     model and the rows, the fastest first."""
     found = []
@@ -63,7 +63,7 @@ def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Planne
         for context in _divisors(ranks // tensor):
             data = ranks // (tensor * context)
             ways = [
-                Planned(layout, row, step_time(step, layout, algorithm, hardware))
+                Prediction(layout, row, step_time(step, layout, algorithm, hardware))
                 for row, layout, algorithm in _ways(step, (tensor, context, data), hardware)
             ]
             found += [min(ways, key=lambda one: one.time.seconds)] if ways else []

@@ -7,11 +7,11 @@ from typing import Literal
 
 from uspft.families import ModelShape
 
-Way = Literal["inputs", "outputs", "none"]
+Side = Literal["inputs", "outputs", "none"]
 
 
 @dataclass(frozen=True)
-class Projection:
+class ProductShape:
     """One matrix of a layer, or of as many experts as it has copies.
 
     splits: the side along which tensor ranks divide it, in units that are not cut (a head's width).
@@ -19,7 +19,7 @@ class Projection:
 
     inputs: int
     outputs: int
-    splits: Way = "none"
+    splits: Side = "none"
     unit: int = 1
     per_token: int = 1
     """How many of its copies a token meets."""
@@ -34,7 +34,7 @@ class Projection:
         """Parameters that one token is multiplied by."""
         return self.inputs * self.outputs * self.per_token
 
-    def on(self, tensor: int) -> Projection:
+    def on(self, tensor: int) -> ProductShape:
         """What the tensor rank with most of it holds; a head's matrix that they do not divide is
         replicated."""
         if self.splits == "none":
@@ -42,32 +42,32 @@ class Projection:
         whole = self.inputs if self.splits == "inputs" else self.outputs
         part = -(-(whole // self.unit) // tensor) * self.unit
         sizes = (part, self.outputs) if self.splits == "inputs" else (self.inputs, part)
-        return Projection(*sizes, self.splits, self.unit, self.per_token, self.copies)
+        return ProductShape(*sizes, self.splits, self.unit, self.per_token, self.copies)
 
 
-def layer_projections(shape: ModelShape) -> list[Projection]:
+def layer_projections(shape: ModelShape) -> list[ProductShape]:
     """Query, key, value and output projections, then the MLP or the experts and their router."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     found = [
-        Projection(hidden, heads, "outputs", dim),
-        Projection(hidden, kv_heads, "outputs", dim),
-        Projection(hidden, kv_heads, "outputs", dim),
-        Projection(heads, hidden, "inputs", dim),
+        ProductShape(hidden, heads, "outputs", dim),
+        ProductShape(hidden, kv_heads, "outputs", dim),
+        ProductShape(hidden, kv_heads, "outputs", dim),
+        ProductShape(heads, hidden, "inputs", dim),
     ]
     met, experts, inner = 1, 1, shape.intermediate_size
     if named := shape.raw.get("num_experts_per_tok"):
         met = int(named)
         experts = int(shape.raw.get("num_local_experts") or shape.raw.get("num_experts") or met)
         inner = int(shape.raw.get("moe_intermediate_size") or inner)
-        found.append(Projection(hidden, experts))
-    found += [Projection(hidden, inner, "outputs", 1, met, experts)] * 2
-    return [*found, Projection(inner, hidden, "inputs", 1, met, experts)]
+        found.append(ProductShape(hidden, experts))
+    found += [ProductShape(hidden, inner, "outputs", 1, met, experts)] * 2
+    return [*found, ProductShape(inner, hidden, "inputs", 1, met, experts)]
 
 
-def head_projection(shape: ModelShape) -> Projection:
+def head_projection(shape: ModelShape) -> ProductShape:
     """The output head, whose vocabulary tensor ranks divide."""
-    return Projection(shape.hidden_size, shape.vocab_size, "outputs")
+    return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
 
 
 def parameters_of(shape: ModelShape, tensor: int = 1) -> tuple[int, int]:

@@ -49,7 +49,7 @@ LOSS_PASSES = 8
 """Times that a tile of logits in float32 is read or written (model/loss.py)."""
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """One part of a step. hidden: of the seconds, those that pass behind other work; bytes: what a
     collective moves, as `Hardware.collective_seconds` counts it, or what the busiest rank sends."""
 
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 class StepTime:
     """A step by its parts; those of a name are added up."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
 
     @property
     def seconds(self) -> float:
@@ -121,7 +121,7 @@ def step_time(
         *_attention(step, layout, algorithm, hardware),
         *_tensor(step, layout, hardware),
     ]
-    parts = [Part(p.name, *(passes * value for value in p[1:])) for p in one]
+    parts = [StepPart(p.name, *(passes * value for value in p[1:])) for p in one]
     behind = sum(part.seconds for part in parts if part.name in ("products", "elementwise"))
     return StepTime((*parts, *_zero(step, layout, hardware, behind)))
 
@@ -139,7 +139,7 @@ def model_flops(step: StepShape) -> float:
     return step_flops(parameters, tokens, mean, shape, frozen=int((1 - step.trained) * parameters))
 
 
-def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Part]:
+def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
     """Matrix products of one forward and backward, and what is bound by memory between them."""
     model, tokens, size = step.model, step.tokens(layout), step.element_bytes
 
@@ -157,12 +157,12 @@ def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[P
         forward, backward = forward + there, backward + back
     head = head_projection(model).on(layout.tensor)
     again = 2 if step.recompute else 1
-    yield Part("products", model.layers * (again * forward + backward))
-    yield Part("products", sum(three((tokens, head.inputs, head.outputs))))
+    yield StepPart("products", model.layers * (again * forward + backward))
+    yield StepPart("products", sum(three((tokens, head.inputs, head.outputs))))
     moved = 2 * size * tokens * _elements_per_token(step, layout)
     between = model.layers * (again + 2) * moved  # its backward reads and writes twice as much
     logits = LOSS_PASSES * 4 * tokens * head.outputs
-    yield Part("elementwise", hardware.memory_seconds(between + logits))
+    yield StepPart("elementwise", hardware.memory_seconds(between + logits))
 
 
 def _elements_per_token(step: StepShape, layout: Layout) -> float:
@@ -181,7 +181,7 @@ def _elements_per_token(step: StepShape, layout: Layout) -> float:
 
 def _attention(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
-) -> Iterator[Part]:
+) -> Iterator[StepPart]:
     """Attention of one forward and backward, which is never recomputed, and what it moves.
 
     Keys come while attention to those that are there goes on: all of it hides them but what waits
@@ -202,7 +202,7 @@ def _attention(
         cost = _times(algorithm.cost(step.row, heads, step.element_bytes, window), step.rows)
         joined = JOIN_BYTES * step.tokens(layout) * heads.query * heads.dim
         launches = 2 * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
-        yield Part("attention", layers * (both + cost.arrivals * launches))
+        yield StepPart("attention", layers * (both + cost.arrivals * launches))
         wire = wire_of(cost, layout, hardware)
         last = (layout.ring - 1) / (layout.ring * max(1, cost.arrivals))
         for name, seconds, traffic in (
@@ -210,9 +210,9 @@ def _attention(
             ("gather", wire.gather, cost.gather),
         ):
             hidden = min(seconds, both * (1 - last))
-            yield Part(name, layers * seconds, layers * hidden, layers * traffic.bytes)
+            yield StepPart(name, layers * seconds, layers * hidden, layers * traffic.bytes)
         exchanged = layers * cost.all_to_all.bytes
-        yield Part("all_to_all", layers * wire.all_to_all, bytes=exchanged)
+        yield StepPart("all_to_all", layers * wire.all_to_all, bytes=exchanged)
 
 
 def local_heads(model: ModelShape, tensor: int) -> Heads:
@@ -226,7 +226,7 @@ def _times(cost: Cost, rows: int) -> Cost:
     return Cost(*(Traffic(rows * one.bytes, one.messages) for one in kinds), cost.arrivals)
 
 
-def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Part]:
+def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
     """Megatron's tensor parallelism: each layer sums activations over the tensor ranks twice
     forward (again when it is recomputed) and twice backward, the embedding once forward, the head's
     input gradient once; the loss makes three sums of a number for each token. Under
@@ -240,10 +240,10 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Par
     kinds = ("reduce_scatter", "all_gather") if step.use_seq_parallel else ("all_reduce",)
     each = sum(hardware.collective_seconds(kind, activations, spread) for kind in kinds)  # type: ignore[arg-type]
     of_loss = hardware.collective_seconds("all_reduce", 4 * tokens, spread)
-    yield Part("tensor", count * each + 3 * of_loss, bytes=count * activations + 12 * tokens)
+    yield StepPart("tensor", count * each + 3 * of_loss, bytes=count * activations + 12 * tokens)
 
 
-def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) -> Iterator[Part]:
+def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) -> Iterator[StepPart]:
     """DeepSpeed's transfers and the update. behind: seconds of products, which hide them.
 
     Stage 0 sums gradients once a step; 1 once and 2 in every backward, by all-reduces of buckets
@@ -255,7 +255,7 @@ def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) ->
     whole = outside + model.layers * layer
     spread = Spread.of(layout, ZERO, hardware.ranks_per_host)
     held = whole * step.trained / (spread.ranks if stage else 1)
-    yield Part("update", hardware.memory_seconds(UPDATE_BYTES * held))
+    yield StepPart("update", hardware.memory_seconds(UPDATE_BYTES * held))
     if spread.ranks == 1:
         return
     passes, pieces = step.passes(layout), model.layers + 1
@@ -264,17 +264,17 @@ def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) ->
         summed = hardware.collective_seconds("reduce_scatter", gradients / pieces, spread)
         gathered = hardware.collective_seconds("all_gather", weights / pieces, spread)
         found = [
-            Part("gradients", passes * pieces * summed, bytes=passes * gradients),
-            Part("weights", 2 * passes * pieces * gathered, bytes=2 * passes * weights),
+            StepPart("gradients", passes * pieces * summed, bytes=passes * gradients),
+            StepPart("weights", 2 * passes * pieces * gathered, bytes=2 * passes * weights),
         ]
     else:
         times = passes if stage == 2 else 1
         summed = hardware.collective_seconds("all_reduce", gradients, spread)
-        found = [Part("gradients", times * summed, bytes=times * gradients)]
+        found = [StepPart("gradients", times * summed, bytes=times * gradients)]
     for part in found:
         hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.overlaps else 0.0
         behind -= hidden
         yield part._replace(hidden=hidden)
     if stage in (1, 2):
         seconds = hardware.collective_seconds("all_gather", weights * step.trained, spread)
-        yield Part("weights", seconds, bytes=weights * step.trained)
+        yield StepPart("weights", seconds, bytes=weights * step.trained)

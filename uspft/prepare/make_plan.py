@@ -8,7 +8,7 @@ from pathlib import Path
 from uspft.config import Fault, Recipe, load
 from uspft.config.algorithms import AUTO, row_of
 from uspft.model.hf_config import layer_windows
-from uspft.planner.alternatives import Planned
+from uspft.planner.alternatives import Prediction
 from uspft.planner.hardware import Hardware
 from uspft.planner.time import StepShape, step_time
 from uspft.prepare.cluster import KEY, cluster_of, gpu_name
@@ -63,13 +63,13 @@ def step_of(found: Examined) -> StepShape:
     )
 
 
-def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Planned:
+def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Prediction:
     """The recipe's own layout and algorithm."""
     windows = set(step.windows)
     window = windows.pop() if len(windows) == 1 else None
     algorithm = of_recipe(found.recipe, found.layout, window)
     row = row_of(found.recipe.parallel_config.context_parallel_algo, found.layout.context)
-    return Planned(found.layout, row, step_time(step, found.layout, algorithm, hardware))
+    return Prediction(found.layout, row, step_time(step, found.layout, algorithm, hardware))
 
 
 def stage_of(recipe: Recipe) -> int:

@@ -46,7 +46,7 @@ def test_a_verb_is_passed_on(sandbox: Sandbox, verb: str) -> None:
     done = sandbox.run(verb, "a b.yaml", "x.y=[1, 2]", USPFT_PYTHON=sys.executable)
     told = json.loads(done.stdout)
     assert told["argv"] == [verb, "a b.yaml", "x.y=[1, 2]"] and told["python"] == sys.executable
-    assert ("PYTHONDONTWRITEBYTECODE" in told) == (verb == "check")
+    assert ("PYTHONDONTWRITEBYTECODE" in told) == (verb in ("check", "plan"))
 
 
 def test_a_recipe_without_a_verb_is_trained(sandbox: Sandbox) -> None:

@@ -14,6 +14,7 @@ from uspft.config import Recipe, load
 from uspft.config.available import LATER
 from uspft.families import ModelShape, read_shape
 from uspft.planner.auto import Work
+from uspft.prepare.cluster import cluster_of
 from uspft.prepare.resolve import SETTLED, Known, resolve
 from uspft.segments import Segments
 
@@ -75,7 +76,12 @@ def test_more_is_settled_as_more_is_known(folder: Path) -> None:
     assert (settled.data.format, settled.model.attention) == ("text", "flash_attn_3")
     assert settled.parallel_config.context_parallel_algo == "planned_cp"
     whole = Work([Segments.single(4096)] * 4)
-    last = resolve(asked, Known(gpus=8, shape=shape, work=whole))
+    links_unknown = resolve(asked, Known(gpus=8, shape=shape, work=whole))
+    assert links_unknown.parallel_config.context_parallel_algo == "planned_cp"
+    cluster, _ = cluster_of("auto", "cuda", "NVIDIA H100 80GB HBM3")
+    assert cluster and settled.launch.hardware == "auto"
+    last = resolve(asked, Known(gpus=8, shape=shape, work=whole, cluster=cluster))
+    assert last.launch.hardware == "h100"
     assert last.parallel_config.context_parallel_algo == "ulysses_cp"
     assert last.parallel_config.exchange_stages is None
 

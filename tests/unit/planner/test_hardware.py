@@ -1,0 +1,175 @@
+"""Seconds of products, attention and collectives, against formulas worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.hardware import made, round_figures
+from uspft.config import RecipeError
+from uspft.planner.flops import PEAK_BF16
+from uspft.planner.hardware import COLLECTIVES, Hardware, Link, read_hardware
+from uspft.planner.spread import Spread
+from uspft.prepare.cluster import shipped
+
+MIB = 1 << 20
+PAIR, FOUR = Spread.inside(2), Spread.inside(4)
+TWO_HOSTS = Spread(8, 4)
+FILES = sorted(shipped())
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Hardware:
+    return made(tmp_path)
+
+
+def test_the_ring_of_formula_5() -> None:
+    """MeshSlice's constants of TPUv4 and the value worked out from them."""
+    link = Link(launch_seconds=13e-6, hop_seconds=5e-6, bytes_per_second=79.751e9)
+    assert link.ring_seconds(8, 16 * MIB) == pytest.approx(1.521e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "seconds"),
+    [
+        ("all_gather", 4e9, 1e-3 + 3 * (1e-4 + 1.0)),
+        ("reduce_scatter", 4e9, 1e-3 + 3 * (1e-4 + 1.0)),
+        ("all_reduce", 4e9, 2 * (1e-3 + 3 * (1e-4 + 1.0))),
+        ("all_to_all", 3e9, 1e-3 + 3 * 1e-4 + 3.0),
+        ("point_to_point", 3e9, 1e-3 + 1e-4 + 3.0),
+    ],
+)
+def test_a_collective_inside_a_host(
+    cluster: Hardware, kind: Any, sent: float, seconds: float
+) -> None:
+    assert cluster.collective_seconds(kind, sent, FOUR) == pytest.approx(seconds)
+    assert cluster.collective_seconds(kind, sent, Spread.inside(1)) == 0.0
+    assert cluster.collective_seconds(kind, 2 * sent, FOUR) > seconds
+
+
+def test_a_ring_across_hosts_has_a_channel_for_each_card(cluster: Hardware, tmp_path: Path) -> None:
+    """Eight ranks of two hosts: four cards of 0.1 GB/s carry the ring's bytes together; one group
+    of four has one card, and a single card a host is shared by all groups."""
+    whole, latency = 8e8, 2e-3 + 7 * 2e-4
+    assert cluster.collective_seconds("all_gather", whole, TWO_HOSTS) == pytest.approx(
+        latency + 7 * 1e8 / 4e8
+    )
+    one_each = Spread(2, 1, groups=4)
+    slow = made(tmp_path, between={**round_figures()["between"], "host_bytes_per_second": 1e8})
+    assert cluster.collective_seconds("all_gather", 2e8, one_each) == pytest.approx(2.2e-3 + 1.0)
+    assert slow.collective_seconds("all_gather", 2e8, one_each) == pytest.approx(2.2e-3 + 4.0)
+    alone = Spread(2, 1)
+    assert slow.collective_seconds("all_gather", 2e8, alone) == pytest.approx(2.2e-3 + 1.0)
+
+
+def test_an_all_to_all_across_hosts_sends_most_of_it_there(cluster: Hardware) -> None:
+    """Four of the seven others are on the other host: 4/7 of the bytes leave, at 0.1 GB/s."""
+    found = cluster.collective_seconds("all_to_all", 7e8, TWO_HOSTS)
+    assert found == pytest.approx(2e-3 + 7 * 2e-4 + 4e8 / 1e8)
+
+
+def test_messages_to_the_next_wait_for_one_another(cluster: Hardware) -> None:
+    passed = cluster.messages_seconds(1e9, 6, FOUR, to_next=True)
+    posted = cluster.messages_seconds(1e9, 6, FOUR, to_next=False)
+    assert passed == pytest.approx(6 * (1e-3 + 1e-4) + 1.0)
+    assert posted == pytest.approx(1e-3 + 6 * 1e-4 + 1.0)
+    assert cluster.messages_seconds(0, 0, FOUR, to_next=True) == 0.0
+
+
+def test_a_collective_may_have_a_line_of_its_own(tmp_path: Path) -> None:
+    own = {"launch_seconds": 0.0, "hop_seconds": 0.0, "bytes_per_second": 2e9}
+    fast = made(tmp_path, inside={**round_figures()["inside"], "all_reduce": own})
+    assert fast.collective_seconds("all_reduce", 4e9, FOUR) == pytest.approx(2 * 3 * 0.5)
+    assert fast.collective_seconds("all_gather", 4e9, FOUR) == pytest.approx(1e-3 + 3 * 1.0001)
+
+
+def test_a_product_is_bound_by_flops_or_by_memory(cluster: Hardware) -> None:
+    assert cluster.product_seconds(1000, 1000, 1000) == pytest.approx(1e-3 + 2e9 / 1e12)
+    thin = cluster.product_seconds(1, 10_000, 10_000)  # 2 bytes of each weight at 10 GB/s
+    assert thin == pytest.approx(1e-3 + 2 * (1e8 + 2e4) / 1e10)
+    sizes = [cluster.product_seconds(256 * n, 512, 512) for n in range(1, 9)]
+    assert sizes == sorted(sizes)
+
+
+def test_attention_takes_as_long_as_its_area(cluster: Hardware) -> None:
+    assert cluster.attention_seconds(1e6, 8, 100) == pytest.approx(4 * 1e6 * 8 * 100 / 4e9)
+    assert cluster.attention_seconds(1e6, 8, 100, backward=True) == pytest.approx(0.8)
+
+
+def test_cpus_of_a_host_are_shared_and_gpus_are_not(cluster: Hardware) -> None:
+    crowded = cluster.on_hosts_of(8)
+    assert crowded.ranks_per_host == 8
+    assert crowded.product_seconds(1000, 1000, 1000) == pytest.approx(1e-3 + 2 * 2e-3)
+    assert crowded.inside.bytes_per_second == 0.5e9 and crowded.between == cluster.between
+    assert cluster.on_hosts_of(2).products == cluster.products
+    gpus = read_hardware(shipped()["h100"])
+    assert gpus.on_hosts_of(16) == gpus
+    assert gpus.on_hosts_of(4).ranks_per_host == 4
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_shipped_file_is_whole(name: str) -> None:
+    found = read_hardware(shipped()[name])
+    assert found.name == name
+    assert (found.device is None) == (name == "cpu")
+    told = " ".join(found.sources)
+    figures = ("between", "inside", "attention", "products") if name != "cpu" else ("measured",)
+    assert all(figure in told for figure in figures), told
+    assert 0 < found.peak * found.products.share <= found.peak
+    assert found.inside.bytes_per_second >= found.between.bytes_per_second or name in ("l20", "cpu")
+    assert found.memory.bytes_per_second > found.inside.bytes_per_second
+    for kind in COLLECTIVES:
+        seconds = [found.collective_seconds(kind, MIB * 4**n, PAIR) for n in range(5)]
+        assert seconds == sorted(seconds) and 1e-6 < seconds[0] < 1
+
+
+def test_six_files_are_shipped_and_no_gpu_has_two() -> None:
+    assert FILES == ["a100", "a800", "cpu", "h100", "h200", "l20"]
+    devices = [read_hardware(file).device for file in shipped().values()]
+    named = [device for device in devices if device]
+    assert len(named) == len(set(named)) == 5 and set(named) <= set(PEAK_BF16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"device": "H1000"}, ("device: unknown value `H1000`", "did you mean `H100`")),
+        ({"device": "H100"}, ("peak_flops: one of `device` and `peak_flops`",)),
+        ({"peak_flops": None}, ("peak_flops: one of `device` and `peak_flops`",)),
+        ({"speed": 1}, ("speed: unknown key `speed`",)),
+        ({"inside": {"launch_seconds": 1e-3}}, ("inside.bytes_per_second: is missing",)),
+        ({"products": {"share": 1.5, "launch_seconds": 0}}, ("products.share: is 1.5",)),
+        (
+            {"memory": {"bytes": "80GB", "bytes_per_second": 1}},
+            ("memory.bytes: expected a number",),
+        ),
+        ({"sources": None}, ("sources: expected a list of sources",)),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told(
+    changes: dict[str, Any], told: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError) as error:
+        made(tmp_path, **changes)
+    said = str(error.value)
+    assert all(words in said for words in told), said
+    assert f"{tmp_path / 'round.yaml'}:" in said and "; " in said
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    for text, told in (("[1]", "is no hardware file"), ("a: {b", "is not YAML")):
+        (tmp_path / "x.yaml").write_text(text)
+        with pytest.raises(RecipeError, match=told):
+            read_hardware(tmp_path / "x.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_hardware(tmp_path)
+
+
+def test_every_key_is_read_back(tmp_path: Path) -> None:
+    tree = yaml.safe_load(shipped()["a800"].read_text())
+    found = read_hardware(shipped()["a800"])
+    assert found.between.host_bytes_per_second == 4 * 48.5e9
+    assert set(tree) <= set(Hardware.model_fields)

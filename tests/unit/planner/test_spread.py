@@ -1,0 +1,37 @@
+"""How groups of a layout lie over hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from uspft.layout import MESH, Layout
+from uspft.planner.spread import Spread
+
+WIDE = Layout(mesh_columns=2, ulysses=4, ring=2, data=2)
+
+
+@pytest.mark.parametrize(
+    ("axes", "per_host", "want"),
+    [
+        (MESH, 8, Spread(2, 2, 4)),
+        (("ulysses",), 8, Spread(4, 4, 2)),
+        (("ring",), 8, Spread(2, 1, 8)),
+        (("ulysses", "ring"), 8, Spread(8, 4, 2)),
+        (("ulysses", "ring", "data"), 8, Spread(16, 4, 2)),
+        (("ring",), 16, Spread(2, 2, 8)),
+        (("data",), 32, Spread(2, 2, 16)),
+    ],
+)
+def test_members_of_a_host(axes: tuple[str, ...], per_host: int, want: Spread) -> None:
+    assert Spread.of(WIDE, axes, per_host) == want
+    assert want.spans_hosts == (want.per_host < want.ranks)
+
+
+def test_unequal_hosts_count_by_the_one_with_fewest() -> None:
+    assert Spread.of(Layout(ring=6), ("ring",), 4) == Spread(6, 2, 1)
+
+
+def test_what_leaves_the_host() -> None:
+    assert Spread.inside(8).share_across == 0.0
+    assert Spread(8, 4).share_across == pytest.approx(4 / 7)
+    assert Spread(2, 1).share_across == 1.0 and Spread(1, 1).share_across == 0.0
