@@ -8,6 +8,7 @@ from typing import Any
 
 from uspft.config.recipe import ModelBlock
 from uspft.families import ModelShape, read_shape
+from uspft.prepare.invocation import CONFIGS
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -58,5 +59,12 @@ def read(folder: Path, config: Any, **model: Any) -> Any:
 
 def shape(folder: Path, config: Any, **model: Any) -> ModelShape:
     found = read(folder, config, **model)
+    assert isinstance(found, ModelShape), found
+    return found
+
+
+def hub(name: str) -> ModelShape:
+    """What configs/models/ says of a hub model."""
+    found = read_shape(ModelBlock.model_validate({"name_or_path": name}), CONFIGS)
     assert isinstance(found, ModelShape), found
     return found

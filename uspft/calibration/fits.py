@@ -17,7 +17,8 @@ from uspft.planner.least_squares import Fit, fit_seconds
 
 
 class FittedLine(NamedTuple):
-    """One fit: what of, seconds before anything is done, seconds a hop, and units a second."""
+    """One fit: what of, seconds before anything is done and for each hop, units a second, and the
+    unit as the table has it, a thousand millions of them."""
 
     what: str
     fit: Fit
@@ -25,7 +26,17 @@ class FittedLine(NamedTuple):
     hop: float
     rate: float
     unit: str
-    count: int
+
+    @classmethod
+    def of(
+        cls, what: str, unit: str, causes: Sequence[Sequence[float]], seconds: Sequence[float]
+    ) -> FittedLine:
+        """causes: of each time 1, hops where there are any, and units. Where noise has left nothing
+        to the units, the rate is the best that was seen."""
+        fit = fit_seconds(causes, seconds)
+        launch, *hops, each = fit.coefficients
+        fastest = max(cause[-1] / one for cause, one in zip(causes, seconds, strict=True))
+        return cls(what, fit, launch, sum(hops), 1 / each if each else fastest, unit)
 
 
 class Fitted(NamedTuple):
@@ -38,11 +49,13 @@ class Fitted(NamedTuple):
         """Every fit with its residuals, for a person."""
         rows = [["", "launch µs", "hop µs", "rate", "", "typical", "worst", "measured"]]
         for line in self.lines:
-            scale, unit = (1e9, "GB/s") if line.unit == "bytes" else (1e9, "GFLOP/s")
-            numbers = [f"{line.launch * 1e6:.1f}", f"{line.hop * 1e6:.1f}"]
-            numbers += [f"{line.rate / scale:.4g}", unit]
+            numbers = [
+                f"{line.launch * 1e6:.1f}",
+                f"{line.hop * 1e6:.1f}",
+                f"{line.rate / 1e9:.4g}",
+            ]
             off = [f"{100 * line.fit.typical:.0f} %", f"{100 * line.fit.worst:.0f} %"]
-            rows.append([line.what, *numbers, *off, str(line.count)])
+            rows.append([line.what, *numbers, line.unit, *off, str(len(line.fit.residuals))])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(
@@ -121,28 +134,25 @@ def _peak_of(points: Points, rate: float) -> float:
 
 def _products(points: Points, lines: list[FittedLine]) -> FittedLine:
     causes = [(1.0, 2.0 * point.size**3) for point in points.products]
-    fit = fit_seconds(causes, [point.seconds for point in points.products])
-    launch, each = fit.coefficients
-    lines.append(FittedLine("products", fit, launch, 0.0, 1 / each, "flops", len(causes)))
+    seconds = [point.seconds for point in points.products]
+    lines.append(FittedLine.of("products", "GFLOP/s", causes, seconds))
     return lines[-1]
 
 
 def _attention(points: Points, lines: list[FittedLine]) -> dict[str, float]:
     """FLOP/s as `Hardware.attention_seconds` counts them, by pairs of query and key."""
     found: dict[str, float] = {}
-    launches = []
     for way, of_pair in (("forward", 4), ("backward", 10)):
         chosen = [one for one in points.attention if one.backward == (way == "backward")]
         causes = [
             (1.0, of_pair * one.heads * one.dim * one.tokens * (one.tokens + 1) / 2)
             for one in chosen
         ]
-        fit = fit_seconds(causes, [one.seconds for one in chosen])
-        launch, each = fit.coefficients
-        launches.append(launch)
-        lines.append(FittedLine(f"attention {way}", fit, launch, 0.0, 1 / each, "flops", len(causes)))
-        found[f"{way}_flops"] = _round(1 / each)
-    return {**found, "launch_seconds": _round(sum(launches) / 2)}
+        seconds = [one.seconds for one in chosen]
+        lines.append(FittedLine.of(f"attention {way}", "GFLOP/s", causes, seconds))
+        found[f"{way}_flops"] = _round(lines[-1].rate)
+    forward, backward = lines[-2:]
+    return {**found, "launch_seconds": _round((forward.launch + backward.launch) / 2)}
 
 
 def _links(where: str, points: Sequence[LinkPoint], lines: list[FittedLine]) -> dict[str, Any]:
@@ -168,10 +178,8 @@ def _links(where: str, points: Sequence[LinkPoint], lines: list[FittedLine]) -> 
 
 
 def _line(what: str, points: Sequence[LinkPoint]) -> FittedLine:
-    fit = fit_seconds([one.causes for one in points], [one.seconds for one in points])
-    launch, hop, each = fit.coefficients
-    fastest = max(one.causes[2] / one.seconds for one in points)
-    return FittedLine(what, fit, launch, hop, 1 / each if each else fastest, "bytes", len(points))
+    seconds = [one.seconds for one in points]
+    return FittedLine.of(what, "GB/s", [one.causes for one in points], seconds)
 
 
 def _kept(tree: dict[str, Any]) -> dict[str, Any]:

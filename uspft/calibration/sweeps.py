@@ -44,7 +44,7 @@ SIZES = {
         products=(256, 512, 1024, 1536),
         tokens=(256, 512, 1024, 2048),
         copied=64 * MIB,
-        trial_seconds=0.03,
+        trial_seconds=0.02,
     ),
     "cuda": SweepSizes(
         messages=[size * MIB // 16 for size in (1, 16, 256, 2048, 8192)],

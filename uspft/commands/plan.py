@@ -31,7 +31,7 @@ LEGEND = (
 
 def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str | None) -> int:
     """Print the prediction. named: the hardware, in place of the recipe's. Raises RecipeError."""
-    words = [*overrides, f"launch.hardware={named}"] if named else overrides
+    words = [*overrides, f"launch.hardware={named}"] if named is not None else overrides
     hosts = hosts_from(place.environment).count
     found = examine_for_plan(target, words, hosts, place.ranks)
     with found.placed():
@@ -77,7 +77,9 @@ def _parts(own: Prediction) -> str:
     return _aligned(rows)
 
 
-def _table(step: StepShape, hardware: Hardware, own: Prediction, others: Sequence[Prediction]) -> str:
+def _table(
+    step: StepShape, hardware: Hardware, own: Prediction, others: Sequence[Prediction]
+) -> str:
     """A line for each layout, the recipe's own first; columns that are empty everywhere are not
     there."""
     every = [own, *others]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from uspft.config import Fault, Recipe, load
@@ -11,7 +12,7 @@ from uspft.model.hf_config import layer_windows
 from uspft.planner.alternatives import Prediction
 from uspft.planner.hardware import Hardware
 from uspft.planner.time import StepShape, step_time
-from uspft.prepare.cluster import KEY, cluster_of, gpu_name
+from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.model import examine_model
 from uspft.prepare.paths import find_paths
@@ -45,11 +46,12 @@ def step_of(found: Examined) -> StepShape:
     recipe, model = found.recipe, found.shape
     if model is None:
         what = f"the sizes of {recipe.model.name_or_path} are not on this machine"
-        remedy = f"name its folder, or a model of configs/models, beside {KEY}"
-        raise Fault([("model.name_or_path", what, remedy.partition(", beside")[0])])
+        raise Fault([("model.name_or_path", what, "name its folder, or a model of configs/models")])
     examined = examine_model(found.here)
+    # What the file leaves out is as transformers has it, such as how many experts a token meets.
+    whole = replace(model, raw={**examined.config.to_dict(), **model.raw})
     return StepShape(
-        model,
+        whole,
         Segments.single(recipe.data.sequence_length),
         layer_windows(examined.config),
         recipe.training.global_batch_size,

@@ -1,0 +1,112 @@
+"""The page that `plan` prints: the recipe's own layout, the others, and what is not predicted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from uspft.__main__ import main
+from uspft.planner.time import NOT_PREDICTED
+
+ROOT = Path(__file__).parents[3]
+LLAMA = "recipes/llama3.1-8b-text-hybrid-128k.yaml"
+
+
+@pytest.fixture
+def planned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> object:
+    """Runs `plan` in the project's folder, which must stay as it is."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("socket.socket.connect", lambda *a: pytest.fail("a network was asked"))
+
+    def run(*words: str) -> str:
+        before = {path.name for path in ROOT.iterdir()}
+        assert main(["plan", *words]) == 0, capsys.readouterr().err
+        assert {path.name for path in ROOT.iterdir()} == before, "something was written"
+        return capsys.readouterr().out
+
+    return run
+
+
+def table(page: str) -> dict[str, list[str]]:
+    """The cells of each layout's line, and the heads at "layout"."""
+    lines = page.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("layout  "))
+    rows = [re.split(r"\s{2,}", line) for line in lines[first:]]
+    width = len(rows[0])
+    return {name: cells for name, *cells in rows if len(cells) + 1 == width}
+
+
+def number(cell: str) -> float:
+    return 0.0 if cell == "–" else float(cell.replace(",", ""))
+
+
+def test_a_shipped_recipe_of_a_model_whose_weights_are_not_here(planned: object) -> None:
+    page = planned(LLAMA)  # type: ignore[operator]
+    rows = table(page)
+    heads = rows.pop("layout")
+    assert heads[0] == "step" and heads[-2:] == ["tokens/s a rank", "MFU"]
+    own, *others = rows
+    assert own == "ulysses4-ring2 (the recipe's)"
+    assert {"data8", "tensor2-data4", "tensor4-data2", "tensor8", "ulysses8"} <= set(others)
+    assert len(others) == len(set(others)) == 10
+    steps = [number(rows[name][0]) for name in others]
+    assert steps == sorted(steps)
+    parts = heads.index("hidden")
+    for name, cells in rows.items():
+        values = [number(cell) for cell in cells]
+        assert values[0] == pytest.approx(sum(values[1:parts]) - values[parts], rel=0.02), name
+        assert 0.2 < values[-1] < 0.5, "a share of the peak"
+        assert values[-2] == pytest.approx(8 * 131072 / values[0] / 8, rel=0.02)
+    assert "hardware: h100 (shipped figures" in page
+    assert [line for line in page.splitlines() if line.startswith("not predicted: ")] == [
+        f"not predicted: {what}" for what in NOT_PREDICTED
+    ]
+    assert re.search(r"^step: 8 rows of 131,072 tokens, .* recomputed$", page, re.M)
+    assert re.search(r"^weights +\S+ +\S+ +239", page, re.M), "16.06 GB, twice, in 8 passes"
+
+
+def test_other_ranks_and_other_hardware(planned: object) -> None:
+    for ranks, hardware in (("16", "h200"), ("16", "a800"), ("32", "l20")):
+        page = planned(LLAMA, "--ranks", ranks, "--hardware", hardware)  # type: ignore[operator]
+        assert f"layout: {ranks} processes" in page
+        assert f"hardware: {hardware} (as launch.hardware says)" in page
+    slow, fast = (
+        number(table(planned(LLAMA, f"--hardware={name}"))["tensor8"][0])  # type: ignore[operator]
+        for name in ("l20", "h100")
+    )
+    assert slow > 2 * fast
+
+
+def test_a_cpu_has_no_peak_and_its_recipe_no_type_of_a_gpu(planned: object) -> None:
+    page = planned("recipes/quickstart.yaml")  # type: ignore[operator]
+    rows = table(page)
+    assert all(cells[-1] == "–" for name, cells in rows.items() if name != "layout")
+    assert "hardware: cpu " in page and "float32: the products" not in page
+    words = ["recipes/quickstart.yaml", "--hardware", "h100", "model.dtype=bfloat16"]
+    page = planned(*words, "launch.device=auto")  # type: ignore[operator]
+    assert "bfloat16 on cuda" in page, "the named hardware's device is planned for"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([LLAMA, "--hardware", "h1000"], "did you mean `h100`?"),
+        ([LLAMA, "--hardware"], "command line: launch.hardware: "),
+        ([LLAMA, "--ranks", "0"], "`0` is no number of ranks"),
+        ([LLAMA, "--ranks", "3"], "does not divide the 3 processes"),
+        ([LLAMA, "--steps", "3"], "plan takes no such option; write training.steps=N"),
+        ([LLAMA, "model.name_or_path=org/nobody"], "the sizes of org/nobody are not on this"),
+        (["check", LLAMA, "--hardware", "h100"], "check takes no such option"),
+    ],
+)
+def test_wrong_words_are_refused(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    verb = [] if words[0] == "check" else ["plan"]
+    assert main([*verb, *words]) == 2
+    assert told in capsys.readouterr().err

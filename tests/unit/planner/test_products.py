@@ -1,0 +1,54 @@
+"""Matrix products of a model from its config alone, against published numbers of parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.shapes import MIXTRAL, QWEN3, hub, shape
+from uspft.planner.products import (
+    head_projection,
+    layer_projections,
+    met_parameters,
+    parameters_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),  # its head is its embedding
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("Qwen/Qwen2.5-72B", 72_706_203_648),
+    ],
+)
+def test_parameters_are_those_published(name: str, published: int) -> None:
+    model = hub(name)
+    outside, layer = parameters_of(model)
+    assert outside + model.layers * layer == pytest.approx(published, rel=1e-4)
+    embedding = model.vocab_size * model.hidden_size
+    looked_up = 0 if model.tied else embedding
+    assert met_parameters(model) == pytest.approx(published - looked_up, rel=1e-4)
+
+
+def test_of_experts_a_token_meets_some(tmp_path: Path) -> None:
+    model = shape(tmp_path, {**MIXTRAL, "num_experts_per_tok": 2})
+    dense = shape(tmp_path, {**QWEN3, "model_type": "llama"})
+    experts = 3 * model.hidden_size * model.intermediate_size
+    router = 8 * model.hidden_size
+    assert met_parameters(model) - met_parameters(dense) == model.layers * (experts + router)
+    assert parameters_of(model)[1] - parameters_of(dense)[1] == 7 * experts + router
+
+
+def test_tensor_ranks_divide_matrices_and_replicate_kv_heads(tmp_path: Path) -> None:
+    model = shape(tmp_path, QWEN3)  # 32 query and 8 KV heads of 128
+    query, key, value, out, gate, up, down = (one.on(16) for one in layer_projections(model))
+    assert (query.inputs, query.outputs) == (4096, 2 * 128)
+    assert key.outputs == value.outputs == 128, "a head is not cut"
+    assert (out.inputs, out.outputs) == (2 * 128, 4096)
+    assert gate.outputs == up.outputs == down.inputs == 12288 // 16
+    assert head_projection(model).on(2).outputs == model.vocab_size // 2
+    whole, half = parameters_of(model)[1], parameters_of(model, 2)[1]
+    assert 2 * half - whole == 2 * model.hidden_size, "norms alone are whole on both"
