@@ -78,5 +78,6 @@ class Points:
     def found(cls, folder: Path) -> Points:
         tree: dict[str, Any] = json.loads((folder / FILE).read_text())
         kinds = {"links": LinkPoint, "products": ProductPoint, "attention": AttentionPoint}
-        lists = {name: tuple(kind(**one) for one in tree.pop(name)) for name, kind in kinds.items()}
-        return cls(**tree, **lists)
+        for name, kind in kinds.items():
+            tree[name] = tuple(kind(**one) for one in tree[name])
+        return cls(**tree)

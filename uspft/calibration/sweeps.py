@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -192,7 +193,7 @@ def _calls(count: int, group: Group, device: torch.device) -> dict[str, Callable
     """Each collective on so many numbers of 4 bytes."""
     whole = torch.zeros(count, device=device)
     out, part = torch.empty_like(whole), whole[: count // group.size].clone()
-    at = {"group": group.handle}
+    at: dict[str, Any] = {"group": group.handle}
     return {
         "all_gather": partial(dist.all_gather_into_tensor, out, part, **at),
         "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, **at),

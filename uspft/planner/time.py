@@ -14,7 +14,7 @@ from typing import NamedTuple
 from uspft.families import ModelShape
 from uspft.layout import MESH, Layout
 from uspft.planner.flops import step_flops
-from uspft.planner.hardware import Hardware
+from uspft.planner.hardware import Collective, Hardware
 from uspft.planner.products import (
     head_projection,
     layer_projections,
@@ -24,9 +24,10 @@ from uspft.planner.products import (
 from uspft.planner.spread import Spread
 from uspft.planner.wire import wire_of
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Cost, Heads, Traffic
+from uspft.sequence import Algorithm, Cost, Heads
 from uspft.sequence.rows.heads import split_heads
-from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.share import everyones
+from uspft.sequence.rows.spans import work_of
 
 NOT_PREDICTED = (
     "memory: whether a layout fits",
@@ -129,10 +130,8 @@ def step_time(
 def model_flops(step: StepShape) -> float:
     """The step's FLOPs as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
-    order = [((0, step.row.length),)]
-    pairs = sum(
-        count * Share([step.row], [order], (1, 0), window).area for window, count in layers.items()
-    )
+    documents, whole = list(step.row), [(0, step.row.length)]
+    pairs = sum(count * work_of(whole, documents, window) for window, count in layers.items())
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
     shape = (model.layers, model.heads, model.head_dim)
     mean = int(step.step_rows * pairs / max(1, len(step.windows)))
@@ -222,8 +221,10 @@ def local_heads(model: ModelShape, tensor: int) -> Heads:
 
 def _times(cost: Cost, rows: int) -> Cost:
     """The cost of so many rows that go through attention together."""
-    kinds = (cost.all_to_all, cost.ring, cost.gather)
-    return Cost(*(Traffic(rows * one.bytes, one.messages) for one in kinds), cost.arrivals)
+    more = [
+        one._replace(bytes=rows * one.bytes) for one in (cost.all_to_all, cost.ring, cost.gather)
+    ]
+    return Cost(*more, arrivals=cost.arrivals)
 
 
 def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
@@ -237,8 +238,10 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
     spread = Spread.of(layout, MESH, hardware.ranks_per_host)
     activations = tokens * model.hidden_size * step.element_bytes
     count = model.layers * (6 if step.recompute else 4) + 2
-    kinds = ("reduce_scatter", "all_gather") if step.use_seq_parallel else ("all_reduce",)
-    each = sum(hardware.collective_seconds(kind, activations, spread) for kind in kinds)  # type: ignore[arg-type]
+    kinds: tuple[Collective, ...] = ("all_reduce",)
+    if step.use_seq_parallel:
+        kinds = ("reduce_scatter", "all_gather")
+    each = sum(hardware.collective_seconds(kind, activations, spread) for kind in kinds)
     of_loss = hardware.collective_seconds("all_reduce", 4 * tokens, spread)
     yield StepPart("tensor", count * each + 3 * of_loss, bytes=count * activations + 12 * tokens)
 
