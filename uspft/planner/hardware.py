@@ -33,6 +33,9 @@ _RateOrNone = Annotated[float | None, _is(real(above=0, also=_NONE))]
 _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
 """FLOPs of a pair of query and key for each element of a head: two products forward and five
 backward, 2 each, as FlashAttention's papers count them."""
+POSTED = 3
+"""How often an exchange of keys is posted: keys forward, in the backward again where they have not
+been kept, and gradients home."""
 
 
 def _one(kind: type[RecipeBlock], *, optional: bool = False) -> Any:
@@ -184,19 +187,19 @@ class Hardware(RecipeBlock):
         self, sent_bytes: float, messages: int, spread: Spread, *, to_next: bool
     ) -> float:
         """Messages of one rank. to_next: all go to the next rank of a ring, and each is launched
-        when the one before it has come; else they go to the others in equal parts, are posted
-        together, and only one launch is waited for.
+        when the one before it has come; else they go to the others in equal parts, and all that
+        are posted together wait for one launch.
         """
         if not messages or spread.ranks == 1:
             return 0.0
         link = self._links(spread).link("point_to_point")
-        latency = link.launch_seconds + messages * link.hop_seconds
+        launches = messages if to_next else min(messages, POSTED)
+        latency = launches * link.launch_seconds + messages * link.hop_seconds
         if not to_next:
             return latency + self._spread_out_seconds("point_to_point", sent_bytes, spread)
         rate = link.bytes_per_second
         if spread.spans_hosts:  # of each ring, one member a host sends to another host
             rate = self._across("point_to_point", spread.groups)
-        latency += (messages - 1) * link.launch_seconds
         return latency + sent_bytes / rate
 
     def _links(self, spread: Spread) -> Links:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from uspft.families import ModelShape
 
-Side = Literal["inputs", "outputs", "none"]
+SplitSide = Literal["inputs", "outputs", "none"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ProductShape:
 
     inputs: int
     outputs: int
-    splits: Side = "none"
+    splits: SplitSide = "none"
     unit: int = 1
     per_token: int = 1
     """How many of its copies a token meets."""

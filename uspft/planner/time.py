@@ -24,7 +24,7 @@ from uspft.planner.products import (
 from uspft.planner.spread import Spread
 from uspft.planner.wire import wire_of
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Cost, Heads
+from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import everyones
 from uspft.sequence.rows.spans import work_of
@@ -221,10 +221,11 @@ def local_heads(model: ModelShape, tensor: int) -> Heads:
 
 def _times(cost: Cost, rows: int) -> Cost:
     """The cost of so many rows that go through attention together."""
-    more = [
-        one._replace(bytes=rows * one.bytes) for one in (cost.all_to_all, cost.ring, cost.gather)
-    ]
-    return Cost(*more, arrivals=cost.arrivals)
+
+    def more(one: Traffic) -> Traffic:
+        return one._replace(bytes=rows * one.bytes)
+
+    return Cost(more(cost.all_to_all), more(cost.ring), more(cost.gather), cost.arrivals)
 
 
 def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:

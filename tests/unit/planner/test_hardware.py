@@ -75,7 +75,9 @@ def test_messages_to_the_next_wait_for_one_another(cluster: Hardware) -> None:
     passed = cluster.messages_seconds(1e9, 6, FOUR, to_next=True)
     posted = cluster.messages_seconds(1e9, 6, FOUR, to_next=False)
     assert passed == pytest.approx(6 * (1e-3 + 1e-4) + 1.0)
-    assert posted == pytest.approx(1e-3 + 6 * 1e-4 + 1.0)
+    assert posted == pytest.approx(3 * 1e-3 + 6 * 1e-4 + 1.0), "there, again, and back"
+    one = cluster.messages_seconds(1e9, 1, FOUR, to_next=False)
+    assert one == pytest.approx(1e-3 + 1e-4 + 1.0)
     assert cluster.messages_seconds(0, 0, FOUR, to_next=True) == 0.0
 
 
