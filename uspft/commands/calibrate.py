@@ -78,6 +78,13 @@ def _without_to(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
 
 
 def _require_new(file: Path) -> None:
+    """Raises InputError where the file is there, or could not be written."""
     if os.path.lexists(file):
         what = f"`{file}` is there already, and what was measured before would be lost"
         raise InputError(f"{COMMAND_LINE}: to: {what}; write to=ANOTHER.yaml, or delete it")
+    nearest = file.absolute().parent
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not (os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)):
+        what = f"`{file}` cannot be written: {nearest} is no folder that may be written to"
+        raise InputError(f"{COMMAND_LINE}: to: {what}; write to=FILE in another")

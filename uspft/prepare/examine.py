@@ -129,7 +129,8 @@ def examine(
     else:
         findings += shape
     recipe = resolve(asked, known)
-    cluster, wrong = cluster_of(asked.launch.hardware, recipe.launch.device, gpu_name())
+    gpu = gpu_name() if recipe.launch.device == "cuda" else None
+    cluster, wrong = cluster_of(asked.launch.hardware, recipe.launch.device, gpu)
     findings += wrong
     known = replace(known, cluster=cluster)
     recipe = resolve(asked, known)

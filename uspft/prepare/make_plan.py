@@ -12,7 +12,7 @@ from uspft.model.hf_config import layer_windows
 from uspft.planner.alternatives import Prediction
 from uspft.planner.hardware import Hardware
 from uspft.planner.time import StepShape, step_time
-from uspft.prepare.cluster import cluster_of, gpu_name
+from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.model import examine_model
 from uspft.prepare.paths import find_paths
@@ -27,7 +27,7 @@ def examine_for_plan(
     loaded = load(target, overrides)
     launch = find_paths(loaded.recipe, target).recipe.launch
     if launch.device == AUTO and launch.hardware != AUTO:
-        cluster, findings = cluster_of(launch.hardware, "cpu", gpu_name())
+        cluster, findings = cluster_of(launch.hardware, "cpu", None)
         if cluster and not findings:
             device = "cuda" if cluster.hardware.device else "cpu"
             overrides = [*overrides, f"launch.device={device}"]
