@@ -55,6 +55,7 @@ def test_metrics_and_model_are_those_of_one_process(
     process = start(recipe(setting, parallel_config=parallel, deepspeed=zero), tmp_path)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
+    assert "\nhardware: cpu (shipped figures): " in out
     waiting = iter(setting[1].documents)
     rows = [[next(waiting) for _ in row] for row in PACKED]
     steps = [rows[0] + rows[1], rows[2] + rows[3]]
