@@ -1,4 +1,5 @@
-"""Measured points → a hardware file, and the table that shows how well its lines fit."""
+"""Points that ranks have measured become a hardware file, and a table shows how well its lines fit
+them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from uspft.planner.least_squares import Fit, fit_seconds
 
 
 class FittedLine(NamedTuple):
-    """One fit: what of, seconds before anything is done and for each hop, units a second, and the
-    unit as the table has it, a thousand millions of them."""
+    """A line says what was fitted, the seconds before anything is done and those of each hop, the
+    units a second, and what the table calls a thousand millions of these units."""
 
     what: str
     fit: Fit
@@ -31,8 +32,10 @@ class FittedLine(NamedTuple):
     def of(
         cls, what: str, unit: str, causes: Sequence[Sequence[float]], seconds: Sequence[float]
     ) -> FittedLine:
-        """causes: of each time 1, hops where there are any, and units. Where noise has left nothing
-        to the units, the rate is the best that was seen."""
+        """The line is fitted to times by their causes: 1, hops where there are any, and units.
+
+        Where noise has left nothing to the units, the rate is the best one that was seen.
+        """
         fit = fit_seconds(causes, seconds)
         launch, *hops, each = fit.coefficients
         fastest = max(cause[-1] / one for cause, one in zip(causes, seconds, strict=True))
@@ -40,13 +43,13 @@ class FittedLine(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """The keys of a hardware file and the fits that they come from."""
+    """The keys of a hardware file stand beside the lines that they come from."""
 
     tree: dict[str, Any]
     lines: list[FittedLine]
 
     def table(self) -> str:
-        """Every fit with its residuals, for a person."""
+        """The table shows a person every line with its residuals."""
         rows = [["", "launch µs", "hop µs", "rate", "", "typical", "worst", "measured"]]
         for line in self.lines:
             numbers = [
@@ -67,7 +70,10 @@ class Fitted(NamedTuple):
 
 
 def fitted(points: Points, name: str, stands_in: Hardware) -> Fitted:
-    """A hardware file's keys. stands_in: whose links stand where there were none to measure."""
+    """Points give the keys of a hardware file.
+
+    stands_in: the cluster whose links stand where there were none to measure.
+    """
     lines: list[FittedLine] = []
     links, notes = {}, []
     for where in ("inside", "between"):
@@ -101,7 +107,7 @@ def fitted(points: Points, name: str, stands_in: Hardware) -> Fitted:
 
 
 def as_yaml(fits: Fitted) -> str:
-    """The file, which `launch.hardware` takes."""
+    """The text is a file that `launch.hardware` takes."""
     head = f"# Written by `uspft calibrate`; how well its lines fit:\n#\n{_comment(fits.table())}"
     body = yaml.safe_dump(fits.tree, sort_keys=False, allow_unicode=True, width=1000)
     return f"{head}#\n{body}"
@@ -125,7 +131,7 @@ def _peak(points: Points, rate: float) -> dict[str, Any]:
 
 
 def _peak_of(points: Points, rate: float) -> float:
-    """The maker's figure, else the most that any product reached."""
+    """The peak is the maker's figure, or else the most that any product reached."""
     device = device_of(points.device)
     if device:
         return PEAK_BF16[device]
@@ -140,7 +146,7 @@ def _products(points: Points, lines: list[FittedLine]) -> FittedLine:
 
 
 def _attention(points: Points, lines: list[FittedLine]) -> dict[str, float]:
-    """FLOP/s as `Hardware.attention_seconds` counts them, by pairs of query and key."""
+    """The rates are FLOP/s as `Hardware.attention_seconds` counts them, by pairs."""
     found: dict[str, float] = {}
     for way, of_pair in (("forward", 4), ("backward", 10)):
         chosen = [one for one in points.attention if one.backward == (way == "backward")]
@@ -156,7 +162,8 @@ def _attention(points: Points, lines: list[FittedLine]) -> dict[str, float]:
 
 
 def _links(where: str, points: Sequence[LinkPoint], lines: list[FittedLine]) -> dict[str, Any]:
-    """The lines of each collective; that of all others is the all-gather's."""
+    """Every collective has a line of its own; what stands for any other is the line of the
+    all-gather."""
     found: dict[str, Any] = {}
     for kind in COLLECTIVES:
         alone = [one for one in points if one.kind == kind and one.senders == 1]
@@ -187,5 +194,5 @@ def _kept(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _round(value: float) -> float:
-    """Four digits: more than was measured."""
+    """Four digits are kept, which is more than was measured."""
     return float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""What ranks have measured: one time each, with what it was a time of."""
+"""A point is one time that ranks have measured, with what it was a time of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ FILE = "measured.json"
 
 @dataclass(frozen=True)
 class LinkPoint:
-    """A collective, or a message (point_to_point), of one group at one size.
+    """A point of a link is the time of one collective, or of one message (point_to_point), in
+    groups of one size.
 
     where: inside a host or between hosts; of_bytes: as `Hardware.collective_seconds` counts them;
     senders: ranks of a host that send to another host at the same time.
@@ -28,7 +29,8 @@ class LinkPoint:
 
     @property
     def causes(self) -> tuple[float, float, float]:
-        """(1, steps that follow one another, bytes that a rank sends one after the other)."""
+        """The causes of a time are 1, the steps that follow one another, and the bytes that a rank
+        sends one after the other."""
         if self.kind in ("all_to_all", "point_to_point"):
             steps = self.ranks - 1 if self.kind == "all_to_all" else 0
             return 1.0, steps, self.of_bytes
@@ -39,7 +41,7 @@ class LinkPoint:
 
 @dataclass(frozen=True)
 class ProductPoint:
-    """A product [size, size] × [size, size], all ranks computing one at once."""
+    """A product [size, size] × [size, size] takes so long while every rank computes one."""
 
     size: int
     seconds: float
@@ -47,7 +49,7 @@ class ProductPoint:
 
 @dataclass(frozen=True)
 class AttentionPoint:
-    """A causal square of so many tokens, forward alone or backward."""
+    """A causal square of so many tokens takes so long, forward alone or backward."""
 
     tokens: int
     heads: int
@@ -58,7 +60,7 @@ class AttentionPoint:
 
 @dataclass(frozen=True)
 class Points:
-    """All that was measured on a cluster, and on what: `device` is the GPU's name, or cpu."""
+    """These are all the points of one cluster; `device` is the GPU's name, or cpu."""
 
     device: str
     dtype: str

@@ -1,7 +1,7 @@
-"""What every rank does while a cluster is measured; collective throughout.
+"""Every rank does this while a cluster is measured; all of it is collective.
 
-Each time is that of several calls in a row, ÷ their number, of the slowest rank, and the median of
-a few trials.
+A time is that of several calls in a row, divided by their number, on the slowest rank; of a few
+trials the median counts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TRIALS, MOST_CALLS = 3, 100
 
 @dataclass(frozen=True)
 class SweepSizes:
-    """What is measured. messages: bytes; products: sides of squares; tokens: of causal squares;
-    copied: bytes of the copy that measures memory; trial_seconds: of calls in a row."""
+    """The sizes say what is measured: bytes of messages, sides of square products, tokens of causal
+    squares, bytes of the copy that measures memory, and how many seconds of calls make a trial."""
 
     messages: Sequence[int]
     products: Sequence[int]
@@ -60,7 +60,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Bench:
-    """The ranks that measure: this rank's device, all ranks, and how many each host has."""
+    """A bench is a rank among those that measure, with its device and the number of ranks that a
+    host has."""
 
     device: torch.device
     dtype: torch.dtype
@@ -77,11 +78,12 @@ class Bench:
         return dist.get_world_size()
 
     def group(self, every: Sequence[Sequence[int]]) -> Group:
-        """This rank's of groups that hold all ranks together."""
+        """The group is this rank's of several that together hold all ranks."""
         return self.groups.of(every, self.rank, Books())
 
     def seconds(self, call: Callable[[], object], *, takes_part: bool = True) -> float:
-        """Of one call on the slowest of the ranks that take part; all ranks ask."""
+        """The seconds are those of one call on the slowest of the ranks that take part; all ranks
+        ask."""
         everyone = self.group([range(self.world)])
 
         def trial(calls: int) -> float:
@@ -105,7 +107,10 @@ class Bench:
 
 
 def measure(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Points:
-    """Everything, on every rank the same; heads: query heads, KV heads, head dim of attention."""
+    """Everything is measured, and every rank returns the same.
+
+    heads: query heads, KV heads and head dim of attention.
+    """
     hosts = bench.world // bench.ranks_per_host
     cuda = bench.device.type == "cuda"
     properties = torch.cuda.get_device_properties(bench.device) if cuda else None
@@ -128,7 +133,7 @@ def _host_memory() -> int:
 
 
 def _copied(bench: Bench) -> float:
-    """Bytes a second that a copy reads and writes, all ranks copying."""
+    """A copy reads and writes so many bytes a second while every rank makes one."""
     source = torch.zeros(bench.sizes.copied, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     return 2 * bench.sizes.copied / bench.seconds(lambda: target.copy_(source))
@@ -144,7 +149,7 @@ def _products(bench: Bench) -> Iterator[ProductPoint]:
 def _attention(
     bench: Bench, kernel: Kernel, heads: tuple[int, int, int]
 ) -> Iterator[AttentionPoint]:
-    """One causal square of the run's kernel and heads, all ranks computing one."""
+    """The run's kernel computes a causal square with the run's heads, on all ranks at once."""
     query, kv, dim = heads
     for tokens in bench.sizes.tokens:
         q, k, v, dout = (
@@ -161,8 +166,8 @@ def _attention(
 
 
 def _links(bench: Bench, hosts: int) -> Iterator[LinkPoint]:
-    """Inside a host groups of two and of all; between hosts one rank of each, alone, and then all
-    at once. The groups of a host work at the same time, as they do in a step."""
+    """Inside a host groups of two ranks and of all are measured, between hosts one rank of each,
+    alone and then all at once. The groups of a host work at the same time, as they do in a step."""
     here, world = bench.ranks_per_host, bench.world
     for width in sorted({2, here}) if here > 1 else ():
         if here % width == 0:
@@ -190,7 +195,7 @@ def _collectives(
 
 
 def _calls(count: int, group: Group, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Each collective on so many numbers of 4 bytes."""
+    """Each collective is called on so many numbers of 4 bytes."""
     whole = torch.zeros(count, device=device)
     out, part = torch.empty_like(whole), whole[: count // group.size].clone()
     at: dict[str, Any] = {"group": group.handle}

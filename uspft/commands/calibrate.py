@@ -1,4 +1,4 @@
-"""`calibrate`: measure this cluster's links, products and attention, and write a hardware file."""
+"""`calibrate` measures this cluster's links, products and attention, and writes a hardware file."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
 
 def _without_to(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
-    """The recipe's overrides, and the file of `to=FILE`. Raises InputError."""
+    """The recipe's overrides come first, then the file of `to=FILE`. Raises InputError."""
     named = [word.removeprefix(TO) for word in overrides if word.startswith(TO)]
     if len(named) > 1 or "" in named:
         what = "is given twice; write it once" if len(named) > 1 else "names no file; write to=FILE"

@@ -1,5 +1,5 @@
-"""The layouts that `plan` sets beside a recipe's own: tensor 1, 2, 4, 8 and every split of what is
-left of the ranks into context and data, each at the algorithm that is predicted to be fastest."""
+"""`plan` sets these layouts beside a recipe's own: tensor 1, 2, 4, 8 and every split of what is
+left of the ranks into context and data, each with the algorithm that is predicted to be fastest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSOR = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Prediction:
-    """A layout with its algorithm, and what a step takes."""
+    """A prediction says what a step takes under a layout with its algorithm."""
 
     layout: Layout
     row: AlgorithmRow
@@ -31,19 +31,19 @@ class Prediction:
         return self.layout.name(self.row.name)
 
     def tokens_per_second_per_rank(self, step: StepShape) -> float:
-        """Padding included, a row counted once."""
+        """Padding is counted, and a row is counted once."""
         return step.step_rows * step.row.length / (self.time.seconds * self.layout.ranks)
 
     def mfu(self, step: StepShape, hardware: Hardware) -> float | None:
-        """As metrics.jsonl has it; None where no maker says what the peak is."""
+        """MFU is that of metrics.jsonl; it is None where no maker says what the peak is."""
         if hardware.device is None:
             return None
         return model_flops(step) / (self.time.seconds * hardware.peak * self.layout.ranks)
 
 
 def splits_over(model: ModelShape, tensor: int) -> bool:
-    """Whether so many ranks can hold equal parts of every matrix, KV heads replicated where they
-    are fewer."""
+    """The answer is whether so many ranks can hold equal parts of every matrix; KV heads are
+    replicated where they are fewer."""
     sides = [head_projection(model).outputs] + [
         (one.inputs if one.splits == "inputs" else one.outputs) // one.unit
         for one in layer_projections(model)
@@ -54,8 +54,8 @@ def splits_over(model: ModelShape, tensor: int) -> bool:
 
 
 def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Prediction]:
-    """The fastest algorithm's prediction for each tensor and context degree that is legal for the
-    model and the rows, the fastest first."""
+    """For each tensor and context degree that is legal for the model and the rows, the fastest
+    algorithm is predicted; the fastest layout comes first."""
     found = []
     for tensor in TENSOR:
         if ranks % tensor or not splits_over(step.model, tensor):
@@ -73,8 +73,10 @@ def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Predic
 def _ways(
     step: StepShape, degrees: tuple[int, int, int], hardware: Hardware
 ) -> Iterator[tuple[AlgorithmRow, Layout, Algorithm]]:
-    """The algorithms that `auto` may choose, at every Ulysses degree; degrees: tensor, context and
-    data."""
+    """These are the algorithms that `auto` may choose, at every Ulysses degree.
+
+    degrees: tensor, context and data.
+    """
     tensor, context, data = degrees
     if context == 1:
         yield WHOLE, Layout(tensor, data=data), make_algorithm(WHOLE, 1, 1)

@@ -1,5 +1,5 @@
-"""What a cluster can do, read from a file of configs/hardware/ or from one that `calibrate` wrote:
-the seconds of a product, of attention, of a collective.
+"""A hardware file says what a cluster can do: it stands in configs/hardware/, or `calibrate` wrote
+it. From it follow the seconds of a product, of attention, of a collective.
 
 A group that spans hosts goes by the links between them. There a rank has its own card, of
 `bytes_per_second`; where the cards of a host are fewer than its ranks, `host_bytes_per_second` is
@@ -43,7 +43,7 @@ def _one(kind: type[RecipeBlock], *, optional: bool = False) -> Any:
 
 
 class Link(RecipeBlock):
-    """What a rank sends takes launch + (messages that follow one another) × hop + bytes ÷ rate."""
+    """A transfer takes launch + (messages that follow one another) × hop + bytes ÷ rate."""
 
     launch_seconds: _Seconds
     """Seconds before a collective moves anything, whatever it moves."""
@@ -53,8 +53,8 @@ class Link(RecipeBlock):
     """Bytes that a rank sends in a second, in one direction."""
 
     def ring_seconds(self, ranks: int, shard_bytes: float, rate: float | None = None) -> float:
-        """An all-gather or reduce-scatter in a ring (MeshSlice, formula 5): launch + (P − 1) ·
-        (hop + s ÷ rate), s the bytes of one rank's shard."""
+        """An all-gather or reduce-scatter in a ring takes launch + (P − 1) · (hop + s ÷ rate),
+        where s is the bytes of one rank's shard (MeshSlice, formula 5)."""
         return self.launch_seconds + (ranks - 1) * (
             self.hop_seconds + shard_bytes / (rate or self.bytes_per_second)
         )
@@ -64,7 +64,8 @@ _LinkOrNone = Annotated[Link | None, _one(Link, optional=True)]
 
 
 class Links(Link):
-    """The links of one kind; a collective that was measured by itself has its own line."""
+    """The links of one kind have a line for every collective, and one that was measured by itself
+    has its own."""
 
     host_bytes_per_second: _RateOrNone = None
     """Bytes that all ranks of a host together send to others; null: each has a card of its own."""
@@ -76,13 +77,13 @@ class Links(Link):
     point_to_point: _LinkOrNone = None
 
     def link(self, kind: Collective) -> Link:
-        """The line of a collective, its own or that of all."""
+        """The line is that of the collective itself, or else that of all."""
         own: Link | None = getattr(self, kind)
         return own or self
 
 
 class MemorySpeed(RecipeBlock):
-    """The memory of one device."""
+    """The block says how large and how fast the memory of one rank is."""
 
     bytes: _Rate
     """What a rank has of it."""
@@ -91,7 +92,7 @@ class MemorySpeed(RecipeBlock):
 
 
 class ProductSpeed(RecipeBlock):
-    """Matrix products of one device."""
+    """The block says how fast the matrix products of one rank are."""
 
     share: Annotated[float, _is(real(maximum=1, above=0))]
     """The share of the peak that large products reach."""
@@ -102,8 +103,8 @@ class ProductSpeed(RecipeBlock):
 
 
 class AttentionSpeed(RecipeBlock):
-    """The attention kernel of one device; a pair of query and key is 4 FLOPs forward and 10
-    backward for each element of a head."""
+    """The block says how fast the attention kernel of one rank is; a pair of query and key counts 4
+    FLOPs forward and 10 backward for each element of a head."""
 
     forward_flops: _Rate
     """FLOP/s forward."""
@@ -114,7 +115,7 @@ class AttentionSpeed(RecipeBlock):
 
 
 class Hardware(RecipeBlock):
-    """A kind of cluster, as a file describes it; every figure has its source there."""
+    """A file describes one kind of cluster, and every figure has its source there."""
 
     name: Annotated[str, _is(text("the file's own name"))]
     what: Annotated[str, _is(text("what the cluster is"))]
@@ -137,11 +138,12 @@ class Hardware(RecipeBlock):
 
     @property
     def peak(self) -> float:
-        """FLOP/s that its products could reach."""
+        """The products could reach so many FLOP/s."""
         return PEAK_BF16[self.device] if self.device else float(self.peak_flops or 0)
 
     def product_seconds(self, m: float, k: float, n: float, element_bytes: int = 2) -> float:
-        """[m, k] × [k, n]: bound by FLOPs, or by reading both and writing the result."""
+        """A product [m, k] × [k, n] is bound by its FLOPs, or by reading both matrices and writing
+        the result."""
         flops = 2.0 * m * k * n / (self.products.share * self.peak)
         moved = self.memory_seconds(element_bytes * (m * k + k * n + m * n))
         return self.products.launch_seconds + max(flops, moved)
@@ -149,18 +151,19 @@ class Hardware(RecipeBlock):
     def attention_seconds(
         self, pairs: float, heads: float, dim: int, *, backward: bool = False
     ) -> float:
-        """So many pairs of query and key in each of so many heads, forward alone or backward."""
+        """Attention computes so many pairs of query and key in each of so many heads, forward alone
+        or backward."""
         speed, of_pair = self.attention.forward_flops, _FORWARD_FLOPS
         if backward:
             speed, of_pair = self.attention.backward_flops, _BACKWARD_FLOPS
         return self.attention.launch_seconds + of_pair * pairs * heads * dim / speed
 
     def memory_seconds(self, moved_bytes: float) -> float:
-        """What is bound by the device's own memory; moved_bytes: read and written together."""
+        """What the device's own memory bounds moves so many bytes, read and written together."""
         return moved_bytes / self.memory.bytes_per_second
 
     def collective_seconds(self, kind: Collective, of_bytes: float, spread: Spread) -> float:
-        """One collective of a group.
+        """A group makes one collective.
 
         of_bytes: of an all-gather's result, of what a reduce-scatter or an all-reduce starts from;
         of an all-to-all and point to point, what one rank sends to the others.
@@ -186,9 +189,11 @@ class Hardware(RecipeBlock):
     def messages_seconds(
         self, sent_bytes: float, messages: int, spread: Spread, *, to_next: bool
     ) -> float:
-        """Messages of one rank. to_next: all go to the next rank of a ring, and each is launched
-        when the one before it has come; else they go to the others in equal parts, and all that
-        are posted together wait for one launch.
+        """One rank sends so many messages.
+
+        to_next: all go to the next rank of a ring, and each is launched when the one before it has
+        come; else they go to the others in equal parts, and all that are posted together wait for
+        one launch.
         """
         if not messages or spread.ranks == 1:
             return 0.0
@@ -203,11 +208,11 @@ class Hardware(RecipeBlock):
         return latency + sent_bytes / rate
 
     def _links(self, spread: Spread) -> Links:
-        """The slower links that a group goes by."""
+        """A group goes by the slower links that it needs."""
         return self.between if spread.spans_hosts else self.inside
 
     def _across(self, kind: Collective, senders: int) -> float:
-        """Bytes a second of one of so many ranks of a host that send to other hosts."""
+        """One of so many ranks of a host that send to other hosts sends so many bytes a second."""
         links = self.between
         own, shared = links.link(kind).bytes_per_second, links.host_bytes_per_second
         return own if shared is None else min(own, shared / senders)
@@ -222,8 +227,8 @@ class Hardware(RecipeBlock):
         return min(inside, spread.per_host * self._across(kind, senders))
 
     def _spread_out_seconds(self, kind: Collective, sent_bytes: float, spread: Spread) -> float:
-        """Bytes that a rank sends to all others in equal parts: the parts that stay on its host and
-        those that leave it go at the same time, the latter through its own card."""
+        """A rank sends bytes to all others in equal parts: those that stay on its host and those
+        that leave it go at the same time, the latter through its own card."""
         across = sent_bytes * spread.share_across
         stays = (sent_bytes - across) / self.inside.link(kind).bytes_per_second
         if not across:
@@ -231,8 +236,8 @@ class Hardware(RecipeBlock):
         return max(stays, across / self._across(kind, spread.per_host * spread.groups))
 
     def on_hosts_of(self, ranks: int) -> Hardware:
-        """The same where a host has so many ranks: CPUs divide what those of the file had, and a
-        host of GPUs has no more than it has GPUs."""
+        """The same cluster has so many ranks on a host: CPUs divide what the ranks of the file had,
+        and a host of GPUs has no more ranks than GPUs."""
         crowd = ranks / self.ranks_per_host
         if self.device or crowd <= 1:
             return self.model_copy(update={"ranks_per_host": min(ranks, self.ranks_per_host)})
@@ -253,7 +258,8 @@ class Hardware(RecipeBlock):
 
 
 def read_hardware(file: Path) -> Hardware:
-    """A hardware file. Raises RecipeError with every problem, each with its line."""
+    """The file is read as strictly as a recipe. Raises RecipeError with every problem, each with
+    its line."""
     try:
         written = file.read_text("utf-8")
     except (OSError, ValueError) as error:

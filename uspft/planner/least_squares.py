@@ -1,4 +1,4 @@
-"""Seconds that were measured → the lines that a hardware file has."""
+"""Seconds that were measured give the lines that a hardware file has."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Fit:
-    """seconds ≈ Σ coefficient · cause; residuals: (predicted − measured) ÷ measured of each."""
+    """The seconds are about Σ coefficient · cause; residuals are (predicted ÷ measured) − 1."""
 
     coefficients: tuple[float, ...]
     residuals: tuple[float, ...]
 
     @property
     def worst(self) -> float:
-        """The largest residual, either way."""
+        """The worst residual is the largest one, either way."""
         return max(map(abs, self.residuals))
 
     @property
     def typical(self) -> float:
-        """The root of the mean square of the residuals."""
+        """A typical residual is the root of the mean square of all."""
         return float(np.sqrt(np.mean(np.square(self.residuals))))
 
 
 def fit_seconds(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """Least squares of the relative errors, so that small messages count as much as large ones.
+    """The squares of the relative errors are least, so that small messages count as much as large
+    ones.
 
     causes: of each measurement, such as (1, steps, bytes). No coefficient is negative: the most
     negative one becomes 0 and the rest are fitted again. A cause that says no more than those
@@ -51,7 +52,7 @@ def fit_seconds(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
 
 
 def _independent(table: np.ndarray) -> list[int]:
-    """Columns that no combination of those kept before gives."""
+    """Columns are kept that no combination of those before them gives."""
     kept: list[int] = []
     for column in range(table.shape[1]):
         if np.linalg.matrix_rank(table[:, [*kept, column]], tol=1e-6) > len(kept):

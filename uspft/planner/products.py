@@ -1,4 +1,4 @@
-"""The matrix products of a model, from its config alone: what each token is multiplied by."""
+"""The config of a model alone says which matrices a token is multiplied by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SplitSide = Literal["inputs", "outputs", "none"]
 
 @dataclass(frozen=True)
 class ProductShape:
-    """One matrix of a layer, or of as many experts as it has copies.
+    """A shape is that of one matrix of a layer, or of as many experts as it has copies.
 
     splits: the side along which tensor ranks divide it, in units that are not cut (a head's width).
     """
@@ -31,12 +31,12 @@ class ProductShape:
 
     @property
     def met(self) -> int:
-        """Parameters that one token is multiplied by."""
+        """One token is multiplied by so many parameters."""
         return self.inputs * self.outputs * self.per_token
 
     def on(self, tensor: int) -> ProductShape:
-        """What the tensor rank with most of it holds; a head's matrix that they do not divide is
-        replicated."""
+        """The result is what the tensor rank with most of the matrix holds; a head's part is never
+        cut, but replicated."""
         if self.splits == "none":
             return self
         whole = self.inputs if self.splits == "inputs" else self.outputs
@@ -46,7 +46,8 @@ class ProductShape:
 
 
 def layer_projections(shape: ModelShape) -> list[ProductShape]:
-    """Query, key, value and output projections, then the MLP or the experts and their router."""
+    """A layer has query, key, value and output projections, then an MLP, or a router and its
+    experts."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     found = [
@@ -66,19 +67,20 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
 
 
 def head_projection(shape: ModelShape) -> ProductShape:
-    """The output head, whose vocabulary tensor ranks divide."""
+    """Tensor ranks divide the vocabulary of the output head."""
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
 
 
 def parameters_of(shape: ModelShape, tensor: int = 1) -> tuple[int, int]:
-    """(parameters outside the layers, of one layer) that a tensor rank holds, biases left out."""
+    """A tensor rank holds so many parameters outside the layers, and so many of one layer; biases
+    are left out."""
     head = head_projection(shape).on(tensor).parameters
     layer = sum(one.on(tensor).parameters for one in layer_projections(shape))
     return head * (1 if shape.tied else 2) + shape.hidden_size, layer + 2 * shape.hidden_size
 
 
 def met_parameters(shape: ModelShape) -> int:
-    """Parameters that a token is multiplied by: the embedding look-up left out, of the experts
-    those that it meets (what MFU counts)."""
+    """A token is multiplied by so many parameters: the embedding look-up is left out, and of the
+    experts those count that it meets (as MFU has it)."""
     layer = sum(one.met for one in layer_projections(shape))
     return layer * shape.layers + head_projection(shape).met

@@ -1,4 +1,5 @@
-"""How the members of a process group lie over hosts, and how many groups like it share a host."""
+"""A spread says how the members of a process group lie over hosts, and how many groups like it
+share one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from uspft.layout import Layout
 
 @dataclass(frozen=True)
 class Spread:
-    """A group of ranks that exchange data, as the links between them see it."""
+    """The links see a group of ranks that exchange data as a spread."""
 
     ranks: int
     """Members of the group."""
@@ -23,12 +24,12 @@ class Spread:
 
     @classmethod
     def inside(cls, ranks: int) -> Spread:
-        """A group whose members are all on one host."""
+        """All members of the group are on one host."""
         return cls(ranks, ranks)
 
     @classmethod
     def of(cls, layout: Layout, axes: Collection[str], ranks_per_host: int) -> Spread:
-        """The groups of a layout whose members differ along `axes`, ranks being numbered host by
+        """The groups are a layout's, whose members differ along `axes`; ranks are numbered host by
         host."""
         every = layout.groups(axes)
         hosts = [Counter(rank // ranks_per_host for rank in group) for group in every]
@@ -41,5 +42,5 @@ class Spread:
 
     @property
     def share_across(self) -> float:
-        """The share of what a member sends to the others in equal parts that leaves its host."""
+        """Of what a member sends to the others in equal parts, this share leaves its host."""
         return (self.ranks - self.per_host) / (self.ranks - 1) if self.ranks > 1 else 0.0

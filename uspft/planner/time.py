@@ -1,6 +1,6 @@
-"""The seconds of one step by part: a model under a layout, on a cluster.
+"""The seconds of one step are predicted by part: a model under a layout, on a cluster.
 
-What it does not predict stands in NOT_PREDICTED. Shapes are those of the slowest rank: the one with
+What is not predicted stands in NOT_PREDICTED. Shapes are those of the slowest rank: the one with
 most tokens, most heads and most pairs of query and key.
 """
 
@@ -51,8 +51,11 @@ LOSS_PASSES = 8
 
 
 class StepPart(NamedTuple):
-    """One part of a step. hidden: of the seconds, those that pass behind other work; bytes: what a
-    collective moves, as `Hardware.collective_seconds` counts it, or what the busiest rank sends."""
+    """A part of a step has seconds, of which some are hidden behind other work.
+
+    bytes: what a collective moves, as `Hardware.collective_seconds` counts it, or what the busiest
+    rank sends.
+    """
 
     name: str
     seconds: float
@@ -62,13 +65,13 @@ class StepPart(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step by its parts; those of a name are added up."""
+    """The time of a step is the sum of its parts; several may have one name."""
 
     parts: tuple[StepPart, ...]
 
     @property
     def seconds(self) -> float:
-        """The step: every part, less what is hidden."""
+        """The step takes every part, less what is hidden."""
         return sum(part.seconds - part.hidden for part in self.parts)
 
     @property
@@ -76,7 +79,7 @@ class StepTime:
         return sum(part.hidden for part in self.parts)
 
     def of(self, *names: str) -> float:
-        """The seconds of some parts, hidden ones among them."""
+        """The parts of these names take so long, hidden seconds counted."""
         return sum(part.seconds for part in self.parts if part.name in names)
 
     def bytes_of(self, *names: str) -> float:
@@ -85,7 +88,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What decides the time of a step, whatever the cluster.
+    """A step's shape decides its time, whatever the cluster.
 
     row: one that stands for all; windows: of each layer; rows: of one replica in one forward;
     passes: forwards of a step; step_rows: rows of a step, over all replicas; trained: the share of
@@ -108,14 +111,14 @@ class StepShape:
         return -(-self.step_rows // (self.rows * layout.data))
 
     def tokens(self, layout: Layout) -> float:
-        """Tokens of a rank in one forward."""
+        """A rank has so many tokens in one forward."""
         return self.rows * self.row.length / layout.context
 
 
 def step_time(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
 ) -> StepTime:
-    """What a step takes under a layout, its rows split by an algorithm at the layout's degrees."""
+    """A step takes this under a layout, its rows split by an algorithm at the layout's degrees."""
     passes = step.passes(layout)
     one = [
         *_products(step, layout, hardware),
@@ -128,7 +131,7 @@ def step_time(
 
 
 def model_flops(step: StepShape) -> float:
-    """The step's FLOPs as MFU counts them."""
+    """The FLOPs of a step are counted as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
     documents, whole = list(step.row), [(0, step.row.length)]
     pairs = sum(count * work_of(whole, documents, window) for window, count in layers.items())
@@ -139,11 +142,12 @@ def model_flops(step: StepShape) -> float:
 
 
 def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Matrix products of one forward and backward, and what is bound by memory between them."""
+    """One forward and backward has matrix products, and work between them that memory bounds."""
     model, tokens, size = step.model, step.tokens(layout), step.element_bytes
 
     def three(projection: tuple[float, int, int]) -> tuple[float, float]:
-        """Forward, and backward: by the input and, where the matrix trains, by the matrix."""
+        """A product is computed forward, then by its input and, where the matrix trains, by the
+        matrix."""
         m, k, n = projection
         by_input = hardware.product_seconds(m, n, k, size)
         by_matrix = step.trained * hardware.product_seconds(k, m, n, size)
@@ -165,8 +169,9 @@ def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
 
 
 def _elements_per_token(step: StepShape, layout: Layout) -> float:
-    """What a layer makes of a token on a tensor rank: norms and residuals, which tensor ranks
-    divide under use_seq_parallel alone; q, k, v before and after rotation; the MLP's inside."""
+    """A layer makes so many elements of a token on a tensor rank: norms and residuals, which tensor
+    ranks divide under use_seq_parallel alone; q, k, v before and after rotation; the inside of the
+    MLP."""
     model, tensor = step.model, layout.tensor
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     inner = sum(
@@ -181,7 +186,7 @@ def _elements_per_token(step: StepShape, layout: Layout) -> float:
 def _attention(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
 ) -> Iterator[StepPart]:
-    """Attention of one forward and backward, which is never recomputed, and what it moves.
+    """Attention is computed forward and backward, is never recomputed, and moves keys or heads.
 
     Keys come while attention to those that are there goes on: all of it hides them but what waits
     for the last to arrive. Heads are exchanged before and after, and nothing hides that.
@@ -215,12 +220,12 @@ def _attention(
 
 
 def local_heads(model: ModelShape, tensor: int) -> Heads:
-    """Heads of one layer on a tensor rank; a KV head that they do not divide is replicated."""
+    """A tensor rank has these heads of one layer; a KV head that does not divide is replicated."""
     return Heads(-(-model.heads // tensor), -(-model.kv_heads // tensor), model.head_dim)
 
 
 def _times(cost: Cost, rows: int) -> Cost:
-    """The cost of so many rows that go through attention together."""
+    """So many rows go through attention together at this cost."""
 
     def more(one: Traffic) -> Traffic:
         return one._replace(bytes=rows * one.bytes)
@@ -248,11 +253,12 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
 
 
 def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) -> Iterator[StepPart]:
-    """DeepSpeed's transfers and the update. behind: seconds of products, which hide them.
+    """DeepSpeed moves gradients and weights and updates them.
 
-    Stage 0 sums gradients once a step; 1 once and 2 in every backward, by all-reduces of buckets
-    (its use_multi_rank_bucket_allreduce), and both gather the new weights. Stage 3 gathers each
-    layer's weights forward and backward, and reduce-scatters its gradients.
+    behind: seconds of products, which hide transfers. Stage 0 sums gradients once a step; 1 once
+    and 2 in every backward, by all-reduces of buckets (its use_multi_rank_bucket_allreduce), and
+    both gather the new weights. Stage 3 gathers each layer's weights forward and backward, and
+    reduce-scatters its gradients.
     """
     model, stage = step.model, step.stage
     outside, layer = parameters_of(model, layout.tensor)

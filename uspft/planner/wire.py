@@ -1,4 +1,4 @@
-"""What the traffic of attention takes on a cluster's links: an algorithm's cost, in seconds."""
+"""An algorithm's cost takes so many seconds on a cluster's links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXCHANGES = 4
 
 
 class Wire(NamedTuple):
-    """Seconds of one layer's transfers, forward and backward, by kind."""
+    """The seconds are those of one layer's transfers, forward and backward, by kind."""
 
     all_to_all: float = 0.0
     ring: float = 0.0
@@ -26,7 +26,7 @@ class Wire(NamedTuple):
 
 
 def wire_of(cost: Cost, layout: Layout, hardware: Hardware) -> Wire:
-    """What one layer's attention moves under a layout, each kind after the other."""
+    """One layer of attention moves this under a layout, each kind after the other."""
     heads = Spread.of(layout, ("ulysses",), hardware.ranks_per_host)
     tokens = Spread.of(layout, ("ring",), hardware.ranks_per_host)
     each = cost.all_to_all.bytes / EXCHANGES
