@@ -1,4 +1,4 @@
-"""READ FIRST: recipe → run, every part built in the order in which data flows."""
+"""READ FIRST: how a recipe becomes a run, every part built in the order in which data flows."""
 
 from __future__ import annotations
 
@@ -38,38 +38,42 @@ from uspft.world import World, make_world
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One source of `data.eval`. Step i of its loader is pass i: a micro-batch on each replica."""
+    """One source of `data.eval`, packed into rows."""
 
     title: str
     loader: StepLoader
+    """Its step i is forward pass i, in which each replica takes one micro-batch."""
     passes: int
+    """The number of forward passes that take every row once."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Every part of a run, alive."""
+    """A run with all its parts built."""
 
     job: Job
     groups: Groups
-    """The process groups; of the process rather than of the run."""
+    """The process groups, which belong to the process: several runs may share them."""
     world: World
     loader: StepLoader
     evaluation: list[EvalSet]
     model: Any
-    """transformers' own, as the engine trains it."""
+    """The transformers model whose parameters the engine trains."""
     engine: ZeroEngine
     config: Any
     first_step: int
     refused: list[str]
-    """A line for each attention kernel that is installed and was tried before the one in use."""
+    """A line for each installed attention kernel that was tried first, and refused."""
 
 
 def assemble(
     job: Job, device: torch.device, groups: Groups, weights: WeightsOf = weights_of
 ) -> Run:
-    """Build a run on this rank; collective. torch.distributed and DeepSpeed are already up.
+    """Build every part of a job's run on this rank; collective.
 
-    groups: those of the process, to which the run adds what it lacks.
+    torch.distributed and DeepSpeed must be up. groups: the process groups of this process, to which
+    the run adds those that it needs. weights: gives the source of the model's weights. Raises
+    RunFailed where another rank has another job.
     """
     same_job(job)
     recipe = job.here
@@ -110,14 +114,17 @@ def assemble(
 
 
 def said_by_all(mine: str) -> list[str]:
-    """What every rank says, by rank; collective."""
+    """Gather one string from every rank and return them in rank order; collective."""
     said = [""] * dist.get_world_size()
     dist.all_gather_object(said, mine)
     return said
 
 
 def same_job(job: Job) -> None:
-    """Every rank must run the same thing: hosts may differ in files, overrides or versions."""
+    """Require that every rank has the same job; collective. Raises RunFailed.
+
+    Hosts may differ in files, overrides or versions.
+    """
     if len(set(said_by_all(f"{job.fingerprint():x}"))) > 1:
         raise RunFailed(
             f"this host and another run different things (here {job.fingerprint():x}): recipe, "
@@ -127,14 +134,14 @@ def same_job(job: Job) -> None:
 
 
 def this_layout(recipe: Recipe) -> Layout:
-    """The layout of a resolved recipe."""
+    """Return the layout of a resolved recipe."""
     layout = layout_of(recipe.parallel_config, None)
     assert isinstance(layout, Layout)  # the check before the run has refused everything else
     return layout
 
 
 def make_loader(job: Job, world: World) -> StepLoader:
-    """The rows of the run; with `epochs`, they end with the last one."""
+    """Return the loader of the training rows, which end with the last epoch if `epochs` is set."""
     data, training = job.recipe.data, job.recipe.training
     stream = training_rows(data, job.corpus, job.recipe.seed)
     return StepLoader(
@@ -148,7 +155,7 @@ def make_loader(job: Job, world: World) -> StepLoader:
 
 
 def evaluation_sets(job: Job, world: World) -> list[EvalSet]:
-    """Each set packed as in training; every row once, in file order."""
+    """Return the evaluation sets, each packed as in training, with every row once in file order."""
     data, training = job.recipe.data, job.recipe.training
     each = training.eval_micro_batch_size or training.micro_batch_size
     at_once = each * world.layout.data
@@ -171,7 +178,10 @@ def evaluation_sets(job: Job, world: World) -> list[EvalSet]:
 
 
 def head_shapes(config: Any, layout: Layout) -> list[Heads]:
-    """The heads of every rank's attention calls: all ranks try all, and choose the same kernel."""
+    """Return the heads of the attention calls that ranks make, each combination once.
+
+    Every rank tries kernels on all of them, so that all ranks choose the same kernel.
+    """
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query, kv = config.num_attention_heads, config.num_key_value_heads
     calls = split_heads(query, kv, layout.ulysses).calls(query // kv)

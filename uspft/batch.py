@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch, and the share of its rows that goes with them."""
+"""The tensors of one micro-batch, with this rank's share of its rows."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's share of one micro-batch, its rows laid end to end.
+    """This rank's share of one micro-batch, whose rows are laid end to end.
 
-    input_ids and position_ids [1, T] int64 on the device; labels [T] int64, already shifted on the
-    whole row, -100 where there is no target; chosen int64: the places where there is one. tokens
-    [T] int64 number them through the stream of rows: a row's index × its length + the position in
-    the row. row_of [T] int64: which of these rows a token is of, -1 for padding.
+    Shapes: T tokens of this rank. Every tensor is int64 and on the device.
     """
 
     world: World
-    """The layout that the rows are split by, live."""
+    """The live layout that the rows are split by."""
     share: Share
     """What this rank holds and computes of the rows."""
     input_ids: Tensor
+    """The tokens, [1, T]."""
     position_ids: Tensor
+    """Each token's position in its document, [1, T]; 0 for padding."""
     labels: Tensor
+    """Each token's target, [T], already shifted on the whole row; -100 where there is none."""
     chosen: Tensor
+    """The indices of those of the T tokens that have a target."""
     tokens: Tensor
+    """Each token's number in the stream of rows, [T]: row index × row length + place in the row."""
     row_of: Tensor
+    """Which row of this micro-batch each token is in, [T]; -1 for padding."""
     targets: int
-    """How many tokens have a target here, which the host knows without asking the device."""
+    """How many of the tokens have a target, which the host knows without asking the device."""
     rows: tuple[int, ...]
-    """Indices in the stream of rows; -1: an empty row that only keeps ranks in step."""
+    """The rows' indices in the stream of rows; -1 is an empty row that only keeps ranks in step."""

@@ -1,4 +1,4 @@
-"""Pieces of the attention matrix in which no query is without a key."""
+"""Blocks of the attention matrix, in each of which every query sees at least one key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 HeadRange = tuple[int, int]
-"""Consecutive heads [first, last)."""
+"""A range [first, last) of consecutive heads."""
 
 
 class Mask(Enum):
@@ -19,10 +19,10 @@ class Mask(Enum):
 
 
 class Block(NamedTuple):
-    """Queries [q0, q1) against keys [k0, k1), by local token index.
+    """A block of queries [q0, q1) against keys [k0, k1), by local token index.
 
-    Causal blocks are square, so top-left against bottom-right alignment never matters; a sliding
-    window's far edge is a flipped one. Nothing else exists, and none is empty.
+    A causal block is square, so top-left or bottom-right alignment of its mask is the same. The far
+    edge of a sliding window is a flipped block. There are no other kinds, and no block is empty.
     """
 
     q0: int
@@ -33,11 +33,11 @@ class Block(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Pairs of query and key that it holds."""
+        """The number of pairs of a query and a key that it sees."""
         n = self.q1 - self.q0
         return n * (self.k1 - self.k0) if self.mask is Mask.FULL else n * (n + 1) // 2
 
 
 def area(blocks: Iterable[Block]) -> int:
-    """Pairs of query and key in all blocks."""
+    """Count the pairs of a query and a key that it sees, over all blocks."""
     return sum(block.area for block in blocks)

@@ -1,7 +1,7 @@
-"""Writing so that a file or folder is complete or absent, through a kill and a loss of power.
+"""Functions that keep a written file or folder complete or absent, through kills and power loss.
 
-A new name points at whole contents only where contents reach the disk before the name does, and the
-name before anything that it replaces goes: each function returns when that is so.
+Contents must reach the disk before their name does, and the name before anything that it replaces
+is deleted. Each function returns only when that is so.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that keeps no folder open to be synced
+        if error.errno != errno.EINVAL:  # some file systems cannot sync a folder
             raise
     finally:
         os.close(handle)
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring everything in a folder to the disk, and its own names last. Raises OSError."""
+    """Bring everything in a folder to the disk, the folder's own names last. Raises OSError."""
     for place, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(Path(place, name))
@@ -39,12 +39,15 @@ def sync_tree(folder: Path) -> None:
 
 
 def partial_of(target: Path) -> Path:
-    """Where something is written before it bears its name: beside it, hidden."""
+    """Return the hidden path beside a target where it is written before it gets its name."""
     return target.with_name(f".{target.name}.partial")
 
 
 def start_partial(target: Path) -> Path:
-    """An empty folder to write `target` into, without what a killed process left there."""
+    """Make and return an empty folder to write `target` into.
+
+    What a killed process has left there is deleted.
+    """
     aside = partial_of(target)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -52,7 +55,10 @@ def start_partial(target: Path) -> Path:
 
 
 def publish(aside: Path, target: Path) -> None:
-    """Give a complete file or folder its name, which a file may have had. Raises OSError."""
+    """Give a complete file or folder its final name; a file of that name is replaced.
+
+    Raises OSError.
+    """
     if aside.is_dir():
         sync_tree(aside)
     else:
@@ -62,7 +68,7 @@ def publish(aside: Path, target: Path) -> None:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Write a file or replace one. Raises OSError; what was there is then as it was."""
+    """Write a text file or replace one. Raises OSError, and leaves what was there as it was."""
     aside = partial_of(target)
     try:
         aside.write_text(text, encoding="utf-8")
@@ -75,8 +81,10 @@ def write_text(target: Path, text: str) -> None:
 def save_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file and bring it to the disk. Raises OSError, where safetensors has an
-    error of its own."""
+    """Write a safetensors file and bring it to the disk.
+
+    Raises OSError, also in place of the SafetensorError that names an error of the system.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

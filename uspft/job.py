@@ -1,4 +1,4 @@
-"""A job: what a command hands to the ranks, in a folder that lives as long as the run."""
+"""A job: what a command hands to the ranks, in a folder that exists as long as the run."""
 
 from __future__ import annotations
 
@@ -25,42 +25,55 @@ LOCAL = (
     ("checkpoint", "resume"),
     ("launch", "hardware"),
 )
-"""Keys that name places on a host; what they hold shows in the corpus and the weights."""
+"""Recipe keys that name places on one host and may differ between hosts.
+
+What lies at these places shows in the corpus and the weights.
+"""
 
 
 def placed(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
-    """A recipe with folders of this host in place of hub ids; places: by key of `model`."""
+    """Return a recipe with folders of this host in place of hub ids.
+
+    places: the folder for each key of `model` that is a hub id.
+    """
     model = recipe.model.model_copy(update=dict(places))
     return recipe.model_copy(update={"model": model})
 
 
 @dataclass(frozen=True)
 class Job:
-    """A resolved recipe, prepared data, where to go on from, and the command that asked for it.
-
-    identity: what a resumed run must agree with; evaluation: the prepared sets by title; tokenizer:
-    the folder that the export copies; lease: the hold on the output folder, on host 0; places: keys
-    of `model` that are hub ids → their folders on this host.
-    """
+    """A resolved recipe with its prepared data, and where the run goes on from."""
 
     recipe: Recipe
     corpus: Path
+    """The folder of the prepared training data."""
     steps: int
+    """How many steps the run has in all."""
     identity: dict[str, Any]
+    """What a resumed run must agree with."""
     evaluation: dict[str, Path] = field(default_factory=dict)
+    """The folders of the prepared evaluation sets, by title."""
     resume_from: Path | None = None
+    """The checkpoint that the run goes on from, if any."""
     tokenizer: str | None = None
+    """The folder whose tokenizer the export copies, if any."""
     command: str = ""
+    """The command that asked for the run."""
     lease: Lease | None = None
+    """The hold on the output folder, on host 0."""
     places: Mapping[str, str] = field(default_factory=dict)
+    """The folder on this host for each key of `model` that is a hub id."""
 
     @property
     def here(self) -> Recipe:
-        """The recipe as this host reads it."""
+        """The recipe as this host reads it, with folders in place of hub ids."""
         return placed(self.recipe, self.places)
 
     def fingerprint(self) -> int:
-        """48 bits of what all ranks must have in common; paths may differ between hosts."""
+        """Return 48 bits of what all ranks must have in common.
+
+        Paths do not count, since they may differ between hosts.
+        """
         tree = as_tree(self.recipe)
         for block, key in LOCAL:
             tree[block].pop(key)

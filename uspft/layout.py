@@ -1,4 +1,4 @@
-"""Degrees ↔ rank coordinates: pure arithmetic, no torch."""
+"""Layouts, which give each rank its coordinates from the degrees; pure arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from uspft.config.problems import Finding
 
 AXES = ("mesh_columns", "mesh_rows", "ulysses", "ring", "data", "pipeline")
-"""Fastest-varying first: the axis with the most traffic gets neighbouring ranks (USP, tip 7)."""
+"""The axes of a layout, the fastest-varying first.
+
+The axis with the most traffic thus gets neighbouring ranks (USP, tip 7).
+"""
 
 
 MESH = AXES[:2]
@@ -24,11 +27,11 @@ MESH = AXES[:2]
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ways each thing is split; ranks are numbered with `AXES[0]` varying fastest.
+    """The degrees by which model and rows are split over ranks, numbered with `AXES[0]` fastest.
 
     mesh_columns × mesh_rows ranks hold parts of one matrix (Megatron's tensor parallelism has one
-    mesh row); ulysses × ring ranks share one row; data counts the replicas that hold different
-    rows; pipeline counts stages of layers.
+    mesh row), and ulysses × ring ranks share one row. data counts the replicas that hold different
+    rows; pipeline counts the stages of layers.
     """
 
     mesh_columns: int = 1
@@ -48,23 +51,23 @@ class Layout:
 
     @property
     def tensor(self) -> int:
-        """Ranks that hold parts of one matrix."""
+        """The number of ranks that hold parts of one matrix."""
         return self.mesh_columns * self.mesh_rows
 
     @property
     def context(self) -> int:
-        """Ranks that share one row."""
+        """The number of ranks that share one row."""
         return self.ulysses * self.ring
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
+        """Return a rank's place on each axis, by the axis's name."""
         place = {}
         for axis, degree in zip(AXES, self.degrees, strict=True):
             rank, place[axis] = divmod(rank, degree)
         return place
 
     def groups(self, axes: Collection[str]) -> list[list[int]]:
-        """Every set of ranks that differ only along `axes`, each in rank order."""
+        """Return every set of ranks that differ only along `axes`, each in rank order."""
         fixed = [
             range(1) if a in axes else range(d) for a, d in zip(AXES, self.degrees, strict=True)
         ]
@@ -82,7 +85,7 @@ class Layout:
         ]
 
     def name(self, algorithm: str | None = None) -> str:
-        """Short name for `metrics.jsonl`: degrees above 1, or "single".
+        """Return the short name for `metrics.jsonl`: the degrees above 1, or "single".
 
         algorithm: the recipe's `context_parallel_algo`, whose word stands for the split of tokens.
         """
@@ -97,7 +100,7 @@ class Layout:
         return "-".join(part for part, degree in parts if degree > 1) or "single"
 
     def sentence(self, algorithm: str | None) -> str:
-        """What the layout is, for a person; algorithm: the recipe's `context_parallel_algo`."""
+        """Describe the layout to a person. algorithm: the recipe's `context_parallel_algo`."""
         row = row_of(algorithm, self.context)
         both = f"Ulysses {self.ulysses} × {row.label} {self.ring}"
         shared = {
@@ -118,24 +121,26 @@ class Layout:
 
 
 def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
-    """Neighbours in the ring that one host of so many processes holds; None where it holds all of
-    them, or where hosts would hold unequal parts."""
+    """Return how many neighbours in the ring one host of so many processes holds.
+
+    None where it holds one or all of them, or where hosts would hold unequal parts.
+    """
     here, left = divmod(processes, layout.tensor * layout.ulysses)
     divides = not left and 1 < here < layout.ring and layout.ring % here == 0
     return here if divides else None
 
 
 def context_degrees(parallel: ParallelBlock) -> tuple[int, int]:
-    """(Ulysses, ring) degrees that a `parallel_config` with a named algorithm asks for."""
+    """Return the (Ulysses, ring) degrees of a `parallel_config` that names its algorithm."""
     ranks = parallel.context_parallel
     row = row_of(parallel.context_parallel_algo, ranks)
     return row.degrees(ranks, parallel.ulysses_degree_in_cp)
 
 
 def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:
-    """The layout of a `parallel_config` on `ranks` processes, or what is wrong with it.
+    """Return the layout of a `parallel_config` on `ranks` processes, or what is wrong with it.
 
-    ranks None: as many as the degrees ask for, `data_parallel: auto` counted as 1.
+    ranks: None means as many as the degrees ask for, with `data_parallel: auto` counted as 1.
     """
     ulysses, ring = context_degrees(parallel)
     fixed = Layout(parallel.model_parallel, 1, ulysses, ring, 1, parallel.pipeline_stage)

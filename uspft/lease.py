@@ -1,9 +1,10 @@
-"""One live run in a folder: a file there that its holder renews, and whose silence ends its hold.
+"""A lease keeps a folder for one live run: a file there that its holder renews, or else loses.
 
     OUTPUT/.lease-00000001.json    host, process, when it started; its time is the last renewal
 
-Ages are told by the file system's own clock: by a file written beside it, never by this host's.
-Who takes over makes the next number, which only one can; the one before then sees that it lost.
+Ages are told by the file system's own clock, from a file written beside it, never by this host's.
+Whoever takes a folder over makes the file of the next number, which only one process can, and
+deletes the one before, by which its holder sees that it has lost.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ NAME = re.compile(r"\.lease-(\d{8})\.json")
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that took a lease. machine: its boot and its process numbers' name space;
-    born: when it started, in that machine's ticks. Both tell whether it lives, where we can ask."""
+    """The process that took a lease.
+
+    `machine` and `born` tell whether it lives, to a process of the same machine.
+    """
 
     token: str
     host: str
     process: int
     started: str
     machine: str
+    """The boot of its machine and the name space of its process number; empty if unknown."""
     born: str
+    """When it started, in clock ticks of its machine; empty if unknown."""
 
     @classmethod
     def here(cls) -> Holder:
@@ -48,7 +53,7 @@ class Holder:
         )
 
     def lives(self) -> bool | None:
-        """Whether the process is there; None where only time can tell."""
+        """Tell whether the process lives; None where only time can tell."""
         if not self.machine or self.machine != _machine():
             return None
         return _born(self.process) == self.born
@@ -58,7 +63,7 @@ class Holder:
 
 
 class Held(Exception):
-    """Another process holds the lease; as text, which one."""
+    """Another process holds the lease; the text of the error says which one."""
 
 
 class LeaseLost(RunFailed):
@@ -66,15 +71,18 @@ class LeaseLost(RunFailed):
 
 
 class Lease:
-    """A hold on a folder. A process that is told path and token of it may renew it too."""
+    """A hold on a folder; a process that is told its path and token may renew it too."""
 
     def __init__(self, path: Path, token: str) -> None:
         self.path, self.token = path, token
 
     @classmethod
     def take(cls, folder: Path, say: Callable[[str], None]) -> Lease:
-        """Hold a folder, which is made where it is missing; after a minute where an unknown one
-        held it and has gone silent. say: tells of a wait. Raises Held, OSError."""
+        """Take the lease of a folder, which is made where it is missing.
+
+        Where the holder cannot be asked and is silent, this waits until LAPSE_SECONDS have passed
+        since its last renewal. say: is told of the wait. Raises Held where a holder lives, OSError.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         me = Holder.here()
         lapsed: set[_Key] = set()
@@ -101,12 +109,12 @@ class Lease:
             file.write(json.dumps(asdict(holder)) + "\n")
 
     def is_held(self) -> bool:
-        """Whether nobody has taken it over."""
+        """Tell whether the lease still stands, and nobody has taken the folder over."""
         holder = _holder(self.path)
         return holder is not None and holder.token == self.token
 
     def require(self) -> None:
-        """Raises LeaseLost."""
+        """Require that the lease is still held. Raises LeaseLost."""
         who = ""
         with suppress(FileNotFoundError):
             if self.is_held():
@@ -120,12 +128,12 @@ class Lease:
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Inside, a thread renews it as long as it is held."""
+        """Renew the lease from a thread inside the `with` block, as long as it is held."""
         over = threading.Event()
 
         def renew() -> None:
             while not over.wait(RENEW_SECONDS):
-                with suppress(OSError):  # a file system's hiccup; the next time may do
+                with suppress(OSError):  # a file system's hiccup; the next renewal may succeed
                     if not self.is_held():
                         return
                     os.utime(self.path)
@@ -139,7 +147,7 @@ class Lease:
             thread.join()
 
     def release(self) -> None:
-        """Let go, where it is still held."""
+        """Give the lease up, where it is still held."""
         with suppress(OSError):
             if self.is_held():
                 self.path.unlink()
@@ -149,7 +157,10 @@ _Key = tuple[int, str]
 
 
 def _leases(folder: Path) -> dict[_Key, Path]:
-    """By number and token; a file that is just being written has none."""
+    """Return the leases in a folder by number and token.
+
+    The token of a file that is just being written is empty.
+    """
     found = {}
     for path in folder.iterdir():
         if match := NAME.fullmatch(path.name):
@@ -159,7 +170,7 @@ def _leases(folder: Path) -> dict[_Key, Path]:
 
 
 def _holder(path: Path) -> Holder | None:
-    """Who holds it; None where it is gone, or just being written."""
+    """Return the holder that a lease's file names; None where it is gone, or just being written."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (FileNotFoundError, IsADirectoryError, ValueError, TypeError):
@@ -167,7 +178,10 @@ def _holder(path: Path) -> Holder | None:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether nobody holds a folder any more that somebody made to hold it. Raises OSError."""
+    """Tell whether nobody holds a folder any more that was made to be held. Raises OSError.
+
+    A folder without a lease may be about to get one, and counts by its own age.
+    """
     for path in list(_leases(folder).values()) or [folder]:
         found, holder = _age(path), _holder(path)
         gone = found is None or found[0] >= LAPSE_SECONDS
@@ -177,7 +191,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def _wait_out(path: Path, say: Callable[[str], None]) -> None:
-    """Returns when the lease has lapsed or is gone; Held as soon as its holder is seen to live."""
+    """Wait until a lease has lapsed or is gone. Raises Held once its holder is seen to live."""
     seen = told = None
     while (found := _age(path)) is not None:
         age, renewed = found
@@ -195,7 +209,10 @@ def _wait_out(path: Path, say: Callable[[str], None]) -> None:
 
 
 def _age(path: Path) -> tuple[float, int] | None:
-    """(seconds since the renewal, its time) by the file system's clock; None where it is gone."""
+    """Return (seconds since the last renewal, its time) of a path; None where it is gone.
+
+    Both are by the file system's clock, the time in nanoseconds.
+    """
     probe = path.with_name(f".lease-probe-{uuid.uuid4().hex}")
     try:
         # An open file's times come fresh from the server, where a name's may be remembered.
@@ -214,7 +231,7 @@ def _age(path: Path) -> tuple[float, int] | None:
 
 
 def _machine() -> str:
-    """This boot of this machine, and the name space of its process numbers; empty if unknown."""
+    """Return the boot of this machine and its process name space, or "" where they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -223,7 +240,10 @@ def _machine() -> str:
 
 
 def _born(process: int) -> str | None:
-    """When a process of this machine started; None where there is none, or its end is not read."""
+    """Return when a process of this machine started, in clock ticks since the boot.
+
+    None where there is none, or it has ended and its parent has not yet asked for its exit code.
+    """
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""A layout's named process groups: handed down as values, each set of members made once."""
+"""The named process groups of a layout, handed down as values; each set of members is made once."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from uspft.comm import Books, Group
 from uspft.layout import MESH, Layout
 
 TIMEOUT = timedelta(minutes=30)
-"""After it a collective that waits for a lost rank fails; NCCL's own default is shorter."""
+"""How long a collective waits for a lost rank before it fails; NCCL's own default is shorter."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups under one layout, and the axes along which the members of each differ.
-    What stands here is all there is."""
+    """This rank's process groups under one layout; `make_mesh` makes these and no others.
+
+    axes: the axes of the layout along which a group's members differ.
+    """
 
     layout: Layout
     rank: int
     tensor: Group = field(metadata={"axes": MESH})
-    """Those that hold the parts of one matrix."""
+    """The ranks that hold the parts of one matrix."""
     ulysses: Group = field(metadata={"axes": ("ulysses",)})
     ring: Group = field(metadata={"axes": ("ring",)})
     context: Group = field(metadata={"axes": ("ulysses", "ring")})
-    """Those that share a row."""
+    """The ranks that share a row."""
 
 
 class Groups:
-    """The process groups of this process: one for each set of members, however many layouts share
-    it. Each takes sockets, threads and NCCL's buffers."""
+    """The process groups of this process: one for each set of members, whatever layouts share it.
+
+    Each group takes sockets, threads and NCCL's buffers.
+    """
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
         self._timeout = timeout
@@ -40,29 +44,30 @@ class Groups:
 
     @property
     def sets(self) -> list[tuple[int, ...]]:
-        """The members of each group that there is."""
+        """The members of each group that has been made."""
         return list(self._handles)
 
     def of(
         self, every: Sequence[Sequence[int]], rank: int, books: Books, *, alone: bool = False
     ) -> Group:
-        """This rank's of several groups that together hold all ranks; collective: every rank calls
-        it with the same sets, in the same order.
+        """Return the one of several groups that this rank is in; make those that are not there yet.
 
-        A group of one rank moves nothing, and has a handle only if `alone` asks for it. What groups
-        with the same members post comes in the order of the program, the same on every rank. The
-        default group is DeepSpeed's: an exchange would queue behind its weights.
+        Collective: every rank calls it with the same sets, in the same order. every: the members of
+        each group, together all ranks. A group of one rank moves nothing, and has a handle only if
+        `alone` asks for it. Groups with the same members share a handle: what they post comes in
+        the order of the program, the same on every rank. The default group is left to DeepSpeed,
+        since an exchange would queue behind its weights.
         """
         for ranks in map(tuple, every):
             if (alone or len(ranks) > 1) and ranks not in self._handles:
                 self._handles[ranks] = handle = dist.new_group(list(ranks), timeout=self._timeout)
-                if rank in ranks:  # NCCL wants all at a group's first call; an exchange may not be
+                if rank in ranks:  # NCCL's first call needs all members, which an exchange may lack
                     dist.barrier(group=handle)
         mine = next(tuple(ranks) for ranks in every if rank in ranks)
         return Group(self._handles.get(mine), mine, mine.index(rank), books)
 
     def close(self) -> None:
-        """Give the groups back, where a process goes on without them; collective."""
+        """Destroy all groups, for a process that goes on without them; collective."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         for ranks, handle in self._handles.items():
             if rank in ranks:
@@ -72,7 +77,7 @@ class Groups:
 
 
 def make_mesh(layout: Layout, groups: Groups, books: Books) -> Mesh:
-    """The groups of a layout over all ranks of the default group, their transfers entered in books.
+    """Make a layout's groups over all ranks of the default group, with transfers entered in books.
 
     Collective: every rank calls it, with the same layout, in the same order. Raises ValueError
     where the layout does not fill the world.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Segments:
-    """Documents of one row: segment i covers positions [bounds[i], bounds[i + 1]).
+    """The documents of one row: document i covers positions [bounds[i], bounds[i + 1]).
 
-    bounds starts at 0 and rises strictly; what lies between bounds[-1] and length is padding, which
-    no query attends to and which attends to nothing. bounds == (0,) is a row of padding alone.
+    `bounds` starts at 0 and rises strictly. From bounds[-1] to length there is padding, which no
+    query attends to and which attends to nothing. bounds == (0,) is a row of padding alone.
     """
 
     bounds: tuple[int, ...]
@@ -19,7 +19,7 @@ class Segments:
 
     @classmethod
     def single(cls, length: int) -> Segments:
-        """One document that fills the row."""
+        """Return the segments of a row that one document fills."""
         return cls((0, length), length)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:

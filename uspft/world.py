@@ -1,5 +1,7 @@
-"""World = a layout made live: groups, algorithm, kernel. Several may be alive at once, and the one
-that a row is split by travels with its batch."""
+"""A world is a layout made live: its process groups, its algorithm and its kernel.
+
+Several may be alive at once, and the one that a row is split by travels with its batch.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,15 @@ from uspft.sequence import Algorithm, Rule, Share, Split
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """What a layout needs at run time. Everything is a value; nothing is looked up elsewhere."""
+    """What a layout needs at run time, all of it as values: nothing is looked up elsewhere."""
 
     mesh: Mesh
     row: AlgorithmRow
-    """What the table says of the algorithm."""
+    """The algorithm's row in the table of algorithms."""
     algorithm: Algorithm
     kernel: Kernel
     books: Books
-    """What this layout's transfers have sent."""
+    """The books in which this layout's transfers enter what they send."""
     device: torch.device
 
     @property
@@ -37,7 +39,7 @@ class World:
 
     @property
     def replica(self) -> int:
-        """Which of the data-parallel replicas this rank belongs to."""
+        """The index of the data-parallel replica that this rank belongs to."""
         return self.layout.coordinates(self.mesh.rank)["data"]
 
     @property
@@ -46,16 +48,20 @@ class World:
         return self.layout.name(self.row.name)
 
     def share(self, rows: Sequence[Segments]) -> Share:
-        """This rank's share of a micro-batch.
+        """Return this rank's share of a micro-batch.
 
-        Rows are laid end to end: position p of row i counts as p + the rows before it. Every rank
-        derives everybody's part from the same document bounds: nothing is negotiated.
+        Rows are laid end to end: position p of row i counts as p + the length of the rows before
+        it. Every rank derives everybody's part from the same document bounds, so nothing is
+        negotiated.
         """
         orders = [self.algorithm.token_order(row) for row in rows]
         return Share(rows, orders, (self.layout.ulysses, self.mesh.context.index))
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule) -> Tensor:
-        """Attention out [T, H, D] of this rank's tokens; q [T, H, D], k and v [T, G, D]."""
+        """Return attention's output [T, H, D] for this rank's tokens, differentiable.
+
+        qkv: q [T, H, D], k and v [T, G, D] of the same tokens.
+        """
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel)
         return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
 
@@ -67,9 +73,9 @@ def make_world(
     device: torch.device,
     groups: Groups,
 ) -> World:
-    """Bring a layout to life; collective over the default group, in the same order everywhere.
+    """Make a layout live; collective over the default group, in the same order on every rank.
 
-    named: the algorithm, and its row of the table.
+    named: the algorithm's row of the table, and the algorithm.
     """
     books = Books()
     return World(make_mesh(layout, groups, books), *named, kernel, books, device)

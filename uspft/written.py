@@ -1,4 +1,4 @@
-"""What a run writes in its output folder, by name; all else there is the user's."""
+"""The names of what a run writes in its output folder; everything else there is the user's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from uspft.durable import partial_of
 RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json"
 MODEL, ADAPTER = "hf", "adapter"
 EXPORTS = (MODEL, ADAPTER)
-"""Folders that the end of a run writes beside checkpoints/."""
+"""The folders that a run writes at its end, beside checkpoints/."""
 LOGS = "logs"
 LOG = re.compile(r"rank-\d+\.log")
 
 
 def is_written(place: Path) -> bool:
-    """Whether a path inside an output folder, relative to it, is or lies in what a run writes."""
+    """Tell whether a path, relative to the output folder, is or lies in what a run writes there."""
     first, *rest = place.parts or ("",)
     if first == CHECKPOINTS and rest:
         return rest[0] == LATEST or STEP_FOLDER.fullmatch(rest[0]) is not None
@@ -33,7 +33,10 @@ def is_written(place: Path) -> bool:
 
 
 def written(output: Path, *, logs: bool = True) -> list[Path]:
-    """What runs have left there, the mark of a run last."""
+    """List what runs have left in an output folder; environment.json, which marks a run, is last.
+
+    logs: whether the ranks' logs are listed too.
+    """
     found = step_folders(output / CHECKPOINTS)
     names = [f"{CHECKPOINTS}/{LATEST}", METRICS, *EXPORTS, RECIPE]
     if logs and os.path.isdir(output / LOGS):
@@ -44,7 +47,7 @@ def written(output: Path, *, logs: bool = True) -> list[Path]:
 
 
 def is_of_a_run(output: Path) -> bool:
-    """Whether a run of uspft has written there."""
+    """Tell whether a run of uspft has written in an output folder."""
     if step_folders(output / CHECKPOINTS) or os.path.lexists(output / METRICS):
         return True
     try:
@@ -57,7 +60,7 @@ def is_of_a_run(output: Path) -> bool:
 def set_aside(output: Path, entries: Iterable[Path]) -> Path | None:
     """Move entries of the output to the same places in a new folder earlier-<time>/ inside it.
 
-    Returns that folder, None where there is nothing to move. Raises OSError.
+    Returns the new folder, or None where there is nothing to move. Raises OSError.
     """
     found = [entry for entry in entries if os.path.lexists(entry)]
     if not found:
@@ -73,13 +76,16 @@ def set_aside(output: Path, entries: Iterable[Path]) -> Path | None:
 
 
 def made_anew(output: Path, step: int) -> list[Path]:
-    """What a run that goes on from a step makes again: checkpoints of later steps, and exports."""
+    """List what a run that goes on from a step makes again: later checkpoints, and the exports."""
     later = [f for f in step_folders(output / CHECKPOINTS) if f.name > f"step-{step:08d}"]
     return later + [output / name for name in EXPORTS]
 
 
 def clear_partial(output: Path) -> None:
-    """Delete what a killed run left half written. No other run may be alive in the folder."""
+    """Delete what a killed run has left half written in an output folder.
+
+    No other run may be alive in the folder.
+    """
     names = [f"{CHECKPOINTS}/{LATEST}", METRICS, RECIPE, ENVIRONMENT, *EXPORTS]
     left = [partial_of(output / name) for name in names]
     for hidden in (output / CHECKPOINTS).glob(".step-*.partial"):

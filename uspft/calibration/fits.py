@@ -1,5 +1,4 @@
-"""Points that ranks have measured become a hardware file, and a table shows how well its lines fit
-them."""
+"""How measured points become a hardware file, and the table that shows how well its lines fit."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from uspft import __version__
 from uspft.calibration.points import LinkPoint, Points
 from uspft.config import as_tree
 from uspft.planner.flops import PEAK_BF16, device_of
-from uspft.planner.hardware import COLLECTIVES, Hardware
+from uspft.planner.hardware import Hardware
 from uspft.planner.least_squares import Fit, fit_seconds
+from uspft.planner.links import COLLECTIVES
 
 
 class FittedLine(NamedTuple):
-    """A line says what was fitted, the seconds before anything is done and those of each hop, the
-    units a second, and what the table calls a thousand millions of these units."""
+    """One fitted line, and what it says of a collective, of products or of attention."""
 
     what: str
     fit: Fit
@@ -32,7 +31,7 @@ class FittedLine(NamedTuple):
     def of(
         cls, what: str, unit: str, causes: Sequence[Sequence[float]], seconds: Sequence[float]
     ) -> FittedLine:
-        """The line is fitted to times by their causes: 1, hops where there are any, and units.
+        """Fit a line to times by their causes: 1, hops where there are any, and units.
 
         Where noise has left nothing to the units, the rate is the best one that was seen.
         """
@@ -43,13 +42,13 @@ class FittedLine(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """The keys of a hardware file stand beside the lines that they come from."""
+    """The keys of a hardware file, and the lines that they come from."""
 
     tree: dict[str, Any]
     lines: list[FittedLine]
 
     def table(self) -> str:
-        """The table shows a person every line with its residuals."""
+        """Return a table of every line with its residuals, for a person."""
         rows = [["", "launch µs", "hop µs", "rate", "", "typical", "worst", "measured"]]
         for line in self.lines:
             numbers = [
@@ -70,7 +69,7 @@ class Fitted(NamedTuple):
 
 
 def fitted(points: Points, name: str, stands_in: Hardware) -> Fitted:
-    """Points give the keys of a hardware file.
+    """Return the keys of a hardware file that points give.
 
     stands_in: the cluster whose links stand where there were none to measure.
     """
@@ -107,7 +106,7 @@ def fitted(points: Points, name: str, stands_in: Hardware) -> Fitted:
 
 
 def as_yaml(fits: Fitted) -> str:
-    """The text is a file that `launch.hardware` takes."""
+    """Return the text of a file that `launch.hardware` takes."""
     head = f"# Written by `uspft calibrate`; how well its lines fit:\n#\n{_comment(fits.table())}"
     body = yaml.safe_dump(fits.tree, sort_keys=False, allow_unicode=True, width=1000)
     return f"{head}#\n{body}"
@@ -131,7 +130,7 @@ def _peak(points: Points, rate: float) -> dict[str, Any]:
 
 
 def _peak_of(points: Points, rate: float) -> float:
-    """The peak is the maker's figure, or else the most that any product reached."""
+    """Return the maker's figure, or else the most that any product reached."""
     device = device_of(points.device)
     if device:
         return PEAK_BF16[device]
@@ -146,7 +145,7 @@ def _products(points: Points, lines: list[FittedLine]) -> FittedLine:
 
 
 def _attention(points: Points, lines: list[FittedLine]) -> dict[str, float]:
-    """The rates are FLOP/s as `Hardware.attention_seconds` counts them, by pairs."""
+    """Return FLOP/s as `Hardware.attention_seconds` counts them, by pairs of query and key."""
     found: dict[str, float] = {}
     for way, of_pair in (("forward", 4), ("backward", 10)):
         chosen = [one for one in points.attention if one.backward == (way == "backward")]
@@ -162,8 +161,7 @@ def _attention(points: Points, lines: list[FittedLine]) -> dict[str, float]:
 
 
 def _links(where: str, points: Sequence[LinkPoint], lines: list[FittedLine]) -> dict[str, Any]:
-    """Every collective has a line of its own; what stands for any other is the line of the
-    all-gather."""
+    """Return a line for each collective; what stands for any other is that of the all-gather."""
     found: dict[str, Any] = {}
     for kind in COLLECTIVES:
         alone = [one for one in points if one.kind == kind and one.senders == 1]
@@ -194,5 +192,5 @@ def _kept(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _round(value: float) -> float:
-    """Four digits are kept, which is more than was measured."""
+    """Return four digits of a number, which is more than was measured."""
     return float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""A point is one time that ranks have measured, with what it was a time of."""
+"""The points that ranks measure: one time each, with what it is a time of."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ FILE = "measured.json"
 
 @dataclass(frozen=True)
 class LinkPoint:
-    """A point of a link is the time of one collective, or of one message (point_to_point), in
-    groups of one size.
-
-    where: inside a host or between hosts; of_bytes: as `Hardware.collective_seconds` counts them;
-    senders: ranks of a host that send to another host at the same time.
-    """
+    """The time of one collective, or of one message (point_to_point), in groups of one size."""
 
     kind: str
     where: str
+    """`inside` a host, or `between` hosts."""
     ranks: int
     of_bytes: int
+    """The bytes, as `Hardware.collective_seconds` counts them."""
     seconds: float
     senders: int = 1
+    """The ranks of a host that send to another host at the same time."""
 
     @property
     def causes(self) -> tuple[float, float, float]:
-        """The causes of a time are 1, the steps that follow one another, and the bytes that a rank
+        """The causes of the time: 1, the steps that follow one another, and the bytes that a rank
         sends one after the other."""
         if self.kind in ("all_to_all", "point_to_point"):
             steps = self.ranks - 1 if self.kind == "all_to_all" else 0
@@ -41,7 +39,7 @@ class LinkPoint:
 
 @dataclass(frozen=True)
 class ProductPoint:
-    """A product [size, size] × [size, size] takes so long while every rank computes one."""
+    """The time of a product [size, size] × [size, size] while every rank computes one."""
 
     size: int
     seconds: float
@@ -49,7 +47,7 @@ class ProductPoint:
 
 @dataclass(frozen=True)
 class AttentionPoint:
-    """A causal square of so many tokens takes so long, forward alone or backward."""
+    """The time of a causal square of so many tokens, forward alone or backward."""
 
     tokens: int
     heads: int
@@ -60,9 +58,10 @@ class AttentionPoint:
 
 @dataclass(frozen=True)
 class Points:
-    """These are all the points of one cluster; `device` is the GPU's name, or cpu."""
+    """All points of one cluster, and what it is."""
 
     device: str
+    """The GPU's name, or cpu."""
     dtype: str
     kernel: str
     hosts: int

@@ -1,4 +1,4 @@
-"""Every rank does this while a cluster is measured; all of it is collective.
+"""What every rank does while a cluster is measured; collective throughout.
 
 A time is that of several calls in a row, divided by their number, on the slowest rank; of a few
 trials the median counts.
@@ -29,14 +29,18 @@ TRIALS, MOST_CALLS = 3, 100
 
 @dataclass(frozen=True)
 class SweepSizes:
-    """The sizes say what is measured: bytes of messages, sides of square products, tokens of causal
-    squares, bytes of the copy that measures memory, and how many seconds of calls make a trial."""
+    """The sizes at which a cluster is measured."""
 
     messages: Sequence[int]
+    """Bytes of messages and collectives."""
     products: Sequence[int]
+    """Sides of square products."""
     tokens: Sequence[int]
+    """Tokens of causal squares."""
     copied: int
+    """Bytes of the copy that measures memory."""
     trial_seconds: float
+    """Seconds that the calls of a trial take together, about."""
 
 
 SIZES = {
@@ -60,8 +64,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench is a rank among those that measure, with its device and the number of ranks that a
-    host has."""
+    """A rank among those that measure."""
 
     device: torch.device
     dtype: torch.dtype
@@ -78,12 +81,11 @@ class Bench:
         return dist.get_world_size()
 
     def group(self, every: Sequence[Sequence[int]]) -> Group:
-        """The group is this rank's of several that together hold all ranks."""
+        """Return this rank's group of several that together hold all ranks; collective."""
         return self.groups.of(every, self.rank, Books())
 
     def seconds(self, call: Callable[[], object], *, takes_part: bool = True) -> float:
-        """The seconds are those of one call on the slowest of the ranks that take part; all ranks
-        ask."""
+        """Return the seconds of one call on the slowest of the ranks that take part; collective."""
         everyone = self.group([range(self.world)])
 
         def trial(calls: int) -> float:
@@ -107,7 +109,7 @@ class Bench:
 
 
 def measure(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Points:
-    """Everything is measured, and every rank returns the same.
+    """Measure everything, and return the same on every rank; collective.
 
     heads: query heads, KV heads and head dim of attention.
     """
@@ -133,7 +135,7 @@ def _host_memory() -> int:
 
 
 def _copied(bench: Bench) -> float:
-    """A copy reads and writes so many bytes a second while every rank makes one."""
+    """Return the bytes per second that a copy reads and writes while every rank makes one."""
     source = torch.zeros(bench.sizes.copied, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     return 2 * bench.sizes.copied / bench.seconds(lambda: target.copy_(source))
@@ -149,7 +151,7 @@ def _products(bench: Bench) -> Iterator[ProductPoint]:
 def _attention(
     bench: Bench, kernel: Kernel, heads: tuple[int, int, int]
 ) -> Iterator[AttentionPoint]:
-    """The run's kernel computes a causal square with the run's heads, on all ranks at once."""
+    """Yield the times of the run's kernel on causal squares, while every rank computes one."""
     query, kv, dim = heads
     for tokens in bench.sizes.tokens:
         q, k, v, dout = (
@@ -166,8 +168,11 @@ def _attention(
 
 
 def _links(bench: Bench, hosts: int) -> Iterator[LinkPoint]:
-    """Inside a host groups of two ranks and of all are measured, between hosts one rank of each,
-    alone and then all at once. The groups of a host work at the same time, as they do in a step."""
+    """Yield the times of groups of two ranks and of all inside a host, and between hosts of one
+    rank of each, alone and then all at once.
+
+    The groups of a host work at the same time, as they do in a step.
+    """
     here, world = bench.ranks_per_host, bench.world
     for width in sorted({2, here}) if here > 1 else ():
         if here % width == 0:
@@ -195,7 +200,7 @@ def _collectives(
 
 
 def _calls(count: int, group: Group, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Each collective is called on so many numbers of 4 bytes."""
+    """Return a call for each collective on so many numbers of 4 bytes."""
     whole = torch.zeros(count, device=device)
     out, part = torch.empty_like(whole), whole[: count // group.size].clone()
     at: dict[str, Any] = {"group": group.handle}
@@ -215,7 +220,7 @@ def _messages(
     takes_part: bool = True,
     senders: int = 1,
 ) -> Iterator[LinkPoint]:
-    """Each member of a group sends to the next and receives from the one before."""
+    """Yield the times in which each member of a group sends to the next one."""
     group = bench.group(every)
     for of_bytes in bench.sizes.messages:
         x = torch.zeros(of_bytes // 4, device=bench.device)

@@ -1,4 +1,4 @@
-"""Checkpoints by parameter name: resume, and export to Hugging Face folders.
+"""Checkpoints by parameter name, to resume a run from and to export to Hugging Face folders.
 
 Nothing is imported here: commands read checkpoints without the engine that wrote them.
 """

@@ -6,9 +6,10 @@
         part-00003-00000.safetensors   weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
     checkpoints/latest             name of the newest complete one
 
-Tensors by name, spread over the ranks that wrote them: any layout and stage can read them. What
-ranks held in parts is stored so, part k of a tensor as <kind>/<name>#k; state.json says which part.
-Only `step-` and eight digits is a checkpoint; whatever else lies beside it is the user's.
+Tensors are stored by name, in files of the ranks that wrote them, so any layout and stage can read
+them. A tensor that ranks held in parts is stored in parts, part k as <kind>/<name>#k; state.json
+says which part that is. Only a folder named `step-` and eight digits is a checkpoint; whatever else
+lies beside it is the user's.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """The checkpoint in a folder, which holds all that was written, each file in its length.
+        """Open the checkpoint in a folder, and check that it is whole. Raises CheckpointError.
 
-        Raises CheckpointError.
+        Every file must have the length that was written, and hold the tensors that it should.
         """
         checkpoint = cls.known(folder)
         keys: dict[str, list[str]] = {}
@@ -67,7 +68,7 @@ class Checkpoint:
 
     @classmethod
     def known(cls, folder: Path) -> Checkpoint:
-        """The checkpoint in a folder that is known to be whole. Raises CheckpointError."""
+        """Open the checkpoint in a folder that is known to be whole. Raises CheckpointError."""
         return cls(folder, _read_state(folder))
 
     @property
@@ -75,18 +76,18 @@ class Checkpoint:
         return int(self.state["step"])
 
     def tensor(self, kind: str, name: str) -> Tensor:
-        """One whole tensor, float32, on CPU. Raises CheckpointError."""
+        """Read one whole tensor, float32, on CPU. Raises CheckpointError."""
         return self.read(kind, name, Part.whole(self.shape(kind, name)))
 
     def shape(self, kind: str, name: str) -> tuple[int, ...]:
-        """The shape of a whole tensor. Raises CheckpointError."""
+        """Return the shape of a whole tensor. Raises CheckpointError."""
         if name in self._parts:
             return self._parts[name][0].shape
         with self._opened(f"{kind}/{name}") as held:
             return tuple(held.get_shape())
 
     def read(self, kind: str, name: str, part: Part) -> Tensor:
-        """A part of a tensor, float32, on CPU, its own bytes alone. Raises CheckpointError."""
+        """Read a part of a tensor, float32, on CPU, its own bytes alone. Raises CheckpointError."""
         stored = self._parts.get(name)
         if stored is None:
             with self._opened(f"{kind}/{name}") as held:
@@ -103,7 +104,7 @@ class Checkpoint:
         return out
 
     def read_flat(self, kind: str, name: str, part: Part, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a part laid flat, as `read`."""
+        """Read elements [start, stop) of a part laid flat, in the same way as `read` does."""
         if (start, stop) == (0, part.count):
             return self.read(kind, name, part).flatten()
         boxes = flat_boxes(part.size, start, stop)
@@ -112,7 +113,7 @@ class Checkpoint:
 
     @cached_property
     def _parts(self) -> dict[str, list[Part]]:
-        """Of each tensor that is stored in parts, these."""
+        """The parts of each tensor that is stored in parts, by its name."""
         found = {}
         for name, held in self.state["parts"].items():
             ranges = [tuple(tuple(map(tuple, dim)) for dim in one) for one in held["ranges"]]
@@ -126,7 +127,7 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[Any]:
-        """A slice of a stored tensor. Raises CheckpointError, also for what is read inside."""
+        """Open a slice of a stored tensor. Raises CheckpointError, also for what is read inside."""
         if key not in self.state["files"]:
             raise CheckpointError(f"{self.folder} holds no {key}")
         file = self.folder / self.state["files"][key]
@@ -138,7 +139,7 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Parameter names, in the model's order."""
+        """The names of the checkpoint's parameters, in the model's order."""
         keys = [key for key in self.state["files"] if key.startswith("weight/")]
         return list(dict.fromkeys(key.removeprefix("weight/").partition("#")[0] for key in keys))
 
@@ -191,7 +192,7 @@ def _require_file(folder: Path, name: str, size: int | None) -> None:
 
 
 def _require_tensors(folder: Path, name: str, keys: Collection[str]) -> None:
-    """Reads the file's header alone."""
+    """Require that a file holds these tensors, by its header alone. Raises CheckpointError."""
     try:
         with safe_open(folder / name, "pt") as tensors:
             missing = sorted(set(keys) - set(tensors.keys()))
@@ -206,7 +207,7 @@ def folder_of(output: Path, step: int) -> Path:
 
 
 def step_folders(checkpoints: Path) -> list[Path]:
-    """The checkpoints in a folder `checkpoints`, the oldest first. Raises CheckpointError."""
+    """List the checkpoints in a folder `checkpoints`, the oldest first. Raises CheckpointError."""
     if not os.path.isdir(checkpoints):
         return []
     try:
@@ -224,7 +225,10 @@ class Newest(NamedTuple):
 
 
 def newest(output: Path) -> Newest:
-    """The checkpoint that a run goes on from. Raises CheckpointError where none is whole."""
+    """Find the checkpoint that a run goes on from, if there is any.
+
+    Raises CheckpointError where there are checkpoints and none is whole.
+    """
     damaged: list[str] = []
     for folder in reversed(step_folders(output / CHECKPOINTS)):
         try:
@@ -237,8 +241,10 @@ def newest(output: Path) -> Newest:
 
 
 def named(place: Path) -> Checkpoint:
-    """The checkpoint that a path names: its own folder, `checkpoints/`, or a run's folder with the
-    newest of its own. Raises CheckpointError where that one is missing or damaged."""
+    """Open the checkpoint that a path names. Raises CheckpointError if it is missing or damaged.
+
+    The path is a checkpoint's own folder, or `checkpoints/` or a run's folder for the newest there.
+    """
     if (place / STATE).exists() or STEP_FOLDER.fullmatch(place.name):
         return Checkpoint.open(place)
     folders = step_folders(place / CHECKPOINTS) or step_folders(place)
@@ -253,6 +259,6 @@ def named(place: Path) -> Checkpoint:
 
 
 def delete_older(output: Path, keep: int) -> None:
-    """Keep the newest `keep` checkpoints."""
+    """Delete all but the newest `keep` checkpoints of an output folder."""
     for folder in step_folders(output / CHECKPOINTS)[:-keep]:
         shutil.rmtree(folder)

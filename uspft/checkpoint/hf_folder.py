@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors shards with an index, config, tokenizer."""
+"""The export to a Hugging Face folder: safetensors shards with an index, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def export_folder(
     describe: Callable[[Path], object],
     target: Path,
 ) -> Path:
-    """Write parameters in dtype, and what from_pretrained needs beside them.
+    """Write parameters in dtype, with what from_pretrained needs beside them; return the folder.
 
     tensors: names and whole values, one at a time; only a shard is held in memory. describe: writes
     config and tokenizer into the folder; the config says how files name experts. target: a new
-    name, or an empty folder; complete or absent. Raises OSError.
+    name or an empty folder; it is complete or absent afterwards. Raises OSError.
     """
     aside = start_partial(target)
     describe(aside)

@@ -1,4 +1,4 @@
-"""What a resumed run must share with the run it goes on from."""
+"""The settings and contents that a resumed run must share with the run that it goes on from."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ LOOSE = {
     "data.train",
     "data.chat_template",
 }
-"""Keys inside the compared blocks that do not change what is learned, or show in `CONTENTS`."""
+"""Keys of the compared blocks that do not change what is learned, or else show in `CONTENTS`."""
 
 CONTENTS = "data.train (contents)"
-"""A name for the tokens, which changes with all that changes them, but not with where it lies."""
+"""The key for a name of the tokens, which changes with all that changes them.
+
+It does not change with where the data lies.
+"""
 BASE = "the base model (contents)"
-"""The digest of the model that the run started from, wherever it lies."""
+"""The key for the digest of the model that the run started from, wherever that lies."""
 PLACES = {"model.name_or_path", "model.config", "model.tokenizer"}
-"""Said for the export; what lies there shows in `BASE` and `CONTENTS`."""
+"""Keys that are kept for the export but not compared: contents show in `BASE` and `CONTENTS`."""
 SHOWN = 80
 
 
 def identity_of(recipe: Recipe) -> dict[str, Any]:
-    """Key → value of what decides the course of a run: model, data, seed, batch, optimizer.
+    """Return by key what decides the course of a run: model, data, seed, batch and optimizer.
 
-    As JSON gives it back. The contents of the data, `CONTENTS`, and of the model, `BASE`, are added
-    once they are known.
+    Values are as JSON gives them back. The contents of the data, `CONTENTS`, and of the model,
+    `BASE`, are added once they are known.
     """
     tree = json.loads(json.dumps(as_tree(recipe)))
     found = {"seed": tree["seed"]}
@@ -46,7 +49,7 @@ def identity_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(key, what is wrong, remedy) for each value of new that old has otherwise."""
+    """Return (key, what is wrong, remedy) for each value of `new` that differs from `old`'s."""
     anew = "another output_dir, or checkpoint.resume=never"
     found = []
     for key, value in new.items():

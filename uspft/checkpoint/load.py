@@ -1,4 +1,4 @@
-"""Putting a checkpoint's state back into a running engine."""
+"""The loading of a checkpoint's state into a running engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def load_state(engine: ZeroEngine, checkpoint: Checkpoint, empty: Batch) -> None:
-    """Master weights, Adam moments and step count, into whatever stage the engine has; collective.
+    """Load master weights, Adam moments and Adam's step count into an engine; collective.
 
-    Each rank reads what it keeps and nothing else. The model must have been built from the same
-    checkpoint. empty: a batch without targets.
+    The engine may have any ZeRO stage; each rank reads what it keeps and nothing else. The model
+    must have been built from the same checkpoint. empty: a batch without targets.
     """
     make_moments(engine, empty)
     for name, parameter in engine.trained().items():

@@ -13,14 +13,14 @@ from uspft.durable import publish, save_tensors, start_partial
 from uspft.model.adapter import lora_config
 
 PREFIX = "base_model.model."
-"""What peft writes before the base model's own names."""
+"""The prefix that peft writes before the base model's own names."""
 
 
 def export_adapter(tensors: Iterable[tuple[str, Tensor]], block: ModelBlock, target: Path) -> Path:
-    """Write an adapter's float32 weights for `PeftModel.from_pretrained`.
+    """Write an adapter's float32 weights for `PeftModel.from_pretrained`; return the folder.
 
-    tensors: what `adapter_of` gives. target: a new name, or an empty folder; complete or absent.
-    Raises OSError.
+    tensors: what `adapter_of` gives. target: a new name or an empty folder; it is complete or
+    absent afterwards. Raises OSError.
     """
     assert block.adapter is not None
     held = {PREFIX + name: value.to("cpu").float().contiguous().clone() for name, value in tensors}
@@ -36,6 +36,6 @@ def export_adapter(tensors: Iterable[tuple[str, Tensor]], block: ModelBlock, tar
 
 
 def _base(block: ModelBlock) -> str | None:
-    """Where the base model is: its hub id, or its folder; random weights are nowhere."""
+    """Return the base model's hub id or folder; None where its weights are random."""
     name = block.name_or_path
     return str(Path(name).resolve()) if name and os.path.isdir(name) else name

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: aside first, on the disk, then renamed, so it is complete or absent."""
+"""The writing of a checkpoint: on the disk aside and then renamed, so it is complete or absent."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 Describe = Callable[[Path], dict[str, Any]]
 
 PART_BYTES = 1 << 30
-"""A rank writes what it holds when it comes to this much."""
+"""A rank writes the tensors that it holds as a file once they come to this many bytes."""
 
 
 class _Parts:
-    """This rank's files of one checkpoint."""
+    """The tensors of one checkpoint that this rank writes, and their files."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._held: dict[str, Tensor] = {}
         self._bytes, self._count = 0, 0
         self.files: dict[str, str] = {}
-        """Key → the file that it is in."""
+        """The file that holds each key's tensor."""
         self.sizes: dict[str, int] = {}
-        """File → bytes."""
+        """The bytes of each file."""
 
     def add(self, key: str, value: Tensor) -> None:
         self._held[key] = value.detach().float().cpu().contiguous().clone()
@@ -62,10 +62,11 @@ class _Parts:
 def save_checkpoint(
     engine: ZeroEngine, output: Path, step: int, keep_last: int, describe: Describe
 ) -> Path:
-    """Write weights and Adam moments of what trains after `step`, by parameter name; collective.
+    """Write weights and Adam moments of what trains, by name, as the checkpoint of a step.
 
-    describe: called on rank 0 with the folder; writes the model's own files there and returns what
-    a resumed run must agree with. output must be one folder for all hosts. Raises CheckpointError
+    Collective; returns the checkpoint's folder. output: must be one folder for all hosts.
+    keep_last: how many checkpoints stay. describe: called on rank 0 with the folder; writes the
+    model's own files there and returns what a resumed run must agree with. Raises CheckpointError
     where a host's files cannot be seen from rank 0's, and OSError where one cannot be written: the
     checkpoints before are then as they were.
     """
@@ -98,8 +99,10 @@ def save_checkpoint(
 
 
 def _dealt_out(engine: ZeroEngine) -> tuple[list[Wanted], dict[str, list[Part]]]:
-    """Which rank writes which part of everything, each rank about as much of what it holds; and the
-    parts of what is held in several."""
+    """Return which rank writes which part of everything, and the parts of what is held in several.
+
+    Each rank writes some of what it holds, and all write about as much.
+    """
     shards, load = engine.holders.shards, [0] * engine.holders.everyone.size
     wanted, split = [], {}
     for name in engine.trained():
@@ -120,7 +123,10 @@ def _key(one: Wanted, split: Mapping[str, list[Part]]) -> str:
 
 
 def _publish(aside: Path, final: Path, state: dict[str, Any], sizes: dict[str, int]) -> None:
-    """sizes: of the parts that ranks have written; what else lies in the folder is this host's."""
+    """Write state.json, and give a checkpoint that is complete its name. Raises CheckpointError.
+
+    sizes: the bytes of each file that ranks have written; this host wrote what else is there.
+    """
     missing = [name for name in sizes if not (aside / name).exists()]
     if missing:
         raise CheckpointError(

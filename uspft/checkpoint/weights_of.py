@@ -1,4 +1,4 @@
-"""Where a model's weights come from: what trains from a checkpoint, the rest from the start."""
+"""The source of a model's weights: a checkpoint for what trains, the run's start for the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 WeightsOf = Callable[["ModelBlock", int, Any, Checkpoint | None], Weights]
-"""What `weights_of` is."""
+"""The type of `weights_of`, and of a function that takes its place."""
 
 
 class CheckpointWeights:
@@ -39,9 +39,10 @@ class CheckpointWeights:
 def weights_of(
     block: ModelBlock, seed: int, model: Any, checkpoint: Checkpoint | None = None
 ) -> Weights:
-    """The weights of a model on meta, of which `choose_trained` has said what trains.
+    """Return the source of weights for a model on meta, after `choose_trained` has marked it.
 
-    checkpoint: holds that; what is frozen is as it was before the first step. Raises WeightsError.
+    checkpoint: the source of what trains, if any; what is frozen is as it was before the first
+    step. Raises WeightsError.
     """
     if checkpoint is None:
         return _start(block, seed, model)
@@ -52,7 +53,7 @@ def weights_of(
 
 
 def _start(block: ModelBlock, seed: int, model: Any) -> Weights:
-    """The weights before the first step."""
+    """Return the source of the weights before the first step."""
     base: Weights
     if block.config is not None:
         config = model.config

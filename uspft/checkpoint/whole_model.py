@@ -1,4 +1,4 @@
-"""The whole model that a checkpoint belongs to: what it holds, what was frozen, adapters merged."""
+"""The whole model that a checkpoint belongs to: its own weights, frozen ones, adapters merged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = "model."
 
 
 def model_block(checkpoint: Checkpoint) -> ModelBlock:
-    """What the run's recipe said of its model."""
+    """Return the `model` block of the recipe of a checkpoint's run."""
     said = checkpoint.state["identity"]
     fields = {key.removeprefix(KEY): v for key, v in said.items() if key.startswith(KEY)}
     return ModelBlock.model_validate(fields)
@@ -42,23 +42,23 @@ class WholeModel:
     names: Collection[str]
     read: Callable[[str], Tensor]
     block: ModelBlock
-    """What the run's recipe said, the base model named as it is found now."""
+    """The `model` block of the run's recipe, with the base model named as it is found now."""
     dtype: torch.dtype
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own parameters, as the run's own export has them; one at a time."""
+        """Yield the model's own parameters one at a time, as the run's own export has them."""
         return merged(self.names, self.read, self.block.adapter)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter's."""
+        """Yield the adapter's parameters one at a time."""
         return adapter_of(self.names, self.read)
 
 
 def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
-    """What a checkpoint holds, and beside it what was frozen: the base model, as it was trained on.
+    """Return the whole model of a checkpoint, with what was frozen taken from the base model.
 
-    base: where that is now, if not where the run found it. Raises CheckpointError where it is
-    another model, or is asked for in vain; Fault.
+    base: where the base model is now, if not where the run found it. Raises CheckpointError where
+    it cannot be read, is another model than was trained on, or is given and not needed; Fault.
     """
     config = _config(checkpoint.folder / "model")
     dtype = config.dtype or torch.float32
@@ -86,7 +86,7 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
 
 
 def _config(folder: Path) -> Any:
-    """Raises CheckpointError."""
+    """Read the config in a checkpoint's `model` folder. Raises CheckpointError."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -96,9 +96,9 @@ def _config(folder: Path) -> Any:
 
 
 def _base(said: ModelBlock, digest: str, *, given: bool) -> ModelBlock:
-    """The block with the base model in a folder here; a tokenizer is not needed.
+    """Return the block with the base model in a folder of this host, and without a tokenizer.
 
-    digest: of the model that it must be; given: whether the command line named it. Raises
+    digest: of the model that it must be. given: whether the command line named it. Raises
     CheckpointError.
     """
     place = said.config or said.name_or_path

@@ -1,4 +1,7 @@
-"""Transfers between ranks: the group is always an argument, every byte is counted."""
+"""Transfers between ranks: the group is always an argument, and what is sent is counted.
+
+Only the few numbers that `total` and `largest` reduce are not counted.
+"""
 
 from uspft.comm.books import KINDS, Books
 from uspft.comm.collectives import Move, all_to_all, largest, shift, sum_over, total

@@ -1,4 +1,4 @@
-"""Counts what this rank sends to others."""
+"""The books of what this rank sends to other ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Books:
         self.messages: Counter[str] = Counter()
 
     def add(self, kind: str, sent_bytes: int, messages: int = 1) -> None:
-        """Enter what went out, to as many ranks as there are messages."""
+        """Enter bytes that went out, to as many ranks as there are messages."""
         self.bytes[kind] += sent_bytes
         self.messages[kind] += messages
 
     def close(self) -> dict[str, int]:
-        """The bytes sent by kind, and a fresh page."""
+        """Return the bytes sent by kind, and start a fresh page."""
         page = {kind: self.bytes[kind] for kind in KINDS if self.bytes[kind]}
         self.bytes.clear()
         self.messages.clear()

@@ -1,4 +1,4 @@
-"""The transfers that algorithms use; their gradients are the algorithms' own.
+"""Transfers between the ranks of a group; their gradients are left to the algorithms that use them.
 
 Shapes, as suffixes: s elements that this rank sends, r those that it receives. Tensors without a
 suffix have any shape, the same on both ends of a transfer.
@@ -18,10 +18,10 @@ from uspft.comm.group import Group
 
 
 def all_to_all(x_s: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """An uneven all-to-all of flat pieces: piece i of x_s goes to member i.
+    """Send piece i of x_s to member i, and return the pieces that arrive: an uneven all-to-all.
 
-    x_s: contiguous, `send` has the elements of each piece; the result has the pieces that arrive,
-    of `receive` elements, in member order.
+    x_s is contiguous and flat, and `send` has the number of elements of each piece. The result has
+    the pieces that arrive, of `receive` elements, in member order.
     """
     out_r = x_s.new_empty(sum(receive))
     others = [n for member, n in enumerate(send) if n and member != group.index]
@@ -31,9 +31,10 @@ def all_to_all(x_s: Tensor, send: Sequence[int], receive: Sequence[int], group: 
 
 
 class Move(NamedTuple):
-    """x goes to the member `offset` further on, and out is filled from the member as far back.
+    """One transfer: x goes to the member `offset` further on, and out is filled from the member as
+    far back.
 
-    What is empty is neither sent nor awaited; both ends must agree on that.
+    A tensor that is empty is neither sent nor awaited; both ends must agree on that.
     """
 
     x: Tensor
@@ -45,9 +46,10 @@ def shift(moves: Sequence[Move], group: Group, kind: str) -> list[Callable[[], N
     """Start all moves, and return for each the function that waits for it; the tensors of a move
     must live until then.
 
-    gloo announces a receive on the line by which its own data leaves. There all receives go first,
-    or what another has for this rank waits until this one has sent, and a line works one way at a
-    time. NCCL, where what is started first must end first, takes the two ways of a move at once.
+    gloo announces a receive on the connection by which its own data leaves. There all receives are
+    started first; else what another rank has for this one waits until this one has sent, and a
+    connection works one way at a time. With NCCL, where what is started first must end first, the
+    two ways of a move are started at once.
     """
     receives, sends = [], []
     for x, out, offset in moves:
@@ -78,7 +80,8 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def sum_over(x: Tensor, group: Group, kind: str) -> Tensor:
-    """Sum x over the members, in place and without a gradient; counted as a ring's all-reduce."""
+    """Sum x over the members, in place and without a gradient, and return it; its bytes are counted
+    as those of a ring's all-reduce."""
     if group.size > 1:
         others = group.size - 1
         group.books.add(kind, 2 * others * x.numel() * x.element_size() // group.size, 2 * others)
@@ -87,12 +90,12 @@ def sum_over(x: Tensor, group: Group, kind: str) -> Tensor:
 
 
 def total(values: Sequence[float], group: Group, device: torch.device) -> list[float]:
-    """The sum of each value over the members, in float64."""
+    """Return the sum of each value over the members, in float64."""
     return _reduce(values, group, device, dist.ReduceOp.SUM)
 
 
 def largest(values: Sequence[float], group: Group, device: torch.device) -> list[float]:
-    """The maximum of each value over the members, in float64."""
+    """Return the maximum of each value over the members, in float64."""
     return _reduce(values, group, device, dist.ReduceOp.MAX)
 
 

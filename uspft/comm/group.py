@@ -1,4 +1,4 @@
-"""A process group as a value."""
+"""A process group as a value that functions are given."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from uspft.comm.books import Books
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange data, this rank's place among them, and the books that count it.
-
-    handle is None for a group of one.
-    """
+    """Ranks that exchange data, this rank's place among them, and the books that count it."""
 
     handle: dist.ProcessGroup | None = None
+    """torch's process group; None for a group of one."""
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     books: Books = field(default_factory=Books)

@@ -1,1 +1,1 @@
-"""One command, one page."""
+"""The commands of uspft, each in one file."""

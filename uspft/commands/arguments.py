@@ -1,4 +1,4 @@
-"""argv → one command, with what it was asked. Nothing below reads argv or the environment."""
+"""Parsing of argv into one command; nothing below this module reads argv or the environment."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ to come: inspect, convert, report"""
 
 
 class UsageError(InputError):
-    """The command line is wrong; one line, as for a recipe."""
+    """The command line is wrong; the text is one line, like that on a fault of a recipe."""
 
     def __init__(self, word: str, what: str, remedy: str) -> None:
         super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
 
 
 def command_of(given: Sequence[str]) -> Callable[[], int]:
-    """The command that the words ask for, ready to run. Raises InputError."""
+    """Return the command that the words ask for, ready to run. Raises InputError."""
     words = list(given)
     verb = words.pop(0) if words[0] in VERBS + LATER else "train"
     if verb in LATER:
@@ -99,7 +99,7 @@ INSTEAD = {
 
 
 def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, str]]:
-    """(target, overrides, options by name). Raises UsageError."""
+    """Split the words after the verb into (target, overrides, options). Raises UsageError."""
     rest: list[str] = []
     options: dict[str, str] = {}
     waiting = iter(words)
@@ -127,7 +127,10 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
 
 
 def _whole(name: str, options: dict[str, str]) -> int | None:
-    """The value of an option that counts something; None where it is not given."""
+    """Return the value of an option that counts something, or None where it is not given.
+
+    Raises UsageError where the value is no whole number above 0.
+    """
     value = options.get(name)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""`calibrate` measures this cluster's links, products and attention, and writes a hardware file."""
+"""`calibrate`: measures links, products and attention, and writes a hardware file."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
 
 def _without_to(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
-    """The recipe's overrides come first, then the file of `to=FILE`. Raises InputError."""
+    """Return the recipe's overrides, and the file of `to=FILE`. Raises InputError."""
     named = [word.removeprefix(TO) for word in overrides if word.startswith(TO)]
     if len(named) > 1 or "" in named:
         what = "is given twice; write it once" if len(named) > 1 else "names no file; write to=FILE"
@@ -78,7 +78,7 @@ def _without_to(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
 
 
 def _require_new(file: Path) -> None:
-    """Raises InputError where the file is there, or could not be written."""
+    """Raise InputError where the file is there, or could not be written."""
     if os.path.lexists(file):
         what = f"`{file}` is there already, and what was measured before would be lost"
         raise InputError(f"{COMMAND_LINE}: to: {what}; write to=ANOTHER.yaml, or delete it")

@@ -38,8 +38,7 @@ def rank(folder: Path, place: Invocation) -> int:
 
 
 def _heads(recipe: Recipe) -> tuple[tuple[int, int, int], float | None]:
-    """The heads are those of the recipe's model on one rank, and beside them is the soft-cap of its
-    scores."""
+    """Return the heads of the recipe's model on one rank, and the soft-cap of its scores."""
     shape = read_shape(recipe.model, CONFIGS)
     if not isinstance(shape, ModelShape):
         return UNKNOWN_HEADS, None

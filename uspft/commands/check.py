@@ -1,4 +1,4 @@
-"""`check`: everything that can be known before a process starts; writes nothing."""
+"""The command `check`: it tells all that is known before a process starts, and writes nothing."""
 
 from __future__ import annotations
 

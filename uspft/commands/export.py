@@ -1,4 +1,4 @@
-"""`export`: a checkpoint → a Hugging Face folder, without ranks."""
+"""The command `export`: it writes a checkpoint as a Hugging Face folder, without ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from uspft.written import ADAPTER, EXPORTS, MODEL, set_aside
 
 
 def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
-    """Write hf/ beside checkpoints/, and adapter/ where one was trained.
+    """Write hf/ beside checkpoints/, and adapter/ where an adapter was trained.
 
-    target: an output folder, or one of its checkpoints. Overrides: `to=FOLDER`, for the whole model
-    alone; `base=PLACE`, where the model that an adapter, or what was not frozen of it, belongs to
-    is now. Raises InputError for another override or one given twice, a folder that holds something
-    already (it would be replaced), or a target that is none; CheckpointError.
+    target: an output folder, or one of its checkpoints. overrides: `to=FOLDER` has the whole model
+    written there and nothing else; `base=PLACE` says where the base model is now, which a
+    checkpoint of an adapter or of a partly frozen model needs. Raises InputError for another
+    override or one given twice, and for a folder that holds something already, which would be
+    replaced; CheckpointError for a target without a whole checkpoint.
     """
     asked = {}
     for word in overrides:
@@ -59,7 +60,7 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
 
 def export_beside(whole: WholeModel, checkpoint: Checkpoint, output: Path) -> None:
-    """Write hf/ and adapter/ into an output folder that is held; what was there is moved aside.
+    """Write hf/ and adapter/ into an output folder that is held, and move aside what was there.
 
     Raises InputError.
     """
@@ -72,7 +73,10 @@ def export_beside(whole: WholeModel, checkpoint: Checkpoint, output: Path) -> No
 def _export(
     whole: WholeModel, checkpoint: Checkpoint, destination: Path, *, adapter: Path | None
 ) -> None:
-    """Write the model, and beside it its adapter, where it has one. Raises InputError."""
+    """Write the model and, where it has one and a folder is given for it, its adapter.
+
+    Raises InputError.
+    """
 
     def describe(folder: Path) -> None:
         shutil.copytree(checkpoint.folder / "model", folder, dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""A process becomes a rank: its device, its place among the others, an end in order."""
+"""The joining of a process to the other ranks: its device, its place, and an end in order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(minutes=30)
-"""After it a collective that waits for a lost rank fails and says which."""
+"""How long a collective waits for a lost rank, before it fails and says which."""
 
 
 @contextmanager
 def joined(
     kind: str, environment: Mapping[str, str], *, talks: bool = False, trains: bool = True
 ) -> Iterator[torch.device]:
-    """This rank's device, with torch.distributed and DeepSpeed up; collective.
+    """Yield this rank's device, with torch.distributed and DeepSpeed up; collective.
 
-    kind: cpu or cuda; environment: what the launcher gave this process; talks: DeepSpeed's own
-    loggers are heard; trains: whether DeepSpeed and transformers are needed.
+    kind: cpu or cuda. environment: what the launcher gave this process. talks: DeepSpeed's own
+    loggers are heard. trains: whether DeepSpeed and transformers are needed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
     device = _device(kind, int(environment["LOCAL_RANK"]))
@@ -48,7 +48,7 @@ def _device(kind: str, local: int) -> torch.device:
 
 
 def _quiet() -> None:
-    """Silence what means nothing to a user of uspft; errors still come through."""
+    """Silence messages that mean nothing to a user of uspft; errors still come through."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""argv and environment → one command, or one rank of it, and its exit code."""
+"""The entry point: argv and environment become one command, or one rank of it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ STOPPED = "stopped before the run had begun"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1 failed, 2 wrong input, 130 interrupted.
+    """Run a command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted.
 
-    What is no InputError is a fault of uspft: it comes out with its traceback, exit code 1.
+    An error that is neither InputError nor RunFailed is a fault of uspft: it comes out with its
+    traceback, and the exit code is 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] == "rank":
@@ -38,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _on_stop(handler: Callable[[int, FrameType | None], object]) -> None:
-    """Under nohup a hang-up stays unheard."""
+    """Set a handler for the signals that stop a command; under nohup a hang-up stays unheard."""
     for number in STOPS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End while nothing has been begun: an exception could be lost among imports."""
+    """End while nothing has been begun, without an exception, which could be lost among imports."""
     os.write(2, f"{STOPPED}\n".encode())
     os._exit(INTERRUPTED)
 
@@ -73,7 +74,7 @@ def _main(words: list[str]) -> int:
 
 
 def _rank(words: Sequence[str]) -> int:
-    """Be one rank; what goes wrong is left for the supervisor to print once."""
+    """Be one rank and return its exit code; an error is left for the supervisor to print once."""
     from uspft.prepare.invocation import Invocation
 
     if ERROR_FILE not in os.environ or not words:

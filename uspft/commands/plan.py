@@ -1,4 +1,4 @@
-"""`plan` prints what a step will take by part, beside other layouts of the same ranks."""
+"""`plan`: prints what a step will take by part, beside other layouts of the same ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEGEND = (
 def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str | None) -> int:
     """Print the prediction, and write nothing. Raises RecipeError.
 
-    named: the hardware that stands in for the recipe's.
+    named: the hardware that stands in for the recipe's, or None.
     """
     words = [*overrides, f"launch.hardware={named}"] if named is not None else overrides
     hosts = hosts_from(place.environment).count
@@ -66,7 +66,7 @@ def _doubts(dtype: str, hardware: Hardware) -> list[str]:
 
 
 def _parts(own: Prediction) -> str:
-    """The recipe's own step is shown part by part."""
+    """Return the recipe's own step, part by part."""
     names = list(dict.fromkeys(part.name for part in own.time.parts))
     rows = [[f"by part ({own.name})", "seconds", "hidden", "bytes"]]
     for name in names:
@@ -83,8 +83,7 @@ def _parts(own: Prediction) -> str:
 def _table(
     step: StepShape, hardware: Hardware, own: Prediction, others: Sequence[Prediction]
 ) -> str:
-    """Each layout has a line, the recipe's own the first; a column that is empty everywhere is left
-    out."""
+    """Return a line for each layout, the recipe's own first, without columns that are empty."""
     every = [own, *others]
     columns = [c for c in COLUMNS if any(one.time.of(*c[1]) for one in every)]
     heads = ["layout", "step", *(head for head, _ in columns), "hidden", "tokens/s a rank", "MFU"]
@@ -109,7 +108,7 @@ def _seconds(value: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The first column stands to the left, numbers stand to the right."""
+    """Return lines whose first column stands to the left and whose numbers stand to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:

@@ -1,4 +1,4 @@
-"""`rank`: one process of a run, started by `train` and never by hand."""
+"""The command `rank`: one process of a run, which `train` starts and nobody by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from uspft.written import RECIPE
 
 
 def rank(folder: Path, place: Invocation) -> int:
-    """Be one rank of the job in `folder`. Raises what the run raises."""
+    """Be one rank of the job in `folder`, and return its exit code. Raises what the run raises."""
     job = Job.read(folder)
     logs_transfers = bool(job.recipe.deepspeed.comms_logger)
     with joined(job.recipe.launch.device, place.environment, talks=logs_transfers) as device:
@@ -58,10 +58,9 @@ def _run(job: Job, device: torch.device) -> int:
 
 
 def leave_recipe(job: Job, kernel: str, refused: list[str]) -> None:
-    """Write the recipe that the run leaves, now that everything is known: only ranks could tell
-    which kernel works.
+    """Write the recipe that the run leaves, now that the ranks have found which kernel works.
 
-    refused: a line for each one that is installed and was tried before.
+    refused: a line for each kernel that is installed and was tried before, in vain.
     """
     recipe = resolve(job.recipe, Known(kernel=kernel))
     assert recipe.output_dir is not None

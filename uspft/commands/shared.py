@@ -1,4 +1,4 @@
-"""Whether all hosts see one folder: each writes there, and looks for what the others wrote."""
+"""The check that all hosts see one folder: each writes a file there and looks for the others'."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from uspft.config import Fault
 
 SEEN_SECONDS = 60.0
-"""How long a network file system may remember what a folder held."""
+"""How long a network file system may go on to show what a folder held before."""
 LOOK_SECONDS = 0.2
 
 
 def require_shared(folder: Path, environment: Mapping[str, str]) -> None:
-    """Raises Fault on every rank where a host does not see what another wrote; collective.
+    """Check that every host sees in a folder what the others have written there; collective.
 
-    environment: what the launcher gave this process.
+    environment: what the launcher gave this process. Raises Fault on every rank where one does not.
     """
     hosts = int(environment["WORLD_SIZE"]) // int(environment["LOCAL_WORLD_SIZE"])
     if hosts == 1:
@@ -44,7 +44,10 @@ def require_shared(folder: Path, environment: Mapping[str, str]) -> None:
 
 
 def _require_none(folder: Path, wrong: str) -> None:
-    """Raises Fault where something is wrong on a rank; collective."""
+    """Check that nothing is wrong on any rank; collective.
+
+    wrong: what is wrong on this rank, or "". Raises Fault on every rank where one is wrong.
+    """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, wrong)
     if told := next(filter(None, every), None):
@@ -53,7 +56,7 @@ def _require_none(folder: Path, wrong: str) -> None:
 
 
 def _written(path: Path) -> str:
-    """Why a file cannot be written, or nothing."""
+    """Write an empty file, and return why that cannot be done, or "" where it can."""
     try:
         path.touch()
     except OSError as error:
@@ -62,7 +65,7 @@ def _written(path: Path) -> str:
 
 
 def _missing(paths: list[Path]) -> set[Path]:
-    """Which of the files are not seen, however often one looks."""
+    """Return those of the files that are not seen within SEEN_SECONDS."""
     until = time.monotonic() + SEEN_SECONDS
     while True:
         seen = set(paths[0].parent.iterdir())

@@ -1,4 +1,4 @@
-"""This host's ranks, started on a folder that says what they do."""
+"""The start of this host's ranks, on a folder that says what they do."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from uspft.launcher import Hosts, LocalRanks, run_ranks
 from uspft.prepare.invocation import Invocation
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The names by which torch takes its allocator's settings, the newer first."""
+"""The variables from which torch takes its allocator's settings, the newer first."""
 
 KEEP_FREED = {f"MALLOC_{limit}_THRESHOLD_": str(1 << 40) for limit in ("MMAP", "TRIM")}
-"""glibc's malloc keeps what is freed: the next step's logits need not be new pages."""
+"""Variables that make glibc's malloc keep freed pages, which the next step's logits then use."""
 
 
 def start_ranks(
@@ -28,7 +28,7 @@ def start_ranks(
 ) -> int:
     """Start `uspft rank WORDS` as often as the recipe says, wait, and return the exit code.
 
-    on_stop: what a person reads who stops it.
+    on_stop: what a person who stops the ranks is told that they do.
     """
     assert isinstance(recipe.launch.processes, int)
     return run_ranks(
@@ -41,7 +41,10 @@ def start_ranks(
 
 
 def ranks_environment(device: str, own: Mapping[str, str]) -> dict[str, str]:
-    """What ranks on cpu or cuda find in their environment; own: the user's, which wins."""
+    """Return the environment of ranks on cpu or cuda.
+
+    own: the user's environment, which wins over what is set here, except for DS_ACCELERATOR.
+    """
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a host without a name is no user's concern
     if device == "cuda" and not own.keys() & ALLOCATOR:
         # Sizes differ from row to row: fixed segments would leave gaps that no row fits.

@@ -1,4 +1,4 @@
-"""The last thing a person reads: what came out, where it is, what to try next."""
+"""The last lines that a person reads: what came out, where it is, and what to try next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from uspft.config.algorithms import CONTEXT, Splits
 
 
 def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
-    """A few lines for the end of a run that went well."""
+    """Return a few lines for the end of a run that went well."""
     output = recipe.output_dir
     assert output is not None
     lines = []
@@ -25,7 +25,7 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
         tenth = max(1, len(losses) // 10)
         first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
         lines.append(f"done: loss {first:.3f} → {last:.3f} (first and last tenth of the steps)")
-    if recipe.data.eval:  # the run that this one goes on from may have had it
+    if recipe.data.eval:  # without it, only records of an earlier run may be there
         lines += _evaluated([record for record in steps if "eval_loss" in record])
     if recipe.export.huggingface:
         lines.append(
@@ -48,7 +48,7 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
 
 
 def _evaluated(records: list[dict[str, Any]]) -> list[str]:
-    """The first and the last evaluation, where there was one with a finite loss."""
+    """Return a line on the first and the last evaluation, or none where no loss was finite."""
     losses = [record["eval_loss"] for record in records if record["eval_loss"] is not None]
     if not losses:
         return []
@@ -65,7 +65,10 @@ def _on_gpus(recipe: Recipe, gpus: int) -> list[str]:
 
 
 def _another_layout(recipe: Recipe) -> list[str]:
-    """The same run, split another way: its numbers should not change."""
+    """Return overrides for the same run, split another way: its numbers should not change.
+
+    Where rows are not split, they ask for twice as many steps instead.
+    """
     parallel = recipe.parallel_config
     if parallel.context_parallel == 1:
         return [f"training.steps={2 * (recipe.training.steps or 100)}"]

@@ -1,4 +1,4 @@
-"""`train`: check, prepare the data once, start the ranks, say where things are."""
+"""The command `train`: it checks, prepares data once, starts ranks, and says where things are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from uspft.written import ADAPTER, EXPORTS, LOGS, MODEL
 
 
 def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
-    """Run a recipe. Raises InputError before any rank starts."""
+    """Run a recipe and return the exit code. Raises InputError before any rank starts."""
     hosts = hosts_from(place.environment)
     found = examine(target, overrides, hosts.count, place.ranks)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
@@ -65,7 +65,10 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
 @contextmanager
 def _held(recipe: Recipe, hosts: Hosts, screen: Console) -> Iterator[Lease | None]:
-    """The output folder, held by host 0 alone, for all."""
+    """Hold the output folder inside the `with` block, on host 0 alone for all hosts.
+
+    Yields the lease on host 0, and None on the others.
+    """
     if hosts.index:
         yield None
         return
@@ -80,7 +83,10 @@ def _all_done(output: Path, steps: int, checkpoint: Checkpoint) -> str:
 
 
 def _export_missing(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """What the recipe asks for and is not there: the run ended between its last save and that."""
+    """Write the exports that the recipe asks for and that are not there.
+
+    They are missing where the run ended between its last save and its export.
+    """
     output, model, adapter = output_of(recipe), recipe.export.huggingface, recipe.model.adapter
     if model and not (output / MODEL).exists():
         export_beside(whole_model(checkpoint), checkpoint, output)
@@ -90,7 +96,7 @@ def _export_missing(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 
 def how_to_go_on(recipe: Recipe) -> str:
-    """What is saved of a run that ended before its end, and how it goes on."""
+    """Return a line that says what is saved of a run that ended early, and how it goes on."""
     output = output_of(recipe)
     try:
         checkpoint, _ = newest(output)

@@ -1,4 +1,5 @@
-"""`verify`: the recipe's first steps under every legal layout, beside one process."""
+"""The command `verify`: it runs a recipe's first steps under every legal layout, and compares them
+with one process."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ from uspft.verify.work import GRADIENT_FILES, LAYOUTS, PLAIN, REFERENCE, REPORT,
 
 
 def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Asked) -> int:
-    """Compare, print a table and write OUTPUT/verify/verify.json; returns 0 where every layout
-    equals one process, else 1.
+    """Compare every layout with one process, print a table, and write OUTPUT/verify/verify.json.
 
-    With `inject`, 0 where every layout shows the fault. Raises InputError before any rank starts.
+    Returns 0 where every layout equals one process, and with `inject` 0 where every layout shows
+    the fault; else 1, or the exit code of ranks that failed. Raises InputError before any rank
+    starts.
     """
     asked.require_known()
     hosts = hosts_from(place.environment)
@@ -55,7 +57,7 @@ def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Ask
 
 
 def _run(work: VerifyJob, hosts: Hosts, place: Invocation) -> int:
-    """The one process on the first host, then the layouts on all; an exit code."""
+    """Run one process on the first host, then the layouts on all hosts, and return an exit code."""
     if hosts.index == 0:
         code = _start(work.alone(), Hosts(), place, "one-process")
         if code:

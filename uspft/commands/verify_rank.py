@@ -1,4 +1,4 @@
-"""`rank FOLDER verify`: one process of `verify`, started by it and never by hand."""
+"""The command `rank FOLDER verify`: one process of `verify`, which starts it and nobody by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from uspft.prepare.invocation import Invocation
 
 
 def rank(folder: Path, place: Invocation) -> int:
-    """Be one rank of what `verify` left in `folder`. Raises what the run raises."""
+    """Be one rank of the job that `verify` left in `folder`. Raises what the run raises."""
     from uspft.verify.work import VerifyJob
 
     work = VerifyJob.read(folder)
@@ -32,4 +32,4 @@ def _say(line: str) -> None:
 
 
 def _silent(line: str) -> None:
-    """Only the first rank speaks."""
+    """Print nothing, since only the first rank speaks."""

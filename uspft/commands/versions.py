@@ -1,6 +1,7 @@
-"""The versions of libraries that uspft is written for; others are refused by name.
+"""The check of library versions: those that uspft is not written for are refused by name.
 
-Looked at before any of them is imported: another generation of transformers fails in its own words.
+It comes before any of them is imported, since another generation of transformers fails in words of
+its own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 def require_versions(
     wanted: Callable[[str], list[str] | None] = requires, installed: Callable[[str], str] = version
 ) -> None:
-    """Raises InputError for each dependency that is missing or outside the range of pyproject.toml,
-    which stands beside the package where uspft is not installed as one."""
+    """Check that every dependency is here, in a version that pyproject.toml allows.
+
+    wanted: gives a package's requirements; where uspft is not installed as one, they come from the
+    pyproject.toml beside it. installed: gives a package's version. Raises InputError with a line
+    for each dependency that is missing or outside its range.
+    """
     problems = []
     for requirement in map(Requirement, _stated(wanted)):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):

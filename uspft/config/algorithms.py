@@ -1,7 +1,8 @@
-"""The table of algorithms: a row for each, and the only place that lists them.
+"""The table of algorithms, with a row for each; it is the only place that lists them.
 
-Rules, layouts, `auto`, `verify`, sentences and README's table read it; its class is named here and
-imported when a layout is made live. A new algorithm is one row here and one file.
+Rules, layouts, `auto`, `verify`, sentences and README's table read it. A row names the algorithm's
+class, which is imported only when a layout is made live. A new algorithm is one row here and one
+file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ AUTO = "auto"
 
 
 class Splits(Enum):
-    """What of a row's attention the ranks that share it divide, and how its degrees follow."""
+    """What the ranks that share a row divide in its attention, and how their degrees follow."""
 
     HEADS = "heads: Ulysses degree = context_parallel"
     TOKENS = "tokens: ring degree = context_parallel"
@@ -23,35 +24,38 @@ class Splits(Enum):
 
 @dataclass(frozen=True, eq=False)
 class AlgorithmRow:
-    """What is known of an algorithm without torch."""
+    """The facts about an algorithm that are known without torch."""
 
     name: str
-    """The recipe's value of `context_parallel_algo` or `tensor_parallel_algo`."""
+    """The value of `context_parallel_algo` or `tensor_parallel_algo` that names it in a recipe."""
     code: str
-    """Where its class is, `module:Class`."""
+    """The place of its class, written `module:Class`."""
     splits: Splits
     short: str = "ring"
-    """What `strategy` in metrics.jsonl calls its split of tokens."""
+    """The name of its split of tokens in `strategy` in metrics.jsonl."""
     label: str = "ring"
-    """What a sentence calls its split of tokens beside Ulysses."""
+    """The name of its split of tokens in a sentence that names Ulysses too."""
     alone: str = "zigzag ring"
-    """What a sentence calls it where tokens alone are split."""
+    """The name of its split in a sentence where tokens alone are split."""
     synonyms: tuple[str, ...] = ()
     megatron: str = "–"
-    """Megatron's `cp_comm_type`."""
+    """The value of Megatron's `cp_comm_type` that corresponds to it."""
     ulysses_required: bool = False
-    """Whether a recipe must say `ulysses_degree_in_cp`; else it is 1 where it is left out."""
+    """Whether a recipe must say `ulysses_degree_in_cp`; if not, a degree left out is 1."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Key of `parallel_config` that it alone has → the field of its class."""
+    """The keys of `parallel_config` that it alone has, each with the field of its class."""
     automatic: bool = False
     """Whether `auto` may choose it."""
     what: str = ""
-    """README: what is split during attention."""
+    """What README's table says is split during attention."""
     legal: str = ""
-    """README: where it is legal."""
+    """What README's table says of where it is legal."""
 
     def degrees(self, context: int, ulysses: int | None) -> tuple[int, int]:
-        """(Ulysses, ring) degrees of `context` ranks; ulysses: the recipe's, where it says one."""
+        """Return the (Ulysses, ring) degrees of `context` ranks that share a row.
+
+        ulysses: the recipe's Ulysses degree, or None where it says none.
+        """
         match self.splits:
             case Splits.HEADS:
                 return context, 1
@@ -61,11 +65,11 @@ class AlgorithmRow:
                 return ulysses or 1, context // (ulysses or 1)
 
     def options_at(self, ring: int) -> set[str]:
-        """The keys of its options that mean something at a ring degree."""
+        """Return the keys of those of its options that mean something at a ring degree."""
         return set(self.options) if ring > 1 or self.splits is Splits.HEADS else set()
 
     def implied_ulysses(self, context: int) -> int | None:
-        """The Ulysses degree that nobody needs to write; None where it is the recipe's choice."""
+        """Return the Ulysses degree that need not be written; None where the recipe chooses it."""
         return None if self.splits is Splits.BOTH else self.degrees(context, None)[0]
 
 
@@ -126,7 +130,7 @@ CONTEXT = _table(
         legal="as `hybrid_cp`",
     ),
 )
-"""By the value of `context_parallel_algo`."""
+"""The algorithms that share a row, by the value of `context_parallel_algo`."""
 
 WHOLE = AlgorithmRow(
     "whole",
@@ -135,25 +139,28 @@ WHOLE = AlgorithmRow(
     what="nothing: the row is whole on its process",
     legal="always",
 )
-"""What stands for an algorithm where `context_parallel` is 1."""
+"""The row that stands for an algorithm where `context_parallel` is 1."""
 
 
 def row_of(name: str | None, context: int) -> AlgorithmRow:
-    """The row of a recipe's algorithm for `context` ranks that share a row."""
+    """Return the row of a recipe's algorithm, or WHOLE where it names none or `context` is 1.
+
+    context: how many ranks share a row of the data.
+    """
     return CONTEXT[name] if name and context > 1 else WHOLE
 
 
 def names(table: Mapping[str, AlgorithmRow]) -> str:
-    """The names of a table's algorithms, as a sentence lists them."""
+    """Return the names of a table's algorithms, as a sentence lists them."""
     *rest, last = table
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def every_option() -> set[str]:
-    """Keys of `parallel_config` that one algorithm or another alone has."""
+    """Return every key of `parallel_config` that is an option of some algorithm."""
     return {option for row in CONTEXT.values() for option in row.options}
 
 
 def having(option: str) -> list[str]:
-    """The algorithms that have an option."""
+    """Return the names of the algorithms that have an option."""
     return [row.name for row in CONTEXT.values() if option in row.options]

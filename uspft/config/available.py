@@ -1,7 +1,8 @@
-"""Features of the contract that come later: asking for one is one problem, by name.
+"""Features of the contract that come later; asking for one is one problem, which names it.
 
-A feature has landed when its row is gone. A row's keys are dropped before anything else is checked,
-so the feature's own rules wait for it, and a default that asks for it is switched off.
+A feature is available when its row is gone. Until then the keys that ask for it are dropped before
+anything else is checked, so that the feature's own rules wait for it, and a default that asks for
+it is switched off.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ Asks = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Later:
-    """A feature; by key what asks for it and, as YAML, the value to write until it is there.
-
-    An empty value means that the key is left out.
-    """
+    """A feature that is not available yet, and the keys with which a recipe asks for it."""
 
     feature: str
     keys: Mapping[str, tuple[Asks, str]]
+    """For each key, which values ask for the feature, and what to write until it is available.
+
+    The latter is YAML; an empty string means that the key is left out.
+    """
 
 
 def _is(*words: object) -> Asks:
@@ -91,7 +93,7 @@ LATER = (
 
 
 def refused(raw: dict[str, Any]) -> tuple[list[Finding], set[str]]:
-    """One finding for each feature asked for, and every key that asks."""
+    """Return one finding for each feature that the recipe asks for, and every key that asks."""
     findings: list[Finding] = []
     asking: set[str] = set()
     values = list(_values(raw, ""))
@@ -109,7 +111,7 @@ def refused(raw: dict[str, Any]) -> tuple[list[Finding], set[str]]:
 
 
 def settled(raw: dict[str, Any]) -> dict[str, Any]:
-    """The tree with every default that asks for a later feature written out as off."""
+    """Return the tree, with every default that asks for a later feature written out as off."""
     result = dict(raw)
     for later in LATER:
         for pattern, (asks, off) in later.keys.items():
@@ -124,7 +126,7 @@ def settled(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_later(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree without the keys of features that are not available yet: all of them are off."""
+    """Return the tree without the keys of features that are not available yet: all are off."""
     later = {key for one in LATER for key in one.keys}
 
     def kept(value: Any, at: str) -> Any:
@@ -145,7 +147,10 @@ def _instead(key: str, off: str) -> str:
 
 
 def _values(raw: Any, at: str) -> list[tuple[str, str, Any]]:
-    """(pattern, key, value) of everything in the tree, in file order."""
+    """Return (pattern, key, value) of everything in the tree, in file order.
+
+    A pattern is the key with `[]` in place of each index.
+    """
     found = [(re.sub(r"\[\d+\]", "[]", at), at, raw)] if at else []
     if isinstance(raw, dict):
         for key, value in raw.items():

@@ -1,7 +1,7 @@
 """Checks of single values: each returns the value as the recipe holds it, or raises Fault.
 
-Strict on purpose: nothing is converted but a whole number to a real one, and `128k` where tokens
-are counted.
+They are strict on purpose: a whole number may stand for a real one, `128k` for a number of tokens,
+and 5e8 for a whole number where `exponent` is set, but no other type for another.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Check = Callable[[Any], Any]
 
 LARGEST = 2**63 - 1
 SUFFIXED = "^[0-9]+[kKmM]$"
-"""A number of tokens as `token_count` reads it."""
+"""The pattern of a number of tokens that `token_count` reads, such as 128k."""
 
 
 def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The name that a misspelt one most likely means."""
+    """Return the name that a misspelt one most likely means, or None where none is near."""
     by_lower = {name.lower(): name for name in names}
     near = difflib.get_close_matches(text.lower(), list(by_lower), 1, cutoff)
     return by_lower[near[0]] if near else None
 
 
 def _stray(value: object, wanted: str, words: Sequence[object]) -> Fault:
-    """A value of the wrong type: what it is, and what was most likely meant."""
+    """Return the Fault of a value of the wrong type: what it is, and what was most likely meant."""
     what = f"expected {either(wanted, words)}, got {shown(value)}"
     remedy = f"write {either(wanted, words)}"
     if isinstance(value, str):
@@ -56,7 +56,7 @@ def whole(
     unit: str = "",
     exponent: bool = False,
 ) -> Check:
-    """A whole number of at least `minimum`; with `exponent`, 5e8 is one too."""
+    """Return a check of whole numbers within bounds; with `exponent`, 5e8 is one too."""
     wanted = f"a whole number{unit} of at least {minimum}"
     schema: dict[str, Any] = {"type": "integer", "minimum": minimum}
     if maximum != LARGEST:
@@ -82,7 +82,7 @@ def whole(
 
 
 def tokens(minimum: int, *, also: Sequence[object] = ()) -> Check:
-    """A number of tokens, where k and m are binary."""
+    """Return a check of numbers of tokens, where k and m are binary."""
     number = described(whole(minimum, unit=" of tokens (such as 4096 or 128k)", also=also))
     suffixed = {"type": "string", "pattern": SUFFIXED}
 
@@ -102,7 +102,7 @@ def real(
     below: float | None = None,
     also: Sequence[object] = (),
 ) -> Check:
-    """A finite number, bounds included (`minimum`, `maximum`) or not (`above`, `below`)."""
+    """Return a check of finite numbers, `minimum` to `maximum`, above `above` and below `below`."""
     limits = [("above", "exclusiveMinimum", above), ("of at least", "minimum", minimum)]
     limits += [("of at most", "maximum", maximum), ("below", "exclusiveMaximum", below)]
     bounds = [
@@ -129,7 +129,7 @@ def real(
 
 
 def flag(*, also: Sequence[object] = ()) -> Check:
-    """true or false; YAML 1.1's yes and on are strings."""
+    """Return a check of true and false; it refuses YAML 1.1's yes and on, which are strings."""
 
     @lets_pass("true or false", {"type": "boolean"}, also)
     def check(value: Any) -> Any:
@@ -147,7 +147,7 @@ def flag(*, also: Sequence[object] = ()) -> Check:
 def choice(
     *allowed: str, also: Sequence[object] = (), synonyms: Mapping[str, str] | None = None
 ) -> Check:
-    """One of the allowed words; a synonym is read as the word it stands for."""
+    """Return a check of the allowed words; a synonym is read as the word it stands for."""
     listed = either(" | ".join(allowed), also)
 
     @lets_pass(listed, {"enum": [*allowed, *(synonyms or {}), *also]})
@@ -170,7 +170,7 @@ def choice(
 
 
 def text(wanted: str = "a string", *, also: Sequence[object] = ()) -> Check:
-    """A string that is not empty."""
+    """Return a check of strings; empty ones, "None" and those with a zero byte are refused."""
 
     @lets_pass(wanted, {"type": "string", "pattern": r"\S"}, also)
     def check(value: Any) -> Any:
@@ -191,7 +191,7 @@ def text(wanted: str = "a string", *, also: Sequence[object] = ()) -> Check:
 
 
 def path(wanted: str = "a path", *, also: Sequence[object] = ()) -> Check:
-    """A path of the file system, as a Path."""
+    """Return a check of paths of the file system, which gives a Path."""
     name = described(text(wanted, also=also))
 
     @lets_pass(name.wanted, name.schema)
@@ -206,7 +206,7 @@ def path(wanted: str = "a path", *, also: Sequence[object] = ()) -> Check:
 def each(
     item: Check, wanted: str, *, size: int | None = None, also: Sequence[object] = ()
 ) -> Check:
-    """A list, each item checked, as a tuple; of `size` items where that is given."""
+    """Return a check of each item of a list, of `size` items if that is given; it gives a tuple."""
     one = described(item)
     schema: dict[str, Any] = {"type": "array", "items": one.schema}
     schema |= {} if size is None else {"minItems": size, "maxItems": size}
@@ -228,7 +228,7 @@ def each(
 
 
 def collect(work: Iterable[tuple[str, Check, Any]]) -> tuple[dict[str, Any], list[Finding]]:
-    """Each (key, check, value) checked: the results by key, and every finding."""
+    """Check each (key, check, value), and return the results by key and every finding."""
     results: dict[str, Any] = {}
     findings: list[Finding] = []
     for key, check, value in work:
@@ -242,7 +242,7 @@ def collect(work: Iterable[tuple[str, Check, Any]]) -> tuple[dict[str, Any], lis
 def table(
     fields: Mapping[str, Check], *, required: Sequence[str] = (), also: Sequence[object] = ()
 ) -> Check:
-    """A mapping of these fields, each checked; stays a dict."""
+    """Return a check of mappings of these fields, each checked; it gives a dict."""
     keys = {key: described(one).noted() for key, one in fields.items()}
     schema: dict[str, Any] = {"type": "object", "properties": keys, "additionalProperties": False}
     schema |= {"required": list(required)} if required else {}
@@ -273,7 +273,7 @@ def table(
 
 
 def free(*, also: Sequence[object] = ()) -> Check:
-    """A mapping of any keys; only strings that were surely meant as another value are refused."""
+    """Return a check of mappings of any keys, where strings surely meant otherwise are refused."""
 
     def misread(value: object, at: str) -> list[Finding]:
         if isinstance(value, dict):

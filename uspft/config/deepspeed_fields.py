@@ -1,6 +1,7 @@
 """The keys of DeepSpeed's configuration that a recipe may hold; DeepSpeed is not imported.
 
-Names, aliases and bounds are those of DeepSpeed 0.19.8; a test compares with the one installed.
+Names, aliases and bounds are those of DeepSpeed 0.19.8; a test compares them with those of the
+installed version.
 """
 
 from __future__ import annotations
@@ -151,7 +152,10 @@ _zero_table = table(ZERO)
 
 
 def zero_fields(value: Any) -> dict[str, Any]:
-    """DeepSpeed's ZeRO fields under their documented names, `stage` first and 1 by default."""
+    """Return DeepSpeed's ZeRO fields under their documented names, `stage` first and 1 by default.
+
+    Raises Fault.
+    """
     given: dict[str, Any] = _zero_table(value)
     fields: dict[str, Any] = {"stage": 1}
     findings: list[Finding] = []
@@ -173,7 +177,7 @@ def zero_fields(value: Any) -> dict[str, Any]:
 
 
 def _combinations(fields: dict[str, Any]) -> list[Finding]:
-    """What DeepSpeed asserts, or silently does otherwise, when the engine starts."""
+    """Return findings on what DeepSpeed refuses, or silently changes, when the engine starts."""
     stage = fields["stage"]
     findings: list[Finding] = []
     for key, lowest in (("offload_param", 3), ("offload_optimizer", 1)):

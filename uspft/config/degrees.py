@@ -1,4 +1,4 @@
-"""How a run is split over ranks: the keys of `parallel_config`."""
+"""The keys of `parallel_config`, which say how a run is split over ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def _of_the_table() -> Described:
 
 
 def _context_algorithm() -> Described:
-    """A name of the table of algorithms, or a synonym of one.
+    """Return a check for a name in the table of algorithms, or a synonym of one.
 
-    The check reads the table when it is asked: a row that has been added counts.
+    The check reads the table each time it is asked, so that a row added since counts too.
     """
     said = "".join(f"; {other} means {name}" for other, name in _synonyms().items())
     now = _of_the_table()
@@ -45,54 +45,54 @@ def _context_algorithm() -> Described:
 
 
 class Degrees(RecipeBlock):
-    """A layout: how many ways each thing is split, and by which algorithms."""
+    """A layout says how many ways each thing is split, and by which algorithms."""
 
     data_parallel: CountOrAuto = "auto"
-    """Rows in work at a time; `auto` takes what the other degrees leave of the processes."""
+    """Number of replicas that take different rows; `auto` is processes ÷ the other degrees."""
     model_parallel: Count = 1
-    """Tensor parallel degree: ranks that hold parts of one matrix."""
+    """Tensor parallel degree: the number of ranks that hold parts of one matrix."""
     use_seq_parallel: Flag = False
     """Whether tensor parallel ranks also split the tokens between their matrices."""
     context_parallel: Count = 1
-    """Ranks that share one row."""
+    """Number of ranks that share one row."""
     context_parallel_algo: Annotated[str | None, _is(_context_algorithm())] = None
-    """How ranks share a row, required where several do; `auto` chooses, and the run says why."""
+    """How ranks share a row; required where several do; `auto` chooses, and the run says why."""
     ulysses_degree_in_cp: CountOrNone = None
-    """Ranks that split heads (tokens: context_parallel ÷ this); null: the algorithm's own, or 1."""
+    """Ranks that split heads; context_parallel ÷ it split tokens; null: the algorithm's, or 1."""
     exchange_stages: CountAutoOrNone = "auto"
-    """Steps of an exchange of keys; `auto` and null: at least one for each other rank."""
+    """Steps in which keys are exchanged; `auto` and null take at least one for each other rank."""
     tensor_parallel_algo: Annotated[
         Literal["megatron", "meshslice"], _is(choice("megatron", "meshslice"))
     ] = "megatron"
-    """How tensor parallel ranks split a matrix."""
+    """Algorithm with which tensor parallel ranks split a matrix."""
     tensor_mesh: Annotated[
         tuple[int, int] | Literal["auto"] | None,
         _is(each(whole(1), "[rows, cols]", size=2, also=("auto", None))),
     ] = "auto"
-    """Rows and columns of meshslice's ranks; `auto` and null leave the choice to it."""
+    """Rows and columns of meshslice's grid of ranks; `auto` and null leave the choice to it."""
     tensor_slices: CountAutoOrNone = "auto"
-    """Slices of one product in meshslice; `auto` and null leave the choice to it."""
+    """Number of slices of one product in meshslice; `auto` and null leave the choice to it."""
     pipeline_stage: Count = 1
-    """Pipeline stages that the layers are split into."""
+    """Number of pipeline stages that the layers are split into."""
     micro_batch_num: Count = 1
-    """Micro-batches in flight in a pipeline."""
+    """Number of micro-batches in flight in a pipeline."""
     pp_interleave_num: Count = 1
-    """Virtual pipeline stages per rank."""
+    """Number of virtual pipeline stages per rank."""
     seq_split_num: Count = 1
-    """Parts of a row that follow one another through a pipeline."""
+    """Number of parts of a row that follow one another through a pipeline."""
     fine_grain_interleave: Count = 1
-    """Parts of a layer's work that alternate, so that tensor parallel transfers are hidden."""
+    """Number of parts of a layer's work that alternate, which hides tensor parallel transfers."""
 
 
 class Strategy(Degrees):
-    """One of several layouts: a degree that it leaves out is 1, `data_parallel` what is left."""
+    """One of several layouts: degrees left out are 1, and `data_parallel` takes what is left."""
 
     max_length: Annotated[int, _is(tokens(1))]
-    """Tokens of the longest row that this layout is for."""
+    """Number of tokens in the longest row that this layout is for."""
 
 
 class ParallelBlock(Degrees):
-    """The block lays a run out over its ranks, in MindSpore Transformers' words."""
+    """The block says how a run is split over ranks, in the key names of MindSpore Transformers."""
 
     strategies: Annotated[
         tuple[Strategy, ...] | Literal["auto"] | None,

@@ -13,14 +13,14 @@ from uspft.config.yaml.loading import as_tree
 Node = dict[str, Any]  # a part of a JSON Schema
 
 GROUPED = "^[-+]?[1-9][0-9]*(_[0-9]+)+([.][0-9]*)?([eE][-+]?[0-9]+)?$"
-"""A number such as 1_000: text to an editor, a number to uspft."""
+"""The pattern of numbers such as 1_000, which are text to an editor and numbers to uspft."""
 
 
 def schema() -> Node:
-    """docs/recipe.schema.json: what editors check.
+    """Return the content of docs/recipe.schema.json, with which editors check a recipe.
 
-    Nothing is required but in items of lists: what a file leaves out may stand in another, or on
-    the command line. What only holds between keys is left to `check`.
+    Keys are required only in items of lists: what a file leaves out may stand in another, or on
+    the command line. Rules between keys are left to `check`.
     """
     every = blocks()
     nested = {kind.__name__: at for at, kind in reversed(every.items()) if "[" in at or "." in at}
@@ -56,7 +56,7 @@ def _property(key: Key) -> Node:
 
 
 def _lenient(node: Any) -> Any:
-    """The schema where every number may also be one that is text to an editor."""
+    """Return the schema in which every number may also be one that is text to an editor."""
     if isinstance(node, list):
         return [_lenient(item) for item in node]
     if not isinstance(node, dict):
@@ -69,7 +69,7 @@ def _lenient(node: Any) -> Any:
 
 
 def as_json(node: Any, indent: str = "") -> str:
-    """JSON whose short parts stand on one line."""
+    """Return a value as JSON whose short parts stand on one line."""
     flat = json.dumps(node, ensure_ascii=False)
     if len(indent) + len(flat) <= 90 or not isinstance(node, dict | list):
         return flat

@@ -1,4 +1,4 @@
-"""What a block of the recipe is, and the kinds of values that many of its keys share."""
+"""The base class of the recipe's blocks, and the types of values that many of their keys share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PathOrNone = Annotated[Path | None, PlainValidator(path(also=_NONE))]
 
 
 class RecipeBlock(BaseModel):
-    """A mapping of the recipe: unknown keys are refused, values never change.
+    """A mapping of the recipe, which refuses unknown keys and whose values never change.
 
-    The line below a field is its meaning.
+    The line below a field says what its key means.
     """
 
     model_config = ConfigDict(
@@ -36,7 +36,7 @@ class RecipeBlock(BaseModel):
 
 
 def findings_of(error: ValidationError) -> list[Finding]:
-    """pydantic's errors as findings."""
+    """Return pydantic's errors as findings."""
     findings: list[Finding] = []
     for one in error.errors(include_url=False):
         at = ".".join(map(str, one["loc"]))
@@ -54,7 +54,10 @@ def findings_of(error: ValidationError) -> list[Finding]:
 
 
 def block(kind: type[RecipeBlock], *, also: tuple[object, ...] = ()) -> Check:
-    """A nested block; a check like any other, so that its findings carry its keys."""
+    """Return a check that reads a nested block, and whose findings carry the keys inside it.
+
+    also: (None,) where null may stand in place of the block.
+    """
 
     @lets_pass("a mapping", {"$ref": f"#/$defs/{kind.__name__}"}, also)
     def check(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a run starts from: the keys of `model` and `data`, and of one source of samples."""
+"""The keys of `model`, of `data` and of one source of samples, from which a run starts."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
 
 
 class Source(RecipeBlock):
-    """One source of samples."""
+    """A source is one place from which samples come, such as a file, a folder or a hub data set."""
 
     path: Annotated[str, _is(text("a file, a folder, a glob or a hub id"))]
-    """Where the samples are; `python:stdlib` is the running Python's own standard library."""
+    """Place of the samples; `python:stdlib` stands for the running Python's standard library."""
     name: TextOrNone = None
     """Configuration of a hub data set; null takes the one that the data set has by default."""
     split: TextOrNone = None
     """Split of a hub data set; null takes `train`."""
     format: Annotated[str | None, _is(choice(*FORMATS, also=_NONE))] = None
-    """Fields of this source's records; null takes `data.format`."""
+    """Which fields the records of this source have; null takes `data.format`."""
     weight: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
     """Share of this source in an epoch, relative to the other sources' weights."""
 
     @property
     def title(self) -> str:
-        """The path, with what else a hub data set is chosen by: org/name (en, test)."""
+        """The path, followed by the name and split of a hub data set: `org/name (en, test)`."""
         chosen = ", ".join(part for part in (self.name, self.split) if part)
         return f"{self.path} ({chosen})" if chosen else self.path
 
@@ -65,32 +65,32 @@ def _sources_or_none(value: Any) -> tuple[Source, ...] | None:
 
 
 class ModelBlock(RecipeBlock):
-    """The block names the model, what of it trains, its compute type and its attention kernel."""
+    """The block names the model, which parameters train, the compute type and attention kernel."""
 
     name_or_path: TextOrNone = None
     """Hugging Face folder or hub id of the model; required unless `model.config` is given."""
     config: PathOrNone = None
-    """config.json or its folder, in place of `name_or_path`; weights are drawn from `seed`."""
+    """Path of a config.json or its folder, in place of `name_or_path`; `seed` draws the weights."""
     tokenizer: TextOrNone = None
     """Folder or hub id of the tokenizer; null takes `name_or_path`."""
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
         _is(choice("float32", "bfloat16", "float16")),
     ] = "bfloat16"
-    """Type of forward and backward; master weights and Adam are float32; float16 needs a GPU."""
+    """Dtype of forward and backward; master weights and Adam are float32; float16 needs a GPU."""
     attention: Annotated[
         Literal["auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch"],
         _is(choice("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch")),
     ] = "auto"
-    """One-device attention kernel; `auto` takes the fastest that passes its check on every rank."""
+    """Attention kernel of a device; `auto` takes the fastest that passes its check on all ranks."""
     rope_scaling: Annotated[dict[str, Any] | None, _is(scaling)] = None
-    """How rotary positions reach longer rows; null leaves the scaling of the model's own config."""
+    """How rotary positions are scaled for longer rows; null keeps the scaling in config.json."""
     overrides: Annotated[dict[str, Any], _is(free())] = Field(default_factory=dict)
-    """Fields of the model's config.json with other values than its own."""
+    """Fields of the model's config.json, with the values that replace its own."""
     adapter: Annotated[AdapterBlock | None, _is(block(AdapterBlock, also=_NONE))] = None
-    """LoRA in place of training every weight; null trains every weight."""
+    """LoRA adapter that trains in place of the weights; null trains the weights themselves."""
     freeze: Annotated[tuple[str, ...], _is(each(pattern, "a list of regular expressions"))] = ()
-    """Regular expressions; parameters in whose names one of them is found are not trained."""
+    """Regular expressions; a parameter is not trained where one of them is found in its name."""
     trust_remote_code: Flag = False
     """Whether Python code that a hub model brings may run."""
 
@@ -106,25 +106,25 @@ class DataBlock(RecipeBlock):
         Literal["auto", "messages", "prompt_completion", "text", "tokenized"],
         _is(choice(*FORMATS)),
     ] = "auto"
-    """Fields of a record; `auto` tells them from the first record of each file."""
+    """Which fields a record has; `auto` tells them from the first record of each file."""
     sequence_length: Annotated[int, _is(tokens(2))]
-    """Tokens in a row, over all ranks that share it."""
+    """Number of tokens in a row, over all ranks that share it."""
     packing: Annotated[Literal["none", "best_fit"], _is(choice("none", "best_fit"))] = "best_fit"
     """`best_fit` packs whole documents, which never see one another; `none` pads each to a row."""
     overlong: Annotated[
         Literal["error", "truncate", "drop", "split"],
         _is(choice("error", "truncate", "drop", "split")),
     ] = "error"
-    """What becomes of a sample longer than a row; `split` makes several documents of it."""
+    """What happens to a sample longer than a row; `split` cuts it into several documents."""
     train_on: Annotated[
         Literal["assistant", "completion", "all"], _is(choice("assistant", "completion", "all"))
     ] = "assistant"
-    """Targets of conversations and prompts: the answers (`assistant`, `completion`) or `all`."""
+    """Target tokens in chats and prompts: the answers (`assistant`, `completion`) or `all`."""
     chat_template: PathOrNone = None
     """Jinja file that renders conversations; null takes the tokenizer's own template."""
     shuffle: Flag = True
     """Whether samples come in an order drawn from `seed` and the epoch; else in file order."""
     workers: Annotated[int, _is(whole(0))] = 2
-    """Threads that tokenise; 0 and 1 are the same."""
+    """Number of threads that tokenise; 0 and 1 are the same."""
     cache_dir: PathOrNone = None
     """Folder for tokenised data; null takes `uspft/data` in `$XDG_CACHE_HOME` (~/.cache)."""

@@ -19,7 +19,7 @@ from uspft.config.recipe import Recipe
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a block that holds a value, and what is said of it."""
+    """A key that holds a value and not a block: its path, meaning, check and default."""
 
     path: str
     meaning: str
@@ -38,11 +38,11 @@ BASE = Key(
     described(each(text("the path of a file"), "a list of files")),
     (),
 )
-"""The one key that is gone when a recipe has been read."""
+"""The key `base`, the only one that a recipe no longer has once it has been read."""
 
 
 def keys(kind: type[RecipeBlock], at: str) -> list[Key]:
-    """The keys of the block at a path that hold values, in order."""
+    """Return the keys that hold values in the block of this kind at a path, in order."""
     off = settled({}).get(at, {})
     found = [BASE] if kind is Recipe else []
     for name, field in kind.model_fields.items():
@@ -56,7 +56,10 @@ def keys(kind: type[RecipeBlock], at: str) -> list[Key]:
 
 
 def blocks(kind: type[RecipeBlock] = Recipe, at: str = "") -> dict[str, type[RecipeBlock]]:
-    """Every block by its path, the recipe's own first and at ""; `[]` is any item of a list."""
+    """Return every block by its path, where `[]` stands for any item of a list.
+
+    The first is the recipe itself, whose path is empty.
+    """
     found = {at: kind}
     for name, field in kind.model_fields.items():
         for below, listed in _kinds(field.annotation):
@@ -72,13 +75,13 @@ def _kinds(annotation: Any, listed: bool = False) -> Iterator[tuple[type[RecipeB
 
 
 def _check(field: FieldInfo) -> Described | None:
-    """The check of a key's value; None where the key holds a block."""
+    """Return the check of a key's value, or None where the key holds a block."""
     checks = [part.func for part in field.metadata if isinstance(part, PlainValidator)]
     return next((check for check in checks if isinstance(check, Described)), None)
 
 
 def _not_yet(path: str) -> list[str]:
-    """What to say of a key that asks for a feature still to come."""
+    """Return a sentence for each feature still to come that the key at a path asks for."""
     found = [(later.feature, later.keys[path][1]) for later in LATER if path in later.keys]
     return [
         f"Not available yet ({feature}): {f'write `{off}`' if off else 'leave it out'}."
@@ -87,5 +90,5 @@ def _not_yet(path: str) -> list[str]:
 
 
 def summary(kind: type[RecipeBlock]) -> str:
-    """What a block is for, in one line."""
+    """Return the line that says what a block is for: the first of its docstring."""
     return (kind.__doc__ or "").partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Which parameters train: an adapter in place of all, or all but some."""
+"""The keys of an adapter that trains in place of the weights, and the check of `model.freeze`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class AdapterBlock(RecipeBlock):
     """The block trains low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
 
     type: Annotated[Literal["lora"], _is(choice("lora"))] = "lora"
-    """The kind of adapter: LoRA."""
+    """The kind of adapter; LoRA is the only one."""
     rank: Count = 16
     """Rank of the two matrices that stand beside a weight."""
     alpha: Annotated[float, _is(real(above=0))] = 32.0
-    """Scale of what the adapter adds: alpha ÷ rank."""
+    """What the adapter adds to a projection's output is multiplied by alpha ÷ rank."""
     dropout: Annotated[float, _is(real(0, below=1))] = 0.0
-    """Share of an adapter's inputs that training drops; the same tokens in every layout."""
+    """Share of an adapter's inputs that training sets to 0, the same ones in every layout."""
     target_modules: Annotated[
         tuple[str, ...] | None,
         _is(each(text("a module's name"), "a list of module names", also=(None,))),
     ] = None
-    """Names of the projections to adapt; null: every linear projection of the layers."""
+    """Names of the projections to adapt; null adapts every linear projection of the layers."""
 
 
 _words = described(text("a regular expression"))
@@ -38,7 +38,7 @@ _words = described(text("a regular expression"))
 
 @lets_pass(_words.wanted, _words.schema)
 def pattern(value: Any) -> str:
-    """A regular expression. Raises Fault."""
+    """Return the value if it is a regular expression. Raises Fault where it is none."""
     words: str = _words(value)
     try:
         re.compile(words)

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, and where it stands."""
+"""Problems of a recipe: what is wrong, what to write instead, and where the fault stands."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Finding = tuple[
 
 
 def join(at: str, below: str) -> str:
-    """The key path of `below` (a key, `[index]` or nothing) inside `at`."""
+    """Return the key path of `below` (a key, `[index]` or nothing) inside `at`."""
     return f"{at}.{below}" if at and below and not below.startswith("[") else at + below
 
 
 def said(error: Exception) -> str:
-    """What another library's error says, in one line."""
+    """Return in one line what another library's error says, cut off after MAX_SAID characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_SAID else text[: MAX_SAID - 1] + "…"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault of a recipe; as text one line, `FILE:LINE: key.path: what; remedy`."""
+    """One problem of a recipe; its text is one line, `FILE:LINE: key.path: what; remedy`."""
 
     where: str
     key: str
@@ -42,21 +42,24 @@ class Problem:
 
 
 class InputError(ValueError):
-    """What the user gave is wrong; the text says what and what to do, a traceback would not help.
+    """The error that the user's input is wrong; its text says what is wrong and what to do.
 
-    findings: those that concern keys of the recipe; a command gives each its place.
+    A traceback would not help the user.
     """
 
     findings: Sequence[Finding] = ()
+    """The findings that concern keys of the recipe; a command gives each of them its place."""
 
 
 class RunFailed(Exception):
-    """A run cannot go on, and not by a fault of uspft: the text says why and what to do, a
-    traceback would not help."""
+    """The error that a run cannot go on, and not by a fault of uspft.
+
+    The text says why and what to do; a traceback would not help the user.
+    """
 
 
 class RecipeError(InputError):
-    """Every problem of a recipe at once; as text one line each."""
+    """The error that carries every problem of a recipe at once; its text has one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
@@ -64,7 +67,7 @@ class RecipeError(InputError):
 
 
 class Fault(InputError):
-    """What a check raises: findings, their keys relative to the value checked."""
+    """The error that a check raises: findings, whose keys are relative to the value checked."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = list(findings)
@@ -72,23 +75,23 @@ class Fault(InputError):
 
 
 def fault(what: str, remedy: str) -> Fault:
-    """A fault of the value itself."""
+    """Return a Fault with one finding, about the checked value itself."""
     return Fault([("", what, remedy)])
 
 
 @dataclass(frozen=True)
 class Origins:
-    """Where each key of a merged recipe was written: `FILE:LINE`, or the command line."""
+    """The place where each key of a merged recipe was written: `FILE:LINE`, or the command line."""
 
     file: str
     places: Mapping[str, str]
 
     def where(self, key: str) -> str:
-        """The place of a key, else of its nearest parent that is present, else the file's start."""
+        """Return the place of a key, else of its nearest parent with one, else the file's start."""
         while key and key not in self.places:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
         return self.places.get(key, f"{self.file}:1")
 
     def problem(self, key: str, what: str, remedy: str) -> Problem:
-        """A finding with its place."""
+        """Return a finding as a Problem, with the place of its key."""
         return Problem(self.where(key), key, what, remedy)

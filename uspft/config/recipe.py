@@ -1,7 +1,7 @@
-"""The recipe as typed, frozen blocks; field names, types and defaults are the public contract's.
+"""The recipe as typed, frozen blocks, whose field names, types and defaults are a public contract.
 
-A field's annotation says what code reads; its check says what a recipe may write; the line below it
-is its meaning, which docs/keys.md and editors show.
+A field's annotation says which type the code reads, its check says which values a recipe may write,
+and the line below it says what the key means, as docs/keys.md and editors show it.
 """
 
 from __future__ import annotations
@@ -47,51 +47,51 @@ _zero = Described(zero_fields, "a mapping", described(table(ZERO)).schema)
 
 
 class DeepSpeedBlock(RecipeBlock):
-    """These keys go to DeepSpeed as they are; all else that it is told follows from the recipe."""
+    """These keys go to DeepSpeed as they are; its other settings follow from the other blocks."""
 
     zero_optimization: Annotated[dict[str, Any], _is(_zero)] = Field(
         default_factory=lambda: {"stage": 1}
     )
-    """ZeRO: `stage` (0 to 3, left out: 1), offloading, and every other field that DeepSpeed has."""
+    """DeepSpeed's ZeRO settings: `stage` (0 to 3, by default 1), offloading and all others."""
     aio: Annotated[dict[str, Any] | None, _is(table(AIO, also=_NONE))] = None
-    """Asynchronous reads and writes of NVMe offloading; null: as DeepSpeed has them."""
+    """Settings of asynchronous reads and writes in NVMe offloading; null takes DeepSpeed's own."""
     comms_logger: Annotated[dict[str, Any] | None, _is(table(COMMS_LOGGER, also=_NONE))] = None
-    """DeepSpeed's log of its own transfers; null: off."""
+    """Settings of the log that DeepSpeed keeps of its own transfers; null turns it off."""
     flops_profiler: Annotated[dict[str, Any] | None, _is(table(FLOPS_PROFILER, also=_NONE))] = None
-    """DeepSpeed's profile of a step by module; null: off."""
+    """Settings of DeepSpeed's profile of a step, module by module; null turns it off."""
     wall_clock_breakdown: Flag = False
-    """Whether DeepSpeed prints the seconds of forward, backward and update."""
+    """Whether DeepSpeed prints how many seconds forward, backward and update take."""
 
 
 class OptimizerBlock(RecipeBlock):
     """The optimizer is AdamW; it decays no one-dimensional parameter."""
 
     type: Annotated[Literal["adamw"], _is(choice("adamw"))] = "adamw"
-    """The optimizer: AdamW."""
+    """The optimizer; AdamW is the only one."""
     learning_rate: Annotated[float, _is(real(above=0))] = 1e-5
     """Peak learning rate, reached after the warm-up."""
     betas: Annotated[tuple[float, float], _is(each(real(0, below=1), "[beta1, beta2]", size=2))] = (
         0.9,
         0.95,
     )
-    """Decay of Adam's running means of the gradient and of its square, per step."""
+    """Decay factors per step of Adam's running means of the gradient and of its square."""
     eps: Annotated[float, _is(real(above=0))] = 1e-8
-    """What Adam adds to the root of the mean square."""
+    """Number that Adam adds to the root of the mean square before it divides by it."""
     weight_decay: Annotated[float, _is(real(0))] = 0.1
-    """Decoupled weight decay; one-dimensional parameters have none."""
+    """Coefficient of decoupled weight decay; one-dimensional parameters are not decayed."""
 
 
 class ScheduleBlock(RecipeBlock):
-    """The learning rate rises over a warm-up, a share or a number of steps, and then falls."""
+    """The learning rate rises over a warm-up, a share or a number of steps, then stays or falls."""
 
     type: Annotated[
         Literal["constant", "linear", "cosine"], _is(choice("constant", "linear", "cosine"))
     ] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_ratio: Annotated[float | None, _is(real(0, 1, also=_NONE))] = 0.03
-    """Warm-up as a share of all steps, rounded up; null where `warmup_steps` is given."""
+    """Length of the warm-up as a share of all steps, rounded up; null beside `warmup_steps`."""
     warmup_steps: Annotated[int | None, _is(whole(0, also=_NONE))] = None
-    """Warm-up in steps, in place of `warmup_ratio`."""
+    """Length of the warm-up in steps, given in place of `warmup_ratio`."""
     min_learning_rate: Annotated[float, _is(real(0))] = 0.0
     """Learning rate of the last step; at most `optimizer.learning_rate`."""
 
@@ -108,21 +108,21 @@ class TrainingBlock(RecipeBlock):
     """The block says how long a run is, how many rows a step has, and when the run evaluates."""
 
     steps: CountOrNone = None
-    """Optimizer steps of the run; required unless `training.epochs` is given."""
+    """Number of optimizer steps in the run; required unless `training.epochs` is given."""
     epochs: CountOrNone = None
-    """Passes over the data, in place of `training.steps`."""
+    """Number of passes over the data, given in place of `training.steps`."""
     global_batch_size: Count
-    """Rows in one optimizer step, over all ranks and micro-batches."""
+    """Number of rows in one optimizer step, over all ranks and micro-batches."""
     micro_batch_size: Count = 1
-    """Rows that the ranks of one data-parallel replica take through one forward."""
+    """Number of rows that the ranks of one data-parallel replica take through one forward."""
     max_grad_norm: Annotated[float, _is(real(above=0))] = 1.0
-    """Norm that gradients are clipped to, over all parameters."""
+    """Largest norm of the gradients of all parameters together; they are clipped to it."""
     eval_every_steps: CountOrNone = None
-    """Steps between evaluations; one follows the last step too; null: only there."""
+    """Number of steps between evaluations; the last step has one too; null leaves only that one."""
     eval_micro_batch_size: CountOrNone = None
-    """As `micro_batch_size`, in evaluations; null takes `micro_batch_size`."""
+    """The `micro_batch_size` of evaluations; null takes that of training."""
     debug: Flag = False
-    """Whether ranks compare the rows they share in every step, not in the first three alone."""
+    """Whether ranks compare the rows they share in every step, not only in the first three."""
 
 
 class MemoryBlock(RecipeBlock):
@@ -131,44 +131,44 @@ class MemoryBlock(RecipeBlock):
     gradient_checkpointing: Flag = True
     """Whether layers are computed again in the backward, so that activations need not be kept."""
     offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
-    """Where checkpointed activations wait for the backward: on the device (`none`) or the host."""
+    """Where checkpointed activations wait for the backward: the device (`none`) or host (`cpu`)."""
     loss_tile_tokens: Annotated[
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "auto"
-    """Tokens whose logits are in memory at a time; `auto`: 512 MiB of them; `none`: all tokens."""
+    """Number of tokens whose logits are held at a time; `auto` fills 512 MiB, `none` takes all."""
     mlp_tile_tokens: Annotated[
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "none"
-    """Tokens that an MLP takes at a time; `none`: all tokens."""
+    """Number of tokens that an MLP takes at a time; `none` takes all tokens."""
 
 
 class CheckpointBlock(RecipeBlock):
     """The block says when checkpoints are written, which stay, and which one a run goes on from."""
 
     every_steps: CountOrNone = 500
-    """Steps between checkpoints; the last step has one too; null: only where a run is stopped."""
+    """Steps between checkpoints; the last step has one too; null saves only if a run is stopped."""
     keep_last: Count = 2
-    """Newest checkpoints that stay; older ones are deleted."""
+    """Number of newest checkpoints that stay; older ones are deleted."""
     resume: Annotated[str, _is(text("auto, never or the path of a checkpoint"))] = "auto"
-    """Checkpoint to go on from: a path, or `auto`, the newest whole one; `never` starts anew."""
+    """Checkpoint to go on from: a path, or `auto` for the newest whole one; `never` starts anew."""
 
 
 class ExportBlock(RecipeBlock):
-    """The block says what is written at the end."""
+    """The block says what is written at the end of a run."""
 
     huggingface: Flag = True
-    """Whether the trained model is written to `hf` in `output_dir`."""
+    """Whether the trained model is written to the folder `hf` in `output_dir`."""
 
 
 class LoggingBlock(RecipeBlock):
     """The block says where the numbers of each step go."""
 
     every_steps: Count = 1
-    """Steps between two lines of metrics.jsonl; the last step has one too."""
+    """Number of steps between two lines of metrics.jsonl; the last step has one too."""
     tensorboard: Flag = False
     """Whether TensorBoard's event files are written."""
     wandb: Annotated[dict[str, Any] | None, _is(free(also=_NONE))] = None
-    """Arguments of wandb.init; null: off."""
+    """Arguments of wandb.init; null turns Weights & Biases off."""
     report: Flag = True
     """Whether the run ends with report.html, a page of its numbers."""
 
@@ -177,7 +177,7 @@ class LaunchBlock(RecipeBlock):
     """The block says how many processes a host starts, and the device that they use."""
 
     processes: CountOrAuto = "auto"
-    """Processes on each host; `auto`: its GPUs; on CPU, the product of the degrees ÷ hosts."""
+    """Processes on each host; `auto` is its GPUs or, on CPU, the product of the degrees ÷ hosts."""
     device: Annotated[Literal["auto", "cuda", "cpu"], _is(choice("auto", "cuda", "cpu"))] = "auto"
     """Where ranks compute; `auto` takes cuda where this host has a GPU."""
     hardware: Annotated[str, _is(text("auto, a name in configs/hardware or a file"))] = "auto"
@@ -185,15 +185,16 @@ class LaunchBlock(RecipeBlock):
 
 
 class Recipe(RecipeBlock):
-    """A recipe is a whole run: these keys, and the blocks below.
+    """A recipe describes a whole run: it has these keys, and the blocks below.
 
-    Loading consumes `base` and fills `output_dir` from the file's name.
+    Loading a recipe consumes the key `base`, and fills in `output_dir`, where it is null, from the
+    file's name.
     """
 
     output_dir: PathOrNone = None
-    """Folder of everything the run writes; null takes outputs/<the recipe's file name>."""
+    """Folder for everything that the run writes; null takes outputs/<the recipe's file name>."""
     seed: Annotated[int, _is(whole(0))] = 42
-    """What every random draw follows from: weights, the order of samples, dropout."""
+    """Seed of every random draw: of new weights, of the order of samples, and of dropout."""
     model: ModelBlock
     data: DataBlock
     parallel_config: ParallelBlock = ParallelBlock()

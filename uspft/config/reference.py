@@ -1,9 +1,9 @@
-"""docs/keys.md and docs/recipe.schema.json, made from the recipe's blocks and their checks.
+"""Make docs/keys.md and docs/recipe.schema.json from the recipe's blocks and their checks.
 
     .venv/bin/python -m uspft.config.reference [--check] [FOLDER]
 
-writes both into FOLDER, docs/ where none is named. With --check it writes nothing and ends with 1
-where a file differs from what it would write.
+The command writes both files into FOLDER, or into docs/ where no folder is named. With --check it
+writes nothing, and ends with 1 where a file differs from what it would write.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ These are DeepSpeed's own keys; their meanings and defaults are in its documenta
 
 
 def page() -> str:
-    """docs/keys.md."""
+    """Return the text of docs/keys.md."""
     parts, told = [HEAD], set[type[RecipeBlock]]()
     every = blocks()
     for at, kind in every.items():
@@ -90,12 +90,12 @@ def _table(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def _inherited(kind: type[RecipeBlock]) -> set[str]:
-    """Keys that a block has from another: a layout among `strategies` has those of all layouts."""
+    """Return the keys that a block has from another: `strategies` have those of every layout."""
     return set(kind.model_fields) - set(kind.__annotations__)
 
 
 def _rope() -> str:
-    """The keys of rope_scaling, each with the types that take it."""
+    """Return the table of the keys of rope_scaling, each with the types that take it."""
     rows = []
     for name in dict.fromkeys(name for of_type in TYPES.values() for name in of_type):
         having = [kind for kind, of_type in TYPES.items() if name in of_type]
@@ -110,7 +110,7 @@ def _theirs(rows: Sequence[Key]) -> str:
 
 
 def _inside(at: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The keys of a mapping that is no block of the recipe's own, and what each may be."""
+    """Yield the keys of a mapping that is no block of the recipe's own, and what each may be."""
     for part in (schema, *schema.get("anyOf", ())):
         for name, below in part.get("properties", {}).items():
             yield f"`{at}.{name}`", below.get("description", "–")
@@ -118,7 +118,7 @@ def _inside(at: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def as_yaml(value: Any) -> str:
-    """A default as a recipe would say it."""
+    """Return a default as a recipe would write it."""
     if isinstance(value, bool | None):
         return json.dumps(value)
     if isinstance(value, dict):
@@ -129,7 +129,7 @@ def as_yaml(value: Any) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write both files, or compare them; 1 where one differs from what the code says."""
+    """Write both files, or compare them; return 1 where one differs from what the code says."""
     folders = [Path(word) for word in words if word != "--check"]
     folder = folders[0] if folders else DOCS
     texts = {"keys.md": page(), "recipe.schema.json": as_json(schema()) + "\n"}

@@ -1,6 +1,6 @@
-"""The keys of model.rope_scaling, by type, as Hugging Face names them.
+"""The keys of `model.rope_scaling` for each of its types, named as Hugging Face names them.
 
-Without `factor` it is data.sequence_length ÷ the model's original positions, at least 1.
+A `factor` left out becomes data.sequence_length ÷ the model's original positions, at least 1.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _type = choice(*TYPES)
 
 
 def _of_type(kind: str) -> Check:
-    """The keys of a scaling of one type, checked."""
+    """Return the check of a scaling of one type: only that type's keys may stand in it."""
     keys = {"rope_type": choice(kind), **TYPES[kind]}
     return table(keys, required=("rope_type", *REQUIRED.get(kind, ())))
 
@@ -63,7 +63,10 @@ def _of_type(kind: str) -> Check:
     (None,),
 )
 def scaling(value: Any) -> dict[str, Any] | None:
-    """A scaling of rotary positions with the keys that its type has; None where none is asked."""
+    """Return a scaling of rotary positions whose keys are those of its type; None for null.
+
+    Raises Fault.
+    """
     if value is None:
         return None
     if isinstance(value, dict) and "type" in value and "rope_type" not in value:

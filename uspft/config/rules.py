@@ -1,4 +1,7 @@
-"""Rules between keys that need no world size and no model; each waits for the keys it reads."""
+"""Rules between keys that need no world size and no model.
+
+A rule is asked only where the keys that it reads are free of faults.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from uspft.config.recipe import Recipe
 
 @dataclass(frozen=True)
 class KeyRule:
-    """A rule and the keys it reads: with one of them faulty it would only repeat that fault."""
+    """A rule and the keys that it reads: where one is faulty, it would only repeat that fault."""
 
     reads: tuple[str, ...]
     check: Callable[[Recipe], Iterator[Finding]]
 
 
 def broken(recipe: Recipe, faulty: Set[str]) -> list[Finding]:
-    """What the rules find, those that read a faulty key left out."""
+    """Return what the rules find, without the rules that read a faulty key."""
     return [
         finding
         for rule in RULES
@@ -105,7 +108,7 @@ def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _own_options(recipe: Recipe) -> Iterator[Finding]:
-    """What another algorithm has is refused, not dropped."""
+    """Refuse options that only other algorithms have, instead of dropping them."""
     parallel = recipe.parallel_config
     row = CONTEXT.get(parallel.context_parallel_algo or "")
     for option in sorted(every_option()):

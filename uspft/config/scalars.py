@@ -1,4 +1,4 @@
-"""What an unquoted YAML scalar says: YAML 1.2's core schema, with 1_000, without octal and hex."""
+"""How unquoted YAML scalars are read: by YAML 1.2's core schema, plus 1_000, less octal and hex."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST = 40  # characters of a number: int() of thousands of digits is refused
 
 
 def plain(text: str) -> Scalar:
-    """The value of an unquoted scalar: a finite number, true, false, null, or else a string."""
+    """Return the value of an unquoted scalar: a finite number, true, false, null, or a string."""
     if text in _WORDS:
         return _WORDS[text]
     if len(text) > _LONGEST:
@@ -36,7 +36,7 @@ def plain(text: str) -> Scalar:
 
 
 def token_count(text: str) -> int | None:
-    """The number of tokens in `128k` (131072) or `1m` (2^20); None without such a suffix."""
+    """Return the number of tokens in `128k` (131072) or `1m` (2^20); None without such a suffix."""
     match = _SUFFIXED.fullmatch(text)
     if match is None or len(text) > _LONGEST:
         return None
@@ -44,7 +44,7 @@ def token_count(text: str) -> int | None:
 
 
 def meant(text: str) -> str | None:
-    """What to write instead of a string that was surely meant as another value; None if it was not.
+    """Return what to write instead of a string that was surely meant as another value, or None.
 
     Both readings of a suffix are shown, because k is 1000 in some tools and 1024 in others.
     """

@@ -1,8 +1,8 @@
-"""Data: sources, tokenise, pack, and the endless stream of rows.
+"""Training and evaluation data: files are found, tokenised, packed into rows, and streamed.
 
-Reading order: sources (which files) → records (what is in them) → tokenise, chat (ids and labels)
-→ reading (all of it, on threads) → cache (once, in a folder; evaluation: each set in its own) →
-corpus → packing → stream (rows).
+Reading order: sources (which files) → records (what is in them) → tokenise, chat (ids and labels) →
+reading (all of it, on threads) → cache (once, in a folder; evaluation: each set in its own) →
+corpus → packing → stream (rows) → loader (each rank's share of them).
 """
 
 from uspft.data.cache import formats_of, prepare

@@ -1,4 +1,4 @@
-"""Reads and tokenises the data once, into a folder named after all that changes the tokens."""
+"""Tokenised data is made once and kept, in a folder named after all that changes the tokens."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 PARTIAL = re.compile(r"\.[0-9a-f]{24}\.[0-9a-f]{32}(\.partial)?")
-"""What a corpus is written in before it is complete."""
+"""The name of a folder that a corpus is written in before it is complete."""
 VERSION = 2  # raise it with every change that gives other tokens for the same data
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read, in order, and how it becomes tokens."""
+    """The parts that are read, in order, and how they become tokens."""
 
     parts: list[SourcePart]
     encoder: Encoder
     contents: str
-    """A name for the tokens that come of it."""
+    """A name for the tokens that the parts become."""
 
 
 def prepare(
@@ -56,12 +56,12 @@ def prepare(
     cache_dir: Path,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """The folder in cache_dir that holds data.train tokenised; made when it is not there yet.
+    """Return the folder in cache_dir that holds data.train tokenised; make it where it is missing.
 
     tokenizer_path may be None for tokenized data alone. progress(done, total) counts bytes of files
-    and records of hub data sets. Processes and hosts may prepare the same data at once: the folder
-    is written aside and renamed. For evaluation data give a block whose train is the eval sources.
-    Raises DataError.
+    and records of hub data sets. Processes and hosts may prepare the same data at once, since the
+    folder is written aside and renamed. For evaluation data, give a block whose train is the
+    evaluation sources. Raises DataError.
     """
     parts = _parts(data)
     each = [first_format(part.content, part.declared) for part in parts]
@@ -102,10 +102,10 @@ def _parts(data: DataBlock) -> list[SourcePart]:
 
 
 def formats_of(data: DataBlock) -> list[str]:
-    """The format of each source of data.train, then of data.eval; auto where its files have
-    different ones.
+    """Return the format of each source of data.train, then of data.eval.
 
-    Reads the first record of each file. Raises DataError.
+    It is auto where the files of a source have different formats. Each file is read up to its first
+    good record. Raises DataError.
     """
     sources = data.train + (data.eval or ())
     found: list[set[str]] = [set() for _ in sources]
@@ -116,8 +116,11 @@ def formats_of(data: DataBlock) -> list[str]:
 
 @dataclass(frozen=True)
 class _Key:
-    """folder: a name for everything in a corpus's folder; contents: for its tokens alone, wherever
-    their files lay."""
+    """Two names of a corpus, each a hash.
+
+    folder: stands for everything in the corpus's folder. contents: stands for its tokens alone,
+    wherever their files lay.
+    """
 
     folder: str
     contents: str
@@ -129,7 +132,10 @@ def _key(
     tokeniser: TextTokeniser | None,
     vocab_size: int,
 ) -> _Key:
-    """parts: each with its format, whether it was declared or found."""
+    """Return the names of the corpus that these parts become.
+
+    parts: each with its format, whether it was declared or found.
+    """
     with ThreadPoolExecutor(data.workers or 1) as pool:
         digests = list(pool.map(_digest, [part for part, _ in parts]))
     cuts = data.overlong != "error"
@@ -171,7 +177,7 @@ def _digest(part: SourcePart) -> str:
 def build(
     folder: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
 ) -> None:
-    """Writes the corpus aside and renames it to folder. Raises DataError."""
+    """Write the corpus aside and rename it to `folder`. Raises DataError."""
     started = time.perf_counter()
     try:
         with _partial(folder) as aside:
@@ -191,8 +197,10 @@ def build(
 
 @contextmanager
 def _partial(folder: Path) -> Iterator[Path]:
-    """A folder to write into, inside one beside `folder` that is gone after; those of processes
-    that were killed go too."""
+    """Yield a new folder to write into, inside a hidden one that is deleted afterwards.
+
+    The hidden one is beside `folder`; those that killed processes left there are deleted too.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.iterdir():
         if PARTIAL.fullmatch(left.name) and is_abandoned(left):
@@ -259,7 +267,10 @@ def _require_targets(data: DataBlock, counts: Counts) -> None:
 
 
 def _require_lengths(corpus: Corpus, data: DataBlock) -> None:
-    """overlong: error. After the build, so that another sequence_length reuses the tokens."""
+    """Check that no sample is longer than a row, where `overlong` is error. Raises DataError.
+
+    This comes after the build, so that another sequence_length reuses the tokens.
+    """
     if data.overlong != "error":
         return
     faults = Faults()
@@ -272,8 +283,8 @@ def _require_lengths(corpus: Corpus, data: DataBlock) -> None:
 
 
 def _silent(done: int, total: int) -> None:
-    """No one watches."""
+    """Do nothing, since no one watches the progress."""
 
 
 def _nobody_waits(line: str) -> None:
-    """The folder's name is new: no one else can hold it."""
+    """Do nothing: the folder's name is new, so that no one else can hold it."""

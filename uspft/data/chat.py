@@ -1,4 +1,4 @@
-"""Conversations to text and back: the template's marks say what is trained, never a text search.
+"""Conversations as text and as tokens; the template's marks say what is trained, not a text search.
 
 A template marks the assistant's part with {% generation %} … {% endgeneration %}. Rendering gives
 the text and the marked spans in characters; `tokenise_spans` gives the tokens that are exactly
@@ -22,16 +22,21 @@ _LEADS = ("\n", ".", "a")
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text; spans are [start, stop) in characters, rising and apart."""
+    """A conversation as text, with the spans that the template marks.
+
+    A span is [start, stop) in characters; spans rise and do not touch.
+    """
 
     text: str
     spans: Spans
 
 
 def render(messages: list[dict[str, str]], template: str, special: dict[str, str]) -> Rendered:
-    """The conversation through the template. Not for threads: transformers tracks marks in place.
+    """Render a conversation through the chat template, with the spans that its marks enclose.
 
-    Raises SampleFault when the template refuses, or its marks do not hold the assistant's text.
+    Threads must not call this, since transformers keeps track of the marks in an object that calls
+    share. Raises SampleFault where the template refuses the conversation, or where its marks do not
+    hold the assistant's text.
     """
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -54,14 +59,14 @@ def render(messages: list[dict[str, str]], template: str, special: dict[str, str
 
 
 def tokenise_spans(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
-    """Token ids of the text, and the token ranges that decode to exactly the marked spans.
+    """Return the text's token ids, and the token ranges that decode to exactly the marked spans.
 
-    The text is tokenised whole where its tokens respect the spans' bounds: these are the tokens
-    that inference sees. Where a token holds characters of both sides (a template without special
-    tokens around the answer, an answer that starts with the prompt's last character), the text is
-    cut at the bounds and the pieces are tokenised apart, which is what inference does too: prompt
-    first, answer after. backend is a tokenizers.Tokenizer. Raises SampleFault when neither decodes
-    to the text: the tokenizer loses something.
+    The text is tokenised as a whole where its tokens respect the bounds of the spans: these are the
+    tokens that inference sees. Where a token holds characters of both sides (a template without
+    special tokens around the answer, an answer that starts with the prompt's last character), the
+    text is cut at the bounds and the pieces are tokenised apart, as inference does too: the prompt
+    first, the answer after it. backend: a tokenizers.Tokenizer. Raises SampleFault where neither
+    way decodes to the text, because the tokenizer loses something.
     """
     whole = backend.encode_batch([rendered.text], add_special_tokens=False)[0]
     ranges = _ranges(whole.offsets, rendered.spans)
@@ -75,10 +80,11 @@ def tokenise_spans(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
 
 
 def _ranges(offsets: list[tuple[int, int]], spans: Spans) -> Spans:
-    """A token is in the span that its last character is in.
+    """Return each span's range of tokens; a token is in the span that its last character is in.
 
-    By ends and not by starts: the byte tokens of one character share its offsets, and byte-level
-    post-processors trim leading spaces off a token's start. `_decodes` refuses what straddles.
+    Ends decide and not starts, because the byte tokens of one character share its offsets, and
+    byte-level post-processors trim leading spaces off a token's start. `_decodes` refuses a token
+    that straddles a bound.
     """
     ranges: Spans = []
     token, count = 0, len(offsets)
@@ -115,10 +121,11 @@ def _pieces(rendered: Rendered) -> Iterator[tuple[int, int, bool]]:
 
 
 def _encode_piece(backend: Any, text: str, first: bool) -> list[int]:
-    """A piece as it stands inside a text.
+    """Return the token ids of a piece as it stands inside a text; `first`: it begins the text.
 
-    Metaspace tokenizers (Llama 2) begin every text with a space that is not there: such a piece is
-    tokenised behind a lead, whose tokens are then taken off; several, for one may merge with it.
+    Metaspace tokenizers (Llama 2) begin every text with a space that is not there. Their pieces are
+    tokenised behind a lead, whose tokens are then taken off; there are several leads, since one may
+    merge with the piece.
     """
     alone: list[int] = backend.encode_batch([text], add_special_tokens=False)[0].ids
     if first:
@@ -133,10 +140,10 @@ def _encode_piece(backend: Any, text: str, first: bool) -> list[int]:
 
 
 def _decodes(backend: Any, ids: list[int], ranges: Spans, rendered: Rendered) -> bool:
-    """Whether each range decodes to its span, read behind what precedes it.
+    """Tell whether each range decodes to its span, read behind the tokens that precede it.
 
-    Behind: a decoder strips the first token's space, so a range is never decoded alone. The
-    context goes back to the last span's end, where a character ends for certain.
+    A range is never decoded alone, because a decoder strips the first token's space. The tokens
+    before it go back to the end of the last span, where a character ends for certain.
     """
     back = 0
     for (first, stop), (start, end) in zip(ranges, rendered.spans, strict=True):
@@ -150,14 +157,17 @@ def _decodes(backend: Any, ids: list[int], ranges: Spans, rendered: Rendered) ->
 
 
 def _same_text(got: str, want: str) -> bool:
-    """Equal, or equal once normalised: Qwen's tokenizers compose characters (NFC) first."""
+    """Tell whether two texts are equal, or equal once normalised.
+
+    Qwen's tokenizers compose characters (NFC) before they tokenise.
+    """
     if got == want:
         return True
     return unicodedata.normalize("NFKC", got) == unicodedata.normalize("NFKC", want)
 
 
 def _joined(spans: Spans) -> Spans:
-    """Spans without empty ones, those that touch made one."""
+    """Return the spans without empty ones, and with those that touch joined into one."""
     joined: Spans = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:
@@ -168,7 +178,10 @@ def _joined(spans: Spans) -> Spans:
 
 
 def _require_assistant(messages: list[dict[str, str]], text: str, spans: Spans) -> None:
-    """Refuses marks that stand beside the assistant's text, as they do inside a Jinja macro."""
+    """Check that the marks hold the text of every assistant message.
+
+    Raises SampleFault where marks stand beside that text, as they do inside a Jinja macro.
+    """
     marked = "".join(text[start:stop] for start, stop in spans)
     at = 0
     for message in messages:

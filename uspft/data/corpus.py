@@ -1,4 +1,4 @@
-"""Tokenised samples in a folder: written once, then mapped into memory by every rank."""
+"""Tokenised samples in a folder, written once and then mapped into memory by every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ META, REPORT = "corpus.json", "report.json"
 
 @dataclass(frozen=True)
 class SourceSpan:
-    """Samples [first, stop) come from one source, weight times an epoch."""
+    """The samples [first, stop) of one source, which an epoch takes `weight` times."""
 
     first: int
     stop: int
@@ -30,10 +30,11 @@ class SourceSpan:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Sample i is tokens[offsets[i] : offsets[i + 1]], its labels likewise.
+    """Tokenised samples; sample i is tokens[offsets[i] : offsets[i + 1]], and its labels likewise.
 
-    tokens, labels: int32, mapped, read-only; labels are unshifted, -100 = not trained, and so is
-    the first of each sample. offsets: int64, one more than samples. origins: int64 (file, line).
+    tokens, labels: int32, mapped and read-only; labels are not shifted, and -100 marks what is not
+    trained, which the first token of each sample never is. offsets: int64, one more than there are
+    samples. origins: int64 [samples, 2], the number of the file and the line of each sample.
     """
 
     tokens: NDArray[np.int32]
@@ -44,11 +45,11 @@ class Corpus:
     sources: tuple[SourceSpan, ...]
     overlong: str
     contents: str
-    """A name for the tokens, wherever their files lay: equal ones have equal names."""
+    """A name for the tokens: equal tokens have equal names, wherever their files lay."""
 
     @classmethod
     def open(cls, folder: Path | str) -> Corpus:
-        """The corpus that `prepare` wrote to folder. Raises DataError when it is damaged."""
+        """Open the corpus that `prepare` wrote to folder. Raises DataError where it is damaged."""
         folder = Path(folder)
         try:
             meta = json.loads((folder / META).read_text(encoding="utf-8"))
@@ -71,22 +72,25 @@ class Corpus:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sample, int64."""
+        """The number of tokens of each sample, int64."""
         return np.diff(self.offsets)
 
     def origin(self, sample: int) -> str:
-        """'FILE:LINE' that the sample was read from."""
+        """Return the 'FILE:LINE' that a sample was read from."""
         file, line = self.origins[sample].tolist()
         return f"{self.files[file]}:{line}"
 
     def sample(self, index: int) -> Tokens:
-        """Ids and unshifted labels of one sample."""
+        """Return the ids and unshifted labels of one sample."""
         first, stop = self.offsets[index : index + 2].tolist()
         return Tokens(self.tokens[first:stop], self.labels[first:stop])
 
 
 def read_report(folder: Path) -> dict[str, int]:
-    """What `prepare` counted, by name. Raises DataError where it is damaged."""
+    """Return the counts that `prepare` wrote to `folder`, by name.
+
+    Raises DataError where the report is damaged.
+    """
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         return {name: count for name, count in report.items() if isinstance(count, int)}
@@ -106,7 +110,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
 
 
 class CorpusWriter:
-    """Appends samples to a folder that no reader knows yet."""
+    """A writer that appends samples to a folder which no reader knows yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -134,7 +138,7 @@ class CorpusWriter:
     def finish(
         self, files: list[str], sources: list[SourceSpan], overlong: str, contents: str
     ) -> None:
-        """Writes the index; from here on the folder can be opened."""
+        """Write the index, after which the folder can be opened."""
         np.array(self._offsets, np.int64).tofile(self._folder / OFFSETS)
         np.array(self._origins, np.int64).tofile(self._folder / ORIGINS)
         meta = {

@@ -1,4 +1,4 @@
-"""What became of the samples that were read: the report beside a corpus."""
+"""Counts of what became of the samples that were read, for the report beside a corpus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from uspft.data.tokenise import NOT_TRAINED, Tokens
 
 @dataclass
 class Counts:
-    """What report.json says; tokens and samples are those kept, longest is as tokenised."""
+    """The counts that report.json holds.
+
+    samples and tokens count what is kept; longest is the most tokens of a sample before any is cut
+    or dropped.
+    """
 
     samples: int = 0
     tokens: int = 0
@@ -23,7 +27,10 @@ class Counts:
     longest: int = 0
 
     def kept(self, sample: Tokens, overlong: str, row: int) -> Tokens | None:
-        """The sample as the rule for overlong ones leaves it, counted; None when dropped."""
+        """Count one sample and return what `overlong` leaves of it, or None where it is dropped.
+
+        overlong: the recipe's rule for samples of more than `row` tokens.
+        """
         length = len(sample.ids)
         self.longest = max(self.longest, length)
         long = length > row
@@ -45,7 +52,7 @@ class Counts:
         return sample
 
     def notes(self) -> list[str]:
-        """What a user should know although nothing is wrong, one sentence each."""
+        """Return one sentence for each thing that a user should know although nothing is wrong."""
         said = [
             (self.dropped, "longer than a row and dropped (data.overlong: drop)"),
             (self.truncated, "longer than a row and cut short (data.overlong: truncate)"),

@@ -1,4 +1,4 @@
-"""Evaluation sets: each source of `data.eval` tokenised alone, so that its loss stands alone."""
+"""Evaluation sets: each source of `data.eval` is tokenised alone, to get a loss of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from uspft.config import Finding
     from uspft.config.recipe import DataBlock
 
-_TRAIN = re.compile(r"data\.train\b")  # and not data.train_on
+_TRAIN = re.compile(r"data\.train\b")  # \b leaves data.train_on out
 
 
 def prepare_sets(
@@ -24,9 +24,10 @@ def prepare_sets(
     cache_dir: Path,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Path]:
-    """By title, in the recipe's order, the folder that holds each source of data.eval tokenised.
+    """Return the folder that holds each source of data.eval tokenised, by the source's title.
 
-    Arguments are those of `prepare`. Raises DataError, which names the source.
+    Titles are in the recipe's order. The arguments are those of `prepare`. Raises DataError, which
+    names the source.
     """
     sources, found = data.eval or (), {}
     for number, source in enumerate(sources):
@@ -43,7 +44,11 @@ def prepare_sets(
 
 
 def _named(finding: Finding, key: str) -> Finding:
-    """The finding of a block whose `train` is an evaluation set, as the recipe's own."""
+    """Return a finding about a block whose `train` is one evaluation set, in the recipe's terms.
+
+    Where its key is in `data.train`, that part becomes `key`, the set's own; else the text of the
+    finding says that the data was read for that set.
+    """
     named, what, remedy = finding
     if _TRAIN.match(named):
         return _TRAIN.sub(key, named), what, remedy

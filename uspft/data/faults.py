@@ -1,4 +1,4 @@
-"""What is wrong with the data, as lines that name file and line."""
+"""Faults of the data, told as lines that name file and line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SHOWN_LINES = 20
 
 
 class DataError(InputError):
-    """The data is wrong; lines are 'FILE:LINE: what; remedy', ready to be printed.
+    """The data is wrong; each of `lines` is 'FILE:LINE: what; remedy', ready to be printed.
 
-    Where the fault is a key of the recipe, the lines are findings, 'key: what; remedy'.
+    Faults in keys of the recipe are `findings`, and their lines are 'key: what; remedy'.
     """
 
     def __init__(self, lines: Sequence[str], findings: Sequence[Finding] = ()) -> None:
@@ -22,23 +22,26 @@ class DataError(InputError):
 
 
 def wrong_key(key: str, what: str, remedy: str) -> DataError:
-    """The error of one key of the recipe."""
+    """Return the DataError for one key of the recipe."""
     return DataError([], [(key, what, remedy)])
 
 
 class SampleFault(Exception):
-    """One sample is wrong: its text is 'what; remedy', the reader knows where."""
+    """One sample is wrong; the text is 'what; remedy', and the reader of the file knows where."""
 
 
 class Faults:
-    """Collects faults of a whole reading: the first 20 in words, the others counted."""
+    """The faults of a whole reading: the first 20 in words, the others only counted."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._more = 0
 
     def add(self, where: str, what: str) -> None:
-        """where: 'FILE:LINE' or a key of the recipe; what: 'what is wrong; remedy'."""
+        """Note one fault.
+
+        where: 'FILE:LINE' or a key of the recipe. what: 'what is wrong; remedy'.
+        """
         if len(self._lines) < SHOWN_LINES:
             # A name or a value may hold a line break, and a fault is one line.
             shown = (c if c.isprintable() else repr(c)[1:-1] for c in f"{where}: {what}")
@@ -50,7 +53,7 @@ class Faults:
         return bool(self._lines)
 
     def raise_any(self) -> None:
-        """Raises DataError when there was a fault."""
+        """Raise a DataError with all faults, where there are any."""
         if self._lines:
             more = [f"... and {self._more} more"] if self._more else []
             raise DataError(self._lines + more)

@@ -1,4 +1,4 @@
-"""A data set of the Hugging Face hub: loaded whole, named and hashed like a file."""
+"""A data set of the Hugging Face hub, which is loaded whole, and named and hashed like a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HUB_SECONDS = 10
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a hub data set; line n is record n, from 1."""
+    """One split of a hub data set; its record n, from 1, stands for line n of a file."""
 
     dataset: Any  # datasets.Dataset
     shown: str
@@ -29,11 +29,11 @@ class HubSplit:
         return list(self.dataset.column_names)
 
     def records(self, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """The records with these columns only: who trains on a hub data set cannot edit it."""
+        """Yield the records with these columns only, since a user cannot edit a hub data set."""
         yield from self.dataset.select_columns(columns)
 
     def digest(self) -> str:
-        """blake2b of every record, through Arrow's stream format."""
+        """Return the blake2b hash of all records, taken from Arrow's stream format."""
         import pyarrow as pa  # type: ignore[import-untyped]
 
         sink = _HashSink()
@@ -45,7 +45,7 @@ class HubSplit:
 
 
 class _HashSink:
-    """A file, as far as pyarrow can tell, that only hashes."""
+    """A file, as far as pyarrow can tell, which only hashes what is written to it."""
 
     closed = False
 
@@ -57,13 +57,13 @@ class _HashSink:
         return len(content)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, since nothing is held back."""
 
 
 def load_split(source: Source) -> HubSplit:
-    """source.path's split (default train), from the hub or datasets' own cache.
+    """Load the split of `source.path` (default train) from the hub or from the cache of `datasets`.
 
-    Raises DataError with what `datasets` said when it cannot be had.
+    Raises DataError with what `datasets` said where it cannot be had.
     """
     from datasets import load_dataset
 
@@ -71,7 +71,7 @@ def load_split(source: Source) -> HubSplit:
     try:
         _ask_hub(source.path)
         dataset = load_dataset(source.path, source.name, split=split)
-    except Exception as error:  # datasets, hub and network each have their own kinds
+    except Exception as error:  # datasets, hub and network each raise their own kinds
         remedy = "check the id, name and split, and the network, or use a local path"
         what = f"hub data set {source.path} ({split}): {said(error)}"
         raise wrong_key("data.train", what, remedy) from error
@@ -79,7 +79,11 @@ def load_split(source: Source) -> HubSplit:
 
 
 def _ask_hub(name: str) -> None:
-    """Raises at once where the hub does not answer; `datasets` alone tries for half a minute."""
+    """Ask the hub for a data set, so that a hub that does not answer is told within `_HUB_SECONDS`.
+
+    `datasets` alone tries for half a minute. Raises what the hub's client raises, unless the data
+    set is cached here.
+    """
     from huggingface_hub import HfApi, is_offline_mode
 
     if is_offline_mode():

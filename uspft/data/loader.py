@@ -1,4 +1,4 @@
-"""Step → this rank's micro-batches: which rows its replica takes, and its share of their tokens."""
+"""A step's micro-batches: which rows this rank's replica takes, and its share of their tokens."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
     from uspft.world import World
 
 EMPTY = -1
-"""Index of a row of padding alone: it keeps ranks in step where the rows of a step run out."""
+"""Index of a row of padding alone, which keeps ranks in step where the rows of a step run out."""
 
 
 DIGEST = 1 << 40
-"""Digests are counted up to here: sums over ranks are exact in float64."""
+"""Digests are counted modulo this number, so that their sums over ranks are exact in float64."""
 
 
 class StepLoader:
-    """Batches as a function of the step's number alone: there is no position to lose.
+    """A loader whose batches depend on the step's number alone: there is no position to lose.
 
-    Step i (from 1) takes rows [(i − 1)·B, i·B) of the stream, B = rows_per_step, or what `last_row`
-    leaves of them. Every rank of a row reads the same row and keeps its own tokens.
+    Step i (from 1) takes rows [(i − 1)·B, i·B) of the stream, where B is rows_per_step, or those of
+    them that come before row `last_row`. Every rank that shares a row reads the same row and keeps
+    its own tokens.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class StepLoader:
         self._ahead: Future[None] | None = None
 
     def rows_of(self, step: int) -> range:
-        """Indices of the rows of a step."""
+        """Return the indices, in the stream, of the rows of a step."""
         first = (step - 1) * self._rows_per_step
         stop = first + self._rows_per_step
         return range(first, stop if self._last_row is None else min(stop, self._last_row))
 
     def batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of a step: their number is the same on every rank and step.
+        """Return this rank's micro-batches of a step, as many on every rank and in every step.
 
-        While the step runs, a thread works out how the next one's rows are dealt out.
+        While the step runs, a thread works out how the next step's rows are dealt out.
         """
         if self._ahead:
             self._ahead.result()
@@ -74,7 +75,7 @@ class StepLoader:
         return found
 
     def _indices(self, step: int) -> list[list[int]]:
-        """The rows of this replica's micro-batches."""
+        """Return the rows of this replica's micro-batches, EMPTY where the step has no more."""
         rows = self.rows_of(step)
         each = self._rows_per_batch
         per_pass = each * self._world.layout.data
@@ -86,12 +87,12 @@ class StepLoader:
         ]
 
     def _look_ahead(self, step: int) -> None:
-        """Token orders are searched for, and remembered by the algorithm's own cache."""
+        """Search for the token orders of a step's rows, which the algorithm remembers."""
         for index in chain.from_iterable(self._indices(step)):
             self._world.algorithm.token_order(self._row(index).segments)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """This rank's share of the rows with these indices."""
+        """Return the micro-batch that holds this rank's share of the rows with these indices."""
         rows = [self._row(i) for i in indices]
         share = self._world.share([row.segments for row in rows])
 
@@ -128,11 +129,14 @@ class StepLoader:
         return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), self._row_tokens), ())
 
     def documents(self, batch: Batch) -> list[Segments]:
-        """The documents of each row of a batch."""
+        """Return the documents of each row of a batch."""
         return [self._row(index).segments for index in batch.rows]
 
     def require_same_rows(self, batches: Sequence[Batch]) -> None:
-        """Every rank that shares a row must have read the same one; collective. RunFailed."""
+        """Check that all ranks that share a row have read the same row; collective.
+
+        Raises RunFailed where they have not.
+        """
         for batch in batches:
             mesh, device = batch.world.mesh, batch.world.device
             seen = float(self.fingerprint(batch))
@@ -145,8 +149,11 @@ class StepLoader:
                 )
 
     def require_shares(self, batches: Sequence[Batch]) -> None:
-        """Each rank must hold the tokens that the algorithm says, and all of a row's ranks together
-        the row, each token once and at its place in its document; collective. RuntimeError."""
+        """Check that the ranks which share a row hold each of its tokens once; collective.
+
+        Each rank must hold the tokens that the algorithm gives it, and all of them together the
+        row, with every token at its place in its document. Raises RuntimeError where they do not.
+        """
         for batch in batches:
             world = batch.world
             rows = [self._row(index) for index in batch.rows]
@@ -169,7 +176,7 @@ class StepLoader:
                 )
 
     def fingerprint(self, batch: Batch) -> int:
-        """48 bits of what the whole rows of a batch hold; the same on all ranks that share them."""
+        """Return a 48-bit hash of a batch's whole rows, the same on all ranks that share them."""
         digest = hashlib.blake2b(digest_size=6)
         for index in batch.rows:
             row = self._row(index)
@@ -179,12 +186,15 @@ class StepLoader:
 
 
 def _place(row: Row, number: int) -> NDArray[np.int64]:
-    """A row's number for each of its tokens, -1 for padding."""
+    """Return, for each token of a row, the row's number, or -1 for padding."""
     return np.where(np.arange(len(row.input_ids)) < row.segments.bounds[-1], number, -1)
 
 
 def in_documents(segments: Segments) -> NDArray[np.int64]:
-    """Each token's place in its document, 0 for padding: from the bounds that attention goes by."""
+    """Return each token's place in its document, and 0 for padding.
+
+    It is derived from the same document bounds that attention uses.
+    """
     places = np.zeros(segments.length, np.int64)
     for start, stop in segments:
         places[start:stop] = np.arange(stop - start)
@@ -192,8 +202,10 @@ def in_documents(segments: Segments) -> NDArray[np.int64]:
 
 
 def digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
-    """A sum over tokens of 64 mixed bits each (splitmix64), modulo DIGEST: the order does not
-    matter, what is held at which place of the row does."""
+    """Return a sum over tokens of 64 mixed bits each (splitmix64), modulo DIGEST.
+
+    The order of the tokens does not matter; what is held at which place of the row does.
+    """
     mixed = np.zeros(len(places), np.uint64)
     for part in (places, *held):
         mixed = (mixed + part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)

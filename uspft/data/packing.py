@@ -1,4 +1,4 @@
-"""Which documents share a row: best-fit-decreasing inside windows, or one document a row."""
+"""Packing of documents into rows: best-fit-decreasing inside windows, or one document a row."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ WINDOW_SAMPLES = 4096
 
 @dataclass(frozen=True)
 class Packing:
-    """The rows of one epoch: row r holds documents [bounds[r], bounds[r + 1]).
+    """The rows of one epoch; row r holds the documents [bounds[r], bounds[r + 1]).
 
-    samples, starts: int64, one entry a document, in row order: the sample and the token in it that
-    the document begins at. bounds: int64, one entry more than there are rows.
+    samples, starts: int64, one entry for each document in row order: the sample that the document
+    comes from, and the token of that sample at which it begins. bounds: int64, one entry more than
+    there are rows.
     """
 
     samples: NDArray[np.int64]
@@ -35,9 +36,11 @@ class Packing:
 def pack_rows(
     order: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int, packing: str
 ) -> Packing:
-    """Rows of `capacity` tokens from samples in this order; lengths[i] is that of order[i].
+    """Pack samples, taken in this order, into rows of `capacity` tokens.
 
-    A sample longer than a row is cut into consecutive documents. O(n log n) for n samples.
+    order: the indices of the samples. lengths: lengths[i] is the number of tokens of order[i].
+    packing: none or best_fit. A sample longer than a row is cut into consecutive documents. Takes
+    O(n log n) for n samples.
     """
     pieces = -(-lengths // capacity)
     samples = np.repeat(order, pieces)
@@ -58,10 +61,11 @@ def pack_rows(
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best-fit-decreasing: rows of indices into lengths, each rising, rows by their first index.
+    """Return rows of indices into `lengths`, filled up to `capacity` by best-fit-decreasing.
 
-    The longest goes first (of equals, the earlier) into the row that it fills best (of equals, the
-    one opened earlier). Source: Johnson et al., SIAM J. Comput. 3(4), 1974.
+    The indices of each row rise, and rows are in the order of their first index. The longest goes
+    first (of equals, the earlier) into the row that it fills best (of equals, the one opened
+    earlier). Source: Johnson et al., SIAM J. Comput. 3(4), 1974.
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), sorted; full rows leave the list

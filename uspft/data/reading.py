@@ -1,4 +1,4 @@
-"""Records through the tokenizer, in order, on as many threads as the recipe's `data.workers`."""
+"""Tokenisation of all records in order, on as many threads as the recipe's `data.workers`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SourcePart:
 
     @property
     def size(self) -> int:
-        """Bytes of a file, records of a hub split."""
+        """The bytes of a file, or the number of records of a hub split."""
         if isinstance(self.content, HubSplit):
             return len(self.content.dataset)
         return self.content.path.stat().st_size
@@ -36,7 +36,7 @@ class SourcePart:
 
 @dataclass(frozen=True)
 class Sample:
-    """One tokenised sample and the part and line that it comes from."""
+    """One tokenised sample, with the number of the part and the line that it comes from."""
 
     part: int
     line: int
@@ -45,17 +45,23 @@ class Sample:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Records to tokens; no tokenizer is needed for tokenized records."""
+    """The step from records to tokens; tokenized records need no tokenizer."""
 
     tokeniser: TextTokeniser | None
     vocab_size: int
 
     def rendered(self, record: Record) -> Record | Rendered:
-        """The part that must stay on one thread. Raises SampleFault."""
+        """Do the part of the work that must stay on one thread: render a conversation as text.
+
+        Raises SampleFault.
+        """
         return self.tokeniser.rendered(record) if self.tokeniser else record
 
     def tokens(self, sample: Record | Rendered) -> Tokens:
-        """The part for any thread: ids below vocab_size and labels. Raises SampleFault."""
+        """Do the part of the work that any thread may do: return ids below vocab_size, and labels.
+
+        Raises SampleFault.
+        """
         if isinstance(sample, Record) and sample.format == "tokenized":
             return given_tokens(sample, self.vocab_size)
         if self.tokeniser is None:
@@ -75,16 +81,17 @@ class _Item:
 
 @dataclass
 class Portion:
-    """Samples and faults in reading order; size is the bytes or hub records they came from."""
+    """Samples and faults in reading order; size is the bytes or hub records that they came from."""
 
     samples: list[Sample | BadRecord]
     size: int
 
 
 def tokenised(parts: list[SourcePart], encoder: Encoder, workers: int) -> Iterator[Portion]:
-    """All parts' samples in order, whatever the number of workers; memory for a few batches.
+    """Yield the samples of all parts in order, whatever the number of workers.
 
-    Threads suffice: the tokenizer runs outside Python's lock, and starts without a new process.
+    Only a few batches are in memory at a time. Threads suffice, since the tokenizer runs outside
+    Python's lock, and they start without a new process.
     """
     pending: deque[Future[Portion]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:

@@ -1,4 +1,4 @@
-"""From a file or a hub split to checked records; every fault names file and line."""
+"""Reading of a file or a hub split as checked records; every fault names file and line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _SHOW = "data/README.md shows the formats"
 
 @dataclass(frozen=True)
 class Record:
-    """One sample as read: fields are checked for names and types, not yet for token ids."""
+    """One sample as it was read: its fields are checked for names and types, not yet for token ids.
+
+    line counts from 1; in a hub split it is the number of the record.
+    """
 
     line: int
     format: str
@@ -34,16 +37,20 @@ class Record:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be used: where 'FILE:LINE', what 'what is wrong; remedy'."""
+    """A record that cannot be used, its place, and what is wrong with it.
+
+    where: 'FILE:LINE', or the file alone where no line is at fault. what: 'what is wrong; remedy'.
+    """
 
     where: str
     what: str
 
 
 def read(content: SourceFile | HubSplit, declared: str) -> Iterator[Record | BadRecord]:
-    """The records of a file or a hub split, in order.
+    """Yield the records of a file or a hub split in order, with a BadRecord for each fault.
 
-    declared: the recipe's format; 'auto' is decided by the first record's fields.
+    declared: the recipe's format; 'auto' is decided by the fields of the first record, or by the
+    columns of a hub split.
     """
     if isinstance(content, HubSplit):
         yield from _read_hub(content, declared)
@@ -56,7 +63,10 @@ def read(content: SourceFile | HubSplit, declared: str) -> Iterator[Record | Bad
 
 
 def _read_hub(split: HubSplit, declared: str) -> Iterator[Record | BadRecord]:
-    """Columns that are no field of the format are left out: no user can edit them."""
+    """Yield the records of a hub split, without the columns that are no field of its format.
+
+    Such columns are no fault, since no user can edit them.
+    """
     try:
         known = _format_of(split.columns) if declared == "auto" else declared
     except SampleFault as fault:
@@ -77,7 +87,7 @@ def _read_hub(split: HubSplit, declared: str) -> Iterator[Record | BadRecord]:
 
 
 def first_format(file: SourceFile | HubSplit, declared: str) -> str | None:
-    """The format the records will have; None when the first record does not tell."""
+    """Return the format that the records will have, or None where none of them tells it."""
     if isinstance(file, SourceFile) and file.whole:
         return "text"
     if declared != "auto":
@@ -135,7 +145,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         hint = "write JSON Lines: one object a line, no list around them"
         raise SampleFault(f"broken JSON ({error.msg}, column {error.colno}); {hint}") from error
-    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+    except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
         raise SampleFault(f"broken JSON ({type(error).__name__}); {_SHOW}") from error
     if not isinstance(fields, dict):
         raise SampleFault(f"a {_kind(fields)}, not an object; write one object a line")
@@ -143,7 +153,10 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def _format_of(names: Iterable[str]) -> str:
-    """The one format whose required fields are all there."""
+    """Return the one format whose required fields are all among `names`.
+
+    Raises SampleFault where no format or more than one fits.
+    """
     names = list(names)
     fitting = [name for name, (required, _) in FIELDS.items() if set(required) <= set(names)]
     if len(fitting) == 1:
@@ -154,7 +167,10 @@ def _format_of(names: Iterable[str]) -> str:
 
 
 def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
-    """fields, when names and types are those of the format; raises SampleFault otherwise."""
+    """Return `fields` where their names and types are those of the format `known`.
+
+    Raises SampleFault where they are not, or where the sample is empty.
+    """
     required, optional = FIELDS[known]
     allowed = required + optional
     for name in fields:

@@ -1,4 +1,4 @@
-"""From the recipe's `train:` to a sorted list of files; reads nothing but listings."""
+"""The files that a recipe's data sources name, as sorted lists; only listings are read."""
 
 from __future__ import annotations
 
@@ -31,16 +31,19 @@ _BINARY = re.compile(
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file to read: `shown` names it as the user wrote it, `whole` means one text sample."""
+    """One file to read, with the name that the user gave it in `shown`.
+
+    whole: the file is one text sample.
+    """
 
     path: Path
     shown: str
     whole: bool
-    library: bool = False  # the standard library's: what is not UTF-8 or empty is skipped
+    library: bool = False  # of the standard library: skipped where it is empty or not UTF-8
 
 
 def source_problems(data: DataBlock) -> list[tuple[str, str, str]]:
-    """Faults of data.train and data.eval that file listings show, as (key, what, remedy)."""
+    """Return (key, what, remedy) for each fault of data.train and data.eval that listings show."""
     problems: list[tuple[str, str, str]] = []
     for key, source in _keyed(data):
         declared = source.format or data.format
@@ -59,7 +62,7 @@ def source_problems(data: DataBlock) -> list[tuple[str, str, str]]:
 
 
 def not_checked(data: DataBlock) -> list[str]:
-    """What cannot be known without a network: one line for each hub data set."""
+    """Return one line for each hub data set, which cannot be checked without a network."""
     return [
         f"{key}: hub data set {source.path} (needs the network)"
         for key, source in _keyed(data)
@@ -68,16 +71,19 @@ def not_checked(data: DataBlock) -> list[str]:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether path reads as org/name: it is on no disk here and has no file's extension."""
+    """Tell whether a path reads as org/name of the hub.
+
+    Neither it nor its folder may exist on this disk, and it may not end in a file's extension.
+    """
     if not _HUB_ID.fullmatch(path) or os.path.exists(path):
         return False
     return not os.path.isdir(Path(path).parent) and not _FILE_SUFFIX.search(path)
 
 
 def list_files(name: str, declared: str) -> list[SourceFile]:
-    """The files of a source that is no hub data set, in reading order; [] when none is there.
+    """Return the files of a source that is no hub data set, in reading order; [] if there is none.
 
-    name: its path, as the recipe says; declared: its format.
+    name: the source's path, as the recipe says. declared: its format.
     """
     if name == STDLIB:
         return list(_standard_library())

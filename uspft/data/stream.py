@@ -1,4 +1,4 @@
-"""The endless stream of rows: any row by its index, the same on every machine."""
+"""The endless stream of rows, in which any row is found by its index, the same on every machine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _PADDING_ID = 0  # never attended to, never a target
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row of S = sequence_length tokens; arrays int64 [S].
+    """One row of S = sequence_length tokens; its arrays are int64 [S].
 
-    labels are shifted, once and here: labels[t] is the token after position t in its document, -100
-    where there is none (a document's last position, padding) or it is not trained. positions
-    restart at each document and are 0 in padding. samples: the corpus index of each document.
+    labels are shifted, once and here: labels[t] is the token after position t in its document, or
+    -100 where there is no such token (at a document's last position, in padding) or it is not
+    trained. positions restart at 0 in each document and are 0 in padding. samples: the corpus index
+    of the sample that each document comes from.
     """
 
     input_ids: NDArray[np.int64]
@@ -42,12 +43,15 @@ class Row:
 
 
 class RowStream:
-    """Rows of a corpus as a function of (packing, shuffle, seed) and the row's index alone."""
+    """The rows of a corpus, as a function of (packing, shuffle, seed) and the row's index alone."""
 
     def __init__(
         self, corpus: Corpus, sequence_length: int, packing: str, shuffle: bool, seed: int
     ) -> None:
-        """Raises ValueError for a packing that is none, or samples that only `split` would cut."""
+        """Check that the packing is known and that every sample fits a row, unless it may be split.
+
+        Raises ValueError where not.
+        """
         if packing not in ("none", "best_fit"):
             raise ValueError(f"packing {packing!r} is neither none nor best_fit")
         self._lengths = corpus.lengths
@@ -63,13 +67,13 @@ class RowStream:
         self._same_plan = whole and not shuffle
         self._same_count = whole and (packing == "none" or not shuffle)
         self.plans: OrderedDict[int, Packing] = OrderedDict()
-        self.ends: list[int] = []  # rows up to and with each epoch, as far as known
+        self.ends: list[int] = []  # rows up to the end of each epoch, as far as known
 
     def rows_in_epoch(self, epoch: int) -> int:
         return self._plan(0 if self._same_count else epoch).rows
 
     def rows_in(self, epochs: int) -> int:
-        """Rows in the first `epochs` epochs together."""
+        """Return how many rows the first `epochs` epochs have together."""
         if self._same_count:
             return epochs * self.rows_in_epoch(0)
         while len(self.ends) < epochs:
@@ -78,11 +82,11 @@ class RowStream:
         return self.ends[epochs - 1] if epochs else 0
 
     def steps_in_epochs(self, epochs: int, rows_per_step: int) -> int:
-        """ceil(rows ÷ rows_per_step): the last step may be shorter."""
+        """Return ceil(rows ÷ rows_per_step) for so many epochs; the last step may be shorter."""
         return -(-self.rows_in(epochs) // rows_per_step)
 
     def row(self, index: int) -> Row:
-        """The index-th row of the stream, from 0. Raises IndexError below 0."""
+        """Return the row at an index of the stream, from 0. Raises IndexError below 0."""
         if index < 0:
             raise IndexError(f"row {index} of a stream that starts at 0")
         epoch, at = self._place(index)
@@ -116,7 +120,7 @@ class RowStream:
         return Row(input_ids, labels, positions, segments, tuple(samples))
 
     def _plan(self, epoch: int) -> Packing:
-        """The epoch's plan; two are kept, for a step may span two epochs."""
+        """Return the packing of an epoch; two are kept, since a step may span two epochs."""
         epoch = 0 if self._same_plan else epoch
         if epoch not in self.plans:
             order = self._order(epoch)
@@ -127,7 +131,10 @@ class RowStream:
         return self.plans[epoch]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """Sample indices of one epoch: each source weight times, a fraction going round in turn."""
+        """Return the sample indices of one epoch, in which each source stands `weight` times.
+
+        Where a weight is not whole, each epoch goes on in the source where the last one stopped.
+        """
         parts = []
         for number, source in enumerate(self._corpus.sources):
             samples = source.stop - source.first
@@ -143,14 +150,15 @@ class RowStream:
 
 
 def _permutation(count: int, *seed: int) -> NDArray[np.int64]:
-    """A permutation that depends on the seed alone.
+    """Return a permutation of `count` items that depends on the seed alone.
 
-    From raw bits, whose stream numpy guarantees over versions and machines; Generator's is not.
+    It comes from raw bits, whose stream numpy guarantees over versions and machines; the stream of
+    numpy's Generator is not guaranteed.
     """
     bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(count)
     return np.argsort(bits, kind="stable")
 
 
 def training_rows(data: DataBlock, corpus: Path, seed: int) -> RowStream:
-    """The rows that a recipe trains on, from its prepared data."""
+    """Return the stream of rows that a recipe trains on, from its prepared corpus."""
     return RowStream(Corpus.open(corpus), data.sequence_length, data.packing, data.shuffle, seed)

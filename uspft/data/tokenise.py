@@ -1,4 +1,4 @@
-"""From records to token ids and labels, with the special tokens each format asks for."""
+"""Token ids and labels from records, with the special tokens that each format asks for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _MARKED = "data/templates/ has marked ones: chatml.jinja (Qwen), llama3.jinja"
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sample; ids and labels int32 of one length, labels unshifted, -100 = not trained."""
+    """The token ids and labels of one sample, as int32 arrays of one length.
+
+    labels are not shifted; -100 marks a token that is not trained.
+    """
 
     ids: NDArray[np.int32]
     labels: NDArray[np.int32]
@@ -35,7 +38,7 @@ class Tokens:
 class TextTokeniser:
     """A Hugging Face tokenizer with the project's rules for special tokens; threads may share it.
 
-    Goes to the Rust tokenizer underneath: the Python class changes shared state as it encodes.
+    It calls the Rust tokenizer underneath: the Python class changes shared state as it encodes.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, train_on: str) -> None:
@@ -54,14 +57,17 @@ class TextTokeniser:
         self._adds_eos = bool(probe) and probe[-1] == self.eos
 
     def identity(self) -> str:
-        """A hash of all that turns text into tokens here."""
+        """Return a hash of everything here that decides which tokens a text becomes."""
         versions = f"{version('tokenizers')} {version('transformers')}"
         parts = (self.backend.to_str(), str(self.template), str(self.eos), versions)
         named = (*parts, str(sorted(self._special.items())), str(self.trains_all))
         return blake2b("\0".join(named).encode(), digest_size=16).hexdigest()
 
     def problems(self, formats: set[str], vocab_size: int) -> list[Finding]:
-        """Why these formats cannot be tokenised for a model of vocab_size."""
+        """Return a finding for each reason why these formats cannot be tokenised for the model.
+
+        vocab_size: how many tokens the model's vocabulary has.
+        """
         found = []
         own = self.backend.get_vocab_size(with_added_tokens=False)
         if own > vocab_size:
@@ -81,13 +87,16 @@ class TextTokeniser:
         return found
 
     def rendered(self, record: Record) -> Record | Rendered:
-        """What only one thread may do: a conversation becomes text. Raises SampleFault."""
+        """Render a conversation as text; return any other record as it is. Raises SampleFault.
+
+        Only one thread may do this.
+        """
         if record.format != "messages":
             return record
         return render(record.fields["messages"], self.template or "", self._special)
 
     def tokens(self, sample: Record | Rendered) -> Tokens:
-        """Ids and labels of one sample. Raises SampleFault."""
+        """Return the ids and labels of one sample. Raises SampleFault."""
         if isinstance(sample, Rendered):
             return self._conversation(sample)
         if sample.format == "text":
@@ -117,7 +126,10 @@ class TextTokeniser:
 
 
 def made_tokens(ids: list[int], labels: list[int]) -> Tokens:
-    """Tokens whose first label is masked: nothing before a document predicts its first token."""
+    """Return Tokens with a masked first label: nothing before a document predicts its first token.
+
+    Raises SampleFault where there are no ids.
+    """
     if not ids:
         raise SampleFault("an empty sample (no tokens); remove the record")
     tokens = Tokens(np.array(ids, np.int32), np.array(labels, np.int32))
@@ -126,7 +138,10 @@ def made_tokens(ids: list[int], labels: list[int]) -> Tokens:
 
 
 def given_tokens(record: Record, vocab_size: int) -> Tokens:
-    """A tokenized record's own ids and labels (default: the ids), in range. Raises SampleFault."""
+    """Return the ids and labels that a tokenized record itself holds; labels default to the ids.
+
+    Raises SampleFault where one of them is outside the vocabulary.
+    """
     ids = record.fields["input_ids"]
     labels = record.fields.get("labels", ids)
     allowed = f"0 … {vocab_size - 1}"
@@ -140,7 +155,7 @@ def given_tokens(record: Record, vocab_size: int) -> Tokens:
 
 
 def require_vocabulary(tokens: Tokens, vocab_size: int) -> None:
-    """Raises SampleFault when the tokenizer gives an id that the model has not."""
+    """Check that the model has every id of `tokens`. Raises SampleFault where it has not."""
     largest = int(tokens.ids.max())
     if largest >= vocab_size:
         what = f"the tokenizer gives id {largest}, the model has {vocab_size}"
@@ -148,7 +163,10 @@ def require_vocabulary(tokens: Tokens, vocab_size: int) -> None:
 
 
 def load_tokeniser(path: str | None, data: DataBlock) -> TextTokeniser:
-    """The tokenizer at path with data's template and train_on. Raises DataError."""
+    """Load the tokenizer at path, a folder or a hub id, with the template and train_on of `data`.
+
+    Raises DataError.
+    """
     if path is None:
         what = "no tokenizer, which every format but tokenized needs"
         raise wrong_key("model.tokenizer", what, "name a folder or a hub id")
@@ -156,7 +174,7 @@ def load_tokeniser(path: str | None, data: DataBlock) -> TextTokeniser:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # from_pretrained has no kind of its own
+    except Exception as error:  # from_pretrained raises many kinds
         remedy = "name a folder that holds a tokenizer.json, or a hub id"
         what = f"none can be loaded from {path}: {said(error)}"
         raise wrong_key("model.tokenizer", what, remedy) from error

@@ -1,4 +1,4 @@
-"""The seam to DeepSpeed: recipe and layout → its configuration; ZeRO 0 to 3 behind one step.
+"""The seam to DeepSpeed: its configuration from recipe and layout, and ZeRO 0 to 3 as one step.
 
-Nothing is imported here: only ranks need DeepSpeed, and `check` must do without.
+Nothing is imported here: only ranks need DeepSpeed, and `check` must do without it.
 """

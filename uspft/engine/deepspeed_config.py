@@ -1,4 +1,4 @@
-"""Recipe and layout → DeepSpeed's configuration; a pure function."""
+"""DeepSpeed's configuration, as a pure function of recipe and layout."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ if TYPE_CHECKING:
 
 
 def micro_batches(recipe: Recipe, layout: Layout) -> int:
-    """Forward passes per step on each replica; rows that do not fill them leave empty rows."""
+    """Return the number of forward passes per step on each replica.
+
+    Where a step's rows do not fill them, the last passes have empty rows.
+    """
     rows = recipe.training.micro_batch_size * layout.data
     return math.ceil(recipe.training.global_batch_size / rows)
 
 
 def deepspeed_config(recipe: Recipe, replicas: int, passes: int) -> dict[str, Any]:
-    """DeepSpeed's dictionary. Ranks that share a row count as data-parallel ones: each averages
-    with every other, and the loss is scaled for it (engine/zero.py).
+    """Return DeepSpeed's configuration for a recipe.
 
-    replicas: ranks that hold the same parameters; passes: forward passes per step. Accumulation and
-    reduction are float32 whatever the compute type.
+    Ranks that share a row count as data-parallel ones: DeepSpeed averages gradients over them too,
+    and the loss is scaled for it (engine/zero.py). Accumulation and reduction are float32 whatever
+    the compute type. replicas: how many ranks hold the same parameters. passes: forward passes per
+    step.
     """
     micro = recipe.training.micro_batch_size
     zero = {"stage": 1} | dict(recipe.deepspeed.zero_optimization)

@@ -1,5 +1,7 @@
-"""What DeepSpeed asks of a "model parallel unit": which ranks hold parts of one matrix, which the
-same part."""
+"""The "model parallel unit" that tells DeepSpeed which ranks hold parts of one matrix.
+
+It also tells which ranks hold the same part.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ if TYPE_CHECKING:
 
 
 class Mpu:
-    """Megatron's interface, as far as ZeRO 0 to 3 of DeepSpeed 0.19 ask it; from what ranks hold,
-    never from how a row is split."""
+    """The part of Megatron's interface that ZeRO 0 to 3 of DeepSpeed 0.19 use.
+
+    It answers from what ranks hold of the parameters, never from how a row is split.
+    """
 
     def __init__(self, holders: Holders) -> None:
         self._tensor, self._zero = holders.tensor, holders.zero
@@ -41,5 +45,8 @@ class Mpu:
 
 
 def mpu_of(holders: Holders) -> Mpu | None:
-    """None where every rank holds everything: DeepSpeed then has its own group of all ranks."""
+    """Return the unit for DeepSpeed, or None where every rank holds everything.
+
+    DeepSpeed then uses its own group of all ranks.
+    """
     return Mpu(holders) if holders.tensor.size > 1 else None

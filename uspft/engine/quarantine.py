@@ -1,8 +1,8 @@
-"""DeepSpeed 0.19 on a machine without a compiler, and without its chatter.
+"""The means to use DeepSpeed 0.19 on a machine without a compiler, and without its chatter.
 
-Why: on CPU its init compiles a shared-memory collective that training never uses (40 s, and a crash
-where there is no compiler); every ZeRO engine imports its Muon optimizer, which no recipe can name,
-and with it torch's whole compiler (2 s of CPU a rank); and it logs at INFO. Upstream range:
+On CPU its init compiles a shared-memory collective that training never uses (40 s, and a crash
+where there is no compiler). Every ZeRO engine imports its Muon optimizer, which no recipe can name,
+and with it torch's whole compiler (2 s of CPU a rank). It also logs at INFO. Upstream range:
 deepspeed >= 0.19, < 0.20. tests/unit/engine/test_quarantine.py fails when upstream changes.
 """
 
@@ -13,9 +13,9 @@ import warnings
 
 
 def prepare_deepspeed(*, talks: bool = False) -> None:
-    """Call once before DeepSpeed's first use in a process, after torch.distributed is up.
+    """Make DeepSpeed ready: call once before its first use, after torch.distributed is up.
 
-    talks: keep what its own loggers say, where a recipe asks for it.
+    talks: whether its own loggers stay at INFO, where a recipe asks for what they say.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -35,7 +35,10 @@ def prepare_deepspeed(*, talks: bool = False) -> None:
 
 
 def _import_muon_uncompiled() -> None:
-    """Its kernels stay as they are written; any other use of DeepSpeed's compiler is as before."""
+    """Import DeepSpeed's Muon optimizer without compiling its kernels.
+
+    Any other use of DeepSpeed's compiler is as before.
+    """
     from deepspeed.runtime import compiler
 
     decorate, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
@@ -46,8 +49,10 @@ def _import_muon_uncompiled() -> None:
 
 
 def forget_mpu() -> None:
-    """Take back the `mpu` that DeepSpeed keeps for the whole process: the next engine, which may
-    have none, would be given it."""
+    """Take back the `mpu` that DeepSpeed keeps for the whole process.
+
+    Otherwise the next engine, which may have none of its own, would be given it.
+    """
     from deepspeed.utils import groups
 
     groups.mpu = None

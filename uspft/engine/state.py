@@ -1,8 +1,8 @@
-"""Weights and Adam moments by parameter name, whatever the ZeRO stage has done with them.
+"""Access to weights and Adam moments by parameter name, wherever the ZeRO stage has put them.
 
 A parameter's part (parameters/shards.py), flattened, lies in fragments [start, stop) on the ranks
-that hold the part. Each is read where it lies; `gather` brings fragments to the ranks that want
-them, each value at most once.
+that hold the part. Each fragment is read where it lies; `gather` brings fragments to the ranks that
+want them, each value at most once.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
 BATCH_BYTES = 1 << 28
-"""What is under way at one time to all ranks together."""
+"""How many bytes `gather` has under way at one time, to all ranks together."""
 
 Interval = tuple[int, int]
 
 
 class Wanted(NamedTuple):
-    """A parameter's float32 values that a rank is to have: its master weight or an Adam moment.
+    """A parameter's float32 values that a rank is to have.
 
-    part: which of them. to: the rank.
+    kind: one of `KINDS`, for the master weight or an Adam moment. part: which of the values. to:
+    the rank.
     """
 
     kind: str
@@ -50,10 +51,10 @@ class Wanted(NamedTuple):
 
 
 def fragment(engine: ZeroEngine, parameter: nn.Parameter, kind: str) -> tuple[int, Tensor]:
-    """(where it starts, the values) of what this rank keeps of its part; where each rank that holds
-    the part keeps all of it, all. Moves nothing.
+    """Return (start, flat values) of what this rank keeps of its part of a parameter.
 
-    A frozen parameter has its weight alone, in the compute type.
+    It is the whole part where each rank that holds the part keeps all of it. Nothing is moved. A
+    frozen parameter has its weight alone, in the compute type.
     """
     if not parameter.requires_grad:
         if kind != "weight":
@@ -80,7 +81,10 @@ def fragment(engine: ZeroEngine, parameter: nn.Parameter, kind: str) -> tuple[in
 
 
 def _unpadded(parameter: Any, values: Tensor, engine: ZeroEngine) -> tuple[int, Tensor]:
-    """ZeRO-3 cuts a parameter in equal parts; the last may be longer than what is left."""
+    """Return (start, flat values) of this rank's fragment under ZeRO-3, without its padding.
+
+    ZeRO-3 cuts a parameter in equal fragments; the last may be longer than what is left.
+    """
     start = min(values.numel() * engine.holders.zero.index, parameter.ds_numel)
     return start, values.flatten()[: parameter.ds_numel - start]
 
@@ -88,7 +92,7 @@ def _unpadded(parameter: Any, values: Tensor, engine: ZeroEngine) -> tuple[int, 
 def write_fragment(
     engine: ZeroEngine, parameter: nn.Parameter, kind: str, read: Callable[[int, int], Tensor]
 ) -> None:
-    """Set what `fragment` reads. read: values [start, stop) of the flattened part.
+    """Set the values that `fragment` reads. read: returns values [start, stop) of the flat part.
 
     The compute weight itself is set when the model is built.
     """
@@ -109,7 +113,10 @@ def write_fragment(
 
 
 class Fragments:
-    """Which rank keeps which values of each parameter's part: asked of all ranks once."""
+    """A table of which rank keeps which values of each parameter's part.
+
+    All ranks are asked once, when it is made; collective.
+    """
 
     def __init__(self, engine: ZeroEngine) -> None:
         own: dict[str, Interval] = {}
@@ -126,7 +133,7 @@ class Fragments:
         self._engine = engine
 
     def sources(self, wanted: Wanted) -> list[tuple[int, Interval]]:
-        """(rank, what of its own part it gives) so that together they give each value once."""
+        """Return (rank, interval of its own part) pairs that give each wanted value once."""
         shards, shape = self._engine.holders.shards, wanted.part.shape
         found: list[tuple[int, Interval]] = []
         for part, ranks in shards.parts(wanted.name, shape).items():
@@ -144,10 +151,11 @@ class Fragments:
 
 
 def gather(engine: ZeroEngine, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Tensor]]:
-    """Each wanted part of this rank, float32, on the engine's device, in order; collective.
+    """Yield each part that this rank wants, float32 on the engine's device, in order; collective.
 
-    Every rank calls it with the same list and takes all that comes. What is under way is bounded,
-    and where only one rank wants it, so is what that rank holds: one batch.
+    Every rank calls it with the same list and takes all that comes. Parts come in batches of at
+    most BATCH_BYTES or one part, which bounds what is under way. Where only one rank wants parts,
+    it holds no more than one batch.
     """
     rank = engine.holders.everyone.index
     for _, batch in groupby(_numbered(wanted), key=lambda pair: pair[0]):
@@ -162,8 +170,11 @@ def gather(engine: ZeroEngine, wanted: Iterable[Wanted]) -> Iterator[tuple[Wante
 def on_first_rank(
     engine: ZeroEngine, names: Sequence[str], kind: str = "weight"
 ) -> Iterator[Callable[[str], Tensor] | None]:
-    """What reads whole float32 values on the first rank, each once and in this order; collective:
-    elsewhere it is None, and the rank gives what it keeps."""
+    """Yield on the first rank a function that reads whole float32 values; collective.
+
+    It reads each of `names` once, in this order. On other ranks it is None, and the rank gives what
+    it keeps.
+    """
     wanted = [Wanted(kind, name, Part.whole(engine.part_of(name).shape), 0) for name in names]
     coming = gather(engine, wanted)
 
@@ -178,7 +189,7 @@ def on_first_rank(
 
 
 def _numbered(wanted: Iterable[Wanted]) -> Iterator[tuple[int, Wanted]]:
-    """With the number of the batch that each goes in."""
+    """Yield each wanted part with the number of the batch that it goes in."""
     number = size = 0
     for one in wanted:
         size += 4 * one.part.count
@@ -188,7 +199,11 @@ def _numbered(wanted: Iterable[Wanted]) -> Iterator[tuple[int, Wanted]]:
 
 
 def _exchange(engine: ZeroEngine, items: Sequence[Wanted]) -> dict[int, list[tuple[int, Tensor]]]:
-    """For each item of this rank by its number, each source in turn and the flat values from it."""
+    """Exchange the values of one batch over all ranks.
+
+    Returns, for each item that this rank wants, by its number, each source in turn with the flat
+    values from it.
+    """
     everyone, device = engine.holders.everyone, engine.device
     named, rank = engine.named, everyone.index
     sources = [engine.fragments.sources(one) for one in items]
@@ -221,7 +236,7 @@ def _exchange(engine: ZeroEngine, items: Sequence[Wanted]) -> dict[int, list[tup
 def _all_to_all(
     leaving: Sequence[Sequence[Tensor]], coming: Sequence[int], engine: ZeroEngine
 ) -> list[Tensor]:
-    """What came from each rank, float32."""
+    """Send each rank its pieces, and return the float32 values that came from each rank."""
     group, device = engine.holders.everyone, engine.device
     empty = torch.empty(0, dtype=torch.float32, device=device)
     if group.size == 1:
@@ -234,7 +249,7 @@ def _all_to_all(
 
 
 def _assembled(engine: ZeroEngine, one: Wanted, came: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """The wanted part out of what its sources sent."""
+    """Assemble a wanted part from what its sources sent."""
     shards = engine.holders.shards
     whole = one.part
     by_part: dict[Part, list[Tensor]] = {}
@@ -251,15 +266,15 @@ def _assembled(engine: ZeroEngine, one: Wanted, came: Sequence[tuple[int, Tensor
 
 
 def make_moments(engine: ZeroEngine, empty: Batch) -> None:
-    """Bring Adam's states into being: a step over one batch without targets, at learning rate 0.
+    """Make Adam's states, by a step over one batch without targets, at learning rate 0.
 
-    DeepSpeed makes them at the first step only, and only through it; nothing else changes.
+    DeepSpeed makes them only in its own first step; nothing else changes.
     """
     engine.step([empty], 0.0, stop=False)
 
 
 def adam_steps(engine: ZeroEngine) -> int:
-    """How many updates Adam's bias correction has counted."""
+    """Return how many updates Adam's bias correction has counted."""
     counts = {int(state["step"]) for state in engine.adam.state.values() if "step" in state}
     return counts.pop() if counts else 0
 

@@ -1,4 +1,4 @@
-"""What a step is made of: what trains, how its micro-batches are run, what comes out."""
+"""The parts of a step: the module that trains, how its micro-batches are run, and the result."""
 
 from __future__ import annotations
 
@@ -22,46 +22,53 @@ class NotFinite(RunFailed):
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over the step's targets; grad_norm: before clipping; stop: a rank asked to;
-    router_loss: mean over the step's rows, None where the model has none or it is not asked for."""
+    """The result of one step, over all its micro-batches and ranks."""
 
     loss: float
+    """The mean over the step's targets."""
     grad_norm: float
+    """The norm of the whole gradient before clipping."""
     targets: int
+    """How many tokens with a target the step has."""
     stop: bool
+    """Whether a rank asked to stop."""
     skipped: bool
+    """Whether float16 skipped the update."""
     router_loss: float | None = None
+    """The routers' mean loss over the step's rows, or None where none is computed."""
 
 
 class Scales(NamedTuple):
-    """What the sums over a micro-batch are multiplied by; router: None: there is no such loss."""
+    """The factors of the loss sums of a micro-batch; router is None where routers have no loss."""
 
     loss: float
     router: float | None = None
 
 
 class LossModule(Protocol):
-    """What an engine trains: an nn.Module that is one function of a micro-batch."""
+    """The module that an engine trains: an nn.Module that is one function of a micro-batch."""
 
     routed: bool
-    """Whether it has routers with a loss of their own."""
+    """Whether the model has routers with a loss of their own."""
 
     def __call__(self, batch: Batch, scale: float, router_scale: float | None = None) -> Tensor:
-        """[2]: the loss summed over this rank's targets, and the routers', both scaled."""
+        """Return [2]: the loss summed over this rank's targets, and the routers', both scaled."""
         ...
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Every parameter once, by its Hugging Face name."""
+        """Return every parameter once, by its Hugging Face name."""
         ...
 
 
 Runner = Callable[["ZeroEngine", Sequence["Batch"], Scales], Tensor]
-"""Takes a step's micro-batches forward and backward; returns the losses summed over them, [2]
-float64."""
+"""A function that takes a step's micro-batches forward and backward.
+
+It returns the losses summed over them, [2] float64.
+"""
 
 
 def in_turn(engine: ZeroEngine, batches: Sequence[Batch], scales: Scales) -> Tensor:
-    """One micro-batch after another, forward and at once backward."""
+    """Run one micro-batch after another, each forward and at once backward, as a `Runner` does."""
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
         losses = engine.forward(batch, scales)

@@ -1,11 +1,11 @@
-"""ZeRO 0 to 3 behind one step whose loss and gradients are those of one process.
+"""An engine that hides ZeRO 0 to 3 behind one step with the loss and gradients of one process.
 
-A step has a beginning (what the micro-batches of all ranks count), a runner over micro-batches, and
-an end (norm, checks, update). The scale is ours: each rank's loss is (sum over its target tokens) ×
-Z ÷ (target tokens of the step, over all micro-batches and ranks), where Z ranks hold the same part
-of every parameter and DeepSpeed averages gradients over them at every stage. Sequence parallelism
-stays hidden from it, since its own scale depends on the stage. The routers' loss likewise: each
-rank's parts of its rows' losses × Z ÷ rows of the step.
+A step has a beginning (which counts targets and rows over all ranks), a runner over micro-batches,
+and an end (norm, checks, update). The engine scales the loss itself: each rank's loss is (sum over
+its target tokens) × Z ÷ (target tokens of the step, over all micro-batches and ranks), where Z
+ranks hold the same part of every parameter and DeepSpeed averages gradients over them at every
+stage. Sequence parallelism stays hidden from DeepSpeed, whose own scale for it depends on the
+stage. The routers' loss likewise is each rank's parts of its rows' losses × Z ÷ rows of the step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 
 def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
-    """What takes filled parameters apart over the ranks that hold the same, under ZeRO-3; None at
-    other stages."""
+    """Return the function that partitions filled parameters under ZeRO-3; None at other stages.
+
+    They are partitioned over the ranks that hold the same part.
+    """
     config = deepspeed_config(recipe, holders.zero.size, passes=1)
     if config["zero_optimization"]["stage"] != 3:
         return None
@@ -53,7 +55,7 @@ def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
 
 
 class ZeroEngine:
-    """A DeepSpeed engine that takes lists of micro-batches."""
+    """A DeepSpeed engine whose steps take lists of micro-batches."""
 
     def __init__(
         self,
@@ -65,13 +67,13 @@ class ZeroEngine:
         passes: int,
         runner: Runner = in_turn,
     ) -> None:
-        """passes: micro-batches of a step, the most where steps differ."""
+        """Build the engine. passes: micro-batches of a step, or the most where steps differ."""
         self.module, self.holders, self.device = module, holders, device
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
         self._runner = runner
         self.named = module.named()
-        """Every parameter by its Hugging Face name: walking the module each time would take as long
-        as it has parameters, for each of them."""
+        """Every parameter by its Hugging Face name, kept because a walk over the whole module for
+        each parameter would take too long."""
         self._parameters = list(self.named.values())
         self._hooks = list(self._sum_pieces())
         options = recipe.optimizer
@@ -95,7 +97,7 @@ class ZeroEngine:
             self._make_moments()
 
     def _sum_pieces(self) -> Iterator[Any]:
-        """Mark what DeepSpeed's norm counts on every tensor rank; sum gradients that are pieces."""
+        """Mark what DeepSpeed's norm counts on this rank; yield hooks that sum gradient pieces."""
         holders = self.holders
         for name, parameter in self.named.items():
             if holders.tensor.size > 1 and holders.shards.is_first(name, holders.rank):
@@ -106,7 +108,10 @@ class ZeroEngine:
                 )
 
     def _masters(self) -> dict[int, nn.Parameter]:
-        """By parameter's id what AdamW holds for it, at stage 0: itself, or its float32 copy."""
+        """Return what AdamW holds for each parameter at stage 0, by the parameter's id.
+
+        It is the parameter itself or its float32 copy. Empty at other stages.
+        """
         optimizer: Any = self.deepspeed.optimizer
         if self.stage > 0:
             return {}
@@ -116,14 +121,20 @@ class ZeroEngine:
         return {id(half): full for half, full in pairs}
 
     def _require_float32_buffers(self) -> None:
-        """Rotary frequencies rounded to bfloat16 are silently wrong on long rows."""
+        """Require that DeepSpeed has rounded no buffer. Raises RuntimeError.
+
+        Rotary frequencies rounded to bfloat16 are silently wrong on long rows.
+        """
         for name, buffer in self.deepspeed.module.named_buffers():
             if buffer.is_floating_point() and buffer.dtype != torch.float32:
                 raise RuntimeError(f"buffer {name} is {buffer.dtype}: DeepSpeed has rounded it")
 
     def _make_moments(self) -> None:
-        """Give Adam its states now: DeepSpeed finds moments by parameter only for those groups that
-        have them after the first group's first step (stages 1 and 2, 0.19.8)."""
+        """Give Adam its states before the first step.
+
+        DeepSpeed finds moments by parameter only for those groups that have them after the first
+        group's first step (stages 1 and 2, 0.19.8).
+        """
         for group in self.adam.param_groups:
             for parameter in group["params"]:
                 zeros = [torch.zeros_like(parameter) for _ in range(2)]
@@ -139,22 +150,22 @@ class ZeroEngine:
         return inner
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Every parameter that trains, by its Hugging Face name."""
+        """Return every parameter that trains, by its Hugging Face name."""
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def part_of(self, name: str) -> Part:
-        """The part of a parameter that this rank, with those of `holders.zero`, holds."""
+        """Return the part of a parameter that this rank, with those of `holders.zero`, holds."""
         held = self.named[name]
         size = tuple(getattr(held, "ds_shape", held.shape))
         return self.holders.part(name, self.holders.shards.whole_shape(name, size))
 
     @cached_property
     def fragments(self) -> Fragments:
-        """Which rank keeps which values; collective at its first use."""
+        """The table of which rank keeps which values; collective at its first use."""
         return Fragments(self)
 
     def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
-        """One optimizer step over this rank's micro-batches, each in its own layout; collective.
+        """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
         Raises NotFinite before anything is updated.
         """
@@ -165,7 +176,7 @@ class ZeroEngine:
         return self._end(sums, targets, stop)
 
     def _begin(self, batches: Sequence[Batch]) -> tuple[int, Scales]:
-        """(target tokens of the step, scales): each row and token counted once."""
+        """Return (target tokens of the step, scales), where each row and token counts once."""
         targets = rows = 0
         for batch in batches:
             mesh = batch.world.mesh
@@ -178,20 +189,20 @@ class ZeroEngine:
         return int(all_targets), Scales(replicas / max(all_targets, 1.0), router)
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        """[2]: this rank's losses of a micro-batch, scaled, with a graph."""
+        """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
         losses: Tensor = self.deepspeed(batch, *scales)
         return losses
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Gradients of a micro-batch's scaled loss; last: of the step's micro-batches."""
-        # Said each time, since steps may differ in how many they have.
+        """Compute the gradients of a micro-batch's scaled loss. last: whether it ends the step."""
+        # Set each time, since steps may differ in how many micro-batches they have.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
         if not last:
             self.deepspeed.step()
 
     def _end(self, sums: Tensor, targets: int, stop: bool) -> StepResult:
-        """Norm, checks and update."""
+        """Check loss and gradient norm, update the weights, return the result. Raises NotFinite."""
         here = sums.tolist() if self.holders.tensor.index == 0 else [0.0, 0.0]
         *totals, stops = total([*here, float(stop)], self.holders.everyone, self.device)
         mean, router = (value / self.holders.zero.size for value in totals)
@@ -202,7 +213,7 @@ class ZeroEngine:
         return StepResult(mean, grad_norm, targets, stops > 0, skipped, router_loss)
 
     def _update(self) -> tuple[float, bool]:
-        """(gradient norm before clipping, whether float16 skipped the update)."""
+        """Update the weights; return (norm before clipping, whether float16 skipped the update)."""
         optimizer: Any = self.deepspeed.optimizer
         norm = None
         if self.stage == 0 and optimizer is self.adam:
@@ -219,7 +230,7 @@ class ZeroEngine:
         return norm, False
 
     def _norm(self) -> float:
-        """The 2-norm of the whole gradient, where each rank has all of its parts'."""
+        """Return the 2-norm of the whole gradient, if each rank has its parts' gradients whole."""
         holders = self.holders
         norms = [
             torch.linalg.vector_norm(p.grad, dtype=torch.float64)
@@ -239,7 +250,10 @@ class ZeroEngine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Forward passes alone: inside no gradient, after it everything as it was; collective."""
+        """Allow forward passes alone, without gradients; collective.
+
+        Afterwards everything is as it was.
+        """
         self.deepspeed.eval()
         try:
             with torch.no_grad():
@@ -250,11 +264,11 @@ class ZeroEngine:
             self.deepspeed.empty_partition_cache()
 
     def loss_sum(self, batch: Batch) -> float:
-        """Cross-entropy summed over this rank's targets, inside `evaluating`; collective."""
+        """Return the cross-entropy summed over this rank's targets, in `evaluating`; collective."""
         return float(self.deepspeed(batch, 1.0)[0])
 
     def close(self) -> None:
-        """Release what DeepSpeed hooked into the module, and what it keeps for the process."""
+        """Remove what DeepSpeed has hooked into the module, and what it keeps for the process."""
         for hook in self._hooks:
             hook.remove()
         self.deepspeed.destroy()
@@ -262,8 +276,10 @@ class ZeroEngine:
 
 
 def _groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """What trains; 1-D parameters are not decayed. Partitioned ones look 1-D: ask for their
-    shape."""
+    """Return AdamW's groups of the parameters that train; 1-D parameters are not decayed.
+
+    A partitioned parameter looks 1-D, so its whole shape is asked for.
+    """
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in filter(lambda p: p.requires_grad, parameters):

@@ -1,4 +1,4 @@
-"""What is known of model types, and what of them is refused. No torch."""
+"""What is known of each model type, and which models are refused; no torch."""
 
 from uspft.families.reach import check_length, with_factor
 from uspft.families.shape import ModelShape, read_shape

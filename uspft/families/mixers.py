@@ -1,4 +1,4 @@
-"""Layers that mix tokens in ways that no algorithm here splits: what they are, and who has them."""
+"""Layers that mix tokens in ways that no algorithm here splits, and the models that have them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mixer:
-    """model_types that have it, and what `layer_types` calls it."""
+    """A way to mix tokens that no algorithm here splits."""
 
     models: tuple[str, ...]
+    """The model_types that have it."""
     layers: tuple[str, ...]
+    """What `layer_types` calls the layers that have it."""
 
 
 STATES = "state-space layers"
 ATTENTION = {"attention", "full_attention"}
-"""What files of models with STATES call the layers that have none."""
+"""What files of models with STATES call their layers without a state."""
 
 MIXERS: dict[str, Mixer] = {
     STATES: Mixer(
@@ -35,7 +37,7 @@ MIXERS: dict[str, Mixer] = {
         ),
         (),
     ),
-    # transformers has one name for both
+    # transformers has one name for both.
     "linear attention or a state space": Mixer((), ("linear_attention",)),
     "attention joined with a state or a convolution": Mixer((), ("hybrid", "hybrid_sliding")),
     "short convolutions": Mixer(
@@ -61,7 +63,7 @@ MIXERS: dict[str, Mixer] = {
 
 
 def other_layers(layers: Iterable[object]) -> str | None:
-    """What of `layer_types` no algorithm splits, and what that is."""
+    """Return which of `layer_types` no algorithm splits, and what they are; None without any."""
     names = {name: what for what, mixer in MIXERS.items() for name in mixer.layers}
     found = sorted({str(one) for one in layers} & names.keys())
     means = " and ".join(dict.fromkeys(names[one] for one in found))
@@ -69,7 +71,7 @@ def other_layers(layers: Iterable[object]) -> str | None:
 
 
 def mixer_of(raw: Mapping[str, Any]) -> str | None:
-    """What a config has that no algorithm splits, by its model_type or else its layer_types."""
+    """Return what a config has that no algorithm splits, by its model_type or else layer_types."""
     kind, layers = raw.get("model_type"), raw.get("layer_types")
     layers = layers if isinstance(layers, list) else []
     named = [what for what, mixer in MIXERS.items() if kind in mixer.models]

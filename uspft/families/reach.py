@@ -1,4 +1,4 @@
-"""How far a model's rotary positions reach, and what the rows' length makes of its scaling."""
+"""How many positions a model's rotary embedding reaches, and the scaling that long rows need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from uspft.families.table import FAMILIES
 
 
 def with_factor(model: ModelBlock, shape: ModelShape, length_tokens: int) -> ModelBlock:
-    """The block with `model.rope_scaling.factor` as a number, where a scaling has none."""
+    """Return the block with a number as `model.rope_scaling.factor`, where a scaling has none.
+
+    The factor is the one that reaches the rows' length.
+    """
     asked = model.rope_scaling
     if asked is None or asked["rope_type"] == "default" or "factor" in asked:
         return model
@@ -22,7 +25,10 @@ def with_factor(model: ModelBlock, shape: ModelShape, length_tokens: int) -> Mod
 
 
 def check_length(shape: ModelShape, model: ModelBlock, length_tokens: int) -> list[Finding]:
-    """A finding if rows have more positions than the model, with its rope scaling if any."""
+    """Return a finding if rows have more positions than the model, with its rope scaling if any.
+
+    Factors of a longrope scaling that do not fit the model's heads are found too.
+    """
     key, asked = "data.sequence_length", with_factor(model, shape, length_tokens).rope_scaling
     if asked is None or asked["rope_type"] == "default":
         reach = shape.max_positions if asked else _own_reach(shape)
@@ -52,7 +58,7 @@ def check_length(shape: ModelShape, model: ModelBlock, length_tokens: int) -> li
 
 
 def _own_reach(shape: ModelShape) -> int:
-    """The positions of the model's own config."""
+    """Return how many positions the model's own config reaches."""
     rope = shape.rope or {}
     # Gemma 3's positions count its scaling already, unless it is dynamic.
     if not FAMILIES[shape.model_type].scalings and rope.get("rope_type") != "dynamic":
@@ -61,7 +67,10 @@ def _own_reach(shape: ModelShape) -> int:
 
 
 def _pairs(asked: Mapping[str, Any], shape: ModelShape) -> list[Finding]:
-    """longrope has a factor for each pair of dimensions that turns."""
+    """Return what is wrong with the number of factors of a longrope scaling.
+
+    It has a factor for each pair of dimensions that turns.
+    """
     share = {**shape.raw, **(shape.rope or {})}.get("partial_rotary_factor", 1.0)
     pairs = int(shape.head_dim * share) // 2
     return [
@@ -76,8 +85,11 @@ def _pairs(asked: Mapping[str, Any], shape: ModelShape) -> list[Finding]:
 
 
 def _original(asked: Mapping[str, Any], shape: ModelShape) -> int:
-    """The positions that a scaling starts from: those that it names, else those that the model was
-    first trained on. Dynamic NTK starts from all that the model has, as in transformers."""
+    """Return how many positions a scaling starts from.
+
+    They are those that it names, else those that the model was first trained on. Dynamic NTK starts
+    from all that the model has, as in transformers.
+    """
     if asked["rope_type"] == "dynamic":
         return shape.max_positions
     first = (shape.rope or {}).get("original_max_position_embeddings", shape.max_positions)
@@ -86,7 +98,7 @@ def _original(asked: Mapping[str, Any], shape: ModelShape) -> int:
 
 
 def _reach(rope: Mapping[str, Any], positions: int) -> int:
-    """Positions that a scaling reaches from `positions`, or from the original ones it names."""
+    """Return how many positions a scaling reaches from `positions`, or from those that it names."""
     original = rope.get("original_max_position_embeddings", positions)
     factor = rope.get("factor", 1.0)
     if not isinstance(original, int) or not isinstance(factor, int | float):

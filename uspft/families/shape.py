@@ -39,7 +39,7 @@ class ModelShape:
 
 
 def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Finding] | None:
-    """The model's shape, or what is wrong; None where nothing on this machine says it.
+    """Return the model's shape, or what is wrong; None where nothing on this machine says it.
 
     `repo_configs` is the folder whose models/<org>--<name>.json describes a hub model.
     """
@@ -74,12 +74,12 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
 
 
 def no_folder(key: str, name: str) -> Finding:
-    """What is wrong with the name of a model or tokenizer that no hub id could be."""
+    """Return what is wrong with the name of a model or tokenizer that no hub id could be."""
     return key, f"the folder `{name}` does not exist", "name a folder, or org/name of the hub"
 
 
 def config_file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
-    """The model's config.json, or what is wrong; None where it is not on this machine."""
+    """Return the model's config.json, or what is wrong; None where it is not on this machine."""
     if model.config is not None:
         file = model.config / "config.json" if os.path.isdir(model.config) else model.config
         if os.path.isfile(file):

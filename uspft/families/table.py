@@ -15,36 +15,41 @@ from uspft.config.problems import Finding
 from uspft.families.mixers import mixer_of, other_layers
 
 Named = Callable[[str], str]
-"""A field of config.json → the recipe's key that says it."""
+"""A function from a field of config.json to the recipe's key that says it."""
 
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 _OLD_NAMES = {("phi3", "su"): "longrope", ("phi3", "yarn"): "longrope"}
-"""What a model_type's older files call a type of rotary positions."""
+"""The type of rotary positions, by a model_type and the name that its older files give it."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a model_type differs from LLaMA.
-
-    windows: which layers have `sliding_window`: none | all | switched (all or as layer_types says,
-    where use_sliding_window) | typed (as layer_types says); defaults: what transformers takes where
-    config.json has no such field; whole_heads: hidden_size is a multiple of the heads;
-    ropes, scalings: rotary types of its config and of model.rope_scaling; norm_start: a
-    new norm's weight; routed: its tokens choose experts; capped: attention has its
-    attn_logit_softcapping; rope: rotary parameters where config.json has none.
-    """
+    """How a model_type differs from LLaMA."""
 
     windows: str = "none"
+    """Which layers have `sliding_window`: none | all | switched | typed.
+
+    switched: all or as layer_types says, where use_sliding_window is true. typed: as layer_types
+    says.
+    """
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes where config.json has no such field."""
     qkv_bias: bool = False
     whole_heads: bool = False
+    """Whether hidden_size must be a multiple of the heads."""
     ropes: tuple[str, ...] = ROPE_TYPES
+    """The rotary types that its config may have."""
     scalings: tuple[str, ...] = ROPE_TYPES
+    """The rotary types that model.rope_scaling may have."""
     norm_start: float = 1.0
+    """The weight of a new norm."""
     routed: bool = False
+    """Whether its tokens choose experts."""
     capped: bool = False
+    """Whether its attention heeds attn_logit_softcapping."""
     rope: Mapping[str, Any] = field(default_factory=dict)
+    """The rotary parameters where config.json has none."""
 
 
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
@@ -88,13 +93,15 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
-"""Values of model.attention that can have a soft-cap."""
+"""The values of model.attention that can have a soft-cap."""
 REFUSED: dict[str, tuple[str, str]] = {
     "gemma3": ("takes images too", "name its text model, of type gemma3_text"),
     "llama4": ("takes images too, and attends in chunks", ""),
 }
-"""(why, remedy) of model types that are asked for and cannot be trained exactly; others of them,
-by what they have in place of attention, are in mixers.py."""
+"""(why, remedy) for model types that are asked for and cannot be trained exactly.
+
+Those with something else in place of attention are in mixers.py.
+"""
 
 _NOISE = re.compile(r"dropout|pdrop|drop_path|jitter")
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
@@ -106,7 +113,7 @@ def unsupported(
     scaling: Mapping[str, Any] | None = None,
     kernel: str = "auto",
 ) -> list[Finding]:
-    """Traits that would change the mathematics and that uspft does not have: refused by name.
+    """Return a finding for each trait that would change the mathematics and that uspft lacks.
 
     scaling, kernel: the recipe's model.rope_scaling and model.attention.
     """
@@ -154,7 +161,7 @@ def _attention(kind: str, full: Mapping[str, Any], named: Named, kernel: str) ->
 
 
 def _router_loss(kind: str, full: Mapping[str, Any], named: Named) -> list[Finding]:
-    """What is wrong with the wish for the routers' loss."""
+    """Return what is wrong with the wish for the routers' loss."""
     asked, key = full.get("output_router_logits", False), "output_router_logits"
     if type(asked) is not bool:
         return [(named(key), f"{key} is {asked!r}, not true or false", f"write {key}: true")]
@@ -169,7 +176,10 @@ def _router_loss(kind: str, full: Mapping[str, Any], named: Named) -> list[Findi
 
 
 def _noise(full: Mapping[str, Any], named: Named) -> list[Finding]:
-    """Random noise differs between layouts: no result would be that of one process."""
+    """Return a finding for each source of random noise that is on.
+
+    Noise differs between layouts: no result would be that of one process.
+    """
     return [
         (
             named(key),
@@ -195,7 +205,7 @@ def _positions(kind: str, raw: Mapping[str, Any], named: Named) -> list[Finding]
 
 
 def _windows(kind: str, family: Family, full: Mapping[str, Any], named: Named) -> list[Finding]:
-    """What is wrong with the layers' kinds of attention and their sliding window."""
+    """Return what is wrong with the layers' kinds of attention and their sliding window."""
     types, window = set(full.get("layer_types") or []), full.get("sliding_window")
     other = sorted(map(str, types - {_FULL, _WINDOWED}))
     if other:
@@ -241,14 +251,18 @@ def _no_window(kind: str, types: set[str], window: object, named: Named) -> list
 
 
 def rope_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Rotary parameters in one form, of the layers that see all; None where nothing says them."""
+    """Return in one form the rotary parameters of the layers that see all.
+
+    None where neither the config nor the family says them.
+    """
     return next(iter(_ropes(raw)), None)
 
 
 def _ropes(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each kind of layer's rotary parameters in one form, full attention first.
+    """Return the rotary parameters of each kind of layer in one form, full attention first.
 
-    transformers 5 writes rope_parameters, older two keys; some families one for each layer type.
+    transformers 5 writes rope_parameters, older versions two keys; some families have one for each
+    layer type.
     """
     family = FAMILIES.get(str(raw.get("model_type")), Family())
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or family.rope

@@ -1,4 +1,4 @@
-"""One-device attention: (out, lse) and its backward, one signature for every backend."""
+"""Attention on one device: (out, lse) and its backward, with one signature for every backend."""
 
 from uspft.blocks import Block, Mask, area
 from uspft.kernels.choose import believed_kernel

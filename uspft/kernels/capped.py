@@ -1,7 +1,8 @@
-"""Attention whose scores are capped, in torch operations: any device, any type.
+"""Attention whose scores are soft-capped, in plain torch operations: for any device and any dtype.
 
-s → cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, section 2), which torch's flash kernels do not
-have. A block is cut until no piece has more than a tile of scores, so memory does not grow with it.
+A score s becomes cap · tanh(s / cap) (Gemma 2, arXiv 2408.00118, section 2), which torch's flash
+kernels do not have. A block is cut until no piece has more than a tile of scores, so memory does
+not grow with the block.
 
 Shapes: n queries and m keys of a piece, g KV heads, r query heads for each of them, D head dim.
 """
@@ -18,12 +19,12 @@ from uspft.kernels.dense import SEEN
 from uspft.kernels.kernel import BlockOutput, Gradient
 
 TILE_SCORES = 2**18
-"""Scores of one head that are in memory at once; a few tensors of them are. The same for any number
-of heads, so that heads that are computed apart come in the same pieces."""
+"""How many scores of one head are in memory at once, in each of a few tensors. The number is the
+same for any number of heads, so that heads that are computed apart come in the same pieces."""
 
 
 class TorchCapped:
-    """The soft-cap written out, in float32 or wider."""
+    """Attention with a soft-cap, written out in float32 or wider."""
 
     name = "torch"
 
@@ -70,7 +71,8 @@ class TorchCapped:
         return queries, keys
 
     def _scores(self, q: Tensor, k: Tensor, piece: Block, scale: float) -> tuple[Tensor, Tensor]:
-        """(capped scores [g, r, n, m], -inf where unseen; how steep the cap is there)."""
+        """Return the capped scores [g, r, n, m], -inf where a key is not seen, and the slope of the
+        cap at each."""
         bent = torch.einsum("ngrd,mgd->grnm", q, k).mul_(scale / self._cap).tanh_()
         slope = 1 - bent.square()
         capped = bent.mul_(self._cap)
@@ -81,7 +83,7 @@ class TorchCapped:
 
 
 def pieces(blocks: Sequence[Block]) -> Iterator[Block]:
-    """Blocks cut in halves until each has a tile of scores."""
+    """Yield the blocks, cut in halves until none has more than a tile of scores."""
     for block in blocks:
         if (block.q1 - block.q0) * (block.k1 - block.k0) <= TILE_SCORES:
             yield block
@@ -90,8 +92,8 @@ def pieces(blocks: Sequence[Block]) -> Iterator[Block]:
 
 
 def _halves(block: Block) -> list[Block]:
-    """A block in two, along its longer side; one on the diagonal in two such and the full square
-    between them."""
+    """Return a block cut in two along its longer side; a block on the diagonal is cut into two such
+    blocks and the full square between them."""
     q0, q1, k0, k1, mask = block
     q, k = (q0 + q1) // 2, (k0 + k1) // 2
     if mask is Mask.FULL:
@@ -105,7 +107,7 @@ def _halves(block: Block) -> list[Block]:
 
 
 def _by_group(qkv: tuple[Tensor, Tensor, Tensor], piece: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """q [n, g, r, D], k and v [m, g, D] of a piece."""
+    """Return q [n, g, r, D], k and v [m, g, D] of a piece, in float32 or wider."""
     q, k, v = qkv
     keys = slice(piece.k0, piece.k1)
     by_group = _wide(q[piece.q0 : piece.q1]).unflatten(1, (k.shape[1], -1))

@@ -1,4 +1,5 @@
-"""`model.attention` → the kernel of this device, believed after it has been probed."""
+"""The choice of this device's attention kernel by `model.attention`: a kernel is believed only
+after it has been probed."""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ from uspft.kernels.probe import probe
 from uspft.kernels.torch_cpu import TorchCpu
 
 HeadShape = tuple[int, int, int]
-"""Query heads, KV heads, head dim."""
+"""The number of query heads, the number of KV heads, and the head dim."""
 
 
 class KernelSource(NamedTuple):
-    """Where a CUDA kernel comes from: a module that must be installed, and what makes it.
-
-    capped: makes one with a soft-cap; None: it has none.
-    """
+    """Where a CUDA kernel comes from."""
 
     module: str
+    """The module that must be installed."""
     make: Callable[[], Kernel]
+    """Makes the kernel."""
     capped: Callable[[float], Kernel] | None = None
+    """Makes the kernel with a soft-cap; None: it cannot have one."""
 
 
 SOURCES = {
@@ -39,11 +40,11 @@ SOURCES = {
     ),
     "torch": KernelSource("torch", cuda.torch_flash, TorchCapped),
 }
-"""The fastest first; torch's own is always there."""
+"""The sources of CUDA kernels by name, the fastest first; torch's own is always installed."""
 
 
 def is_installed(name: str) -> bool:
-    """Whether a kernel's module is there; nothing is imported."""
+    """Return whether a kernel's module is installed, without importing anything."""
     package, _, part = SOURCES[name].module.partition(".")
     found = find_spec(package)
     folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
@@ -60,12 +61,15 @@ def believed_kernel(
     *,
     said_by_all: Callable[[str], list[str]] = lambda mine: [mine],
 ) -> tuple[Kernel, list[str]]:
-    """The kernel of `model.attention`, and a line for each that is there and was refused before it.
+    """Return the kernel that `wish` asks for, and a line for each that is installed and was refused
+    before it.
 
-    `auto`: the fastest that is installed, loads and passes on every rank. shapes: of each call that
-    must be right; softcap: of the model's scores; said_by_all: what each rank says, by rank, which
-    is collective. Raises what the last one tried did, wherever: ImportError where it does not load,
-    RuntimeError where it fails or is wrong; and AcceleratorError at once: the device is lost.
+    wish: the value of `model.attention`; `auto` is the fastest kernel that is installed, loads and
+    passes the probe on every rank. shapes: the heads of each call that must be right. softcap: that
+    of the model's scores. said_by_all: returns what each rank says, by rank, and is collective.
+    Raises the error of the last kernel tried, on whichever rank it was: ImportError where the
+    kernel does not load, RuntimeError where it fails or is wrong. AcceleratorError is raised at
+    once, since the device is lost.
     """
     refused: list[str] = []
     error: Exception | None = None
@@ -85,7 +89,8 @@ def believed_kernel(
 def _candidates(
     wish: str, device: torch.device, softcap: float | None
 ) -> list[tuple[str, Callable[[], Kernel]]]:
-    """The same on every rank: what is installed may differ."""
+    """Return (name, what makes it) of each kernel to try: the same on every rank, although what is
+    installed may differ."""
     if device.type == "cpu":
         return [("torch", TorchCpu if softcap is None else partial(TorchCapped, softcap))]
     names = SOURCES if wish == "auto" else [wish]
@@ -105,7 +110,8 @@ def _tried(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Kernel | None, Exception | None]:
-    """A kernel that has passed here, or why there is none."""
+    """Return a kernel that has passed the probe on this rank, or the error for which it is
+    refused."""
     if not is_installed(name):
         return None, _absent(name)
     try:
@@ -124,11 +130,12 @@ def _absent(name: str) -> ImportError:
 
 
 def _told(error: Exception | None) -> str:
-    """An error in one line; "" for none."""
+    """Return an error as one line, or "" for none."""
     return "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _refusal(name: str, said: list[str]) -> str:
-    """One line for what some ranks, or all, said."""
+    """Return one line for why a kernel was refused. said: what each rank said, "" where it had
+    passed."""
     rank, what = next((rank, what) for rank, what in enumerate(said) if what)
     return f"{name} refused{f' on rank {rank}' if len(set(said)) > 1 else ''}: {what}"

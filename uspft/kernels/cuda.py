@@ -1,4 +1,7 @@
-"""Kernels for CUDA behind the variable-length signature. Not yet run on a GPU: probed at start."""
+"""Attention kernels for CUDA that take blocks through the variable-length signature.
+
+They have not been run on a GPU yet; each is probed at the start of a run.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from uspft.kernels.varlen import Varlen, VarlenKernel
 
 
 def torch_flash(package: str | None = None) -> VarlenKernel:
-    """torch's own flash attention (aten), float16 and bfloat16; nothing to install.
+    """Return torch's own flash attention (aten), for float16 and bfloat16; it needs no
+    installation.
 
     package: FA3 (Hopper) or FA4, whose kernels torch is told to use in place of its own. Raises
-    ImportError where it is not installed, RuntimeError where it does not fit.
+    ImportError where the package is not installed, RuntimeError where it does not fit.
     """
     aten = torch.ops.aten
     _use(package)
@@ -32,7 +36,7 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
         _use(package)
         out, lse, dout = saved
         sizes = (x.cu_q, x.cu_k, x.longest_q, x.longest_k)
-        # The generator state only matters with dropout, which is always 0 here.
+        # The generator's state matters only with dropout, which is always 0 here.
         state = torch.zeros(2, dtype=torch.uint64, device=out.device)
         unused = torch.zeros((), dtype=torch.uint64, device=out.device)
         grads = aten._flash_attention_backward(
@@ -44,10 +48,11 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
 
 
 def _use(package: str | None) -> None:
-    """Let torch's flash attention be a package's, or its own; the switch is the process's.
+    """Make torch's flash attention a package's, or its own where `package` is None, for the whole
+    process.
 
-    Asked before each call, since another kernel may have turned it. A torch that does not say how
-    it stands is taken to run its own, and is told of a package anew each time.
+    This is asked for before each call, since another kernel may have changed it. A torch that does
+    not say what is in use is taken to run its own, and is told of a package anew each time.
     """
     current = getattr(attention, "current_flash_attention_impl", lambda: None)()
     if current == package:
@@ -59,7 +64,8 @@ def _use(package: str | None) -> None:
 
 
 def flash_attn_2(softcap: float | None = None) -> VarlenKernel:
-    """The flash-attn 2 package; raises ImportError where it is not installed."""
+    """Return the kernel of the flash-attn 2 package. Raises ImportError where it is not
+    installed."""
     _use(None)
     flash = importlib.import_module("flash_attn.flash_attn_interface")
     cap = softcap or 0.0

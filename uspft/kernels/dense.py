@@ -25,9 +25,10 @@ def dense_attention(
     *,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, h, D], lse [h, T]) over the union of blocks, differentiable, O(T · T') memory.
+    """Return (out [T, h, D], lse [h, T]) over the union of blocks, differentiable.
 
-    A query without a key has out 0 and lse -inf.
+    It takes O(T · T') memory for T queries and T' keys. A query without a key has out 0 and lse
+    -inf.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -1,4 +1,4 @@
-"""Query heads that share KV heads unevenly, for kernels that want equal shares."""
+"""Attention for query heads that share KV heads unevenly, by kernels that want equal shares."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from uspft.kernels.kernel import BlockOutput, Gradient, Kernel
 
 
 class Grouped:
-    """Runs a kernel once for each (query, KV) range of heads, and lays the results side by side.
+    """A kernel that runs another one for each (query, KV) range of heads, and lays the results side
+    by side.
 
-    Ranges cover all query heads in order; a KV head stands in one range. No range at all (a rank
-    without heads) computes nothing.
+    The ranges cover all query heads in order, and each KV head stands in one range. Where there is
+    no range at all (a rank without heads), nothing is computed.
     """
 
     def __init__(self, kernel: Kernel, groups: Sequence[tuple[HeadRange, HeadRange]]) -> None:

@@ -1,6 +1,6 @@
-"""What a one-device attention kernel is.
+"""The interface of an attention kernel for one device.
 
-Shapes: T local tokens, h/g local query/KV heads, D head dim.
+Shapes: T local tokens, n those of a range, h/g local query/KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ class Gradient(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Softmax attention over blocks, each on its own: queries may stand in several of them.
+    """Softmax attention over blocks, each by itself; a query may stand in several of them.
 
-    q [T, h, D], k and v [T', g, D] with g dividing h (grouped queries share a KV head); lse is the
-    natural log of the softmax denominator, float32 (float64 for float64), scale included. name: the
-    recipe's word for it. softcap: scores s become softcap · tanh(s / softcap) before the softmax.
+    q is [T, h, D], k and v are [T', g, D], where g divides h (grouped queries share a KV head). lse
+    is the natural logarithm of the softmax denominator, the scale included, in float32 (float64 for
+    float64).
     """
 
     name: str
+    """The recipe's word for the kernel."""
     softcap: float | None
+    """Scores s become softcap · tanh(s / softcap) before the softmax; None: they do not."""
 
     def forward(
         self, qkv: tuple[Tensor, Tensor, Tensor], blocks: Sequence[Block], scale: float
     ) -> list[BlockOutput]:
-        """One part per contiguous range of queries that it computed at once."""
+        """Return one part for each contiguous range of queries that was computed at once."""
         ...
 
     def backward(
@@ -54,9 +56,9 @@ class Kernel(Protocol):
         blocks: Sequence[Block],
         scale: float,
     ) -> tuple[list[Gradient], list[Gradient]]:
-        """(dq, dk and dv) of these blocks alone, given saved = (out, lse, dout) of all T tokens.
+        """Return (dq, dk and dv) of these blocks alone.
 
-        lse and out are the final ones over all keys, which makes block-wise gradients exact
-        (FlashAttention-2, algorithm 2).
+        saved: (out, lse, dout) of all T tokens. Its out and lse are the final ones over all keys,
+        which makes block-wise gradients exact (FlashAttention-2, algorithm 2).
         """
         ...

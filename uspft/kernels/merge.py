@@ -1,4 +1,4 @@
-"""Joining attention over disjoint sets of keys by log-sum-exp."""
+"""Attention over disjoint sets of keys, joined by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from uspft.kernels.sinks import with_sinks
 
 
 class Partial:
-    """Attention of T queries over the keys seen so far: out in float32 (or wider), lse [h, T].
+    """Attention of T queries over the keys seen so far: out [T, h, D] and lse [h, T].
 
-    A query that has seen no key has out 0 and lse -inf. Joining follows
+    A query that has seen no key has out 0 and lse -inf. Parts are joined in float32 or wider, by
     out = Σ out_i · exp(lse_i − lse), lse = log Σ exp(lse_i) (Ring Attention, online softmax).
     """
 
@@ -45,7 +45,7 @@ class Partial:
             self._lse[:, q0:q1] = new
 
     def _start(self, parts: Sequence[BlockOutput]) -> None:
-        """The first parts need no arithmetic: no query has seen a key yet."""
+        """Take the first parts, which need no arithmetic: no query has seen a key yet."""
         tokens = len(self._like)
         if len(parts) == 1 and (parts[0].q0, parts[0].q1) == (0, tokens):
             self._out, self._lse = parts[0].out, parts[0].lse
@@ -56,7 +56,8 @@ class Partial:
             self._lse[:, q0:q1] = lse
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(out [T, h, D] in q's dtype, contiguous; lse [h, T]), sinks [h] joined where given."""
+        """Return out [T, h, D] in q's dtype, contiguous, and lse [h, T]; sinks [h] are joined where
+        given."""
         if self._out is None:
             self._start([])
         assert self._out is not None

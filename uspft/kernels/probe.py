@@ -13,17 +13,20 @@ from uspft.kernels.kernel import Kernel
 from uspft.kernels.merge import Partial
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Norm of the error over that of the truth, which has the same rounded inputs."""
+"""By dtype, how large the norm of an error may be, relative to the norm of the truth, which has the
+same rounded inputs."""
 LSE_TOLERANCE = 2e-3
-"""Scores are summed in float32 or wider whatever the inputs are."""
+"""How large an error of lse may be, for any dtype: scores are summed in float32 or wider whatever
+the inputs are."""
 TANH_ERROR = 2**-11
-"""Of the cap, at most: for half types kernels may take the GPU's approximate tanh."""
+"""The largest error of a capped score, as a share of the cap: for half types kernels may take the
+GPU's approximate tanh."""
 
 Calls = tuple[tuple[Block, ...], ...]
 
 
 class Question(NamedTuple):
-    """Attention in two calls, of so many queries over so many keys."""
+    """What a kernel is asked: attention in two calls, of so many queries over so many keys."""
 
     queries: int
     keys: int
@@ -41,7 +44,8 @@ LONG = Question(
     *(520, 1020),
     ((Block(0, 520, 0, 520, Mask.CAUSAL),), (Block(490, 520, 520, 1020, Mask.FULL),)),
 )
-"""Longer than a kernel's tiles; asked of one head, for a model's would take seconds."""
+"""A question longer than a kernel's tiles; it is asked of one head, since a model's heads would
+take seconds."""
 
 
 def probe(
@@ -49,8 +53,8 @@ def probe(
 ) -> None:
     """Compare forward and backward of two attentions with the reference in float64.
 
-    heads: query heads, KV heads, head dim. Raises RuntimeError naming the kernel, the quantity and
-    the error where they differ by more than rounding in dtype.
+    heads: (query heads, KV heads, head dim). Raises RuntimeError, which names the kernel, the
+    quantity and the error, where they differ by more than rounding in dtype.
     """
     _ask(kernel, SHORT, heads, (dtype, device))
     _ask(kernel, LONG, (1, 1, heads[2]), (dtype, device))
@@ -69,7 +73,7 @@ def _ask(
     wide = [torch.randn(n, h, dim, generator=generator, dtype=torch.float64) for n, h in shapes]
     by_token = [x.to(device, dtype) for x in wide]
     by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in by_token]
-    # Scores that a soft-cap bends: a kernel that forgets it is seen.
+    # Scores large enough for a soft-cap to bend: a kernel that forgets it is found out.
     scale = dim**-0.5 * (kernel.softcap / 4 if kernel.softcap else 1.0)
     truth = _truth(by_token, calls, scale, kernel.softcap)
     for inputs in (by_token, by_head):  # exchanged q, k, v lie by token, a model's own by head
@@ -83,7 +87,7 @@ def _ask(
 
 
 def _results(kernel: Kernel, inputs: list[Tensor], calls: Calls, scale: float) -> list[Tensor]:
-    """out, dq, dk, dv and lse, joined from one call for each group of blocks."""
+    """Return a kernel's out, dq, dk, dv and lse, joined from one call for each group of blocks."""
     q, k, v, dout = inputs
     partial = Partial(q)
     for blocks in calls:
@@ -101,7 +105,7 @@ def _results(kernel: Kernel, inputs: list[Tensor], calls: Calls, scale: float) -
 
 
 def _truth(inputs: list[Tensor], calls: Calls, scale: float, softcap: float | None) -> list[Tensor]:
-    """The same in float64, from the same rounded inputs."""
+    """Return out, dq, dk, dv and lse of the reference in float64, from the same rounded inputs."""
     q, k, v, dout = (x.detach().double() for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     every = [block for blocks in calls for block in blocks]
@@ -112,7 +116,8 @@ def _truth(inputs: list[Tensor], calls: Calls, scale: float, softcap: float | No
 def _first_wrong(
     results: list[Tensor], truth: list[Tensor], dtype: torch.dtype, softcap: float | None
 ) -> str:
-    """What differs by more than rounding in dtype, and by how much; "" where nothing does."""
+    """Return what differs first by more than rounding in dtype, and by how much, or "" where
+    nothing does."""
     seen = truth[-1].isfinite()
     bent = TANH_ERROR * softcap if softcap and dtype.itemsize == 2 else 0.0
     for name, got, want in zip(("out", "dq", "dk", "dv", "lse"), results, truth, strict=True):

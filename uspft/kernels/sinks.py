@@ -1,7 +1,7 @@
-"""Attention sinks: a key that every query sees, with a learnt score a head and the value 0.
+"""Attention sinks: for each head a key that every query sees, with a learnt score and the value 0.
 
-What is left of the other keys' weights adds up to less than 1 (gpt-oss, arXiv 2508.10925, section
-2.3). Joined after all real keys, it is one more term of lse; with that lse and the out that belongs
+The weights of the other keys add up to less than 1 then (gpt-oss, arXiv 2508.10925, section 2.3). A
+sink is joined after all real keys, as one more term of lse. With that lse and the out that belongs
 to it, the kernels' backward is that of attention with sinks as it stands.
 
 Shapes: T tokens, h query heads, D head dim; sinks [h], float32 or wider.
@@ -14,12 +14,13 @@ from torch import Tensor
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """(out [T, h, D], lse [h, T]) once the sinks have taken their weight."""
+    """Return (out [T, h, D], lse [h, T]) after the sinks have taken their weight."""
     whole = torch.logaddexp(lse, sinks[:, None])
     return out * (lse - whole).exp().t()[..., None], whole
 
 
 def sinks_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
-    """[h]: −Σ_t exp(sink − lse_t) · (out_t · dout_t) of these tokens; out and lse are final."""
+    """Return the sinks' gradient [h] from these tokens, −Σ_t exp(sink − lse_t) · (out_t · dout_t);
+    out and lse are final."""
     weights = (sinks[:, None] - lse).exp()
     return -(weights * torch.linalg.vecdot(out.to(lse.dtype), dout.to(lse.dtype)).t()).sum(1)

@@ -1,4 +1,4 @@
-"""torch's flash attention on CPU: float64, float32, bfloat16, float16.
+"""torch's flash attention on CPU, for float64, float32, bfloat16 and float16.
 
 Shapes: n rows (queries) and m keys of a block, h/g query/KV heads, D head dim.
 """
@@ -15,22 +15,25 @@ from uspft.kernels.kernel import BlockOutput, Gradient
 from uspft.kernels.merge import Partial
 
 TILE = 256
-"""Rows of the smallest triangles: the op computes a triangle's last keys whole, seen or not."""
+"""Rows of the smallest triangles that causal blocks are cut into: the op computes a triangle's last
+keys whole, seen or not."""
 JOINED_ROWS = 1024
-"""Of the largest triangle cut forward; in longer ones, joining costs what the cut saves."""
+"""Rows of the largest triangle that is cut in the forward pass; in longer ones, joining the parts
+costs what the cut saves."""
 STRIP = 480
-"""Keys of one call backward, at most. On its own the op takes 512 at a time: a power of two, whose
-rows of scores push one another out of a core's cache."""
+"""About how many keys one call in the backward pass has at most. On its own the op takes 512 at a
+time: a power of two, whose rows of scores push one another out of a core's cache."""
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class TorchCpu:
-    """Block by block through aten's CPU flash op; grouped queries natively, no copies of q, k, v.
+    """Attention block by block through aten's CPU flash op, which takes grouped queries natively,
+    without copies of q, k and v.
 
-    The op divides by zero on an empty block; blocks are never empty. Blocks in types that rounding
-    between tiles does not hurt are tiled for the op.
+    The op divides by zero on an empty block; blocks are never empty. In dtypes that rounding
+    between tiles does not hurt, blocks are cut into tiles that suit the op.
     """
 
     name = "torch"
@@ -75,12 +78,13 @@ def _cut(qkv: tuple[Tensor, Tensor, Tensor], block: Block) -> tuple[Tensor, Tens
 
 
 def _turned(x: Tensor, block: Block) -> Tensor:
-    """[n, heads, D], reversed for a flipped block, which makes it causal."""
+    """Return x [n, heads, D], reversed for a flipped block, which makes the block causal."""
     return x.flip(0) if block.mask is Mask.FLIPPED else x
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(out [n, h, D], lse [h, n]); a short triangle as two and the rectangle between them."""
+    """Return (out [n, h, D], lse [h, n]); a short triangle is computed as two smaller ones and the
+    rectangle between them."""
     n = len(q)
     if not (causal and TILE < n <= JOINED_ROWS and _is_exact(q)):
         out, lse = _FORWARD(*map(_to_kernel, (q, k, v)), 0.0, causal, scale=scale)
@@ -102,7 +106,7 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq [n, h, D], dk and dv [m, g, D]), strip by strip of keys."""
+    """Return dq [n, h, D], dk and dv [m, g, D], computed strip by strip of keys."""
     (q, k, v), (out, lse, dout) = qkv, saved
 
     def of(rows: slice, keys: slice, causal: bool) -> list[Tensor]:
@@ -124,7 +128,8 @@ def _backward(
 
 
 def strips(rows: slice, keys: slice, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """(rows, keys, causal) of each call: strips of keys, in a triangle a small one and the rest."""
+    """Yield (rows, keys, causal) of each call: one for each strip of keys, and in a triangle, for
+    each strip, those of its small triangle and one for the rows below."""
     width = even(keys.stop - keys.start, STRIP)
     for start in range(keys.start, keys.stop, width):
         strip = slice(start, min(start + width, keys.stop))
@@ -136,7 +141,8 @@ def strips(rows: slice, keys: slice, causal: bool) -> Iterator[tuple[slice, slic
 
 
 def _triangles(rows: slice) -> Iterator[tuple[slice, slice, bool]]:
-    """The triangle on rows as small ones, and the rectangle below each."""
+    """Yield (rows, keys, causal) of the triangle on `rows`, as small triangles and the rectangle
+    below each."""
     width = even(rows.stop - rows.start, TILE)
     for start in range(rows.start, rows.stop, width):
         own = slice(start, min(start + width, rows.stop))
@@ -146,19 +152,21 @@ def _triangles(rows: slice) -> Iterator[tuple[slice, slice, bool]]:
 
 
 def even(length: int, most: int) -> int:
-    """Width of equal pieces of length, about `most` at most: a multiple of 16, no power of two."""
+    """Return the width of equal pieces of a length, about `most` at most: a multiple of 16, and no
+    power of two."""
     width = -(-length // (16 * -(-length // most))) * 16
     return width + 16 if width & (width - 1) == 0 else width
 
 
 def _is_exact(x: Tensor) -> bool:
-    """Whether sums of tiles are as good as the op's own: they are added in the type of x."""
+    """Return whether sums of tiles, which are added in the dtype of x, are as good as the op's
+    own."""
     return x.dtype in (torch.float32, torch.float64)
 
 
 def _to_kernel(x: Tensor) -> Tensor:
-    """[n, heads, D] → [1, heads, n, D]. The op takes the last dimension to be contiguous, and does
-    not ask."""
+    """Return x [n, heads, D] as [1, heads, n, D] with a contiguous last dimension, which the op
+    takes for granted."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.transpose(0, 1)[None]
 

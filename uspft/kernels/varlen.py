@@ -17,7 +17,8 @@ TokenRange = tuple[int, int]
 
 
 class Varlen(NamedTuple):
-    """Cumulative lengths of blocks laid end to end, int32 on the device, and the longest ones."""
+    """Cumulative lengths of a call's blocks laid end to end (int32, on the device), the longest
+    lengths, and whether the mask is causal."""
 
     cu_q: Tensor
     cu_k: Tensor
@@ -34,9 +35,10 @@ Backward = Callable[
 
 
 class VarlenKernel:
-    """Runs blocks through a variable-length kernel: a call for each mask, and each long prefix.
+    """A kernel that runs blocks through a variable-length one: in a call for each mask, and for
+    each long prefix.
 
-    Not yet run on a GPU.
+    It has not been run on a GPU yet.
     """
 
     def __init__(
@@ -81,30 +83,29 @@ class VarlenKernel:
 
 
 class Side(NamedTuple):
-    """The queries, or the keys, of a call's blocks laid end to end.
-
-    runs: their ranges of tokens, neighbours joined. turned: last token first, in which order a
-    flipped mask is causal.
-    """
+    """The queries, or the keys, of a call's blocks, laid end to end."""
 
     runs: tuple[TokenRange, ...]
+    """Their ranges of tokens, neighbours joined."""
     turned: bool
+    """Whether the last token comes first, the order in which a flipped mask is causal."""
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Tokens of x in the order of the call; no copy where they already lie in it."""
+        """Return the tokens of x in the order of the call, without a copy where they already lie in
+        it."""
         if len(self.runs) > 1 or self.turned:
             return x.index_select(dim, _order(self, x.device))
         start, stop = self.runs[0]
         return x.narrow(dim, start, stop - start)
 
     def pieces(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-        """What came of the call, run by run."""
+        """Return a result of the call cut into its runs."""
         x = x.flip(dim) if self.turned else x
         return x.split([stop - start for start, stop in self.runs], dim)
 
 
 class _Call(NamedTuple):
-    """Blocks of one mask, which is what the kernels take."""
+    """The blocks of one call: all have one mask, which is what the kernels take."""
 
     q: Side
     k: Side
@@ -113,9 +114,10 @@ class _Call(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def calls(blocks: tuple[Block, ...], tokens: int, device: torch.device) -> list[_Call]:
-    """One for each mask, and for each full block that would have too many keys copied.
+    """Return a call for each mask, and for each full block that would have too many keys copied.
 
-    tokens: that k has. Cached: every layer of a step asks for the same, of each stage of its ring.
+    tokens: how many k has. The result is cached, since every layer of a step asks for the same
+    calls in each stage of its ring.
     """
     full, *others = ([b for b in blocks if b.mask is mask] for mask in Mask)
     groups = [*_full_calls(full, tokens), *others]
@@ -123,10 +125,11 @@ def calls(blocks: tuple[Block, ...], tokens: int, device: torch.device) -> list[
 
 
 def _full_calls(blocks: list[Block], tokens: int) -> list[list[Block]]:
-    """In one call together no more keys than there are; the longest are each its own, in place.
+    """Return the full blocks of each call: together no more keys than there are, and each of the
+    longest blocks alone, whose keys are read in place.
 
-    Runs of one document's queries see the same keys, each more of them: copies of all would grow
-    with the number of runs.
+    Runs of one document's queries see the same keys, each run more of them, so copies of all would
+    grow with the number of runs.
     """
     lengths = [b.k1 - b.k0 for b in blocks]
     together, alone = sum(lengths), set()
@@ -151,7 +154,8 @@ def _call(blocks: Sequence[Block], device: torch.device) -> _Call:
 
 @lru_cache(maxsize=64)
 def _order(side: Side, device: torch.device) -> Tensor:
-    """The tokens of a side one by one, int32; fewer are kept, since each is as long as its side."""
+    """Return the tokens of a side one by one, int32. The cache keeps fewer of these, since each is
+    as long as its side."""
     order = torch.cat([torch.arange(*run, dtype=torch.int32) for run in side.runs])
     return put(order.flip(0) if side.turned else order, device)
 
@@ -165,7 +169,8 @@ def _joined(ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
 
 
 def put(x: Tensor, device: torch.device) -> Tensor:
-    """A copy that nothing waits for: torch keeps pinned memory until the device has read it."""
+    """Copy x to the device without a wait: torch keeps pinned memory until the device has read
+    it."""
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)

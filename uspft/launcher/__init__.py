@@ -1,4 +1,4 @@
-"""The ranks of one host: started, watched, and ended together with those of the other hosts."""
+"""The ranks of one host: they are started, watched, and ended together with other hosts' ranks."""
 
 from __future__ import annotations
 

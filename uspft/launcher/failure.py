@@ -1,4 +1,4 @@
-"""Why a run failed: what the ranks leave behind, and which of it is the cause."""
+"""The reason why a run failed: what the ranks leave behind, and which of it is the cause."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ CONSEQUENCES = re.compile(
 
 
 class Ended(Protocol):
-    """A rank that has ended: its number, when by this host's clock, and what it printed."""
+    """A rank that has ended: its number, when it ended by this host's clock, and what it printed.
+
+    Its output stands in `log` from byte log_start on.
+    """
 
     number: int
     ended: float
@@ -39,7 +42,10 @@ class Ended(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed; time in seconds of this host's clock."""
+    """How one rank failed; `time` is in seconds of this host's clock.
+
+    consequence: it looks as if this rank failed because another one was gone.
+    """
 
     rank: int
     time: float
@@ -50,7 +56,7 @@ class Failure:
 
 
 def report_exception(path: str | Path, rank: int, error: BaseException, code: int = 1) -> None:
-    """Leave an exception for the supervisor, which prints it once; the rank then exits `code`.
+    """Leave an exception for the supervisor, which prints it once; the rank then exits with `code`.
 
     With code 2, wrong input, the user is shown the message alone; RunFailed has no traceback.
     """
@@ -73,7 +79,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def from_error_file(path: Path, status: int | None) -> Failure | None:
-    """Read what a rank left; None when it left nothing."""
+    """Read the failure that a rank left in its error file, or None where it left nothing."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -90,7 +96,7 @@ def from_error_file(path: Path, status: int | None) -> Failure | None:
 
 
 def from_status(rank: Ended, status: int) -> Failure:
-    """Describe a rank that ended without leaving an error, from its exit status and its log."""
+    """Describe the failure of a rank that left no error, from its exit status and its log."""
     printed = rank.log.read_bytes()[rank.log_start :].decode(errors="replace")
     lines = printed.splitlines()[-LAST_LINES:]
     # gloo and NCCL abort a process whose peer is gone; so does a failed assertion in C++.

@@ -1,4 +1,4 @@
-"""The hosts of one run: what NNODES and its like say, and the interface that leads to them."""
+"""The hosts of one run, as NNODES and its like name them, and the interface that leads to them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from uspft.config.problems import InputError
 MAX_PORT = 65535
 SIOCGIFCONF, INTERFACE_BYTES = 0x8912, 40  # Linux, 64 bit: struct ifreq
 ELSEWHERE = socket.AF_INET, "198.51.100.1"
-"""An address of RFC 5737 that is nobody's: the default route leads there."""
+"""An address of RFC 5737 that nobody has, so that the default route leads there."""
 
 
 class LaunchError(InputError):
-    """What the environment says about hosts is wrong; the text names variable and value."""
+    """The environment is wrong about the hosts; the text names the variable and its value."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of one run; port 0 means that a free one is found (one host only)."""
+    """The hosts of one run; port 0 means that a free port is found, on one host only.
+
+    index: which of them this host is. address, port: where host 0 is reached.
+    """
 
     count: int = 1
     index: int = 0
@@ -47,7 +50,7 @@ class LocalRanks:
 
     @property
     def world(self) -> int:
-        """The ranks of all hosts together."""
+        """The number of ranks of all hosts together."""
         return self.count * self.hosts.count
 
     @property
@@ -57,7 +60,7 @@ class LocalRanks:
 
 
 def hosts_from(environment: Mapping[str, str]) -> Hosts:
-    """Read NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, as torchrun names them.
+    """Read the hosts from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, as torchrun names them.
 
     Raises LaunchError with a line for every variable that is missing or wrong.
     """
@@ -100,7 +103,7 @@ def hosts_from(environment: Mapping[str, str]) -> Hosts:
 
 
 def resolve(address: str) -> tuple[socket.AddressFamily, str]:
-    """Return family and numeric address of a host; raises OSError when it has none."""
+    """Return the family and the numeric address of a host. Raises OSError where it has none."""
     found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     family, _, _, _, place = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0]
     return family, str(place[0])
@@ -109,9 +112,10 @@ def resolve(address: str) -> tuple[socket.AddressFamily, str]:
 def interface_to(address: str) -> str | None:
     """Return the network interface that leads to an address, or that carries it; None: unknown.
 
-    The kernel's route decides: connecting a datagram socket sends nothing, and names this side.
-    Debian gives a host's own name 127.0.1.1, which other hosts cannot reach: such a name leads
-    where the default route does. An address that says loopback itself means it.
+    The kernel's route decides: to connect a datagram socket sends nothing, and gives the address of
+    this side. Debian maps a host's own name to 127.0.1.1, which other hosts cannot reach; for such
+    a name, the interface of the default route is taken. An address that itself says loopback means
+    it.
     """
     try:
         family, place = resolve(address)
@@ -126,7 +130,7 @@ def interface_to(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether an address, or localhost in place of one, is loopback by what it says."""
+    """Tell whether an address, or a name such as localhost, says of itself that it is loopback."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -134,7 +138,7 @@ def is_loopback(address: str) -> bool:
 
 
 def carriers_v4() -> dict[str, str]:
-    """Return this host's IPv4 addresses, second ones included, and the interface of each."""
+    """Return the interface of each IPv4 address of this host, second addresses included."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         room = array.array("B", bytes(INTERFACE_BYTES * 256))
         asked = bytearray(struct.pack("iL", len(room), room.buffer_info()[0]))
@@ -149,7 +153,7 @@ def carriers_v4() -> dict[str, str]:
 
 
 def carriers_v6() -> dict[str, str]:
-    """Return this host's IPv6 addresses and the interface of each."""
+    """Return the interface of each IPv6 address of this host."""
     table = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
     return {
         socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])): fields[5] for fields in table

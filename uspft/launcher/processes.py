@@ -1,4 +1,4 @@
-"""The ranks of one host as processes: started, looked at, ended, none left behind."""
+"""The ranks of one host as processes: started, looked at and ended, with none left behind."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Rank:
     process: subprocess.Popen[bytes]
     log: Path
     log_start: int
-    """Where in the log this start begins, in bytes."""
+    """The byte of the log at which the output of this start begins."""
     error_file: Path
     status: int | None = None
     ended: float = 0.0
 
     def look(self) -> None:
-        """Note that the process ended, and end what it left running."""
+        """Note whether the process has ended, and if so, kill what it left running."""
         if self.status is not None:
             return
-        # The leader is left a zombie until its group is dead: its number is nobody else's so far.
+        # The leader stays a zombie until its group is dead: so no other process gets its number.
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
         self.ended = time.time()
@@ -54,10 +54,13 @@ class Rank:
     def stop(self) -> None:
         """Ask the process, not its children, to save and end."""
         if self.status is None:
-            os.kill(self.process.pid, signal.SIGTERM)  # Popen's own would reap it
+            os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate would reap it
 
     def failure(self) -> Failure | None:
-        """Return how the rank failed; it may have said so and hang on its way out."""
+        """Return how the rank failed, or None where it has not.
+
+        A rank may have reported its error and still hang on its way out.
+        """
         left = from_error_file(self.error_file, self.status)
         if left or self.status in (None, 0, INTERRUPTED):
             return left
@@ -72,9 +75,10 @@ def start(
     log_dir: Path,
     error_dir: Path,
 ) -> list[Rank]:
-    """Start this host's ranks: rank 0's output to the terminal, that of others to their logs.
+    """Start this host's ranks, each with its output in a log of its own.
 
-    Raises OSError when the command cannot be started; ranks started before are then ended.
+    Rank 0 prints to this process's stdout, and only its stderr is logged. Raises OSError where the
+    command cannot be started; ranks started before that are ended.
     """
     shared = shared_environment(ranks, environment)
     supervisor = os.getpid()
@@ -109,7 +113,7 @@ def start(
 
 
 def shared_environment(ranks: LocalRanks, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what every rank of this host finds in its environment."""
+    """Return the environment that all ranks of this host have in common."""
     hosts = ranks.hosts
     cores = len(os.sched_getaffinity(0))
     defaults = {
@@ -132,7 +136,10 @@ def shared_environment(ranks: LocalRanks, environment: Mapping[str, str]) -> dic
 
 
 def kill_all(ranks: Sequence[Rank]) -> None:
-    """End every rank and its children; returns when they are gone."""
+    """End every rank and its children, and return when they are gone.
+
+    It waits for GONE_SECONDS at most.
+    """
     for rank in ranks:
         rank.kill()
     deadline = time.monotonic() + GONE_SECONDS

@@ -24,14 +24,14 @@ SAME_SIGNAL_SECONDS = 0.2  # a signal sent to the process and to its group is on
 
 
 class Signals:
-    """Counts SIGINT, SIGTERM and SIGHUP while the ranks run."""
+    """A counter of the SIGINT, SIGTERM and SIGHUP that come while the ranks run."""
 
     def __init__(self) -> None:
         self.count = 0
         self.last = -SAME_SIGNAL_SECONDS
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Count a signal, unless the one before it came less than SAME_SIGNAL_SECONDS ago."""
         now = time.monotonic()
         if now - self.last >= SAME_SIGNAL_SECONDS:
             self.count += 1
@@ -39,7 +39,7 @@ class Signals:
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """Count signals inside; what handled them before does so again after."""
+        """Count signals inside the `with` block, and restore their former handlers after it."""
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it stays unheard
             numbers.append(signal.SIGHUP)
@@ -63,7 +63,10 @@ class Supervision:
     stopping: bool = False
 
     def follow(self) -> int:
-        """Return the run's exit code once every rank ended; raises nothing of theirs."""
+        """Follow the ranks until the run is over, and return its exit code.
+
+        No error of a rank is raised here.
+        """
         while True:
             alarm = self.look()
             if alarm and alarm.kind == "failed":
@@ -81,11 +84,11 @@ class Supervision:
             time.sleep(POLL_SECONDS)
 
     def stopped_early(self) -> bool:
-        """Tell whether a rank was asked to stop before it knew how to."""
+        """Tell whether a rank was ended by the request to stop, before it knew how to save."""
         return self.stopping and any(rank.status == -signal.SIGTERM for rank in self.ranks)
 
     def look(self) -> Alarm | None:
-        """Note what changed on this host, and return what another host says."""
+        """Note what changed on this host, and return the alarm of another host, if any."""
         for rank in self.ranks:
             rank.look()
         if self.terminal:
@@ -93,7 +96,10 @@ class Supervision:
         return self.watch.news()
 
     def stop(self, *, is_own: bool) -> None:
-        """Ask every rank, here and on the other hosts, to save and end."""
+        """Ask every rank, here and on the other hosts, to save and end.
+
+        is_own: the request came to this host, which tells the others.
+        """
         self.stopping = True
         if is_own:
             self.watch.tell("stop")
@@ -102,26 +108,32 @@ class Supervision:
             rank.stop()
 
     def abandon(self, how: str) -> int:
-        """End at once, here and on the other hosts."""
+        """Tell the other hosts to end at once, say why, and return the exit code.
+
+        The ranks of this host are left to `run_ranks`, which kills them.
+        """
         self.watch.tell("failed", f"host {self.watch.host}: {how}", INTERRUPTED)
         say(how)
         return INTERRUPTED
 
     def fail(self) -> int:
-        """Give the other ranks a moment to say why, then name the cause, once, everywhere."""
+        """Give the other ranks a moment to say why, then name the cause, once, on every host.
+
+        Returns the exit code that goes with the cause.
+        """
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             alarm = self.look()
             failures = [failure for rank in self.ranks if (failure := rank.failure())]
             cause = root_cause(failures)
-            if self.stopped_early():  # a rank hears that a peer is gone before we do
+            if self.stopped_early():  # a rank may hear first that a peer is gone
                 return self.abandon(STOPPED_EARLY)
             if alarm and alarm.kind == "failed" and cause.consequence:
                 return self.follow_alarm(alarm)
             is_settled = all(rank.status is not None for rank in self.ranks)
             if time.monotonic() > deadline or (is_settled and not self.watch.lines):
                 break
-            # A cause of its own needs no other witness; its rank may be on its way out.
+            # What no other rank caused is the cause; its rank may still be on its way out.
             if not cause.consequence and time.monotonic() > deadline - SETTLE_SECONDS * 3 / 4:
                 break
             time.sleep(POLL_SECONDS)
@@ -135,12 +147,12 @@ class Supervision:
         return cause.code
 
     def follow_alarm(self, alarm: Alarm) -> int:
-        """End with the other hosts."""
+        """Print the failure of another host, and return its exit code."""
         say(alarm.text)
         return alarm.code
 
     def end(self) -> int:
-        """Return the code of ranks that all ended well, once the other hosts' have too."""
+        """Return the code of ranks that ended without failure, once other hosts' ranks have too."""
         code = max(rank.status or 0 for rank in self.ranks)
         is_first = self.watch.host == 0
         if not is_first:
@@ -165,10 +177,11 @@ def run_ranks(
     log_dir: Path,
     on_stop: str = "saving a checkpoint",
 ) -> int:
-    """Run a command as this host's ranks and return the exit code for all of them.
+    """Run a command as this host's ranks, and return the exit code for all of them.
 
-    0 all ended well; 130 stopped; 2 wrong input found by a rank; 1 failed, the cause printed.
-    Must be called from the main thread. Raises LaunchError when the hosts' port is taken.
+    The code is 0 where all ended well, 130 where they were stopped, 2 where a rank found wrong
+    input, and 1 where one failed, in which case the cause is printed. Must be called from the main
+    thread. Raises LaunchError where the hosts' port is taken.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     watch = Watch(ranks)

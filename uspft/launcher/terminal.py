@@ -1,4 +1,4 @@
-"""Output to a terminal that may be gone: a run outlives it."""
+"""Output to a terminal that may be gone before the run ends: the run outlives it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, TextIO
 
 
 def say(text: str) -> None:
-    """Print for the user; a closed terminal must not end the ranks."""
+    """Print a text for the user on stderr; a closed terminal must not end the ranks."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 class Patient(io.TextIOBase):
-    """A stream that goes nowhere from the time on at which it can no longer be written to."""
+    """A text stream that discards its output as soon as it can no longer be written to."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -55,19 +55,19 @@ class Patient(io.TextIOBase):
 
 
 def outlive_terminal() -> None:
-    """A process of its own prints to its terminal as long as there is one."""
+    """Let this process print to its terminal as long as there is one, and run on without it."""
     sys.stdout, sys.stderr = Patient(sys.stdout), Patient(sys.stderr)
 
 
 class LogOnTerminal:
-    """Copies what rank 0 writes to its log, from a place in it on, onto this process's stderr."""
+    """A copier of rank 0's log to this process's stderr, from byte `start` of the log on."""
 
     def __init__(self, log: Path, start: int) -> None:
         self.log = log
         self.shown_bytes = start
 
     def copy(self) -> None:
-        """Show what came since the last time."""
+        """Show what was written to the log since the last call."""
         with self.log.open("rb") as source, contextlib.suppress(OSError):
             source.seek(self.shown_bytes)
             if fresh := source.read():

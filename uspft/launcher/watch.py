@@ -1,7 +1,8 @@
-"""The line between the supervisors of several hosts: when one host fails or stops, all do.
+"""The lines between the supervisors of several hosts: when one host fails or stops, all do.
 
-Host 0 listens on MASTER_PORT + 1 and passes on what it hears. One JSON object a line:
-hello (who, how many ranks), beat (every second), stop, failed, done. Nothing here blocks.
+Host 0 listens on MASTER_PORT + 1 and passes on what it hears. Each message is a JSON object on a
+line of its own: hello (who, how many ranks), beat (every second), stop, failed, done. Nothing here
+blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Alarm:
-    """What another host says: stop (save and end), or failed (end now, with this code)."""
+    """A message of another host: stop (save and end), or failed (end now, with this code)."""
 
     kind: str
     text: str = ""
@@ -36,7 +37,7 @@ class Alarm:
 
 @dataclass
 class Line:
-    """A connection to another host's supervisor; host is None until its hello came."""
+    """A connection to another host's supervisor; host is None until that host has said hello."""
 
     socket: socket.socket
     host: int | None = None
@@ -45,7 +46,7 @@ class Line:
     done: bool = False
 
     def send(self, message: Message) -> bool:
-        """Send one message; False when the line is dead."""
+        """Send one message, and return False where the line is dead."""
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -53,7 +54,7 @@ class Line:
         return True
 
     def receive(self) -> list[Message] | None:
-        """Return the messages that came; None when the line is closed or what came is none."""
+        """Return the messages that came, or None where the line is closed or what came is none."""
         try:
             fresh = self.socket.recv(MAX_LINE_BYTES)
             *lines, self.unread = (self.unread + fresh).split(b"\n")
@@ -67,10 +68,10 @@ class Line:
 
 
 class Watch:
-    """This host's end of the lines. On one host there is none, and nothing ever happens."""
+    """This host's end of the lines; with one host there are none, and nothing ever happens."""
 
     def __init__(self, ranks: LocalRanks) -> None:
-        """Listen, on host 0; raises LaunchError when the port is taken."""
+        """Listen for other hosts, on host 0 alone. Raises LaunchError where the port is taken."""
         self.ranks = ranks
         self.host = ranks.hosts.index
         self.lines: list[Line] = []
@@ -90,7 +91,7 @@ class Watch:
                 ) from error
 
     def news(self) -> Alarm | None:
-        """Keep the lines alive and return what another host said, or that it is gone."""
+        """Keep the lines alive, and return an alarm where another host raised one or is gone."""
         if self.ranks.hosts.count == 1:
             return None
         self.connect()
@@ -110,7 +111,7 @@ class Watch:
         return self.alarms.pop(0) if self.alarms else None
 
     def tell(self, kind: str, text: str = "", code: int = 1) -> None:
-        """Tell all the other hosts; host 0 passes on what it hears."""
+        """Send a message to all connected hosts; host 0 passes alarms on to the others."""
         message = {"kind": kind, "host": self.host, "text": text, "code": code}
         for line in self.lines:
             line.send(message)  # a dead line shows when it is listened to
@@ -120,14 +121,17 @@ class Watch:
         return all(line.done for line in self.lines if line.host is not None)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all lines, and stop listening and calling."""
         for open_socket in [line.socket for line in self.lines] + [self.listener, self.connecting]:
             if open_socket:
                 open_socket.close()
         self.lines = []
 
     def connect(self) -> None:
-        """Call host 0, again and again until it answers: it may start minutes later."""
+        """Call host 0 again and again until it answers, since it may start minutes later.
+
+        Each call of this method takes one step and returns at once.
+        """
         if self.host == 0 or self.lines:
             return
         now = time.monotonic()
@@ -153,7 +157,7 @@ class Watch:
         )
 
     def add(self, connected: socket.socket) -> Line:
-        """Take a new connection into the watch."""
+        """Add a new connection to the lines of this watch, and return its line."""
         connected.settimeout(SEND_SECONDS)
         line = Line(connected)
         self.lines.append(line)
@@ -177,7 +181,7 @@ class Watch:
                 self.raise_alarm(Alarm(kind, text, code), source=line)
 
     def greet(self, line: Line, hello: Message) -> None:
-        """Note which host this is; hosts that do not fit together end the run."""
+        """Note which host is on the line; hosts that do not fit together end the run."""
         host, here = hello.get("host"), [self.ranks.count, self.ranks.world]
         problem = ""
         if hello.get("ranks") != here:
@@ -193,7 +197,7 @@ class Watch:
             self.raise_alarm(Alarm("failed", problem, 2), source=line)
 
     def raise_alarm(self, alarm: Alarm, source: Line) -> None:
-        """Keep an alarm for the supervisor and pass it on to the hosts that did not raise it."""
+        """Keep an alarm for the supervisor; host 0 also sends it to all hosts but its source."""
         self.alarms.append(alarm)
         if self.host == 0:
             for line in self.lines:

@@ -1,4 +1,4 @@
-"""What a run says about itself: counts, records, the screen."""
+"""A run's reports on itself: its progress on the screen, metrics.jsonl, peak memory and sizes."""
 
 from uspft.metrics.console import RunDisplay
 from uspft.metrics.journal import Journal

@@ -1,4 +1,4 @@
-"""What a person sees of a run: on a terminal a live line, elsewhere a line now and then."""
+"""The display of a run for a person: a live line on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rich.progress import (
 )
 
 QUIET_SECONDS = 15.0
-"""Between two lines where output is not a terminal."""
+"""The least time between two lines of progress where output is not a terminal."""
 
 
 class RunDisplay:
-    """Progress of a run of `steps` steps; silent on all ranks but the first."""
+    """The progress display of a run of `steps` steps, silent on all ranks but the first."""
 
     def __init__(self, steps: int, done: int, *, speaks: bool) -> None:
         self._terminal = Terminal(quiet=not speaks, highlight=False, soft_wrap=True)

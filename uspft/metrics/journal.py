@@ -1,4 +1,4 @@
-"""metrics.jsonl: one object per logged step, appended as it happens; a step stands there once."""
+"""The file metrics.jsonl: each logged step is one object in it, once, appended as it happens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from uspft.durable import write_text
 
 
 class Journal:
-    """Appends to a file that is complete up to its last line after any crash."""
+    """A file of appended records that is complete up to its last line after any crash."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def cut_back(self, step: int) -> None:
-        """Drop what came after a checkpoint's step, and note the resumption."""
+        """Drop the records that came after a checkpoint's step, and note the resumption."""
         kept = []
         if self._path.exists():
             for line in self._path.read_text(errors="replace").splitlines():
@@ -30,7 +30,7 @@ class Journal:
         self.write({"resumed_from_step": step})
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether what an evaluation after this step gave stands here."""
+        """Tell whether the file holds the record of an evaluation after this step."""
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         records = map(json.loads, lines)
         return any("eval_loss" in record and record["step"] == step for record in records)

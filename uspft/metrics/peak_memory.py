@@ -1,4 +1,4 @@
-"""Peak memory of this process."""
+"""The peak memory of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak allocated device memory; on CPU the largest resident set so far."""
+    """Return the peak of the allocated device memory, or on CPU the largest resident set so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

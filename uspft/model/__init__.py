@@ -1,1 +1,1 @@
-"""A Hugging Face model, loaded once and taught to attend across ranks."""
+"""A Hugging Face model that is loaded once and made to attend across ranks."""

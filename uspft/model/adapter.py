@@ -1,5 +1,7 @@
-"""LoRA through peft: two thin matrices beside a frozen projection, W x + alpha ÷ rank · B A x
-(2106.09685)."""
+"""LoRA through peft: two thin matrices beside a frozen projection.
+
+A projection W x becomes W x + alpha ÷ rank · B A x (arXiv 2106.09685).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ KEY = "model.adapter.target_modules"
 
 
 def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
-    """Put an adapter into a model on meta: nothing else of it trains. Raises Fault."""
+    """Put an adapter into a model on meta, and freeze all else of the model. Raises Fault."""
     from peft import inject_adapter_in_model  # seconds, for those who ask for it
     from peft.tuners.lora import LoraLayer
 
@@ -42,7 +44,7 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
 
 
 def _tell_tokens(layer: nn.Module, dropouts: list[TokenDropout]) -> None:
-    """A layer's dropouts learn which tokens it is called with, when it is recomputed too."""
+    """Make a layer tell its dropouts which tokens it is called with, also when it is recomputed."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         words = token_words(kwargs["uspft"].tokens)
@@ -53,9 +55,10 @@ def _tell_tokens(layer: nn.Module, dropouts: list[TokenDropout]) -> None:
 
 
 def targets(model: Any, wanted: Collection[str] | None) -> list[str]:
-    """The names of the modules to adapt, as peft matches them: whole, or the last words.
+    """Return the names of the modules to adapt, as peft matches them: whole, or the last words.
 
-    Raises Fault for each that names no linear projection of the layers.
+    wanted: the recipe's names; None stands for every projection. Raises Fault for each name that no
+    linear projection of the layers has, and where there is no name.
     """
     found = _projections(model)
     last = sorted({name.rpartition(".")[2] for name in found})
@@ -72,7 +75,7 @@ def targets(model: Any, wanted: Collection[str] | None) -> list[str]:
 
 
 def _projections(model: Any) -> list[str]:
-    """Linear projections of the layers, without those whose names experts have too."""
+    """Return the names of the layers' linear projections, without those that experts have too."""
     head, experts = model.get_output_embeddings(), expert_words(model)
     return [
         name
@@ -84,7 +87,7 @@ def _projections(model: Any) -> list[str]:
 
 
 def _refusal(model: Any, asked: tuple[str, str], known: list[str]) -> Finding:
-    """Why a name cannot be adapted. asked: key and name."""
+    """Return why a name cannot be adapted. asked: its key and the name. known: names that can."""
     key, name = asked
     word, remedy = name.rpartition(".")[2], f"write some of {', '.join(known)}"
     if word in expert_words(model):
@@ -103,7 +106,10 @@ def _refusal(model: Any, asked: tuple[str, str], known: list[str]) -> Finding:
 
 
 def lora_config(block: AdapterBlock, names: list[str], base: str | None = None) -> Any:
-    """peft's description of the adapter. names: what `targets` gives; base: where the model is."""
+    """Return peft's description of the adapter.
+
+    names: what `targets` gives. base: where the base model is, if anywhere.
+    """
     from peft import LoraConfig
 
     whole = block.alpha.is_integer()
@@ -118,7 +124,7 @@ def lora_config(block: AdapterBlock, names: list[str], base: str | None = None) 
 
 
 class AdapterStart:
-    """A model's weights, and an adapter's as peft starts them: A uniform(±1 ÷ √in), B 0.
+    """A model's weights, and an adapter's as peft starts them: A is uniform(±1 ÷ √in), B is 0.
 
     A is a function of the seed and of its name alone.
     """
@@ -144,7 +150,7 @@ class AdapterStart:
 def adapter_of(
     names: Collection[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """An adapter's parameters in order, those that `model.freeze` keeps as they began too.
+    """Yield an adapter's parameters in order, also those that `model.freeze` keeps as they began.
 
     names and read: as for `merged`.
     """
@@ -154,9 +160,10 @@ def adapter_of(
 def merged(
     names: Collection[str], read: Callable[[str], Tensor], block: AdapterBlock | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The base model's parameters in order, an adapter's products added as peft merges them.
+    """Yield the base model's parameters in order, an adapter's products added as peft merges them.
 
-    names: of all parameters; read: a parameter's whole value, float32, called for each once.
+    names: of all parameters. read: returns a parameter's whole value, float32; it is called once
+    for each.
     """
     for name, *sides in merge_order(names):
         value = read(name)
@@ -167,8 +174,10 @@ def merged(
 
 
 def merge_order(names: Collection[str]) -> Iterator[list[str]]:
-    """In what order `merged` reads: a parameter of the base model, and where it is adapted A and
-    B."""
+    """Yield the names that `merged` reads, in its order.
+
+    Each list has a parameter of the base model and, where that is adapted, its A and B.
+    """
     for name in names:
         if not is_adapter(name):
             owner = name.removesuffix(".weight")

@@ -1,6 +1,6 @@
 """The one hook into transformers: an attention function that hands q, k, v to the bound algorithm.
 
-transformers calls it by name; the world and the share travel with the call as `uspft=`, so the
+transformers calls it by name. The world and the share travel with the call as `uspft=`, so the
 function keeps no state and two worlds can use one model. No mask is built: transformers makes none
 for an implementation that registers no mask function.
 """
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 NAME = "uspft"
 IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal"}
 IGNORED |= {"output_router_logits"}
-"""Arguments that change nothing here: positions are in q and k already, attention is causal."""
+"""Arguments that may be ignored: positions are in q and k already, and attention is causal."""
 
 
 class Bound:
-    """What one forward call hands to every layer.
+    """What one forward call of the model hands to the attention of every layer.
 
-    tokens: as in Batch; twice: layers are checkpointed, so each is called again before its
-    backward.
+    tokens: as in Batch. twice: whether layers are checkpointed, so that each is called again before
+    its backward.
     """
 
     def __init__(self, world: World, share: Share, tokens: Tensor, *, twice: bool) -> None:
@@ -40,7 +40,10 @@ class Bound:
         self.memory: dict[int, Kept] | None = {} if twice else None
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
-        """Attention of one layer: q [T, H, D], k and v [T, G, D] → [T, H, D]."""
+        """Compute the attention of one layer: q [T, H, D], k and v [T, G, D] → [T, H, D].
+
+        layer: a number that is the same whenever this layer is called.
+        """
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
@@ -55,7 +58,7 @@ class Bound:
 
     @property
     def softcap(self) -> float | None:
-        """What the kernel does to scores, in every layer."""
+        """The soft-cap that the kernel puts on scores, in every layer; None where it has none."""
         return self._world.kernel.softcap
 
 
@@ -74,11 +77,10 @@ def attention(
     uspft: Bound | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attention across ranks: query [1, H, T, D], key and value [1, G, T, D] → [1, T, H, D].
+    """Compute attention across ranks: query [1, H, T, D], key, value [1, G, T, D] → [1, T, H, D].
 
-    sliding_window: keys that a query sees, itself counted; s_aux [H]: sinks.
-
-    Raises RuntimeError, naming it, for anything that it would have to ignore.
+    sliding_window: how many keys a query sees, its own counted. s_aux [H]: the sinks. Raises
+    RuntimeError for any argument that it would have to ignore, naming it.
     """
     unknown = sorted(k for k, v in rest.items() if v is not None and k not in IGNORED)
     unknown += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout != 0.0)

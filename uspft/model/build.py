@@ -1,4 +1,4 @@
-"""Config → a causal language model on meta whose attention is uspft's."""
+"""The making of a causal language model from its config, on meta and with uspft's attention."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from uspft.parameters.experts import is_experts
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
-    """The model with parameters on meta, tied ones tied, and attention that is uspft's."""
+    """Return a config's model with parameters on meta, tied ones tied, and uspft's attention."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
-    model.tie_weights()  # outside: making a parameter empty makes it another object
+    model.tie_weights()  # not above, where making a parameter empty makes a new object
     for buffer in model.buffers():
         if buffer.is_floating_point():  # Gemma's embedding scale, made in dtype and used in it
             buffer.data = buffer.data.float()
@@ -25,8 +25,11 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def parameter_count(model: nn.Module, *, embedding: bool = True, trained_only: bool = False) -> int:
-    """Number of parameters, tied ones once. embedding False: without the embedding look-up where it
-    is not tied, and of the experts those that a token meets."""
+    """Count a model's parameters, tied ones once.
+
+    embedding: False leaves out the embedding look-up where it is not tied, and counts only those
+    experts that a token meets. trained_only: whether only parameters that train are counted.
+    """
     counts = {
         id(p): getattr(p, "ds_numel", p.numel())
         for p in model.parameters()

@@ -1,4 +1,4 @@
-"""Model and loss as the one module that the engine owns."""
+"""A causal language model and its loss as the one module that the engine trains."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ class CausalLoss(nn.Module):
         self.routed: bool = getattr(model.config, "output_router_logits", False)
 
     def forward(self, batch: Batch, scale: float, router_scale: float | None = None) -> Tensor:
-        """[2]: the sum of the cross-entropy over this rank's target tokens, times scale; this
-        rank's part of the routers' loss summed over rows, times router_scale (None: 0)."""
+        """Return this rank's two losses, [2].
+
+        They are the sum of the cross-entropy over this rank's target tokens, times scale, and this
+        rank's part of the routers' loss summed over rows, times router_scale; 0 where that is None.
+        """
         wanted = {"output_router_logits": router_scale is not None} if self.routed else {}
         found = self.model.base_model(
             input_ids=batch.input_ids,
@@ -55,5 +58,5 @@ class CausalLoss(nn.Module):
         return part * (config.router_aux_loss_coef * scale)
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Every parameter once, by its Hugging Face name."""
+        """Return every parameter once, by its Hugging Face name."""
         return {plain_name(name): value for name, value in self.model.named_parameters()}

@@ -3,8 +3,9 @@
 Every layout, micro-batch and recomputation drops the same features of a token, since none of them
 has a part in the draw: a rank draws for its own tokens what one process would draw for them.
 
-A word of 64 bits stands for each token and for each four features; products of the two, mixed once
-more, are four draws of 16 bits each. Arithmetic is modulo 2^64, as int64 is on every device.
+A word of 64 bits stands for each token, and one for each four features. The product of the two,
+mixed once more, is four draws of 16 bits each. Arithmetic is modulo 2^64, as int64 is on every
+device.
 
 Shapes: T tokens of this rank, d features.
 """
@@ -19,40 +20,45 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 FACTOR = 0xD6E8FEB86659FD93 - (1 << 64)
-"""Of a mixing function by degski: x ^= x >> 32 and x *= FACTOR in turn."""
+"""The factor of a mixing function by degski, which takes x ^= x >> 32 and x *= FACTOR in turn."""
 DRAWS, LEVELS = 4, 1 << 16
-"""Draws in a word, and how many values each has: p is exact to half a level."""
+"""How many draws a word has, and how many values a draw has: p is exact to half a level."""
 TILE, TILE_CPU = 1 << 24, 1 << 18
-"""Elements drawn at a time, three bytes each: few kernel launches, or what stays in a cache."""
+"""How many elements are drawn at a time, three bytes each: on a GPU enough for few kernel launches,
+on a CPU what stays in a cache."""
 
 
 def fold(words: Tensor) -> Tensor:
-    """x ^= x >> 32 in place, int64 as if unsigned (on little-endian machines)."""
+    """Apply x ^= x >> 32 in place, with int64 as if unsigned (on little-endian machines)."""
     low, high = words.view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
     low.bitwise_xor_(high)
     return words
 
 
 def mixed(words: Tensor) -> Tensor:
-    """int64 words in place, each bit made to depend on all, and then odd: 63 bits are left."""
+    """Mix int64 words in place so that each bit depends on all, and make them odd.
+
+    63 bits of each are left.
+    """
     for _ in range(3):
         fold(words.mul_(FACTOR))
     return words.bitwise_or_(1)
 
 
 def token_words(tokens: Tensor) -> Tensor:
-    """What stands for tokens in draws: their numbers in the stream of rows, [T] int64, mixed.
+    """Return the words of tokens, mixed from their numbers in the stream of rows, [T] int64.
 
-    They are the same for every module and seed; a layer's modules share them.
+    They are the same for every module and seed, so a layer's modules share them.
     """
     return mixed(~tokens)
 
 
 class TokenDropout(nn.Module):
-    """x · m ÷ (1 − p), where m is 1 with probability 1 − p, drawn for (seed, name, token, feature).
+    """Dropout whose draws are a function of seed, module name, token and feature.
 
-    p is rounded to a multiple of 2^-16, and what is kept is scaled by that. words: `token_words` of
-    x's tokens, [T]; set before each call.
+    The output is x · m ÷ (1 − p), where m is 1 with probability 1 − p and else 0. p is rounded to a
+    multiple of 2^-16, by which what is kept is scaled. words: `token_words` of x's tokens, [T]; set
+    before each call.
     """
 
     def __init__(self, p: float, seed: int, name: str) -> None:
@@ -65,7 +71,7 @@ class TokenDropout(nn.Module):
         self.words: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [1, T, d]; as it is outside training."""
+        """Return x [1, T, d] with features dropped in training, else as it is."""
         if not self.training:
             return x
         words = self.words
@@ -75,7 +81,7 @@ class TokenDropout(nn.Module):
         return out
 
     def dropped(self, x: Tensor, words: Tensor) -> Tensor:
-        """x with features dropped and the rest scaled; the same map serves gradients."""
+        """Return x with features dropped and the rest scaled; the same map serves gradients."""
         out, width = torch.empty_like(x), x.shape[-1]
         features = self._feature_words(width, x.device)
         step = max(1, (TILE_CPU if x.device.type == "cpu" else TILE) // width)
@@ -88,7 +94,7 @@ class TokenDropout(nn.Module):
         return out
 
     def _feature_words(self, width: int, device: torch.device) -> Tensor:
-        """[⌈d ÷ 4⌉] int64, drawn at the first call."""
+        """Return the words of the features, [⌈d ÷ 4⌉] int64, which the first call makes."""
         count = -(-width // DRAWS)
         if self._features.shape != (count,) or self._features.device != device:
             self._features = mixed(torch.arange(count, device=device) ^ self._key)
@@ -96,7 +102,7 @@ class TokenDropout(nn.Module):
 
 
 class _Dropped(torch.autograd.Function):
-    """Keeps no mask: the backward draws it again."""
+    """The differentiable function of TokenDropout; no mask is kept, the backward draws it again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, words: Tensor, how: TokenDropout) -> Tensor:

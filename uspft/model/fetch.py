@@ -1,4 +1,4 @@
-"""A hub model becomes a local folder, once, before any rank starts."""
+"""The download of a hub model to a local folder, once, before any rank starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*
 
 
 def fetch_model(block: ModelBlock) -> dict[str, str]:
-    """Keys of the block that are hub ids → their folders here, downloaded where needed.
+    """Return the local folder for each key of the block that is a hub id, downloaded where needed.
 
     Raises Fault for a folder that is not here, and where the hub cannot be reached or does not know
     the model.

@@ -1,4 +1,4 @@
-"""Whether a config gives a model, and a folder's weights are that model's; headers only."""
+"""Checks that a config gives a model and that a folder's weights fit it, from headers only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from uspft.parameters.source import FolderWeights, WeightsError
 
 
 def require_model(config: Any, key: str) -> Any:
-    """The model of a config, on meta. Raises Fault, naming key, where transformers makes none."""
+    """Return the model of a config, on meta.
+
+    Raises Fault, naming key, where transformers makes none, or where the routers' loss is asked for
+    and the model has no router.
+    """
     try:
         model = empty_model(config, config.dtype)
     except Exception as error:  # a field of the config, and transformers has no kind for it
@@ -27,11 +31,11 @@ def require_model(config: Any, key: str) -> Any:
 
 
 def require_fit(model: Any, folder: Path) -> None:
-    """Compare names and shapes in the folder's safetensors files with the model's.
+    """Require that names and shapes in the folder's safetensors files are the model's.
 
-    A tensor that stands for a bias or norm that the model was built without counts too: it would
-    be dropped in silence. Those of layers beyond the model's do not (model.overrides can shorten
-    it), nor do buffers. Raises WeightsError.
+    A tensor for a bias or norm that the model was built without is refused too: it would be dropped
+    in silence. Tensors of layers beyond the model's are allowed, since model.overrides can shorten
+    it, and so are buffers. Raises WeightsError.
     """
     held = FolderWeights(folder).shapes()
     wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Recipe → transformers' config of the model."""
+"""The transformers config of the model that a recipe names."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ RULED = {
 
 
 def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None) -> Any:
-    """The config of a local folder or config.json, with the recipe's overrides and rope scaling.
+    """Return the config of a folder or config.json, with the recipe's overrides and rope scaling.
 
-    length_tokens: of a row; rotary positions that depend on it are settled. file: where the config
-    is, if not where the recipe says.
-    Raises Fault for one that transformers cannot read, and for each override that does not fit it.
+    length_tokens: the length of a row, for which rotary positions that depend on it are settled.
+    file: where the config is, if not where the recipe says. Raises Fault for a config that
+    transformers cannot read, and for each override that does not fit it.
     """
     key = "model.name_or_path" if block.config is None else "model.config"
     source = file or Path(block.config or block.name_or_path or "")
@@ -58,9 +58,11 @@ def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None
 
 
 def _read(source: Path, overrides: Mapping[str, Any]) -> tuple[Any, Collection[str]]:
-    """The config of a file, and the overrides that are in it: those that say which layers have a
-    window rule over what the file says of single layers, and must be known when transformers works
-    out the layers."""
+    """Return the config of a file, and the keys of the overrides that are in it already.
+
+    Overrides that say which layers have a window rule over what the file says of single layers, and
+    must be known when transformers works out the layers.
+    """
     windows = {key: overrides[key] for key in WINDOWS if key in overrides}
     if not windows or "layer_types" in overrides:
         return AutoConfig.from_pretrained(source, local_files_only=True), ()
@@ -73,7 +75,7 @@ def _read(source: Path, overrides: Mapping[str, Any]) -> tuple[Any, Collection[s
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """The sliding window of each layer in keys, the query's own counted; None: it sees all."""
+    """Return each layer's sliding window in keys, the query's own counted; None: it sees all."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if not types:
@@ -82,7 +84,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
-    """Set one field; what is wrong and the remedy where that cannot be."""
+    """Set one field of a config; return what is wrong and the remedy where that cannot be."""
     if field in RULED:
         return "cannot be overridden", RULED[field]
     if not hasattr(config, field) or callable(getattr(config, field)):
@@ -97,6 +99,8 @@ def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:
 
 
 def attention_of(config: Any) -> str:
-    """transformers' own attention for this model: a soft-cap or sinks are written out, with every
-    score in memory."""
+    """Return the name of transformers' own attention for a config's model.
+
+    It is `eager` where a soft-cap or sinks are written out, with every score in memory.
+    """
     return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"

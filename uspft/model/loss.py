@@ -1,4 +1,4 @@
-"""Cross-entropy from hidden states, tile by tile: logits are never whole in memory.
+"""Cross-entropy from hidden states tile by tile, so that logits are never whole in memory.
 
 Shapes: T tokens with a target, d hidden size, V vocabulary.
 """
@@ -13,38 +13,41 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 MAX_TILE_LOGITS = 1 << 27
-"""Elements of one tile's logits under `loss_tile_tokens: auto` (512 MiB in float32)."""
+"""How many logits a tile has under `loss_tile_tokens: auto` (512 MiB in float32)."""
 MIN_TILE_TOKENS = 256
-"""Tokens below which a tile's products no longer fill a GPU."""
+"""How many tokens a tile needs at least for its products to fill a GPU."""
 
 
 def tile_tokens(wish: str | int, vocabulary: int) -> int | None:
-    """Tokens per tile for `memory.loss_tile_tokens`: auto, none (None: all at once) or a number."""
+    """Return the tokens per tile that `memory.loss_tile_tokens` asks for.
+
+    wish: auto, none or a number. None stands for all tokens at once.
+    """
     if wish == "none":
         return None
     return max(MIN_TILE_TOKENS, MAX_TILE_LOGITS // vocabulary) if wish == "auto" else int(wish)
 
 
 class Logits(NamedTuple):
-    """How a head makes logits: products times scale, then cap · tanh(· / cap) where it has one."""
+    """How a head makes logits: products times scale, then cap · tanh(· / cap) if it has a cap."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @classmethod
     def of(cls, config: Any) -> Logits:
-        """As a Hugging Face config says."""
+        """Return how a Hugging Face config says that logits are made."""
         divisor, cap = getattr(config, "logits_scaling", 1.0), "final_logit_softcapping"
         return cls(1.0 / divisor, getattr(config, cap, None))
 
     def apply(self, products: Tensor) -> Tensor:
-        """Logits from products, in place."""
+        """Make logits from products, in place."""
         if self.scale != 1.0:
             products.mul_(self.scale)
         return products if self.cap is None else products.div_(self.cap).tanh_().mul_(self.cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d products."""
+        """Return d logits / d products, from the logits."""
         if self.cap is None:
             return self.scale
         return logits.div(self.cap).square_().neg_().add_(1.0).mul_(self.scale)
@@ -67,12 +70,11 @@ class Head(nn.Module):
         self.tile = tile
 
     def forward(self, hidden: Tensor, labels: Tensor, chosen: Tensor, scale: float) -> Tensor:
-        """Sum of the cross-entropy of every token that has a target, times scale; float32 (float64
-        for float64).
+        """Return the summed cross-entropy of all tokens that have a target, times scale.
 
-        hidden [T', d]; labels [T'] int64; chosen [T] int64: which of them are targets (found on the
-        device, the host would wait for the whole forward pass). No target at all gives 0, still
-        attached to the graph.
+        hidden [T', d]; labels [T'] int64; chosen [T] int64: which of the T' tokens have a target
+        (were it found on the device, the host would wait for the whole forward pass). The result is
+        float32, or float64 for float64; without a target it is 0, still attached to the graph.
         """
         rows = hidden.index_select(0, chosen)
         weight, bias = self.weight, self.bias
@@ -85,7 +87,7 @@ class Head(nn.Module):
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """Gradients are worked out with the loss, since they only wait for one scalar factor."""
+    """Cross-entropy by tiles, whose gradients come with the loss: they only wait for one factor."""
 
     @staticmethod
     def forward(
@@ -128,8 +130,10 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 class Gradients:
-    """Gradients of rows, weight and bias where they are needed, the latter two summed in float32 or
-    wider: a frozen head's would be as large as its weight."""
+    """The gradients of rows, weight and bias, those of weight and bias summed in float32 or wider.
+
+    There is only what is needed: a frozen head's gradient would be as large as its weight.
+    """
 
     def __init__(
         self,
@@ -145,7 +149,10 @@ class Gradients:
         )
 
     def add(self, start: int, part: Tensor, slope: Tensor) -> None:
-        """Add one tile: part [t, d], slope = d loss / d logits [t, V]."""
+        """Add the gradients of one tile, which starts at row `start`.
+
+        part [t, d]: the tile's rows. slope [t, V]: d loss / d products of the tile.
+        """
         if self._d_rows is not None:
             self._d_rows[start : start + len(part)] = slope @ self._weight
         if self._d_weight is not None:

@@ -1,4 +1,4 @@
-"""Rotary positions of the rows' length, where transformers would choose by each call's longest.
+"""Rotary positions for the rows' length, where transformers would go by each call's longest one.
 
 Dynamic NTK and LongRoPE have other frequencies for longer calls, and each rank would see another
 longest position. A run has one length, and its frequencies stand in the config: for the ranks, for
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 FROM_ORIGINAL = ("yarn", "longrope", "llama3")
-"""Types that name the positions which they start from; the others start from all of the model's."""
+"""Rope types that name the positions which they start from; others start from all the model's."""
 _KINDS = ("full_attention", "sliding_attention")
 
 

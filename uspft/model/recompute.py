@@ -1,10 +1,10 @@
 """Attention that gradient checkpointing recomputes neither on the device nor on the wire.
 
 A checkpointed layer runs twice. The first time attention runs on a graph of its own, which keeps
-what its backward needs (out, lse, what an exchange brought) but not its inputs: the second run
-makes those again, and the graph takes them from there (selective checkpointing, 2406.18485). Under
-Ulysses what is kept includes q, k and v of this rank's heads: 3.6 tensors of q's size at 8/2 heads
-on 2 ranks, where a ring keeps 1.1.
+what its backward needs (out, lse, what an exchange brought) but not its inputs. The second run
+makes those again, and the graph takes them from there (selective checkpointing, arXiv 2406.18485).
+Under Ulysses what is kept includes q, k and v of this rank's heads: 3.6 tensors of q's size at 8/2
+heads on 2 ranks, where a ring keeps 1.1.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Attend = Callable[[tuple[Tensor, ...]], Tensor]
 
 
 class Kept:
-    """One layer's attention between its runs: the graph of the first, inputs of the second."""
+    """One layer's attention between its two runs: the graph of the first, inputs of the second."""
 
     def __init__(self, attend: Attend, inputs: tuple[Tensor, ...]) -> None:
         self.inputs: list[Tensor] = []
         self._leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        # The hooks hold no self: the graph that holds them would be a ring that is never freed.
+        # The hooks hold no self, or self and the graph would hold each other and never be freed.
         pack, unpack = hooks(self._leaves, self.inputs)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             self.out = attend(self._leaves)
@@ -39,7 +39,10 @@ class Kept:
 def hooks(
     leaves: tuple[Tensor, ...], inputs: list[Tensor]
 ) -> tuple[Callable[[Tensor], Tensor | int], Callable[[Tensor | int], Tensor]]:
-    """How the graph keeps a tensor: an input as its number, for the second run has it again."""
+    """Return how the graph packs and unpacks what it keeps.
+
+    An input is packed as its number, since the second run has it again.
+    """
 
     def pack(saved: Tensor) -> Tensor | int:
         for number, leaf in enumerate(leaves):
@@ -75,21 +78,22 @@ class _Keeping(torch.autograd.Function):
 def attend_once(
     memory: dict[int, Kept], layer: int, attend: Attend, inputs: tuple[Tensor, ...]
 ) -> Tensor:
-    """attend(inputs), computed at a layer's first call and remembered for its second.
+    """Return attend(inputs), computed at a layer's first call and remembered for its second.
 
-    memory lives as long as one forward and backward; layer is the same at both calls of a layer.
+    memory: what is kept by layer, for one forward and backward. layer: a number that is the same at
+    both calls of a layer.
     """
     out: Tensor = _Keeping.apply(memory, layer, attend, *inputs)
     return out
 
 
 def recompute_layers(model: Any) -> None:
-    """Switch gradient checkpointing on, which transformers names otherwise from 5.23 on."""
+    """Switch gradient checkpointing on, by the method that transformers renamed in 5.23."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def recomputes(model: Any) -> bool:
-    """Whether a model's layers are checkpointed."""
+    """Tell whether a model's layers are checkpointed."""
     found = getattr(model, "is_activation_checkpointing", None)
     return bool(model.is_gradient_checkpointing if found is None else found)

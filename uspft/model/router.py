@@ -1,8 +1,8 @@
 """The routers' load-balancing loss of whole rows, of which each rank holds a share.
 
-Switch Transformer, 2101.03961, equations 4 to 6, as transformers has it: over all layers together,
-E · Σ_e f_e · p_e with f_e the choices of expert e ÷ tokens and p_e its mean probability. Padding
-does not count; packed documents count together, as their row.
+It is that of Switch Transformer, arXiv 2101.03961, equations 4 to 6, as transformers has it: over
+all layers together, E · Σ_e f_e · p_e with f_e the choices of expert e ÷ tokens and p_e its mean
+probability. Padding does not count; packed documents count together, as their row.
 
 Shapes: T tokens here, E experts, R rows of the micro-batch.
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 def router_loss(
     logits: Sequence[Tensor], row_of: Tensor, rows: int, top_k: int, group: Group
 ) -> Tensor:
-    """This rank's part of the loss summed over rows: the parts of all ranks add up to it.
+    """Return this rank's part of the loss summed over rows; the parts of all ranks add up to it.
 
-    logits: [T, E] of each layer; row_of [T]: each token's row, -1 for padding; group: the ranks
-    that share the rows; collective. The product of two sums over ranks is no sum over ranks, but f
+    Collective. logits: [T, E] of each layer. row_of [T]: each token's row, -1 for padding. group:
+    the ranks that share the rows. The product of two sums over ranks is no sum over ranks, but f
     has no gradient: with everybody's choices known, the loss is linear in the probabilities.
     """
     wide = torch.promote_types(logits[0].dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Which parameters of a model train."""
+"""The choice of the parameters of a model that train."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def choose_trained(model: Any, block: ModelBlock, seed: int) -> None:
 def _not_found(
     expression: str, model: nn.Module, trained: Mapping[str, nn.Parameter]
 ) -> tuple[str, str]:
-    """What to say of an expression that is in no name: a tied weight has but one of its names."""
+    """Return what is wrong with an expression that is found in no name, and the remedy.
+
+    A tied weight goes by only one of its names.
+    """
     known = {id(parameter): name for name, parameter in trained.items()}
     for other, parameter in model.named_parameters(remove_duplicate=False):
         name = known.get(id(parameter))
@@ -53,13 +56,13 @@ def _not_found(
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter that trains, once, by its name in files."""
+    """Return every parameter that trains, once, by its name in files."""
     named = model.named_parameters()
     return {plain_name(name): value for name, value in named if value.requires_grad}
 
 
 def what_trains(model: nn.Module, block: ModelBlock) -> str | None:
-    """How many parameters train and how many are frozen, for a person; None where all train."""
+    """Tell a person how many parameters train and how many are frozen; None where all train."""
     if not block.adapter and not block.freeze:
         return None
     trained = parameter_count(model, trained_only=True)
@@ -75,7 +78,7 @@ def what_trains(model: nn.Module, block: ModelBlock) -> str | None:
 
 
 def _narrower(model: nn.Module, rank: int) -> list[str]:
-    """Last words of the adapted projections with a side smaller than the rank."""
+    """Return the last words of the adapted projections that have a side smaller than the rank."""
     shapes = {plain_name(name): value.shape for name, value in model.named_parameters()}
     owners = [name.partition(".lora_A.")[0] for name in shapes if ".lora_A." in name]
     narrow = [owner for owner in owners if min(shapes[f"{owner}.weight"]) < rank]

@@ -1,1 +1,1 @@
-"""Who holds what of a model's parameters, and where their values come from."""
+"""A model's parameters: which rank holds which part, and where their values come from."""

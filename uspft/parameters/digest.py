@@ -1,4 +1,4 @@
-"""Whether a base model is the one that an adapter was trained on, without reading all of it."""
+"""A digest that tells whether a base model is the one trained on, without reading all of it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from uspft.config.recipe import ModelBlock
 
 PIECE = 64
-"""Bytes looked at in the middle of every tensor: training changes them all."""
+"""How many bytes in the middle of every tensor are looked at: training changes every tensor."""
 
 
 def base_digest(block: ModelBlock) -> str:
-    """A digest of config.json, of every tensor's name, type and shape, and of a piece of each.
+    """Return a digest of config.json, every tensor's name, type and shape, and a piece of each.
 
-    Of the config alone where weights are random. Raises WeightsError.
+    Where weights are random, it is of the config alone. Raises WeightsError, OSError.
     """
     source = Path(block.config or block.name_or_path or "")
     file = source / "config.json" if source.is_dir() else source
@@ -32,7 +32,7 @@ def base_digest(block: ModelBlock) -> str:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Of each tensor in a folder's safetensors files the name, and what is looked at."""
+    """Yield each tensor's name in a folder's safetensors files, and the bytes to digest of it."""
     for path in FolderWeights(folder).files:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -1,7 +1,7 @@
-"""Experts: one fused 3-D parameter in transformers, a matrix for each in Hugging Face files.
+"""Experts, which are fused 3-D parameters in transformers and a matrix each in Hugging Face files.
 
-Shapes: E experts, d hidden size, f an expert's width; gate_up_proj [E, 2f, d], gate's rows first,
-down_proj [E, d, f].
+Shapes: E experts, d hidden size, f an expert's width; gate_up_proj [E, 2f, d] with gate's rows
+first, down_proj [E, d, f].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROUTER = re.compile(r"(?P<block>.*)\.mlp\.gate\.weight")
 
 
 class Spelling(NamedTuple):
-    """How files name a block of experts: module, and its three matrices."""
+    """The names that files use for a block of experts: the module, and an expert's matrices."""
 
     module: str
     gate: str
@@ -27,7 +27,7 @@ class Spelling(NamedTuple):
     down: str
 
     def matrices(self, block: str, kind: str, expert: int) -> list[str]:
-        """The files' names of one expert's part of a fused parameter."""
+        """Return the names in files of the matrices that make one expert's part of a parameter."""
         names = (self.gate, self.up) if kind == "gate_up_proj" else (self.down,)
         return [f"{block}.{self.module}.experts.{expert}.{name}.weight" for name in names]
 
@@ -36,11 +36,14 @@ SPELLINGS = {
     "mixtral": Spelling("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": Spelling("mlp", "gate_proj", "up_proj", "down_proj"),
 }
-"""By model_type."""
+"""The spelling in files of each model_type."""
 
 
 class Stored(NamedTuple):
-    """Tensors of files that make one parameter: `width` of them an expert, 0 where it has none."""
+    """The tensors in files that make one parameter.
+
+    width: how many of them make one expert; 0 where the parameter has no experts.
+    """
 
     parts: list[str]
     width: int
@@ -53,17 +56,17 @@ class Stored(NamedTuple):
 
 
 def is_experts(name: str) -> bool:
-    """Whether a parameter holds something of all experts of a layer."""
+    """Tell whether a parameter holds weights or biases of all experts of a layer."""
     return bool(_FUSED.fullmatch(name) or _BIAS.fullmatch(name))
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module is the projection that chooses experts."""
+    """Tell whether a module is the projection that chooses experts."""
     return type(module).__name__.endswith("TopKRouter")
 
 
 def expert_words(model: Any) -> set[str]:
-    """The names, fused or in files, of a model's matrices of experts; none where it has none."""
+    """Return the names of a model's expert matrices, fused or in files; empty without experts."""
     if not any(is_experts(name) for name, _ in model.named_parameters()):
         return set()
     spelling = SPELLINGS.get(model.config.model_type)
@@ -71,7 +74,10 @@ def expert_words(model: Any) -> set[str]:
 
 
 def find(name: str, files: Collection[str]) -> Stored | None:
-    """Where files hold a parameter, whichever spelling they use; None where they do not."""
+    """Find the tensors that hold a parameter in files of any spelling; None where there are none.
+
+    files: the names of all tensors in the files.
+    """
     if name in files:
         return Stored([name], 0)
     for spelling in SPELLINGS.values():
@@ -91,7 +97,7 @@ def find(name: str, files: Collection[str]) -> Stored | None:
 
 
 def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as transformers has them, from those of files."""
+    """Return names and shapes as transformers has them, from those in files."""
     found = dict(held)
     for spelling in SPELLINGS.values():
         router = f".{spelling.module}.gate.weight"
@@ -113,7 +119,7 @@ def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ..
 
 
 def as_files(name: str, value: Tensor, model_type: str) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as Hugging Face files of a model type hold it."""
+    """Yield the names and tensors as which files of a model type hold a parameter."""
     spelling = SPELLINGS.get(model_type)
     if spelling and (match := _FUSED.fullmatch(name)):
         for expert, matrix in enumerate(value):

@@ -1,4 +1,4 @@
-"""A module on meta → its parameters filled one by one and, under ZeRO-3, taken apart at once."""
+"""The filling of a module on meta, one parameter after another, partitioned at once in ZeRO-3."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ if TYPE_CHECKING:
     from uspft.parameters.source import Weights
 
 BATCH_BYTES = 1 << 28
-"""Parameters whole at one time on a rank while a ZeRO-3 model is filled (one, if larger)."""
+"""Bytes of parameters that are whole on a rank at one time while a ZeRO-3 model is filled.
+
+A larger parameter is whole alone.
+"""
 
 Partition = Callable[[list[nn.Parameter]], None]
-"""Called with parameters as soon as they are filled; takes their memory away (ZeRO-3)."""
+"""A function that is called with filled parameters and takes their memory away (ZeRO-3)."""
 
 
 def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Every parameter by its first name in files, and all its places: tied ones have several."""
+    """Return every parameter by its first name in files, with all its (module, attribute) places.
+
+    Tied parameters have several places.
+    """
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
@@ -42,8 +48,8 @@ def fill(
 ) -> None:
     """Give a module on meta the parts of its parameters that this rank holds; collective.
 
-    Values are read on one of the ranks that hold a part; on the others parameters are left for the
-    engine's broadcast. Raises WeightsError.
+    Values are read on one of the ranks that hold a part; the others' parameters are left for the
+    engine's broadcast. partition: None leaves parameters whole. Raises WeightsError.
     """
     pending: list[nn.Parameter] = []
     for name, (empty, owners) in places(model).items():
@@ -64,7 +70,7 @@ def fill(
 
 
 def _read(name: str, part: Part, source: Weights, holders: Holders) -> Tensor:
-    """A part of a parameter, for this rank alone of those that hold it."""
+    """Read a part of a parameter, on this rank alone of those that hold the part."""
     if part.is_whole or not source.draws(name):
         return source.read(name, part)
     # Drawn whole or not at all: on one rank, which hands out the parts.

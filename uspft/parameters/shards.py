@@ -1,8 +1,8 @@
-"""Who holds what of a model's parameters: layout → the part of each that every rank holds.
+"""The parts of a model's parameters, and which part each rank of a layout holds.
 
-The one place that knows. Reading weights, Adam's state, saving, resuming, exporting and `verify`'s
-gradients ask here; how a matrix is split is said by rules, name → MatrixSplit. ZeRO divides what
-stands here further, among the ranks that hold the same part; that is DeepSpeed's.
+Only this file knows. Reading weights, Adam's state, saving, resuming, exporting and `verify`'s
+gradients ask here; rules, name → MatrixSplit, say how a matrix is split. Among the ranks that hold
+the same part, DeepSpeed's ZeRO divides it further.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 Box = tuple[Range, ...]
-"""A range along each dimension."""
+"""A box of a tensor: one range along each dimension."""
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is held of a parameter: along each dimension some ranges of it, laid end to end."""
+    """A part of a parameter: along each dimension some ranges of it, laid end to end."""
 
     shape: Shape
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     ranges: tuple[tuple[Range, ...], ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Part:
-        """All of it."""
+        """Return the part that is all of a parameter of this shape."""
         return cls(tuple(shape), tuple(((0, size),) for size in shape))
 
     @property
@@ -54,11 +54,11 @@ class Part:
 
     @property
     def count(self) -> int:
-        """Elements of the part."""
+        """The number of elements of the part."""
         return prod(self.size)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor; what is all of it is not copied."""
+        """Cut the part out of a whole tensor; nothing is copied where the part is all of it."""
         if self.is_whole:
             return whole
         for dim, ranges in enumerate(self.ranges):
@@ -67,11 +67,11 @@ class Part:
         return whole
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Its boxes: where each lies in the whole, and where in the part."""
+        """Yield the part's boxes: where each lies in the whole, and where in the part."""
         yield from _pairs([_laid_out(ranges) for ranges in self.ranges])
 
     def within(self, box: Box) -> Part:
-        """What a box of this part, in its own coordinates, is of the whole parameter."""
+        """Return as a part of the whole parameter a box of this part, given in its coordinates."""
         found = []
         for ranges, (first, last) in zip(self.ranges, box, strict=True):
             cut = [
@@ -83,7 +83,7 @@ class Part:
         return Part(self.shape, tuple(found))
 
     def meets(self, other: Part) -> Iterator[tuple[Box, Box]]:
-        """What two parts of one parameter share: where in this part, and where in the other."""
+        """Yield each box that two parts of a parameter share: where in this, where in the other."""
         sides = [
             _overlaps(_laid_out(mine), _laid_out(theirs))
             for mine, theirs in zip(self.ranges, other.ranges, strict=True)
@@ -92,7 +92,7 @@ class Part:
 
 
 def _laid_out(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
-    """(where in the whole, where in the part) of each range along a dimension."""
+    """Return (where in the whole, where in the part) for each range along a dimension."""
     found, at = [], 0
     for start, stop in ranges:
         found.append(((start, stop), (at, at + stop - start)))
@@ -103,7 +103,7 @@ def _laid_out(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
 def _overlaps(
     mine: Sequence[tuple[Range, Range]], theirs: Sequence[tuple[Range, Range]]
 ) -> list[tuple[Range, Range]]:
-    """Where two parts' ranges along a dimension meet: in the one, and in the other."""
+    """Return where two parts' ranges along a dimension meet: in the one, and in the other."""
     found = []
     for ((a, b), (at, _)), ((c, d), (other, _)) in product(mine, theirs):
         start, stop = max(a, c), min(b, d)
@@ -119,14 +119,14 @@ def _pairs(sides: Sequence[Sequence[tuple[Range, Range]]]) -> Iterator[tuple[Box
 
 
 def as_slices(box: Box) -> tuple[slice, ...]:
-    """What indexes a tensor with a box."""
+    """Return the slices that index a tensor with a box."""
     return tuple(slice(*bounds) for bounds in box)
 
 
 def flat_boxes(size: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a tensor in memory order, as boxes in that order.
+    """Return elements [start, stop) of a tensor in memory order, as boxes in that order.
 
-    At most two for each dimension, and one.
+    There are at most two boxes for each dimension, and one more.
     """
     if start >= stop:
         return []
@@ -153,17 +153,17 @@ def flat_boxes(size: Sequence[int], start: int, stop: int) -> list[Box]:
 
 @dataclass(frozen=True)
 class MatrixSplit:
-    """How a parameter is divided among the ranks that hold parts of one matrix.
+    """The way in which a parameter is divided among the ranks that hold parts of one matrix.
 
-    dim: along which. stacked: the sizes of matrices that stand one after another along it (fused
-    projections), each divided by itself; none: it is one.
+    dim: the dimension that is divided. stacked: the sizes of matrices that stand one after another
+    along it (fused projections), each divided by itself; empty where the parameter is one matrix.
     """
 
     dim: int
     stacked: tuple[int, ...] = ()
 
     def part(self, shape: Sequence[int], index: int, degree: int) -> Part:
-        """The part of tensor rank `index`. Raises ValueError where the degree does not divide."""
+        """Return the part of tensor rank `index`. Raises ValueError where the split is uneven."""
         sizes = self.stacked or (shape[self.dim],)
         if sum(sizes) != shape[self.dim] or any(size % degree for size in sizes):
             raise ValueError(f"{tuple(shape)} does not split {degree} ways along {self.dim}")
@@ -178,18 +178,16 @@ class MatrixSplit:
 
 @dataclass(frozen=True)
 class Shards:
-    """The parts of every parameter under one layout, by its name in Hugging Face files.
-
-    splits: the parameters that are divided. pieces: those of the others of whose gradient each
-    tensor rank computes a piece; of the rest each computes all.
-    """
+    """The parts of every parameter under one layout, by its name in Hugging Face files."""
 
     layout: Layout
     splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
+    """How each divided parameter is split; every other one is whole on each rank."""
     pieces: frozenset[str] = frozenset()
+    """The whole parameters of whose gradient a tensor rank computes a piece, and not all."""
 
     def part(self, name: str, shape: Sequence[int], rank: int) -> Part:
-        """What a rank holds of a parameter, whose whole shape this is."""
+        """Return what a rank holds of a parameter. shape: of the whole parameter."""
         return self._part(name, tuple(shape), self.tensor_index(rank))
 
     def _part(self, name: str, shape: Shape, index: int) -> Part:
@@ -199,14 +197,14 @@ class Shards:
         return split.part(shape, index, self.layout.tensor)
 
     def parts(self, name: str, shape: Sequence[int]) -> dict[Part, list[int]]:
-        """Every part of a parameter, and the ranks that hold it, in rank order."""
+        """Return every part of a parameter with the ranks that hold it, in rank order."""
         found: dict[Part, list[int]] = {}
         for index, ranks in enumerate(self._ranks):
             found.setdefault(self._part(name, tuple(shape), index), []).extend(ranks)
         return {part: sorted(ranks) for part, ranks in found.items()}
 
     def whole_shape(self, name: str, held: Sequence[int]) -> Shape:
-        """A parameter's whole shape, from that of its part."""
+        """Return a parameter's whole shape, from the shape of its part."""
         split, shape = self.splits.get(name), list(held)
         if split is not None:
             shape[split.dim] *= self.layout.tensor
@@ -214,41 +212,41 @@ class Shards:
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
-        """By tensor index, the ranks of that index."""
+        """The ranks of each tensor index."""
         found: list[list[int]] = [[] for _ in range(self.layout.tensor)]
         for rank in range(self.layout.ranks):
             found[self.tensor_index(rank)].append(rank)
         return found
 
     def tensor_index(self, rank: int) -> int:
-        """A rank's place among those that hold the parts of one matrix."""
+        """Return a rank's place among those that hold the parts of one matrix."""
         return rank % self.layout.tensor  # the mesh's axes vary fastest
 
     def is_first(self, name: str, rank: int) -> bool:
-        """Whether no tensor rank before this one holds the same part: it is counted here."""
+        """Tell whether a part counts on this rank: no tensor rank before it holds the same one."""
         return name in self.splits or self.tensor_index(rank) == 0
 
     def is_piece(self, name: str) -> bool:
-        """Whether the gradients of tensor ranks add up to a parameter's."""
+        """Tell whether the tensor ranks' gradients of a parameter must be summed to be whole."""
         return name in self.pieces and self.layout.tensor > 1
 
 
 @dataclass(frozen=True)
 class Holders:
-    """This rank among those that hold the parameters."""
+    """This rank's place among the ranks that hold the parameters, and its groups of them."""
 
     shards: Shards
     rank: int
     everyone: Group
-    """All ranks."""
+    """The group of all ranks."""
     zero: Group
-    """Those that hold the same part of every parameter: DeepSpeed divides it among them."""
+    """The ranks that hold the same part of every parameter; DeepSpeed divides it among them."""
     tensor: Group
-    """Those that hold the parts of one matrix."""
+    """The ranks that hold the parts of one matrix."""
 
     @classmethod
     def of(cls, shards: Shards, rank: int, groups: Groups) -> Holders:
-        """The groups of a layout's holders; collective."""
+        """Make the groups of the ranks that hold a layout's parameters; collective."""
         layout, books = shards.layout, Books()
         everyone = groups.of([range(layout.ranks)], rank, books)
         if layout.tensor == 1:
@@ -259,5 +257,5 @@ class Holders:
         return cls(shards, rank, everyone, zero, groups.of(layout.groups(MESH), rank, books))
 
     def part(self, name: str, shape: Sequence[int]) -> Part:
-        """What this rank holds of a parameter, whose whole shape this is."""
+        """Return what this rank holds of a parameter. shape: of the whole parameter."""
         return self.shards.part(name, shape, self.rank)

@@ -1,4 +1,4 @@
-"""Where a parameter's values come from: safetensors files, or the seed."""
+"""The sources of parameters' values: safetensors files, or the seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from uspft.parameters.shards import Part, as_slices
 
 
 class WeightsError(InputError):
-    """A model's files lack a parameter, or hold one of another shape."""
+    """A model's files lack a parameter, hold one of another shape, or cannot be read."""
 
     def __init__(self, what: str, remedy: str) -> None:
         self.findings = [("model.name_or_path", what, remedy)]
@@ -32,19 +32,19 @@ _AGAIN = "save weights and config.json together, with save_pretrained"
 
 
 class Weights(Protocol):
-    """Values of parameters by their Hugging Face name."""
+    """A source of parameters' values, by their Hugging Face name."""
 
     def read(self, name: str, part: Part) -> Tensor:
-        """A part of a tensor, on CPU. Raises WeightsError where there is none of that shape."""
+        """Read a part of a parameter, on CPU. Raises WeightsError if none has that whole shape."""
         ...
 
     def draws(self, name: str) -> bool:
-        """Whether its values are drawn from the seed: a part costs as much as the whole."""
+        """Tell whether values are drawn from the seed: a part then costs as much as the whole."""
         ...
 
 
 class FolderWeights:
-    """A Hugging Face folder: model.safetensors, or shards with model.safetensors.index.json.
+    """The weights of a folder: model.safetensors, or shards with model.safetensors.index.json.
 
     Raises WeightsError where the folder has neither, or one that cannot be read.
     """
@@ -73,7 +73,7 @@ class FolderWeights:
         return part.cut(value)
 
     def _read_part(self, name: str, stored: str, part: Part) -> Tensor:
-        """Reads a part's own bytes alone."""
+        """Read a part of one stored tensor, its own bytes alone. Raises WeightsError."""
         path = self._folder / self._files[stored]
         with _opened(path) as tensors:
             held = tensors.get_slice(stored)
@@ -85,8 +85,10 @@ class FolderWeights:
         return [self._folder / file for file in sorted(set(self._files.values()))]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of every tensor, experts fused, from the files' headers alone. Raises
-        WeightsError."""
+        """Return the shape of every tensor by name, with experts fused, from the headers alone.
+
+        Raises WeightsError.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for path in self.files:
             with _opened(path) as tensors:
@@ -97,7 +99,7 @@ class FolderWeights:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises WeightsError, also for what is read inside."""
+    """Open a safetensors file. Raises WeightsError, also for what is read in the `with` block."""
     try:
         with safe_open(path, "pt") as tensors:
             yield tensors
@@ -113,7 +115,7 @@ def _require_shape(path: Path, name: str, shape: tuple[int, ...], part: Part) ->
 
 
 def read_boxes(held: Any, part: Part) -> Tensor:
-    """A part out of a slice of a safetensors file, its own bytes alone."""
+    """Read a part out of a slice of a safetensors file, its own bytes alone."""
     if part.is_whole or not part.shape:
         value: Tensor = held[:] if part.shape else held[...]
         return value
@@ -148,7 +150,7 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """Draws that are a function of the seed and a parameter's name alone."""
+    """Return a generator whose draws are a function of the seed and a parameter's name alone."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -156,9 +158,9 @@ def generator(seed: int, name: str) -> torch.Generator:
 class RandomWeights:
     """Random weights as a function of the seed and each parameter's name alone.
 
-    As transformers initialises them: projections, embeddings, experts and their routers normal(0,
-    initializer_range), attention's sinks and a router's bias too, the padding token's embedding 0,
-    norms 1 (0 where 1 is added to them), other biases 0.
+    They are drawn as transformers initialises them: projections, embeddings, experts and their
+    routers are normal(0, initializer_range), and so are attention's sinks and a router's bias. The
+    padding token's embedding is 0, norms are 1 (0 where 1 is added to them), other biases are 0.
     """
 
     def __init__(self, model: nn.Module, seed: int, std: float) -> None:
@@ -195,7 +197,7 @@ class RandomWeights:
 
 
 class SplitWeights:
-    """What trains from one source, what is frozen from another."""
+    """Weights that take what trains from one source, and what is frozen from another."""
 
     def __init__(self, trained: Collection[str], source: Weights, rest: Weights) -> None:
         self._trained, self._source, self._rest = trained, source, rest

@@ -1,1 +1,1 @@
-"""What is predicted without a device: traffic, memory, FLOPs, and what follows for a layout."""
+"""Predictions that need no device: traffic, memory, FLOPs, and what follows for a layout."""

@@ -1,5 +1,8 @@
-"""`plan` sets these layouts beside a recipe's own: tensor 1, 2, 4, 8 and every split of what is
-left of the ranks into context and data, each with the algorithm that is predicted to be fastest."""
+"""The layouts that `plan` sets beside a recipe's own.
+
+They are tensor 1, 2, 4, 8 and every split of what is left of the ranks into context and data, each
+with the algorithm that is predicted to be fastest.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ TENSOR = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Prediction:
-    """A prediction says what a step takes under a layout with its algorithm."""
+    """A layout with its algorithm, and what a step takes under it."""
 
     layout: Layout
     row: AlgorithmRow
@@ -31,19 +34,21 @@ class Prediction:
         return self.layout.name(self.row.name)
 
     def tokens_per_second_per_rank(self, step: StepShape) -> float:
-        """Padding is counted, and a row is counted once."""
+        """Return tokens per second and rank; padding is counted, and a row is counted once."""
         return step.step_rows * step.row.length / (self.time.seconds * self.layout.ranks)
 
     def mfu(self, step: StepShape, hardware: Hardware) -> float | None:
-        """MFU is that of metrics.jsonl; it is None where no maker says what the peak is."""
+        """Return the MFU of metrics.jsonl, or None where no maker says what the peak is."""
         if hardware.device is None:
             return None
         return model_flops(step) / (self.time.seconds * hardware.peak * self.layout.ranks)
 
 
 def splits_over(model: ModelShape, tensor: int) -> bool:
-    """The answer is whether so many ranks can hold equal parts of every matrix; KV heads are
-    replicated where they are fewer."""
+    """Tell whether so many ranks can hold equal parts of every matrix.
+
+    KV heads are replicated where they are fewer.
+    """
     sides = [head_projection(model).outputs] + [
         (one.inputs if one.splits == "inputs" else one.outputs) // one.unit
         for one in layer_projections(model)
@@ -54,8 +59,10 @@ def splits_over(model: ModelShape, tensor: int) -> bool:
 
 
 def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Prediction]:
-    """For each tensor and context degree that is legal for the model and the rows, the fastest
-    algorithm is predicted; the fastest layout comes first."""
+    """Return the predictions for every tensor and context degree, the fastest layout first.
+
+    A degree must be legal for the model and the rows; of its algorithms the fastest counts.
+    """
     found = []
     for tensor in TENSOR:
         if ranks % tensor or not splits_over(step.model, tensor):
@@ -73,7 +80,7 @@ def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Predic
 def _ways(
     step: StepShape, degrees: tuple[int, int, int], hardware: Hardware
 ) -> Iterator[tuple[AlgorithmRow, Layout, Algorithm]]:
-    """These are the algorithms that `auto` may choose, at every Ulysses degree.
+    """Yield the algorithms that `auto` may choose, at every Ulysses degree.
 
     degrees: tensor, context and data.
     """

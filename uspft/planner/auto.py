@@ -1,4 +1,4 @@
-"""`context_parallel_algo: auto`: the split that spends least time on the wire, and why."""
+"""The choice of `context_parallel_algo: auto`: the split with least time on the wire, and why."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from uspft.segments import Segments
 from uspft.sequence import Algorithm, Heads, make_algorithm
 
 MAX_TIMES_SLOWER = 1.5
-"""How many times as long on the wire a split of heads alone may take and still be chosen: it
-computes a head's row in one call, without merging."""
+"""How many times the least time on the wire a split of heads alone may take and still be chosen.
+
+The reason is that it computes a head's row in one call, without merging.
+"""
 ELEMENT_BYTES = 2
 
 
 class Choice(NamedTuple):
-    """A recipe's `context_parallel_algo` and `ulysses_degree_in_cp`, and why."""
+    """A choice of `context_parallel_algo` and `ulysses_degree_in_cp`, and the reason for it."""
 
     algorithm: str
     ulysses: int | None
@@ -28,12 +30,14 @@ class Choice(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What costs depend on beside heads: documents of some rows of the run, the sliding window of
-    each attention layer (None: it sees all), and whether received keys stay for the backward."""
+    """The facts of a run, beside its heads, on which costs depend."""
 
     rows: Sequence[Segments]
+    """The documents of some rows of the run."""
     windows: Sequence[int | None] = (None,)
+    """The sliding window of each attention layer; None where the layer sees all keys."""
     keep: bool = True
+    """Whether received keys stay for the backward."""
 
 
 class Way(NamedTuple):
@@ -50,7 +54,7 @@ def recommend(
     work: Work | None,
     hardware: Hardware | None,
 ) -> Choice:
-    """The algorithm for `ranks` that share a row.
+    """Return the choice of an algorithm for `ranks` that share a row.
 
     per_host: how many of them are on one host, where links are fast. heads: None where the model is
     not known yet. work: None where the data has not been read. hardware: None where nobody has said
@@ -88,8 +92,11 @@ def _automatic() -> list[AlgorithmRow]:
 
 
 def _ways(row: AlgorithmRow, ranks: int, inside: int, fits: Sequence[int], work: Work) -> list[Way]:
-    """A row of the table at each Ulysses degree that fits, all of a row's split of heads alone
-    being that of an algorithm that splits heads."""
+    """Return a row of the table at each Ulysses degree that fits.
+
+    A split of heads alone is left to the algorithms that only split heads. inside: ranks that one
+    host holds. fits: the Ulysses degrees that divide heads and hosts' ranks.
+    """
     degrees = {
         Splits.HEADS: [u for u in fits if u == ranks],
         Splits.TOKENS: [1],
@@ -108,7 +115,10 @@ def _ways(row: AlgorithmRow, ranks: int, inside: int, fits: Sequence[int], work:
 
 
 def _seconds(split: Algorithm, links: Hardware, heads: Heads, work: Work) -> float:
-    """On the wire for a layer of one row, forward and backward: heads stay inside a host."""
+    """Return the seconds on the wire for a layer of one row, forward and backward.
+
+    They are a mean over the rows and layers of `work`; heads are exchanged inside a host.
+    """
     layout = Layout(ulysses=split.ulysses, ring=split.ring)
     layers = Counter(work.windows)
     total = 0.0

@@ -1,4 +1,4 @@
-"""Model FLOPs of a step, for MFU. Recomputation is not counted."""
+"""Model FLOPs of a step, from which MFU is computed; recomputation is not counted."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ PEAK_BF16 = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
-"""Dense 16-bit matrix FLOP/s from the makers' data sheets, by words of the device's name, the more
-special first where one begins with another. Hardware files name a row of it: a run's MFU needs the
-peaks of many devices, and only some of them are in a cluster that a file describes."""
+"""Dense 16-bit matrix FLOP/s from the makers' data sheets, by words of the device's name.
+
+Where a name begins with another one, the longer name stands first. Hardware files name a row: a
+run's MFU needs the peaks of many devices, and only some of them are in a cluster that a file
+describes.
+"""
 
 OTHER = r" (?:Ti|D|Laptop)\b|.*\bMIG\b"
-"""What follows the name of a slower or faster relative, or of a slice of the device."""
+"""The pattern that, after a device's name, marks a slower or faster relative, or a slice of it."""
 
 
 def device_of(device_name: str) -> str | None:
-    """The words of the table that a device's name holds, or None where it holds none of them (a
-    CPU, a new GPU)."""
+    """Return the words of the table that a device's name holds, or None (a CPU, a new GPU)."""
     for words in PEAK_BF16:
         if re.search(rf"(?<!\w){words}(?!\w|{OTHER})", device_name):
             return words
@@ -56,12 +58,15 @@ def step_flops(
     *,
     frozen: int = 0,
 ) -> float:
-    """Forward and backward FLOPs of a step.
+    """Return the forward and backward FLOPs of a step.
 
-    parameters: those that train and frozen ones, without the embedding look-up; attention_pairs:
-    visible (query, key) pairs of one layer, so documents count, causal half; heads: layers, query
-    heads, head dim. 6 per parameter and token, 4 where it is frozen and has no gradient of its own;
-    12 · heads · dim per pair and layer (two products forward, four backward, 2 each).
+    parameters: how many there are, frozen ones included, the embedding look-up left out. tokens:
+    tokens of the step. attention_pairs: the visible (query, key) pairs of one layer, which depend
+    on documents and on the causal mask. heads: layers, query heads, head dim. frozen: how many of
+    the parameters are frozen.
+
+    A parameter costs 6 FLOPs per token, or 4 where it is frozen and has no gradient of its own. A
+    pair costs 12 · heads · dim in each layer: 2 for each of two products forward and four backward.
     """
     layers, query_heads, dim = heads
     products = 6.0 * parameters - 2.0 * frozen

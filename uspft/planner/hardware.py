@@ -1,15 +1,15 @@
-"""A hardware file says what a cluster can do: it stands in configs/hardware/, or `calibrate` wrote
-it. From it follow the seconds of a product, of attention, of a collective.
+"""Hardware files: what a cluster can do, as configs/hardware/ or `calibrate` says it.
 
-A group that spans hosts goes by the links between them. There a rank has its own card, of
-`bytes_per_second`; where the cards of a host are fewer than its ranks, `host_bytes_per_second` is
-what they carry together, in equal shares of all ranks that send at the same time.
+From a file follow the seconds of a product, of attention, of a collective. A group that spans hosts
+goes by the links between them. There a rank has its own card, of `bytes_per_second`; where the
+cards of a host are fewer than its ranks, `host_bytes_per_second` is what they carry together, in
+equal shares of all ranks that send at the same time.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import PlainValidator, ValidationError
 
@@ -18,12 +18,8 @@ from uspft.config.fields import Count, RecipeBlock, TextOrNone, block, findings_
 from uspft.config.problems import Fault, Origins, Problem, RecipeError, fault
 from uspft.config.yaml.document import bare, parse, places
 from uspft.planner.flops import PEAK_BF16
+from uspft.planner.links import Collective, Link, Links
 from uspft.planner.spread import Spread
-
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
-COLLECTIVES: tuple[Collective, ...] = (
-    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"),
-)
 
 _is = PlainValidator
 _NONE = (None,)
@@ -36,50 +32,6 @@ backward, 2 each, as FlashAttention's papers count them."""
 POSTED = 3
 """How often an exchange of keys is posted: keys forward, in the backward again where they have not
 been kept, and gradients home."""
-
-
-def _one(kind: type[RecipeBlock], *, optional: bool = False) -> Any:
-    return _is(block(kind, also=_NONE if optional else ()))
-
-
-class Link(RecipeBlock):
-    """A transfer takes launch + (messages that follow one another) × hop + bytes ÷ rate."""
-
-    launch_seconds: _Seconds
-    """Seconds before a collective moves anything, whatever it moves."""
-    hop_seconds: _Seconds
-    """Seconds that ranks take to come together for one step of a ring."""
-    bytes_per_second: _Rate
-    """Bytes that a rank sends in a second, in one direction."""
-
-    def ring_seconds(self, ranks: int, shard_bytes: float, rate: float | None = None) -> float:
-        """An all-gather or reduce-scatter in a ring takes launch + (P − 1) · (hop + s ÷ rate),
-        where s is the bytes of one rank's shard (MeshSlice, formula 5)."""
-        return self.launch_seconds + (ranks - 1) * (
-            self.hop_seconds + shard_bytes / (rate or self.bytes_per_second)
-        )
-
-
-_LinkOrNone = Annotated[Link | None, _one(Link, optional=True)]
-
-
-class Links(Link):
-    """The links of one kind have a line for every collective, and one that was measured by itself
-    has its own."""
-
-    host_bytes_per_second: _RateOrNone = None
-    """Bytes that all ranks of a host together send to others; null: each has a card of its own."""
-    all_gather: _LinkOrNone = None
-    reduce_scatter: _LinkOrNone = None
-    all_reduce: _LinkOrNone = None
-    """Where it is null, an all-reduce is a reduce-scatter and an all-gather."""
-    all_to_all: _LinkOrNone = None
-    point_to_point: _LinkOrNone = None
-
-    def link(self, kind: Collective) -> Link:
-        """The line is that of the collective itself, or else that of all."""
-        own: Link | None = getattr(self, kind)
-        return own or self
 
 
 class MemorySpeed(RecipeBlock):
@@ -103,8 +55,10 @@ class ProductSpeed(RecipeBlock):
 
 
 class AttentionSpeed(RecipeBlock):
-    """The block says how fast the attention kernel of one rank is; a pair of query and key counts 4
-    FLOPs forward and 10 backward for each element of a head."""
+    """The block says how fast the attention kernel of one rank is.
+
+    A pair of query and key counts 4 FLOPs forward and 10 backward for each element of a head.
+    """
 
     forward_flops: _Rate
     """FLOP/s forward."""
@@ -115,7 +69,7 @@ class AttentionSpeed(RecipeBlock):
 
 
 class Hardware(RecipeBlock):
-    """A file describes one kind of cluster, and every figure has its source there."""
+    """One kind of cluster, as a file describes it; every figure has its source there."""
 
     name: Annotated[str, _is(text("the file's own name"))]
     what: Annotated[str, _is(text("what the cluster is"))]
@@ -128,22 +82,24 @@ class Hardware(RecipeBlock):
     """The attention kernel that was measured, where the file comes from `calibrate`."""
     ranks_per_host: Count
     """Ranks of a host that compute at once: its GPUs; of CPUs, as many as were measured."""
-    memory: Annotated[MemorySpeed, _one(MemorySpeed)]
-    products: Annotated[ProductSpeed, _one(ProductSpeed)]
-    attention: Annotated[AttentionSpeed, _one(AttentionSpeed)]
-    inside: Annotated[Links, _one(Links)]
+    memory: Annotated[MemorySpeed, _is(block(MemorySpeed))]
+    products: Annotated[ProductSpeed, _is(block(ProductSpeed))]
+    attention: Annotated[AttentionSpeed, _is(block(AttentionSpeed))]
+    inside: Annotated[Links, _is(block(Links))]
     """Links between the ranks of one host."""
-    between: Annotated[Links, _one(Links)]
+    between: Annotated[Links, _is(block(Links))]
     """Links between hosts."""
 
     @property
     def peak(self) -> float:
-        """The products could reach so many FLOP/s."""
+        """The FLOP/s that its products could reach."""
         return PEAK_BF16[self.device] if self.device else float(self.peak_flops or 0)
 
     def product_seconds(self, m: float, k: float, n: float, element_bytes: int = 2) -> float:
-        """A product [m, k] × [k, n] is bound by its FLOPs, or by reading both matrices and writing
-        the result."""
+        """Return the seconds of a product [m, k] × [k, n].
+
+        It is bound by its FLOPs, or by reading both matrices and writing the result.
+        """
         flops = 2.0 * m * k * n / (self.products.share * self.peak)
         moved = self.memory_seconds(element_bytes * (m * k + k * n + m * n))
         return self.products.launch_seconds + max(flops, moved)
@@ -151,19 +107,22 @@ class Hardware(RecipeBlock):
     def attention_seconds(
         self, pairs: float, heads: float, dim: int, *, backward: bool = False
     ) -> float:
-        """Attention computes so many pairs of query and key in each of so many heads, forward alone
-        or backward."""
+        """Return the seconds of so many pairs of query and key in each of so many heads.
+
+        They are those of the forward alone, or of the backward alone.
+        """
         speed, of_pair = self.attention.forward_flops, _FORWARD_FLOPS
         if backward:
             speed, of_pair = self.attention.backward_flops, _BACKWARD_FLOPS
         return self.attention.launch_seconds + of_pair * pairs * heads * dim / speed
 
     def memory_seconds(self, moved_bytes: float) -> float:
-        """What the device's own memory bounds moves so many bytes, read and written together."""
+        """Return the seconds that the device's memory takes to read and write so many bytes
+        together."""
         return moved_bytes / self.memory.bytes_per_second
 
     def collective_seconds(self, kind: Collective, of_bytes: float, spread: Spread) -> float:
-        """A group makes one collective.
+        """Return the seconds of one collective of a group.
 
         of_bytes: of an all-gather's result, of what a reduce-scatter or an all-reduce starts from;
         of an all-to-all and point to point, what one rank sends to the others.
@@ -189,7 +148,7 @@ class Hardware(RecipeBlock):
     def messages_seconds(
         self, sent_bytes: float, messages: int, spread: Spread, *, to_next: bool
     ) -> float:
-        """One rank sends so many messages.
+        """Return the seconds of so many messages of one rank.
 
         to_next: all go to the next rank of a ring, and each is launched when the one before it has
         come; else they go to the others in equal parts, and all that are posted together wait for
@@ -208,18 +167,21 @@ class Hardware(RecipeBlock):
         return latency + sent_bytes / rate
 
     def _links(self, spread: Spread) -> Links:
-        """A group goes by the slower links that it needs."""
+        """Return the slower links that a group goes by."""
         return self.between if spread.spans_hosts else self.inside
 
     def _across(self, kind: Collective, senders: int) -> float:
-        """One of so many ranks of a host that send to other hosts sends so many bytes a second."""
+        """Return the bytes per second to other hosts of one of so many ranks of a host."""
         links = self.between
         own, shared = links.link(kind).bytes_per_second, links.host_bytes_per_second
         return own if shared is None else min(own, shared / senders)
 
     def _ring_rate(self, kind: Collective, spread: Spread) -> float:
-        """A collective's ring has a channel through the card of each member of a host (NCCL); with
-        one card a host (gloo) they share it."""
+        """Return the bytes per second of a collective's ring.
+
+        It has a channel through the card of each member of a host (NCCL); with one card a host
+        (gloo) all share that.
+        """
         inside = self.inside.link(kind).bytes_per_second
         if not spread.spans_hosts:
             return inside
@@ -227,8 +189,11 @@ class Hardware(RecipeBlock):
         return min(inside, spread.per_host * self._across(kind, senders))
 
     def _spread_out_seconds(self, kind: Collective, sent_bytes: float, spread: Spread) -> float:
-        """A rank sends bytes to all others in equal parts: those that stay on its host and those
-        that leave it go at the same time, the latter through its own card."""
+        """Return the seconds in which a rank sends bytes to all others in equal parts.
+
+        Those that stay on its host and those that leave it go at the same time, the latter through
+        its own card.
+        """
         across = sent_bytes * spread.share_across
         stays = (sent_bytes - across) / self.inside.link(kind).bytes_per_second
         if not across:
@@ -236,8 +201,10 @@ class Hardware(RecipeBlock):
         return max(stays, across / self._across(kind, spread.per_host * spread.groups))
 
     def on_hosts_of(self, ranks: int) -> Hardware:
-        """The same cluster has so many ranks on a host: CPUs divide what the ranks of the file had,
-        and a host of GPUs has no more ranks than GPUs."""
+        """Return the same cluster with so many ranks on a host.
+
+        CPUs divide what the ranks of the file had; a host of GPUs has no more ranks than GPUs.
+        """
         crowd = ranks / self.ranks_per_host
         if self.device or crowd <= 1:
             return self.model_copy(update={"ranks_per_host": min(ranks, self.ranks_per_host)})
@@ -258,8 +225,10 @@ class Hardware(RecipeBlock):
 
 
 def read_hardware(file: Path) -> Hardware:
-    """The file is read as strictly as a recipe. Raises RecipeError with every problem, each with
-    its line."""
+    """Read a hardware file as strictly as a recipe.
+
+    Raises RecipeError with every problem, each with its line.
+    """
     try:
         written = file.read_text("utf-8")
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Which layouts there are for these ranks, and which of them this recipe can run in."""
+"""The layouts that a number of ranks allows, and those of them in which a recipe can run."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ if TYPE_CHECKING:
     from uspft.config import Recipe
 
 MAX_LAYOUTS = 24
-"""Layouts that are tried unless all are asked for."""
+"""How many layouts are tried unless all are asked for."""
 
 Problems = Callable[["Recipe", Layout], list[Finding]]
-"""What speaks against a recipe's `parallel_config` under its layout."""
+"""A function that returns what speaks against a recipe's `parallel_config` under its layout."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout as a recipe would say it. reason: why it is not tried, or None."""
+    """A layout, with the `parallel_config` that asks for it."""
 
     parallel: ParallelBlock
     layout: Layout
     reason: str | None = None
+    """Why the layout is not tried, or None where it is."""
 
     @property
     def name(self) -> str:
-        """The algorithm, its degrees, and the rows at a time."""
+        """The layout's name: its algorithm, its degrees, and its data parallel degree above 1."""
         parts = [str(self.parallel.context_parallel_algo or "whole rows")]
         if self.layout.ulysses > 1 and self.layout.ring > 1:
             parts.append(f"{self.layout.ulysses}×{self.layout.ring}")
@@ -40,10 +41,10 @@ class Candidate:
 
 
 def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate]:
-    """Every algorithm at every degree on so many ranks, the recipe's own layout first.
+    """Return every algorithm at every degree on this many ranks, the recipe's own layout first.
 
-    What does at some degrees what another algorithm does under its own name is left out there.
-    recipe: resolved; its ZeRO stage and the algorithms' options are kept where they apply.
+    An algorithm is left out at degrees where another does the same under its own name. recipe: a
+    resolved one, whose ZeRO stage and options of algorithms are kept where they apply.
     """
     own = recipe.parallel_config
     blocks = [_block(own, ranks, 1, None)]
@@ -66,9 +67,10 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
 
 
 def chosen(all_of_them: Sequence[Candidate], limit: int | None) -> list[Candidate]:
-    """The same list, those beyond the limit (None: there is none) with that as their reason.
+    """Return the same list, in which those beyond the limit have it as their reason.
 
-    Kept first: the recipe's own, then in turn one of each algorithm and context degree.
+    The recipe's own is kept first, then in turn one of each algorithm and context degree. limit:
+    None where there is none.
     """
     legal = [one for one in all_of_them if one.reason is None]
     if limit is None or len(legal) <= limit:
@@ -83,7 +85,7 @@ def chosen(all_of_them: Sequence[Candidate], limit: int | None) -> list[Candidat
 
 
 def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
-    """How often its algorithm, its context degree and its Ulysses degree are there already."""
+    """Return how often its algorithm, context degree and Ulysses degree are kept already."""
     traits = [
         (each.parallel.context_parallel_algo, each.layout.context, each.layout.ulysses)
         for each in (one, *kept)
@@ -94,7 +96,10 @@ def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
 def _block(
     own: ParallelBlock, ranks: int, context: int, named: tuple[str, int] | None
 ) -> ParallelBlock:
-    """The block of one layout. named: the algorithm, and the Ulysses degree if it takes one."""
+    """Return the block of one layout, which is `own` in all else.
+
+    named: the algorithm and, if it takes one, the Ulysses degree; None where rows are whole.
+    """
     name, ulysses = named or (None, None)
     update = {
         "data_parallel": ranks // context,
@@ -112,7 +117,7 @@ def _block(
 
 
 def _without_options(block: ParallelBlock) -> ParallelBlock:
-    """The block with its algorithm's options left to the algorithm."""
+    """Return the block with its algorithm's options left to the algorithm."""
     row = row_of(block.context_parallel_algo, block.context_parallel)
     return block.model_copy(update=dict.fromkeys(row.options, AUTO))
 
@@ -123,7 +128,7 @@ def _problems(recipe: Recipe, block: ParallelBlock, problems: Problems) -> list[
 
 
 def _is_another(block: ParallelBlock) -> bool:
-    """Whether it does what another algorithm does under its own name."""
+    """Return whether the block does what another algorithm does under its own name."""
     name, layout = block.context_parallel_algo, _layout(block)
     row = row_of(name, layout.context)
     heads_alone = layout.context > 1 and layout.ring == 1 and row.splits is not Splits.HEADS

@@ -1,4 +1,4 @@
-"""Seconds that were measured give the lines that a hardware file has."""
+"""Fits of the lines that a hardware file has, to seconds that were measured."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Fit:
-    """The seconds are about Σ coefficient · cause; residuals are (predicted ÷ measured) − 1."""
+    """A line, seconds ≈ Σ coefficient · cause, and how far the measured seconds are from it."""
 
     coefficients: tuple[float, ...]
     residuals: tuple[float, ...]
 
     @property
     def worst(self) -> float:
-        """The worst residual is the largest one, either way."""
+        """The largest residual, either way."""
         return max(map(abs, self.residuals))
 
     @property
     def typical(self) -> float:
-        """A typical residual is the root of the mean square of all."""
+        """The root of the mean square of the residuals."""
         return float(np.sqrt(np.mean(np.square(self.residuals))))
 
 
 def fit_seconds(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """The squares of the relative errors are least, so that small messages count as much as large
-    ones.
+    """Return the line whose relative errors have the least squares.
 
-    causes: of each measurement, such as (1, steps, bytes). No coefficient is negative: the most
-    negative one becomes 0 and the rest are fitted again. A cause that says no more than those
-    before it (steps, where all groups were as large) is 0 too.
+    Small messages thus count as much as large ones. causes: of each measurement, such as (1, steps,
+    bytes). No coefficient is negative: the most negative one becomes 0 and the rest are fitted
+    again. A cause that says no more than those before it (steps, where all groups were as large) is
+    0 too.
     """
     measured = np.asarray(seconds, float)
     table = np.asarray(causes, float)
@@ -52,7 +52,7 @@ def fit_seconds(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> 
 
 
 def _independent(table: np.ndarray) -> list[int]:
-    """Columns are kept that no combination of those before them gives."""
+    """Return the columns that no combination of those before them gives."""
     kept: list[int] = []
     for column in range(table.shape[1]):
         if np.linalg.matrix_rank(table[:, [*kept, column]], tol=1e-6) > len(kept):

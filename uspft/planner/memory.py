@@ -1,4 +1,4 @@
-"""How many layers one process can hold: an estimate, before anything is built."""
+"""An estimate, before anything is built, of how many layers one process can hold."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from uspft.config import Recipe
 
 BYTES_PER_PARAMETER = 20
-"""Compute weight and gradient, float32 gradient sum, master weight and two Adam moments."""
+"""Bytes that training takes for each parameter.
+
+They are those of the compute weight and gradient, the float32 gradient sum, the master weight and
+the two moments of Adam.
+"""
 MAX_PLAIN_TOKENS = 4096
-"""Tokens of a row beyond which plain transformers is not run: its logits are whole, in float32."""
+"""The longest row in tokens for which plain transformers runs: its float32 logits are whole."""
 USABLE_SHARE = 0.85
 """The share of the memory at hand that a run can use: libraries and fragmentation take the rest."""
 GIB = 1 << 30
@@ -31,31 +35,37 @@ _ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one process holds. layers: parameters of each, in order; kinds: what each layer is, as
-    far as layers differ; kept_bytes: activations of one layer that wait for the backward;
-    working_bytes: what comes once, the largest layer's own and a tile of logits;
-    parameter_bytes: of each, an adapter's own few not counted."""
+    """The numbers from which the memory of one process follows."""
 
     outside: int
+    """Number of parameters outside the layers."""
     layers: tuple[int, ...]
+    """Number of parameters of each layer, in order."""
     kinds: tuple[Hashable, ...]
+    """What each layer is, as far as layers differ."""
     kept_bytes: int
+    """Bytes of one layer's activations that wait for the backward."""
     working_bytes: int
+    """Bytes that are needed once: for the layer at work, and for a tile of logits."""
     parameter_bytes: int = BYTES_PER_PARAMETER
+    """Bytes for each parameter; an adapter's own few parameters are not counted."""
 
     def need_bytes(self, depth: int) -> int:
-        """Memory of one process with so many layers."""
+        """Return the bytes that one process needs for the first `depth` layers."""
         parameters = self.outside + sum(self.layers[:depth])
         return self.parameter_bytes * parameters + depth * self.kept_bytes + self.working_bytes
 
     @property
     def shallowest(self) -> int:
-        """Layers, from the first, among which every kind of layer is."""
+        """The smallest number of layers, from the first, among which every kind of layer is."""
         return max(self.kinds.index(kind) for kind in self.kinds) + 1
 
 
 def sizes_of(recipe: Recipe, config: Any, *, with_plain: bool) -> Sizes:
-    """Sizes of a recipe's model on one process that holds its rows whole."""
+    """Return the sizes of a recipe's model on one process that holds its rows whole.
+
+    with_plain: whether plain transformers runs there too.
+    """
     outside, layers = 0, [0] * config.num_hidden_layers
     kinds: list[list[Hashable]] = [[window] for window in layer_windows(config)]
     for kind, turned in zip(kinds, getattr(config, "no_rope_layers", None) or (), strict=False):
@@ -87,7 +97,10 @@ def sizes_of(recipe: Recipe, config: Any, *, with_plain: bool) -> Sizes:
 
 
 def _elements_per_token(config: Any) -> int:
-    """Activations of one layer: norms and residuals, q, k, v before and after rotation, the MLP."""
+    """Return about how many activations a token has in one layer.
+
+    They are those of norms and residuals, of q, k, v before and after rotation, and of the MLP.
+    """
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     experts = getattr(config, "num_experts_per_tok", None) or 1
@@ -97,14 +110,20 @@ def _elements_per_token(config: Any) -> int:
 
 
 def score_bytes(config: Any, length_tokens: int) -> int:
-    """What one layer's attention keeps of scores in float32, about: as they are, capped, masked,
-    as weights, and their gradient."""
+    """Return about how many bytes of float32 scores one layer's attention keeps.
+
+    Scores are kept as they are, capped, masked, as weights, and as their gradient; 0 where
+    transformers does not write them out.
+    """
     written_out = attention_of(config) == "eager"
     return 5 * 4 * config.num_attention_heads * length_tokens**2 if written_out else 0
 
 
 def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
-    """Why plain transformers is not run beside one process, or None."""
+    """Return why plain transformers is not run beside one process, or None where it is.
+
+    memory: the bytes that one process has.
+    """
     length = recipe.data.sequence_length
     if length > MAX_PLAIN_TOKENS:
         return f"rows have {length:,} tokens, and it takes {MAX_PLAIN_TOKENS:,} at most"
@@ -119,9 +138,9 @@ def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
 
 
 def fitting_depth(sizes: Sizes, memory: int) -> int:
-    """The most layers that one process with this memory in bytes holds.
+    """Return how many layers at most one process with this memory in bytes holds.
 
-    Raises Fault where not even those fit among which every kind of layer is.
+    Raises Fault where the fewest layers among which every kind of layer is do not fit.
     """
     usable = USABLE_SHARE * memory
     for depth in range(len(sizes.layers), sizes.shallowest - 1, -1):
@@ -137,7 +156,7 @@ def fitting_depth(sizes: Sizes, memory: int) -> int:
 
 
 def with_depth(recipe: Recipe, depth: int) -> Recipe:
-    """The recipe with the model's first `depth` layers."""
+    """Return the recipe with only the first `depth` layers of its model."""
     overrides = {**recipe.model.overrides, "num_hidden_layers": depth}
     for key in ("layer_types", "no_rope_layers"):
         if overrides.get(key):
@@ -147,9 +166,10 @@ def with_depth(recipe: Recipe, depth: int) -> Recipe:
 
 
 def memory_here(recipe: Recipe) -> int:
-    """Bytes for one process: the fullest GPU's free memory, or the host's ÷ processes.
+    """Return the bytes for one process: the fullest GPU's free memory, or the host's ÷ processes.
 
-    GPUs are asked by another process, which gives them back when it ends.
+    GPUs are asked by another process, which gives them back when it ends. Raises RuntimeError where
+    they cannot be asked.
     """
     processes = recipe.launch.processes
     assert isinstance(processes, int)

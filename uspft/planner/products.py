@@ -1,4 +1,4 @@
-"""The config of a model alone says which matrices a token is multiplied by."""
+"""The matrices that a token is multiplied by, from the config of a model alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SplitSide = Literal["inputs", "outputs", "none"]
 
 @dataclass(frozen=True)
 class ProductShape:
-    """A shape is that of one matrix of a layer, or of as many experts as it has copies.
+    """The shape of one matrix of a layer, or of as many experts as it has copies.
 
     splits: the side along which tensor ranks divide it, in units that are not cut (a head's width).
     """
@@ -31,12 +31,14 @@ class ProductShape:
 
     @property
     def met(self) -> int:
-        """One token is multiplied by so many parameters."""
+        """The number of parameters that one token is multiplied by."""
         return self.inputs * self.outputs * self.per_token
 
     def on(self, tensor: int) -> ProductShape:
-        """The result is what the tensor rank with most of the matrix holds; a head's part is never
-        cut, but replicated."""
+        """Return what the tensor rank with most of the matrix holds.
+
+        A head's part is never cut, but replicated.
+        """
         if self.splits == "none":
             return self
         whole = self.inputs if self.splits == "inputs" else self.outputs
@@ -46,8 +48,7 @@ class ProductShape:
 
 
 def layer_projections(shape: ModelShape) -> list[ProductShape]:
-    """A layer has query, key, value and output projections, then an MLP, or a router and its
-    experts."""
+    """Return query, key, value and output projections, then those of the MLP or of the experts."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
     found = [
@@ -67,20 +68,24 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
 
 
 def head_projection(shape: ModelShape) -> ProductShape:
-    """Tensor ranks divide the vocabulary of the output head."""
+    """Return the output head, whose vocabulary tensor ranks divide."""
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
 
 
 def parameters_of(shape: ModelShape, tensor: int = 1) -> tuple[int, int]:
-    """A tensor rank holds so many parameters outside the layers, and so many of one layer; biases
-    are left out."""
+    """Return how many parameters a tensor rank holds: outside the layers, and of one layer.
+
+    Biases are left out.
+    """
     head = head_projection(shape).on(tensor).parameters
     layer = sum(one.on(tensor).parameters for one in layer_projections(shape))
     return head * (1 if shape.tied else 2) + shape.hidden_size, layer + 2 * shape.hidden_size
 
 
 def met_parameters(shape: ModelShape) -> int:
-    """A token is multiplied by so many parameters: the embedding look-up is left out, and of the
-    experts those count that it meets (as MFU has it)."""
+    """Return how many parameters a token is multiplied by, as MFU counts them.
+
+    The embedding look-up is left out, and of the experts those count that a token meets.
+    """
     layer = sum(one.met for one in layer_projections(shape))
     return layer * shape.layers + head_projection(shape).met

@@ -1,5 +1,4 @@
-"""A spread says how the members of a process group lie over hosts, and how many groups like it
-share one."""
+"""How the members of a process group lie over hosts, and how many groups like it share one."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from uspft.layout import Layout
 
 @dataclass(frozen=True)
 class Spread:
-    """The links see a group of ranks that exchange data as a spread."""
+    """A group of ranks that exchange data, as the links between them see it."""
 
     ranks: int
     """Members of the group."""
@@ -24,13 +23,15 @@ class Spread:
 
     @classmethod
     def inside(cls, ranks: int) -> Spread:
-        """All members of the group are on one host."""
+        """Return a group whose members are all on one host."""
         return cls(ranks, ranks)
 
     @classmethod
     def of(cls, layout: Layout, axes: Collection[str], ranks_per_host: int) -> Spread:
-        """The groups are a layout's, whose members differ along `axes`; ranks are numbered host by
-        host."""
+        """Return the spread of a layout's groups whose members differ along `axes`.
+
+        Ranks are numbered host by host.
+        """
         every = layout.groups(axes)
         hosts = [Counter(rank // ranks_per_host for rank in group) for group in every]
         beside = Counter(host for group in hosts for host in group)
@@ -42,5 +43,5 @@ class Spread:
 
     @property
     def share_across(self) -> float:
-        """Of what a member sends to the others in equal parts, this share leaves its host."""
+        """The share of what a member sends to the others in equal parts that leaves its host."""
         return (self.ranks - self.per_host) / (self.ranks - 1) if self.ranks > 1 else 0.0

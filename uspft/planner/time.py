@@ -1,4 +1,4 @@
-"""The seconds of one step are predicted by part: a model under a layout, on a cluster.
+"""The seconds of one step by part: a model under a layout, on a cluster.
 
 What is not predicted stands in NOT_PREDICTED. Shapes are those of the slowest rank: the one with
 most tokens, most heads and most pairs of query and key.
@@ -14,7 +14,8 @@ from typing import NamedTuple
 from uspft.families import ModelShape
 from uspft.layout import MESH, Layout
 from uspft.planner.flops import step_flops
-from uspft.planner.hardware import Collective, Hardware
+from uspft.planner.hardware import Hardware
+from uspft.planner.links import Collective
 from uspft.planner.products import (
     head_projection,
     layer_projections,
@@ -51,11 +52,7 @@ LOSS_PASSES = 8
 
 
 class StepPart(NamedTuple):
-    """A part of a step has seconds, of which some are hidden behind other work.
-
-    bytes: what a collective moves, as `Hardware.collective_seconds` counts it, or what the busiest
-    rank sends.
-    """
+    """A part of a step; bytes are those of the collectives, or that the busiest rank sends."""
 
     name: str
     seconds: float
@@ -65,13 +62,13 @@ class StepPart(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step is the sum of its parts; several may have one name."""
+    """A step as the sum of its parts, of which several may have one name."""
 
     parts: tuple[StepPart, ...]
 
     @property
     def seconds(self) -> float:
-        """The step takes every part, less what is hidden."""
+        """The seconds of the step: those of every part, less what is hidden."""
         return sum(part.seconds - part.hidden for part in self.parts)
 
     @property
@@ -79,7 +76,7 @@ class StepTime:
         return sum(part.hidden for part in self.parts)
 
     def of(self, *names: str) -> float:
-        """The parts of these names take so long, hidden seconds counted."""
+        """Return the seconds of the parts of these names, hidden ones counted."""
         return sum(part.seconds for part in self.parts if part.name in names)
 
     def bytes_of(self, *names: str) -> float:
@@ -88,37 +85,38 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A step's shape decides its time, whatever the cluster.
-
-    row: one that stands for all; windows: of each layer; rows: of one replica in one forward;
-    passes: forwards of a step; step_rows: rows of a step, over all replicas; trained: the share of
-    the parameters that train; overlaps: DeepSpeed's overlap_comm.
-    """
+    """What decides the time of a step, whatever the cluster."""
 
     model: ModelShape
     row: Segments
+    """The row that stands for all."""
     windows: Sequence[int | None]
+    """The sliding window of each layer, or None where it sees all."""
     step_rows: int
+    """Rows of a step, over all replicas."""
     rows: int = 1
+    """Rows of one replica in one forward."""
     stage: int = 1
     element_bytes: int = 2
     recompute: bool = True
     use_seq_parallel: bool = False
     overlaps: bool = False
+    """DeepSpeed's overlap_comm."""
     trained: float = 1.0
+    """The share of the parameters that train."""
 
     def passes(self, layout: Layout) -> int:
         return -(-self.step_rows // (self.rows * layout.data))
 
     def tokens(self, layout: Layout) -> float:
-        """A rank has so many tokens in one forward."""
+        """Return the tokens of a rank in one forward."""
         return self.rows * self.row.length / layout.context
 
 
 def step_time(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
 ) -> StepTime:
-    """A step takes this under a layout, its rows split by an algorithm at the layout's degrees."""
+    """Return what a step takes; the algorithm splits its rows at the layout's degrees."""
     passes = step.passes(layout)
     one = [
         *_products(step, layout, hardware),
@@ -131,7 +129,7 @@ def step_time(
 
 
 def model_flops(step: StepShape) -> float:
-    """The FLOPs of a step are counted as MFU counts them."""
+    """Return the step's FLOPs as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
     documents, whole = list(step.row), [(0, step.row.length)]
     pairs = sum(count * work_of(whole, documents, window) for window, count in layers.items())
@@ -142,12 +140,12 @@ def model_flops(step: StepShape) -> float:
 
 
 def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """One forward and backward has matrix products, and work between them that memory bounds."""
+    """Yield the matrix products of one forward and backward, and the work between them that memory
+    bounds."""
     model, tokens, size = step.model, step.tokens(layout), step.element_bytes
 
     def three(projection: tuple[float, int, int]) -> tuple[float, float]:
-        """A product is computed forward, then by its input and, where the matrix trains, by the
-        matrix."""
+        """Return the seconds forward and backward; a frozen matrix has no gradient."""
         m, k, n = projection
         by_input = hardware.product_seconds(m, n, k, size)
         by_matrix = step.trained * hardware.product_seconds(k, m, n, size)
@@ -169,9 +167,11 @@ def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
 
 
 def _elements_per_token(step: StepShape, layout: Layout) -> float:
-    """A layer makes so many elements of a token on a tensor rank: norms and residuals, which tensor
-    ranks divide under use_seq_parallel alone; q, k, v before and after rotation; the inside of the
-    MLP."""
+    """Return how many elements a layer makes of a token on a tensor rank.
+
+    They are norms and residuals, which tensor ranks divide under use_seq_parallel alone; q, k, v
+    before and after rotation; and the inside of the MLP.
+    """
     model, tensor = step.model, layout.tensor
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     inner = sum(
@@ -186,10 +186,11 @@ def _elements_per_token(step: StepShape, layout: Layout) -> float:
 def _attention(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
 ) -> Iterator[StepPart]:
-    """Attention is computed forward and backward, is never recomputed, and moves keys or heads.
+    """Yield the attention of one forward and backward, and what it moves.
 
-    Keys come while attention to those that are there goes on: all of it hides them but what waits
-    for the last to arrive. Heads are exchanged before and after, and nothing hides that.
+    Attention is never recomputed. Keys come while attention to those that are there goes on: all of
+    it hides them but what waits for the last to arrive. Heads are exchanged before and after, and
+    nothing hides that.
     """
     model = step.model
     heads = local_heads(model, layout.tensor)
@@ -220,12 +221,15 @@ def _attention(
 
 
 def local_heads(model: ModelShape, tensor: int) -> Heads:
-    """A tensor rank has these heads of one layer; a KV head that does not divide is replicated."""
+    """Return the heads of one layer on a tensor rank.
+
+    A KV head that does not divide is replicated.
+    """
     return Heads(-(-model.heads // tensor), -(-model.kv_heads // tensor), model.head_dim)
 
 
 def _times(cost: Cost, rows: int) -> Cost:
-    """So many rows go through attention together at this cost."""
+    """Return the cost of so many rows that go through attention together."""
 
     def more(one: Traffic) -> Traffic:
         return one._replace(bytes=rows * one.bytes)
@@ -234,10 +238,13 @@ def _times(cost: Cost, rows: int) -> Cost:
 
 
 def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Megatron's tensor parallelism: each layer sums activations over the tensor ranks twice
-    forward (again when it is recomputed) and twice backward, the embedding once forward, the head's
-    input gradient once; the loss makes three sums of a number for each token. Under
-    use_seq_parallel a sum is a reduce-scatter and an all-gather of the same bytes."""
+    """Yield the transfers of Megatron's tensor parallelism.
+
+    Each layer sums activations over the tensor ranks twice forward (again when it is recomputed)
+    and twice backward, the embedding once forward, the head's input gradient once; the loss makes
+    three sums of a number for each token. Under use_seq_parallel a sum is a reduce-scatter and an
+    all-gather of the same bytes.
+    """
     if layout.tensor == 1:
         return
     model, tokens = step.model, step.tokens(layout)
@@ -253,7 +260,7 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
 
 
 def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) -> Iterator[StepPart]:
-    """DeepSpeed moves gradients and weights and updates them.
+    """Yield DeepSpeed's transfers and the update.
 
     behind: seconds of products, which hide transfers. Stage 0 sums gradients once a step; 1 once
     and 2 in every backward, by all-reduces of buckets (its use_multi_rank_bucket_allreduce), and

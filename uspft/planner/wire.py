@@ -1,4 +1,4 @@
-"""An algorithm's cost takes so many seconds on a cluster's links."""
+"""The seconds that the traffic of attention takes on a cluster's links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXCHANGES = 4
 
 
 class Wire(NamedTuple):
-    """The seconds are those of one layer's transfers, forward and backward, by kind."""
+    """The seconds of one layer's transfers, forward and backward, by kind."""
 
     all_to_all: float = 0.0
     ring: float = 0.0
@@ -26,7 +26,7 @@ class Wire(NamedTuple):
 
 
 def wire_of(cost: Cost, layout: Layout, hardware: Hardware) -> Wire:
-    """One layer of attention moves this under a layout, each kind after the other."""
+    """Return the seconds of what one layer's attention moves under a layout, by kind."""
     heads = Spread.of(layout, ("ulysses",), hardware.ranks_per_host)
     tokens = Spread.of(layout, ("ring",), hardware.ranks_per_host)
     each = cost.all_to_all.bytes / EXCHANGES

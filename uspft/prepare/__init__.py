@@ -1,1 +1,1 @@
-"""Before ranks: a recipe becomes a job. Nothing here starts a process of a run."""
+"""The work before ranks start: a recipe becomes a job. No process of a run is started here."""

@@ -1,5 +1,5 @@
-"""A recipe means one hardware file: the one that it names, that of the GPU's name, or a shipped
-one."""
+"""The hardware file that a recipe means: the one that it names, that of the GPU's name, or a
+shipped one."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ STANDS_IN = {"cuda": "h100", "cpu": "cpu"}
 
 
 class Cluster(NamedTuple):
-    """A run is planned for this hardware, for this reason."""
+    """The hardware that a run is planned for, and why it is that."""
 
     hardware: Hardware
     why: str
 
     @property
     def sentence(self) -> str:
-        """A person reads the file's name, why it was taken, and what it describes."""
+        """The file's name, why it was taken, and what it describes, for a person."""
         return f"{self.hardware.name} ({self.why}): {self.hardware.what}"
 
 
 def shipped() -> dict[str, Path]:
-    """The files of configs/hardware/ are listed by name."""
+    """Return the files of configs/hardware/ by name."""
     return {file.stem: file for file in sorted((CONFIGS / "hardware").glob("*.yaml"))}
 
 
 def gpu_name() -> str | None:
-    """This is the name of this host's first GPU; None where there is none to be asked."""
+    """Return the name of this host's first GPU, or None where there is none to be asked."""
     try:
         return torch.cuda.get_device_name(0) if torch.cuda.device_count() else None
     except (AssertionError, RuntimeError):  # torch without CUDA, or a driver that does not answer
@@ -47,10 +47,9 @@ def gpu_name() -> str | None:
 
 
 def cluster_of(wish: str, device: str, gpu: str | None) -> tuple[Cluster | None, list[Finding]]:
-    """`launch.hardware` means this for a run on cpu or cuda; else the findings say what is wrong
-    with it.
+    """Return what `launch.hardware` means for a run on cpu or cuda, or what is wrong with it.
 
-    wish: auto, a shipped name, or a path that is read from the folder of the command; gpu: the name
+    wish: auto, a shipped name, or a path that is read from the folder of the command. gpu: the name
     of this host's GPU.
     """
     files = shipped()

@@ -1,4 +1,4 @@
-"""What train and verify do before ranks start: what must be here, and the data made ready."""
+"""The work of train and verify before ranks start: check this host, and make the data ready."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ FIRST_ROWS = 4
 
 
 AMPERE = 8
-"""Compute capability from which GPUs have flash attention, and bfloat16 in hardware."""
+"""The major compute capability from which GPUs have flash attention, and bfloat16 in hardware."""
 
 
 def require_here(recipe: Recipe) -> None:
-    """Raises Fault where this host lacks GPUs or the kernel; `check` may run elsewhere."""
+    """Check that this host has the GPUs and the attention kernel that the recipe names.
+
+    `check` does without this, since it may run elsewhere. Raises Fault where something is lacking.
+    """
     count, wanted = torch.cuda.device_count(), recipe.launch.processes
     if recipe.launch.device == "cuda" and isinstance(wanted, int) and wanted > count:
         what = f"{wanted} processes on this host, which has {count} GPUs"
@@ -39,7 +42,10 @@ def require_here(recipe: Recipe) -> None:
 
 
 def _require_flash(processes: int) -> None:
-    """Raises Fault where a process's GPU is too old; asking makes no context on it."""
+    """Check that the GPU of each process is new enough. Raises Fault where one is too old.
+
+    The check makes no CUDA context on the GPUs.
+    """
     for index in range(processes):
         major, minor = torch.cuda.get_device_capability(index)
         if major < AMPERE:
@@ -55,7 +61,10 @@ def _require_flash(processes: int) -> None:
 def prepare_data(
     recipe: Recipe, vocabulary: int, place: Invocation, screen: Console
 ) -> tuple[Path, dict[str, Path]]:
-    """Read and tokenise the data, or find that it has been: training's, and each evaluation set."""
+    """Tokenise the training data and each evaluation set, where that has not been done before.
+
+    Returns the folder of the training data, and the folders of the evaluation sets by title.
+    """
     cache = recipe.data.cache_dir or place.cache / "data"
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("tokenising", total=None)
@@ -73,7 +82,7 @@ def prepare_data(
 
 
 def _tell(what: str, folder: Path, screen: Console) -> None:
-    """How much data was read, and what became of the rest."""
+    """Print how much data there is, and how many samples were dropped, cut or have no targets."""
     report = read_report(folder)
     screen.print(
         f"{what}: {report['samples']:,} samples, {report['tokens']:,} tokens, "
@@ -86,13 +95,13 @@ def _tell(what: str, folder: Path, screen: Console) -> None:
 
 
 def tokenizer_of(recipe: Recipe) -> str | None:
-    """The tokenizer's folder: named, or the model's own."""
+    """Return where the tokenizer is: the place that the recipe names, or else the model's own."""
     named = recipe.model.tokenizer or recipe.model.name_or_path
     return str(named) if named else None
 
 
 def steps_of(recipe: Recipe, corpus: Path) -> int:
-    """Steps of the whole run."""
+    """Return how many steps the whole run has."""
     training = recipe.training
     if training.steps:
         return training.steps
@@ -101,6 +110,6 @@ def steps_of(recipe: Recipe, corpus: Path) -> int:
 
 
 def first_rows(recipe: Recipe, corpus: Path) -> list[Segments]:
-    """The documents of the run's first rows."""
+    """Return the documents of each of the run's first FIRST_ROWS rows."""
     stream = training_rows(recipe.data, corpus, recipe.seed)
     return [stream.row(index).segments for index in range(FIRST_ROWS)]

@@ -1,4 +1,4 @@
-"""What one needs to know of a run's surroundings to run it again: environment.json."""
+"""The file environment.json: what one needs to know of a run's surroundings to run it again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ LIBRARIES = (
 
 
 def environment_of(recipe: Recipe, hosts: Hosts, place: Invocation) -> str:
-    """JSON: the command, versions, ranks, this host's GPUs, the commit of uspft's own checkout."""
+    """Return the surroundings of a run as JSON text.
+
+    They are the command, versions, the number of ranks, this host's GPUs, and the commit of uspft's
+    own checkout.
+    """
     processes, gpus = recipe.launch.processes, []
     assert isinstance(processes, int)
     if recipe.launch.device == "cuda":
@@ -40,7 +44,7 @@ def environment_of(recipe: Recipe, hosts: Hosts, place: Invocation) -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of uspft's own checkout, where it is one and there is a git to ask."""
+    """Return the commit of uspft's own checkout; None if it is none, or there is no git to ask."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, check=False)

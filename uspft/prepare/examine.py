@@ -1,4 +1,4 @@
-"""Everything that can be known about a recipe before a process starts."""
+"""The examination of a recipe: everything that can be known before a process starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from uspft.sequence import Heads, of_recipe
 
 @dataclass(frozen=True)
 class Examined:
-    """A recipe without an error that shows so far, with every `auto` that is known resolved."""
+    """A recipe in which no error shows so far, with every `auto` resolved that can be."""
 
     loaded: Loaded
     known: Known
@@ -39,7 +39,7 @@ class Examined:
 
     @property
     def why(self) -> str | None:
-        """What `context_parallel_algo: auto` became, and the reason."""
+        """The algorithm that `auto` became and the reason, or None where nothing was to choose."""
         found = choice(self.loaded.recipe, self.known)
         return f"{found.algorithm}: {found.why}" if found else None
 
@@ -51,23 +51,23 @@ class Examined:
 
     @property
     def here(self) -> Recipe:
-        """The recipe as this host reads it."""
+        """The recipe as this host reads it, with folders in place of hub ids."""
         return self.known.here(self.recipe)
 
     @property
     def sentence(self) -> str:
-        """Layout, ZeRO stage and compute type, for a person."""
+        """The layout, ZeRO stage and compute type in words for a person."""
         stage = self.recipe.deepspeed.zero_optimization.get("stage", 1)
         layout = self.layout.sentence(self.recipe.parallel_config.context_parallel_algo)
         return f"{layout}; ZeRO-{stage}, {self.recipe.model.dtype} on {self.recipe.launch.device}"
 
     def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
-        """The same for another recipe, made from what the user's asks for."""
+        """Return the examination of another recipe, which `change` makes from the user's own."""
         loaded = replace(self.loaded, recipe=change(self.loaded.recipe))
         return replace(self, loaded=loaded).knowing()
 
     def knowing(self, **more: Any) -> Examined:
-        """The same, where more is known (fields of Known)."""
+        """Return the examination with more facts, which are given as fields of Known."""
         known = replace(self.known, **more)
         recipe = resolve(self.loaded.recipe, known)
         layout = layout_of(recipe.parallel_config, self.layout.ranks)
@@ -75,8 +75,11 @@ class Examined:
         return replace(self, known=known, recipe=recipe, layout=layout)
 
     def knowing_model(self, places: dict[str, str]) -> Examined:
-        """The same, where the model is in these folders of this host, which may not have been here
-        before. Raises Fault for one that cannot be trained, and for rows longer than it."""
+        """Return the examination with the model in these folders of this host, by key of `model`.
+
+        The model may not have been on this host before. Raises Fault where it cannot be trained, or
+        where rows are longer than it can take.
+        """
         local = replace(self.known, places=places).here(self.loaded.recipe)
         shape = read_shape(local.model, CONFIGS)
         findings = shape if isinstance(shape, list) else []
@@ -91,7 +94,10 @@ class Examined:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """What is raised inside with findings comes out as a RecipeError, each with its place."""
+        """Turn findings raised inside the `with` block into a RecipeError that has their places.
+
+        An InputError without findings comes out as it is.
+        """
         try:
             yield
         except InputError as error:
@@ -103,10 +109,11 @@ class Examined:
 def examine(
     path: Path, overrides: Sequence[str], hosts: int, ranks: int | None, *, trains: bool = True
 ) -> Examined:
-    """Load and check a recipe; touches no device, network or folder beyond reading.
+    """Load and check a recipe; touch no device or network, and write no file.
 
-    ranks: processes of all hosts together; None: what the recipe and this machine give. trains: as
-    a run, which takes its output folder. Raises RecipeError with all problems at once.
+    hosts: how many there are. ranks: processes of all hosts together; None: what the recipe and
+    this machine give. trains: whether this is for a run, which takes its output folder. Raises
+    RecipeError with all problems at once.
     """
     loaded = load(path, overrides)
     known = Known(hosts, torch.cuda.device_count(), ranks)
@@ -173,7 +180,7 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
 
 
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """What speaks against a recipe's `parallel_config` under its layout."""
+    """Return the findings that speak against a recipe's `parallel_config` under its layout."""
     algorithm = of_recipe(recipe, layout)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     # A model that is not here is taken to have as many heads as the degree needs.

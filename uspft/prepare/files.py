@@ -1,4 +1,4 @@
-"""What the file system says of a recipe: what is there, can be written, is in the way."""
+"""Checks of a recipe against the file system: what is missing, not writable or in the way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from uspft.written import is_of_a_run, is_written, written
 
 
 def file_findings(recipe: Recipe) -> list[Finding]:
-    """Named files that are not there, and folders that cannot be written."""
+    """Return findings on named files that are not there, and on folders that cannot be written.
+
+    A named checkpoint that is not whole counts too.
+    """
     found = []
     resume, tokenizer = recipe.checkpoint.resume, recipe.model.tokenizer
     named = {
@@ -43,13 +46,13 @@ def file_findings(recipe: Recipe) -> list[Finding]:
 
 
 def not_whole(error: CheckpointError) -> Fault:
-    """What to say of a checkpoint that cannot be gone on from."""
+    """Return the Fault that tells of a checkpoint from which a run cannot go on."""
     remedy = "name a whole one, .../checkpoints/step-00000500, or write never to start anew"
     return Fault([("checkpoint.resume", str(error), remedy)])
 
 
 def _cannot_write(folder: Path) -> str | None:
-    """Why a folder, made where it is missing, could not be written to."""
+    """Return why a folder, made where it is missing, could not be written to, or None."""
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -65,9 +68,9 @@ def _cannot_write(folder: Path) -> str | None:
 
 
 def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
-    """What a run would move aside or replace, and must not: its own inputs, what no run wrote.
+    """Return findings on what a run would move aside or replace although it must not.
 
-    file: the recipe's.
+    These are its own inputs, and files that no run has written. file: the recipe's own.
     """
     output = output_of(recipe)
     found = [
@@ -90,7 +93,7 @@ def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
 
 
 def _inputs(recipe: Recipe) -> Iterator[tuple[str, Path]]:
-    """What a run reads on this machine, by key."""
+    """Yield each path that a run reads on this machine, with its key."""
     model, data = recipe.model, recipe.data
     named = {
         "model.name_or_path": model.name_or_path,
@@ -108,13 +111,13 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, Path]]:
 
 
 def _is_inside(path: Path, output: Path) -> bool:
-    """Whether a path lies in what a run writes into an output folder."""
+    """Tell whether a path lies in what a run writes into an output folder."""
     place, root = (Path(os.path.realpath(p)) for p in (path, output))
     return place.is_relative_to(root) and is_written(place.relative_to(root))
 
 
 def _is_resolved(file: Path) -> bool:
-    """Whether a recipe is one that a run has left: the next one would write it just so."""
+    """Tell whether a recipe file was left by a run, so that the next run would write the same."""
     try:
         return file.read_text(encoding="utf-8") == dump(load(file).recipe)
     except (OSError, ValueError):

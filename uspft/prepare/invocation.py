@@ -1,4 +1,4 @@
-"""Where a command runs: what `__main__` read from the environment, as a value."""
+"""The surroundings of a command, as one value made from argv and the environment."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-"""The shapes of hub models and the fragments of recipes, beside the package."""
+"""The folder beside the package that holds shapes of hub models and fragments of recipes."""
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """The command as typed, the environment of child processes, and the cache folder."""
+    """A command as typed, the environment of its child processes, and its cache folder."""
 
     command: str
     environment: Mapping[str, str] = field(default_factory=dict)
     cache: Path = Path(".cache")
     ranks: int | None = None
-    """`--ranks N`: another number of processes than this machine would start."""
+    """The N of `--ranks N`: another number of processes than this machine would start."""

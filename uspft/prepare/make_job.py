@@ -1,4 +1,4 @@
-"""From an examined recipe to a job: model and data made ready, and where the run goes on from."""
+"""The making of a job: model and data are made ready, and a checkpoint to go on from is found."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ from uspft.prepare.space import space_needed
 def prepare_job(
     found: Examined, place: Invocation, screen: Console
 ) -> tuple[Examined, Job, Checkpoint | None, int]:
-    """With the recipe resolved; what ranks are given, where they go on from, and the bytes that
-    they will write."""
+    """Make model and data ready, and return what ranks are given to run.
+
+    Returns the recipe, resolved as far as it can be before ranks start; the job; the checkpoint
+    that the run goes on from, or None; and how many bytes the run will write.
+    """
     require_here(found.recipe)
     found = found.knowing_model(fetch_model(found.recipe.model))
     recipe = found.recipe
@@ -59,14 +62,17 @@ def prepare_job(
 
 
 def _with_tokenizer(recipe: Recipe) -> str | None:
-    """The tokenizer's folder, where there is a tokenizer in it to export."""
+    """Return the tokenizer's folder, or None where it holds no tokenizer to export."""
     folder = tokenizer_of(recipe)
     has_one = folder and (Path(folder) / "tokenizer_config.json").exists()
     return str(Path(folder).resolve()) if folder and has_one else None
 
 
 def _checkpoint(recipe: Recipe, output: Path, screen: Console) -> Checkpoint | None:
-    """Where to go on from. Raises Fault where nothing whole is there."""
+    """Return the checkpoint to go on from, or None where the run starts anew.
+
+    Raises Fault where the named one, or every one in the output folder, is not whole.
+    """
     wish = recipe.checkpoint.resume
     if wish == "never":
         return None
@@ -82,7 +88,7 @@ def _checkpoint(recipe: Recipe, output: Path, screen: Console) -> Checkpoint | N
 
 
 def _same(checkpoint: Checkpoint | None, identity: dict[str, object]) -> None:
-    """Raises Fault where the recipe has changed since the checkpoint."""
+    """Check that the recipe has not changed since the checkpoint. Raises Fault where it has."""
     changed = differences(checkpoint.state["identity"], identity) if checkpoint else []
     if changed:
         raise Fault(changed)

@@ -1,4 +1,4 @@
-"""A recipe becomes what `plan` predicts: its step, the cluster, and its own layout's time."""
+"""The way from a recipe to what `plan` predicts: its step, the cluster, its own layout's time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from uspft.sequence import of_recipe
 def examine_for_plan(
     target: Path, overrides: Sequence[str], hosts: int, ranks: int | None
 ) -> Examined:
-    """The recipe is examined for the device of the hardware that it names, whatever is here."""
+    """Examine the recipe for the device of the hardware that it names, whatever is here."""
     loaded = load(target, overrides)
     launch = find_paths(loaded.recipe, target).recipe.launch
     if launch.device == AUTO and launch.hardware != AUTO:
@@ -35,14 +35,16 @@ def examine_for_plan(
 
 
 def hardware_of(found: Examined, hosts: int) -> Hardware:
-    """The cluster's figures are those for as many ranks as this run puts on a host."""
+    """Return the cluster's figures for as many ranks as this run puts on a host."""
     assert found.known.cluster
     return found.known.cluster.hardware.on_hosts_of(-(-found.layout.ranks // hosts))
 
 
 def step_of(found: Examined) -> StepShape:
-    """The recipe's step has rows of one document each. Raises Fault where the model's config is not
-    on this machine."""
+    """Return the recipe's step, with rows of one document each.
+
+    Raises Fault where the model's config is not on this machine.
+    """
     recipe, model = found.recipe, found.shape
     if model is None:
         what = f"the sizes of {recipe.model.name_or_path} are not on this machine"
@@ -66,7 +68,7 @@ def step_of(found: Examined) -> StepShape:
 
 
 def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Prediction:
-    """The recipe's own layout is predicted with its own algorithm."""
+    """Return the prediction for the recipe's own layout and algorithm."""
     windows = set(step.windows)
     window = windows.pop() if len(windows) == 1 else None
     algorithm = of_recipe(found.recipe, found.layout, window)
@@ -79,6 +81,6 @@ def stage_of(recipe: Recipe) -> int:
 
 
 def _overlaps(recipe: Recipe) -> bool:
-    """DeepSpeed's overlap_comm is on at stage 3 alone where the recipe leaves it out."""
+    """Return DeepSpeed's overlap_comm: where it is left out, stage 3 alone overlaps."""
     asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
     return stage_of(recipe) == 3 if asked is None else bool(asked)

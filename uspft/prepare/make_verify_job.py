@@ -1,5 +1,5 @@
-"""From an examined recipe to what `verify` compares: as many layers as one process holds, and every
-layout that the recipe can run in."""
+"""The making of what `verify` compares: as many layers as one process holds, and every layout that
+the recipe can run in."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of the command."""
+    """The options of the command `verify`."""
 
     steps: int | None = None
     inject: str | None = None
-    """The fault that every layout is to show."""
+    """The name of the fault that every layout is to show."""
     every: bool = False
     """Whether layouts beyond MAX_LAYOUTS are run too."""
 
     def require_known(self) -> None:
-        """Raises InputError where the fault is none that can be injected."""
+        """Check that the fault is one that can be injected. Raises InputError where it is not."""
         if self.inject is not None and self.inject not in FAULTS:
             what = f"unknown fault `{self.inject}`; write one of {', '.join(FAULTS)}"
             raise InputError(f"{COMMAND_LINE}: --inject: {what}")
@@ -49,10 +49,10 @@ class Asked:
 def prepare_verify(
     found: Examined, place: Invocation, screen: Console, asked: Asked
 ) -> tuple[VerifyJob, list[Candidate], dict[str, Any]]:
-    """What ranks run; every layout, those that are not run with the reason; and what the report
-    says of the recipe.
+    """Make model and data ready, and return what ranks run, every layout, and facts for the report.
 
-    Raises Fault where this host, the model or the data cannot be verified.
+    Layouts that are not run have a reason. Raises Fault where this host, the model or the data
+    cannot be verified.
     """
     require_here(found.recipe)
     found = found.asking(without_extras)
@@ -108,8 +108,11 @@ def _facts(work: VerifyJob, ranks: int) -> dict[str, Any]:
 
 
 def clear_results(work: VerifyJob) -> None:
-    """Make the folder of results, without what an earlier command left there; another host may
-    already log in it. Raises Fault where it cannot be written."""
+    """Make the folder of results, and delete the results that an earlier command left there.
+
+    Nothing else is deleted, since another host may already log there. Raises Fault where the folder
+    cannot be written.
+    """
     try:
         work.folder.mkdir(parents=True, exist_ok=True)
         for pattern in (REPORT, "*.jsonl", GRADIENT_FILES):

@@ -1,4 +1,4 @@
-"""What a model's config, and its weights where they are here, say of a recipe."""
+"""The examination of a recipe's model: its config, and its weights where they are here."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ if TYPE_CHECKING:
 
 
 class ExaminedModel(NamedTuple):
-    """transformers' config; what trains, for a person, where that is not all; the numbers of
-    parameters that train, and of all."""
+    """Facts about a recipe's model, which is built on the meta device to find them."""
 
     config: Any
+    """The model's config, as transformers reads it."""
     trains: str | None
+    """What trains, for a person to read; None where all of the model trains."""
     trained: int
+    """How many parameters train."""
     parameters: int
+    """How many parameters there are in all."""
 
 
 def examine_model(recipe: Recipe) -> ExaminedModel:
-    """Build the model on meta, compare its weights where they are here, and choose what trains.
+    """Build the model on meta, compare it with weights that are here, and choose what trains.
 
-    Its config must be on this machine. Raises Fault, WeightsError.
+    Its config must be on this machine. Raises Fault or WeightsError.
     """
-    # Seconds of imports, which a recipe that is refused before does without.
+    # These imports take seconds, which a recipe that is refused before does without.
     from uspft.model.build import parameter_count
     from uspft.model.fit import require_fit, require_model
     from uspft.model.hf_config import model_config
     from uspft.model.trained import choose_trained, what_trains
 
     file = config_file(recipe.model, CONFIGS)
-    assert isinstance(file, Path)  # what is wrong with it has been told
+    assert isinstance(file, Path)  # anything else was refused before
     config = model_config(recipe.model, recipe.data.sequence_length, file)
     named = recipe.model.config is None
     model = require_model(config, "model.name_or_path" if named else "model.config")

@@ -1,4 +1,4 @@
-"""The output folder before ranks start: whose it is, one run at a time, an earlier run's aside."""
+"""The output folder before ranks start: one run holds it, and an earlier run's files go aside."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ KEY, ANOTHER = "output_dir", "name another folder"
 
 
 def output_of(recipe: Recipe) -> Path:
-    """The output folder of a loaded recipe, which always has one."""
+    """Return the output folder of a loaded recipe, which always has one."""
     assert recipe.output_dir is not None
     return recipe.output_dir
 
 
 @contextmanager
 def held_output(output: Path, screen: Console) -> Iterator[Lease]:
-    """Inside, no other run may use the folder. Raises Fault where one does, or it is not to be
-    written; a folder that was made for nothing goes again."""
+    """Hold the output folder inside the `with` block, where no other run may use it.
+
+    Yields the lease. Raises Fault where another run holds the folder or it cannot be written. A
+    folder that was made here and is still empty is deleted in the end.
+    """
     made = not output.exists()
     try:
         lease = Lease.take(output.resolve(), lambda line: screen.print(line, markup=False))
@@ -67,10 +70,10 @@ def not_written(output: Path, error: OSError) -> Fault:
 def open_output(
     recipe: Recipe, checkpoint: Checkpoint | None, hosts: Hosts, place: Invocation
 ) -> Path | None:
-    """Write environment.json and the resolved recipe, which waits for the ranks where they are to
-    choose the attention kernel; what another run left is moved aside first.
+    """Move aside what an earlier run left, and write environment.json and the resolved recipe.
 
-    Returns where to, None where nothing was. Raises Fault.
+    Where ranks are to choose the attention kernel, they write the recipe. Returns the folder that
+    things were moved to, or None where there were none. Raises Fault.
     """
     output = output_of(recipe)
     here = (output / CHECKPOINTS).resolve()

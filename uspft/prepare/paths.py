@@ -1,4 +1,4 @@
-"""Where a recipe's relative paths lead: beside the recipe, else from the folder of the command."""
+"""The lookup of a recipe's relative paths: beside the recipe, else from the command's folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from uspft.prepare.cluster import shipped
 
 
 class Found(NamedTuple):
-    """A recipe whose paths are read from the folder of the command, and the places where each of
-    the others was looked for, by key."""
+    """A recipe whose relative paths have been looked up, and those of them that lead nowhere."""
 
     recipe: Recipe
+    """The recipe, with each path as it is read from the folder of the command."""
     missing: dict[str, list[str]]
+    """The places where a path was looked for in vain, by the path's key."""
 
     def told(self, finding: Finding) -> Finding:
-        """A finding about a path that is nowhere names both places."""
+        """Return the finding; its text also tells where a path that is nowhere was looked for."""
         key, what, remedy = finding
         looked = self.missing.get(key)
         if looked is None:
@@ -30,9 +31,9 @@ class Found(NamedTuple):
 
 
 def find_paths(recipe: Recipe, file: Path) -> Found:
-    """What of the recipe in `file` is read: model, tokenizer, data, template, checkpoint, hardware.
+    """Find what the recipe in `file` reads: model, tokenizer, data, template, checkpoint, hardware.
 
-    What a run writes, output_dir and cache_dir, stays as it is written.
+    The paths that a run writes to, output_dir and cache_dir, stay as they are written.
     """
     missing: dict[str, list[str]] = {}
 
@@ -74,20 +75,20 @@ def find_paths(recipe: Recipe, file: Path) -> Found:
 
 
 def _keys(block: str, count: int) -> Iterator[str]:
-    """What messages call each source of data.train or data.eval."""
+    """Yield the key by which messages name each source of data.train or data.eval."""
     for number in range(count):
         yield f"data.{block}.path" if count == 1 else f"data.{block}[{number}].path"
 
 
 def _is_there(name: str) -> bool:
-    """Whether there is a file or folder of that name, or one that the pattern matches."""
+    """Tell whether a file or folder has this name, or matches it where it is a pattern."""
     if os.path.exists(name):
         return True
     return glob.has_magic(name) and next(glob.iglob(name, recursive=True), None) is not None
 
 
 def _short(name: str) -> str:
-    """The same place without detours, where leaving `..` out leads there."""
+    """Return the path without detours through `..`, where it still leads to the same place."""
     short = os.path.normpath(name)
     same = os.path.exists(name) and os.path.exists(short) and os.path.samefile(name, short)
     return short if same else name

@@ -1,8 +1,8 @@
-"""Every `auto` of a recipe, settled in one place: key → function, asked again as more is known.
+"""Every `auto` of a recipe is settled here: a function for each key, asked again as more is known.
 
-A function returns the recipe as it is where nothing is to be settled, or what it needs is not known
-yet. What `auto` stays for good is in the recipe's reference: `checkpoint.resume`, and options of
-algorithms whose `auto` means what no value says.
+A function returns the recipe as it is where nothing is to be settled, or where what it needs is not
+known yet. The recipe's reference tells which `auto` stays for good: that of `checkpoint.resume`,
+and of algorithms' options whose `auto` means what no value says.
 """
 
 from __future__ import annotations
@@ -25,41 +25,43 @@ from uspft.sequence import Heads
 
 @dataclass(frozen=True)
 class Known:
-    """What is known beside the recipe; with time more of it."""
+    """The facts that are known beside the recipe; there are more of them as preparation goes on."""
 
     hosts: int = 1
     gpus: int = 0
-    """Of this host."""
+    """How many GPUs this host has."""
     ranks: int | None = None
-    """Processes of all hosts together, where the command says."""
+    """How many processes all hosts have together, where the command says so."""
     shape: ModelShape | None = None
-    """The model's sizes."""
+    """The sizes of the model."""
     work: Work | None = None
-    """The run's first rows and the model's layers."""
+    """The documents of the run's first rows, and the attention windows of the model's layers."""
     cluster: Cluster | None = None
-    """The hardware file that the run is planned by."""
+    """The hardware file that the run is planned by, and why."""
     formats: Sequence[str] = ()
-    """Of each source of training and evaluation data, in their order."""
+    """The format of each source of training and then of evaluation data, in their order."""
     kernel: str | None = None
     """The attention kernel that ranks have chosen."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """Keys of `model` that are hub ids → the folders that they are in on this host."""
+    """The folder on this host that each key of `model` with a hub id stands for."""
 
     def here(self, recipe: Recipe) -> Recipe:
-        """The recipe as this host reads it."""
+        """Return the recipe as this host reads it, with folders in place of hub ids."""
         return placed(recipe, self.places)
 
 
 def resolve(recipe: Recipe, known: Known) -> Recipe:
-    """The recipe with everything settled that can be."""
+    """Return the recipe with everything settled that can be."""
     for settle in SETTLED.values():
         recipe = settle(recipe, known)
     return recipe
 
 
 def choice(recipe: Recipe, known: Known) -> Choice | None:
-    """What `context_parallel_algo: auto` means, and why; None where the recipe names one, or a row
-    is not shared."""
+    """Return what `context_parallel_algo: auto` means, and why.
+
+    Returns None where the recipe names an algorithm, or where ranks do not share a row.
+    """
     parallel = recipe.parallel_config
     ranks = parallel.context_parallel
     if parallel.context_parallel_algo != AUTO or ranks == 1:
@@ -76,7 +78,10 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
 
 
 def ranks_of(recipe: Recipe, known: Known) -> int | None:
-    """Processes of all hosts together, where the command, the recipe or this machine says."""
+    """Return how many processes all hosts have together, or None where nothing tells.
+
+    The command tells, or else the recipe, or else the GPUs of this machine.
+    """
     if known.ranks:
         return known.ranks
     if recipe.launch.processes != AUTO:
@@ -103,7 +108,7 @@ def _hardware(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _attention(recipe: Recipe, known: Known) -> Recipe:
-    """On CPU there is one kernel; on GPUs ranks try what is installed."""
+    """Settle the kernel: on CPU there is only one, on GPUs ranks try those that are installed."""
     kernel = "torch" if recipe.launch.device == "cpu" else known.kernel
     if recipe.model.attention != AUTO or kernel is None:
         return recipe
@@ -111,7 +116,7 @@ def _attention(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _scaling(recipe: Recipe, known: Known) -> Recipe:
-    """The factor, where a scaling has none: as much as rows need."""
+    """Settle the factor of a rope scaling that has none: it is as large as rows need."""
     if known.shape is None:
         return recipe
     model = with_factor(recipe.model, known.shape, recipe.data.sequence_length)
@@ -119,7 +124,7 @@ def _scaling(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _format(recipe: Recipe, known: Known) -> Recipe:
-    """One for all sources, or where they differ each its own."""
+    """Settle one format for all sources, or where they differ, one for each."""
     data, found = recipe.data, known.formats
     if not found:
         return recipe
@@ -132,7 +137,7 @@ def _format(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _algorithm(recipe: Recipe, known: Known) -> Recipe:
-    """Where rows or model are not known yet: what is most likely."""
+    """Settle the algorithm; where rows or model are not known yet, it is the most likely one."""
     if recipe.parallel_config.context_parallel_algo != AUTO:
         return recipe
     found = choice(recipe, known)
@@ -162,7 +167,7 @@ def _processes(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _options(recipe: Recipe, known: Known) -> Recipe:
-    """What does not apply is null; an option of the algorithm that is `auto` stays."""
+    """Set options that do not apply to null; those of the algorithm that are `auto` stay so."""
     parallel = recipe.parallel_config
     layout = _layout(recipe, known)
     if layout is None:
@@ -190,4 +195,4 @@ SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "parallel_config.exchange_stages": _options,
     "memory.loss_tile_tokens": _loss_tile,
 }
-"""In the order in which one needs another."""
+"""The function that settles each key, in the order in which one needs another."""

@@ -1,4 +1,4 @@
-"""Whether a run's checkpoints and exports fit where they go."""
+"""The disk space that a run's checkpoints and exports need, and whether it is there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from uspft.metrics import as_size
 from uspft.prepare.output import KEY, output_of
 
 STATES = 3
-"""Float32 values of a parameter in a checkpoint: the weight and Adam's two moments."""
+"""Float32 values that a checkpoint holds for each parameter: the weight and Adam's two moments."""
 
 
 def space_needed(recipe: Recipe, trained: int, parameters: int, steps: int | None) -> int:
-    """Bytes that a run is yet to write: checkpoints, one more than stay, and its exports.
+    """Return how many bytes a run will still write: checkpoints, one more than stay, and exports.
 
-    trained, parameters: how many of the model's train, and all; steps: of the whole run, None: as
-    many as it takes. Checkpoints that it goes on beside are there already.
+    trained, parameters: how many of the model's parameters train, and how many there are in all.
+    steps: how many the whole run has; None: as many as its epochs take. Checkpoints of the run that
+    this one goes on from are there already, and do not count.
     """
     model, every = recipe.model, recipe.checkpoint.every_steps
     wanted = 1  # a run that is stopped saves one whatever it is told
@@ -36,7 +37,7 @@ def space_needed(recipe: Recipe, trained: int, parameters: int, steps: int | Non
 
 
 def space_free(folder: Path) -> int:
-    """Bytes that this user may still write where a folder is, or would be made."""
+    """Return how many bytes this user may still write where a folder is, or would be made."""
     nearest = folder.absolute()
     while not os.path.exists(nearest):
         nearest = nearest.parent
@@ -45,7 +46,10 @@ def space_free(folder: Path) -> int:
 
 
 def require_space(recipe: Recipe, needed: int) -> None:
-    """Raises Fault where a run would fill its disk."""
+    """Check that what a run is yet to write, in bytes, fits on its disk.
+
+    Raises Fault where it does not.
+    """
     output, keep = output_of(recipe), recipe.checkpoint.keep_last
     free = space_free(output)
     if needed <= free:

@@ -1,4 +1,4 @@
-"""How a sequence is split: one algorithm, one file; config/algorithms.py lists them."""
+"""Sequence parallelism: one file for each algorithm in the table of config/algorithms.py."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def make_algorithm(
     per_host: int | None = None,
     **options: Any,
 ) -> Algorithm:
-    """The algorithm of a row of the table, at these degrees.
+    """Return the algorithm that `row` of the table names, made for these degrees.
 
-    keep: received keys stay for the backward. window: the sliding window that all layers have, if
-    any. per_host: ring ranks of one host, where a row spans several. Of these an algorithm takes
-    what it has a field for. options: its own, by field; raises ValueError for one it does not have.
+    keep: whether received keys and values stay for the backward pass. window: the sliding window
+    that all layers have, if any. per_host: how many ring ranks one host has, where several hosts
+    share a row of tokens. Of these three the algorithm takes what it has a field for. options: the
+    algorithm's own, by field. Raises ValueError for an option that it does not have.
     """
     unknown = sorted(options.keys() - set(row.options.values()))
     if unknown:
@@ -60,10 +61,11 @@ def make_algorithm(
 
 
 def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:
-    """The algorithm of a recipe under a layout; window: the one that all layers have, if any.
+    """Return the algorithm of a recipe under a layout.
 
-    What has been received stays for the backward, unless memory is short enough for gradient
-    checkpointing. An option that is `auto` or null is left to the algorithm.
+    window: the sliding window that all layers have, if any. Received keys and values stay for the
+    backward pass unless the recipe asks for gradient checkpointing, since memory is short then. An
+    option that is `auto` or null is left to the algorithm.
     """
     parallel = recipe.parallel_config
     row = row_of(parallel.context_parallel_algo, layout.context)

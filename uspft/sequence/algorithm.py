@@ -1,4 +1,4 @@
-"""The seam: what a sequence-parallel algorithm must say about itself."""
+"""The interface of a sequence-parallel algorithm, and the values that it is handed."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from uspft.sequence.rows.traffic import Cost, Heads
 
 @dataclass(frozen=True)
 class Rule:
-    """How scores become weights: softmax(scale · q·k) over the last `window` keys of a document,
-    the query's own counted; None: over all that come before.
-
-    sinks [H]: scores of keys that every query sees and that give it nothing, one a head; float32 or
-    wider.
-    """
+    """How attention scores become weights: by softmax(scale · q·k) over the keys that a query
+    sees."""
 
     scale: float
     window: int | None = None
+    """How many keys of its document a query sees, its own the last of them; None: all up to its
+    own."""
     sinks: Tensor | None = None
+    """Scores [H] of keys that every query sees and that give it nothing, one for each query head;
+    float32 or wider."""
 
     def of_heads(self, heads: tuple[int, int]) -> Rule:
-        """The same for query heads [first, last) alone."""
+        """Return the same rule for query heads [first, last) alone."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[slice(*heads)])
 
 
 @dataclass(frozen=True)
 class Split:
-    """What attention needs beside tensors: this rank's groups and its one-device kernel."""
+    """What attention needs beside tensors: this rank's groups and its kernel for one device."""
 
     ulysses: Group
     ring: Group
@@ -43,8 +43,11 @@ class Split:
 
 
 class Algorithm(Protocol):
-    """One way to split a row over ulysses × ring ranks: a dataclass, whose fields are its degrees,
-    its options, and what it must know of the run (`make_algorithm`)."""
+    """One way to split a row over ulysses × ring ranks.
+
+    An implementation is a dataclass whose fields are its degrees, its options and what it must know
+    of the run; `make_algorithm` fills them.
+    """
 
     @property
     def ulysses(self) -> int: ...
@@ -53,34 +56,45 @@ class Algorithm(Protocol):
     def ring(self) -> int: ...
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
-        """Why it cannot span here: (recipe key, what is wrong, remedy) each."""
+        """Return why the algorithm cannot split rows of so many tokens with these heads.
+
+        Each reason is (recipe key, what is wrong, remedy); the list is empty where it can.
+        """
         ...
 
     def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
-        """The positions that each context rank holds, in its order; together the row, each once.
+        """Return the positions that each context rank holds, in the rank's order; together they are
+        the row, each position once.
 
-        Context rank = Ulysses index + ulysses × ring index.
+        A context rank's number is its Ulysses index + ulysses × its ring index.
         """
         ...
 
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
-        """Attention out [T, H, D] of this rank's tokens, differentiable.
+        """Return the attention out [T, H, D] of this rank's tokens, differentiable.
 
-        q [T, H, D], k and v [T, G, D] hold all heads of the rank's own T tokens.
+        q [T, H, D], k and v [T, G, D] hold all H query heads and G KV heads of the rank's own T
+        tokens; D is the head dim.
         """
         ...
 
     def cost(
         self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
     ) -> Cost:
-        """Traffic for one row with these documents, of a layer with this window."""
+        """Return what one layer with this window sends for one row with these documents.
+
+        element_bytes: how many bytes one element of q, k and v has.
+        """
         ...
 
 
 def rows_must_divide(row_tokens: int, parts: int, why: str) -> list[tuple[str, str, str]]:
-    """The problem of a row that `parts` does not divide, naming the next length that it does."""
+    """Return the problem of a row that cannot be cut into `parts` equal parts, or no problem.
+
+    Its remedy names the next length that can. why: what the parts are, for the message.
+    """
     if row_tokens % parts == 0:
         return []
     longer = -(-row_tokens // parts) * parts

@@ -1,5 +1,5 @@
-"""All-gather of keys and values: what arrives whole is attended in trimmed ranges (Megatron's
-all_gather)."""
+"""All-gather of keys and values: each rank receives all of them, and computes only with the ranges
+that its queries see (Megatron's all_gather)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from uspft.sequence.rows.traffic import Cost, Heads, exchange_traffic
 
 @dataclass(frozen=True)
 class AllGather:
-    """Every rank gets all keys and values at once, again in the backward; gradients go home.
-
-    window: what most layers see, for the token order.
-    """
+    """Attention for which every rank receives all keys and values at once, and again in the
+    backward pass; partial gradients go home to the owners of the keys."""
 
     ring: int
     ulysses: int = 1
     window: int | None = None
+    """The sliding window that all layers have, for which the token order is made; None: they have
+    none, or differ."""
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         return rows_must_divide(row_tokens, 2 * self.ring, "two for each rank")
@@ -49,5 +49,6 @@ class AllGather:
 
 
 def _exchange(share: Share) -> Exchange:
-    """Everything in one stage, nothing trimmed, nothing kept."""
+    """Return the exchange of a share in one stage: nothing is trimmed, and nothing is kept for the
+    backward pass."""
     return share.once("all", lambda: Exchange(share, 1, trimmed=False, keep=False))

@@ -1,7 +1,8 @@
 """Attention whose keys and values go straight to the ranks that need them.
 
-Shapes, as suffixes: t tokens of this ring rank, n received in an arrival, m those of them that come
-from one rank; h/g query and KV heads here, D head dim; 2: keys and values, or their gradients.
+Shapes, as suffixes: t tokens of this ring rank, n tokens received in an arrival, m those of them
+that come from one rank; h/g query/KV heads on this rank, D head dim; 2: keys and values, or their
+gradients.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ def attend_exchanged(
     ring: Group,
     kernel: Kernel,
 ) -> Tensor:
-    """out [t, h, D] of q [t, h, D] over all keys of its documents, differentiable.
+    """Return attention out [t, h, D] of q [t, h, D] over the keys that its queries see,
+    differentiable.
 
-    All transfers are posted first; this rank's own blocks hide the first, each arrival's blocks the
-    next. Each partial dK, dV goes home once, in the compute type, and is summed there in float32.
+    All transfers are posted before anything is computed. The first arrives while blocks with this
+    rank's own keys are computed, each further one while the blocks of the arrival before it are.
+    The partial dK and dV of an arrival go home once, in the compute type, and are summed there in
+    float32 or wider.
     """
     out: Tensor = _ExchangedAttention.apply(*qkv, rule.sinks, exchange, rule.scale, ring, kernel)
     return out
@@ -80,7 +84,7 @@ class _ExchangedAttention(torch.autograd.Function):
 
         arriving = None if exchange.keep else _Arriving(k_tgD, v_tgD, exchange, ctx.ring)
         if arriving:
-            own()  # hides the second fetch
+            own()  # computed while the second fetch is under way
         returning = _Returning(k_tgD, exchange, ctx.ring)
         for number, arrival in enumerate(exchange.arrivals):
             pair = arriving.wait(arrival) if arriving else received[2 * number : 2 * number + 2]
@@ -88,7 +92,7 @@ class _ExchangedAttention(torch.autograd.Function):
             dq_thD.add(queries)
             returning.send(arrival, partials)
         if not arriving:
-            own()  # hides the way home
+            own()  # computed while gradients are on their way home
         returning.finish(dkv_2tgD)
         dk_tgD, dv_tgD = dkv_2tgD.result()
         dsinks = None if sinks is None else sinks_gradient(sinks, *saved)
@@ -96,10 +100,11 @@ class _ExchangedAttention(torch.autograd.Function):
 
 
 class _Arriving:
-    """Keys and values under way, all posted at once; what leaves lives until its leg is over."""
+    """Keys and values under way, all posted at once; the tensors that leave are kept until their
+    leg has been waited for."""
 
     def __init__(self, k_tgD: Tensor, v_tgD: Tensor, exchange: Exchange, ring: Group) -> None:
-        copies: dict[tuple[Span, ...], Tensor] = {}  # the same for many: a whole share
+        copies: dict[tuple[Span, ...], Tensor] = {}  # many ranks may get the same: a whole share
         moves = []
         for arrival in exchange.arrivals:
             for distance, tokens in zip(arrival.leg.distances, arrival.sizes, strict=True):
@@ -118,7 +123,7 @@ class _Arriving:
         }
 
     def wait(self, arrival: Arrival) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, g, D] of an arrival, once they are here."""
+        """Wait for an arrival, and return its keys and values [n, g, D]."""
         parcels = self._parcels.pop(arrival.leg)
         for wait, _ in parcels:
             wait()
@@ -127,7 +132,7 @@ class _Arriving:
 
 
 class _Returning:
-    """Partial dK, dV on their way home, in the type of k_tgD."""
+    """Partial dK and dV on their way home to the owners of the keys, in the dtype of k_tgD."""
 
     def __init__(self, k_tgD: Tensor, exchange: Exchange, ring: Group) -> None:
         self._k_tgD, self._exchange, self._ring = k_tgD, exchange, ring
@@ -154,14 +159,15 @@ class _Returning:
         self._pending += zip(waits, moves, homes, strict=True)
 
     def finish(self, own_2tgD: Sum) -> None:
-        """Add what others found for this rank's keys."""
+        """Wait for what other ranks found for this rank's keys, and add it to own_2tgD."""
         for wait, move, cuts in self._pending:
             wait()
             own_2tgD.add_rows(cuts, move.out)
 
 
 def _by_position(arrival: Arrival, parcels_2mgD: list[Tensor]) -> Tensor:
-    """The parcels of all distances as one [2, n, g, D], in the order of positions."""
+    """Return the parcels of all ring distances as one tensor [2, n, g, D], in the order of
+    positions."""
     if len(parcels_2mgD) == 1:
         return parcels_2mgD[0]
     pieces = []
@@ -173,7 +179,8 @@ def _by_position(arrival: Arrival, parcels_2mgD: list[Tensor]) -> Tensor:
 
 
 def _by_source(arrival: Arrival, whole_2ngD: Tensor) -> list[Tensor]:
-    """The inverse of _by_position: the parcel [2, m, g, D] of each distance, contiguous."""
+    """Return the parcel [2, m, g, D] of each ring distance, contiguous; the inverse of
+    _by_position."""
     if len(arrival.parcels) == 1:
         return [whole_2ngD]
     found, keys = [], arrival.keys

@@ -1,4 +1,4 @@
-"""Planned exchange: chunks dealt out by work and bytes, keys sent only where they are needed."""
+"""Planned exchange: chunks are dealt out by work and bytes, keys go only where they are needed."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from uspft.sequence.ulysses import attend_over_heads
 
 @dataclass(frozen=True)
 class Planned:
-    """Ulysses outside, an exchange of needed keys and values inside.
-
-    stages: in how many steps they come; 0: one for each other rank of the ring, and where there are
-    few, in pieces of piece_tokens or more, so that transfers and computation overlap. keep:
-    received ones stay for the backward, or are fetched again. window: what most layers see, and
-    per_host: ring ranks of one host, where the row spans several; both for the token order.
-    """
+    """Ulysses outside, and inside it an exchange of the keys and values that are needed."""
 
     ring: int
     ulysses: int = 1
     stages: int = 0
+    """In how many stages keys and values arrive; 0: one stage for each other rank of the ring, and
+    where these are few, each cut into pieces, so that transfers and computation overlap."""
     keep: bool = True
+    """Whether received keys and values stay for the backward pass; else they are fetched again."""
     window: int | None = None
+    """The sliding window that all layers have, for which the token order is made; None: they have
+    none, or differ."""
     per_host: int | None = None
+    """How many ring ranks one host has, where several hosts share the row; the token order is made
+    for it."""
     piece_tokens: int = 1024
+    """The fewest tokens of a piece, where `stages` is 0."""
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         parts = 2 * self.ring * self.ulysses if self.ring > 1 else self.ulysses

@@ -1,7 +1,8 @@
 """Zigzag ring attention: keys and values travel, queries stay (arXiv 2310.01889, 2405.07719).
 
-Shapes, as suffixes: t tokens of this ring rank, s of the rank whose keys are at hand; h/g query and
-KV heads here, D head dim; 2: keys and values, or their gradients. Ring rank i, R ring degree.
+Shapes, as suffixes: t tokens of this ring rank, s tokens of the rank whose keys are at hand; h/g
+query/KV heads on this rank, D head dim; 2: keys and values, or their gradients. This is ring rank i
+of R, the ring degree.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from uspft.sequence.sums import Sum
 
 @dataclass(frozen=True)
 class Ring:
-    """Rank i of R holds chunks i and 2R − 1 − i of a row cut in 2R: equal causal work.
-
-    window: what most layers see, for the token order.
-    """
+    """Ring attention with equal work for every rank: of one causal document, cut into 2R chunks,
+    rank i of R holds chunks i and 2R − 1 − i."""
 
     ring: int
     ulysses: int = 1
     window: int | None = None
+    """The sliding window that all layers have, for which the token order is made; None: they have
+    none, or differ."""
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         return rows_must_divide(row_tokens, 2 * self.ring, "two for each rank of the ring")
@@ -60,11 +61,13 @@ class Ring:
 def attend_blocks(
     qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, ring: Group, kernel: Kernel
 ) -> Tensor:
-    """out [t, h, D] of q [t, h, D] over all keys that the share's blocks name, differentiable.
+    """Return attention out [t, h, D] of q [t, h, D] over all keys in the share's blocks,
+    differentiable.
 
-    Ring attention (arXiv 2310.01889): at step s the keys of rank i − s are at hand and the next
-    ones on their way. Keys travel again in the backward; the partial dK, dV of keys that were seen
-    go straight home, rounded once to the compute type and summed there in float32.
+    This is ring attention (arXiv 2310.01889): at step s rank i computes with the keys of rank i − s
+    while the next ones are on their way. Keys travel again in the backward pass. The partial dK and
+    dV of keys that were seen go straight home to the owner, rounded once to the compute type, and
+    are summed there in float32 or wider.
     """
     out: Tensor = _BlockAttention.apply(*qkv, rule.sinks, share, rule.scale, ring, kernel)
     return out
@@ -86,7 +89,7 @@ class _BlockAttention(torch.autograd.Function):
         partial = Partial(q_thD)
         for source, k_sgD, v_sgD in _travel(k_tgD, v_tgD, share, ring):
             partial.add(kernel.forward((q_thD, k_sgD, v_sgD), share.blocks[source], scale))
-            del k_sgD, v_sgD  # or they would live on beside the next two
+            del k_sgD, v_sgD  # else they would be kept beside the next two
         out_thD, lse_ht = partial.result(sinks)
         ctx.save_for_backward(q_thD, k_tgD, v_tgD, out_thD, lse_ht, sinks)
         ctx.share, ctx.scale, ctx.ring, ctx.kernel = share, scale, ring, kernel
@@ -114,9 +117,11 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _travel(k_tgD: Tensor, v_tgD: Tensor, share: Share, ring: Group):  # type: ignore[no-untyped-def]
-    """Yield (source, keys, values) for each ring rank, own first, the next ones under way.
+    """Yield (source, keys, values) for each ring rank, this rank's own first, while the next ones
+    are under way.
 
-    Two buffers: what is at hand and what arrives. Keys that no rank further on needs stay behind.
+    There are two buffers: one for what is at hand, one for what arrives. Keys that no rank further
+    on needs stay behind.
     """
     if ring.size == 1:
         yield ring.index, k_tgD, v_tgD
@@ -138,14 +143,16 @@ def _travel(k_tgD: Tensor, v_tgD: Tensor, share: Share, ring: Group):  # type: i
 
 
 class _Returns:
-    """Partial dK, dV on their way to the owners of the keys, one exchange a step."""
+    """Partial dK and dV on their way home to the owners of the keys, in one exchange for each
+    step."""
 
     def __init__(self, k: Tensor, share: Share, ring: Group, own: Sum) -> None:
         self._k, self._share, self._ring, self._own = k, share, ring, own
         self._pending: tuple[Callable[[], None], Tensor, Tensor, tuple[Span, ...]] | None = None
 
     def send(self, source: int, partials: list[Gradient]) -> None:
-        """Send what this rank found for the keys of `source`; take what another found for ours."""
+        """Send what this rank found for the keys of rank `source`, and begin to receive what
+        another rank found for this rank's keys."""
         me, ring = self._ring.index, self._ring.size
         if source == me:
             return
@@ -158,14 +165,14 @@ class _Returns:
         whole = torch.cat(cuts, dim=1) if len(cuts) > 1 else cuts[0]
         leaving = whole.to(self._k.dtype).contiguous()
         steps = (source - me) % ring
-        home = share.places((me - steps) % ring, me)  # another's queries saw these keys of ours
+        home = share.places((me - steps) % ring, me)  # this rank's keys that another's queries saw
         arriving = leaving.new_empty((2, tokens_in(home), *heads))
         self.finish()
         (wait,) = shift([Move(leaving, arriving, steps)], self._ring, "ring")
         self._pending = wait, leaving, arriving, home
 
     def finish(self) -> None:
-        """Wait for the exchange under way and add what arrived."""
+        """Wait for the exchange under way, and add what arrived to this rank's own gradients."""
         if self._pending:
             wait, _, arriving, home = self._pending
             wait()

@@ -13,7 +13,12 @@ from uspft.sequence.rows.spans import Span
 
 
 class Sum:
-    """Gradients added up in float32 or wider; what covers everything alone is not copied."""
+    """A sum of gradients of ranges of tokens, in float32 or wider.
+
+    shape: [T, heads, D], or [N, T, heads, D] for N tensors such as dK and dV. like: a tensor of the
+    compute type, on the same device. A gradient that covers all tokens is not copied while it is
+    the only one.
+    """
 
     def __init__(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> None:
         self._shape, self._like = tuple(shape), like
@@ -32,14 +37,14 @@ class Sum:
                 row[start:stop] += tensor
 
     def add_rows(self, places: Sequence[Span], rows: Tensor) -> None:
-        """Add rows [n, N, heads, D], laid end to end, of these ranges of tokens."""
+        """Add rows [N, n, heads, D]: the gradients of these ranges of tokens, laid end to end."""
         at = 0
         for start, stop in places:
             self.open()[:, start:stop] += rows[:, at : at + stop - start]
             at += stop - start
 
     def open(self) -> Tensor:
-        """The sum so far, [n, T, heads, D], to add to in place."""
+        """Return the sum so far, [N, T, heads, D], to which more can be added in place."""
         if self._sum is None:
             wide = torch.promote_types(self._like.dtype, torch.float32)
             shape = self._shape if len(self._shape) == 4 else (1, *self._shape)
@@ -50,7 +55,7 @@ class Sum:
         return self._sum
 
     def result(self) -> Any:
-        """One tensor, or one for each leading index, in the compute type."""
+        """Return the sum in the compute type: one tensor, or N of them where the shape has an N."""
         tensors = self._whole if self._whole is not None else tuple(self.open())
         tensors = tuple(t.to(self._like.dtype) for t in tensors)
         return tensors if len(self._shape) == 4 else tensors[0]

@@ -1,7 +1,8 @@
-"""DeepSpeed Ulysses: heads are split while attention runs, tokens elsewhere (arXiv 2309.14509).
+"""DeepSpeed Ulysses: heads are split during attention, tokens everywhere else (arXiv 2309.14509).
 
-Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/G all query/KV heads,
-h/g this rank's; N/n all heads and this rank's of whichever tensor it is; D head dim.
+Shapes, as suffixes: t this rank's tokens, T those of its Ulysses group; H/G all query/KV heads, h/g
+this rank's; N/n all heads and this rank's heads of a tensor that may be any of q, k, v and out; D
+head dim.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from uspft.sequence.rows.traffic import Cost, Heads, heads_traffic
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Consecutive tokens on each rank; an all-to-all before attention and one after."""
+    """Each rank holds consecutive tokens; an all-to-all before attention and one after it exchange
+    tokens for heads and back."""
 
     ulysses: int
     ring: int = 1
@@ -55,14 +57,15 @@ class Ulysses:
 
 
 Inner = Callable[[tuple[Tensor, Tensor, Tensor], Rule, Kernel], Tensor]
-"""Attention out [T, h, D] of some heads of a ring rank's tokens, with the rule and the kernel that
-fit them."""
+"""A function (q, k and v; their rule; their kernel) → attention out [T, h, D] for some heads of a
+ring rank's tokens."""
 
 
 def attend_over_heads(
     qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split, inner: Inner
 ) -> Tensor:
-    """Ulysses exchange around attention: q [t, H, D], k, v [t, G, D] → out [t, H, D]."""
+    """Run `inner` between the two all-to-alls of Ulysses: q [t, H, D], k and v [t, G, D] → out
+    [t, H, D]."""
     size, first = split.ulysses.size, split.ring.index * split.ulysses.size
     if size == 1:
         return inner(qkv, rule, split.kernel)
@@ -86,8 +89,8 @@ def attend_over_heads(
 def blocks_over_heads(
     qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
 ) -> Tensor:
-    """Ulysses exchange around attention over blocks, which a ring brings where it is larger than
-    one rank."""
+    """Run attention over blocks between the two all-to-alls of Ulysses; the keys come round a ring
+    where it is larger than one rank."""
 
     def inner(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule, kernel: Kernel) -> Tensor:
         return attend_blocks(qkv, share, rule, split.ring, kernel)
@@ -96,7 +99,7 @@ def blocks_over_heads(
 
 
 def _both_ways(sorting: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(index that sorts, index that undoes it), on the device."""
+    """Return (index that sorts, index that undoes it), both on the device."""
     index = torch.as_tensor(sorting, device=device)
     return index, index.argsort()
 
@@ -104,17 +107,17 @@ def _both_ways(sorting: NDArray[np.int64], device: torch.device) -> tuple[Tensor
 def scatter_heads(
     qkv: tuple[Tensor, Tensor, Tensor], tokens: Sequence[int], group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [t, H, D], k and v [t, G, D] → q [T, h, D], k and v [T, g, D]; one all-to-all carries all.
+    """Exchange q [t, H, D], k and v [t, G, D] for q [T, h, D], k and v [T, g, D] in one all-to-all.
 
-    tokens: how many each member holds; the result lays the members' tokens end to end (DeepSpeed
-    Ulysses, arXiv 2309.14509).
+    tokens: how many tokens each member of the group holds. The result has the members' tokens laid
+    end to end (DeepSpeed Ulysses, arXiv 2309.14509).
     """
     q_ThD, k_TgD, v_TgD = _ScatterHeads.apply(*qkv, tuple(tokens), group)
     return q_ThD, k_TgD, v_TgD
 
 
 def gather_heads(out_ThD: Tensor, split: HeadSplit, tokens: Sequence[int], group: Group) -> Tensor:
-    """out [T, h, D] → [t, H, D]: the way back of the query heads."""
+    """Exchange out [T, h, D] for out [t, H, D]: the way back of the query heads."""
     out_tHD: Tensor = _GatherHeads.apply(out_ThD, split, tuple(tokens), group)
     return out_tHD
 
@@ -154,18 +157,18 @@ class _GatherHeads(torch.autograd.Function):
 
 
 Parts = tuple[tuple[HeadRange, ...], ...]
-"""For each tensor, the heads of each member."""
+"""For each tensor, the range of its heads that each member has."""
 
 
 def _widths(parts: Parts) -> list[int]:
-    """Heads that each member has of all tensors together."""
+    """Return how many heads each member has of all tensors together."""
     return [sum(b - a for a, b in heads) for heads in zip(*parts, strict=True)]
 
 
 def _scatter(
     tensors_tND: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
 ) -> tuple[Tensor, ...]:
-    """Each tensor [t, N, D], all heads → [T, n, D], this member's heads."""
+    """Exchange each tensor [t, N, D] with all heads for [T, n, D] with this member's heads."""
     own, dim, widths = tokens[group.index], tensors_tND[0].shape[-1], _widths(parts)
     sizes = [own * width * dim for width in widths]
     send = tensors_tND[0].new_empty(sum(sizes))
@@ -184,7 +187,8 @@ def _scatter(
 def _gather(
     tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
 ) -> list[Tensor]:
-    """Each tensor [T, n, D], this member's heads → [t, N, D]; shared heads add up."""
+    """Exchange each tensor [T, n, D] with this member's heads for [t, N, D] with all heads, where
+    shared heads add up."""
     own, dim, widths = tokens[group.index], tensors_TnD[0].shape[-1], _widths(parts)
     width = widths[group.index]
     send_TnD = tensors_TnD[0] if len(tensors_TnD) == 1 else torch.cat(list(tensors_TnD), dim=1)
@@ -203,7 +207,11 @@ def _gather(
 def _joined(
     like: Tensor, pieces_tnD: Sequence[Tensor], heads: Sequence[HeadRange], at: Sequence[int]
 ) -> Tensor:
-    """All heads [t, N, D] of the members' pieces; replicas are summed in float32 or wider."""
+    """Return all heads [t, N, D] of one tensor from the members' pieces; replicas of a head are
+    summed in float32 or wider.
+
+    heads: the range of the tensor's heads that each member has. at: where they begin in each piece.
+    """
     shape = len(pieces_tnD[0]), max(b for _, b in heads), like.shape[-1]
     parts = [
         (piece_tnD[:, start : start + b - a], slice(a, b))

@@ -1,4 +1,4 @@
-"""USP: Ulysses outside, zigzag ring inside: the ring carries 1/U of the heads (2405.07719)."""
+"""USP: Ulysses outside, and inside it a zigzag ring with 1/U of the heads (arXiv 2405.07719)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from uspft.sequence.ulysses import blocks_over_heads
 
 @dataclass(frozen=True)
 class Usp:
-    """ulysses × ring ranks share a row; degree 1 of either gives the other alone.
-
-    window: what most layers see, for the token order.
-    """
+    """`ulysses` × `ring` ranks share a row; where one of the two is 1, only the other splits it."""
 
     ulysses: int
     ring: int
     window: int | None = None
+    """The sliding window that all layers have, for which the token order is made; None: they have
+    none, or differ."""
 
     def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
         parts = 2 * self.ring * self.ulysses if self.ring > 1 else self.ulysses

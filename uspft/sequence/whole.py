@@ -1,4 +1,4 @@
-"""No split: the row is whole on its rank."""
+"""The algorithm that splits nothing: each row is whole on its rank."""
 
 from __future__ import annotations
 

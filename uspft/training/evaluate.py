@@ -1,4 +1,5 @@
-"""Evaluation: the loss of whole data sets in the layout of training, which it leaves as it was."""
+"""Evaluation: the loss of whole data sets in the layout of training, whose state it leaves as it
+was."""
 
 from __future__ import annotations
 
@@ -36,9 +37,11 @@ class Score:
 def evaluate(
     engine: ZeroEngine, sets: Sequence[EvalSet], stop: Callable[[], bool]
 ) -> dict[str, Score] | None:
-    """The score of each set by title; collective. None where a rank asked to stop before the end.
+    """Return the score of each set by title, or None where a rank asked to stop before the end;
+    collective.
 
-    Every rank takes equally many passes, empty rows among them where a set runs out.
+    stop: asked on every rank in each pass. Every rank takes equally many passes, with empty rows
+    among them where a set runs out.
     """
     scores = {}
     with engine.evaluating():
@@ -68,7 +71,8 @@ def _score(engine: ZeroEngine, one: EvalSet, stop: Callable[[], bool]) -> Score 
 
 
 def record_of(step: int, scores: dict[str, Score], seconds: float) -> dict[str, Any]:
-    """An evaluation's line of metrics.jsonl; several sets stand in it one by one, too."""
+    """Return the line of metrics.jsonl for an evaluation; where there are several sets, each also
+    stands in it by itself."""
     whole = sum(scores.values(), Score())
     record: dict[str, Any] = {
         "step": step,

@@ -1,4 +1,5 @@
-"""Checks that run with training: what contradicts the recipe ends it, what looks odd is said."""
+"""Checks that run with training: what contradicts the recipe ends the run, what looks odd is
+printed."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ if TYPE_CHECKING:
     from uspft.batch import Batch
 
 FIRST_STEPS = 3
-"""Steps of a run whose rows are always compared; with `training.debug`, every one's are."""
+"""How many of a run's first steps have their rows compared between ranks; with `training.debug` all
+steps have."""
 MAX_OFF_GUESSING = 0.1
-"""How far, relatively, a random model's first loss may be from that of guessing."""
+"""How far, relatively, the first loss of a random model may be from the loss of guessing."""
 
 
 class Guards:
-    """The checks of one run; all are collective. say: prints a line, where this rank speaks."""
+    """The checks of one run, all of which are collective.
+
+    say: prints a line, where this rank is the one that speaks.
+    """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self._run, self._say = run, say
@@ -29,16 +34,19 @@ class Guards:
             self._require_partitions()
 
     def rows(self, step: int, batches: Sequence[Batch]) -> None:
-        """Ranks that share a row read the same one, and hold each of its tokens once.
+        """Check that ranks that share a row read the same one, and together hold each of its tokens
+        once.
 
-        Raises RunFailed, RuntimeError.
+        Raises RunFailed where they read different rows, RuntimeError where tokens are missing or
+        wrong.
         """
         if step <= self._until or self._run.job.recipe.training.debug:
             self._run.loader.require_same_rows(batches)
             self._run.loader.require_shares(batches)
 
     def first_loss(self, step: int, loss: float) -> None:
-        """A random model guesses, a trained one does better; else a line says what it may mean."""
+        """Print a warning where a random model's first loss is far from that of guessing, or a
+        trained model's is above it."""
         if step == 1:
             random = self._run.job.recipe.model.config is not None
             warning = first_loss_warning(loss, self._run.config.vocab_size, random=random)
@@ -46,7 +54,11 @@ class Guards:
                 self._say(warning)
 
     def _require_partitions(self) -> None:
-        """Under ZeRO-3 each rank keeps its part alone; small parameters may stay whole besides."""
+        """Check that under ZeRO-3 each rank keeps only its part of the parameters, and print its
+        size; small parameters may be whole as well.
+
+        Raises RuntimeError where another parameter is whole.
+        """
         world, zero = self._run.world, self._run.job.recipe.deepspeed.zero_optimization
         small = zero.get("stage3_param_persistence_threshold", 100_000)
         whole = kept = 0
@@ -65,7 +77,10 @@ class Guards:
 
 
 def first_loss_warning(loss: float, vocabulary: int, *, random: bool) -> str | None:
-    """What a first loss far from the expected may mean, or None. loss in nats a token."""
+    """Return what a first loss far from the expected one may mean, or None where it is near.
+
+    loss: in nats per token. random: whether the model starts from random weights.
+    """
     guess = math.log(vocabulary)
     facts = f"the first loss is {loss:.2f}; guessing among {vocabulary:,} tokens gives {guess:.2f}"
     if random and abs(loss - guess) > MAX_OFF_GUESSING * guess:
@@ -82,7 +97,7 @@ def first_loss_warning(loss: float, vocabulary: int, *, random: bool) -> str | N
 
 
 def each(least: float, most: float) -> str:
-    """What the emptiest and the fullest rank hold."""
+    """Return how much the emptiest and the fullest rank hold, in words."""
     if least < most:
         return f"{as_size(least)} to {as_size(most)} on each"
     return f"{as_size(most)} on each"

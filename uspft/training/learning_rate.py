@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleBlock) -> float:
-    """Learning rate at a step, counted from 1.
+    """Return the learning rate at a step, counted from 1.
 
-    Linear from 0 over the warm-up, then constant, or down to the minimum at the last step along a
-    line or half a cosine.
+    It is linear from 0 over the warm-up, then constant, or it falls to the minimum at the last step
+    along a line or half a cosine.
     """
     warmup = schedule.warmup_steps
     if warmup is None:
-        # As the recipe's decimals say: in binary 0.07 · 100 is more than 7.
+        # Exact, as the recipe's decimals say: in binary 0.07 · 100 is more than 7.
         warmup = math.ceil(Fraction(str(schedule.warmup_ratio or 0)) * steps)
     if step <= warmup:
         return peak * step / warmup

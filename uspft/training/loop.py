@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop, with the checkpoints, evaluations and records that belong to it."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ FOR_MEMORY = (
 
 
 class Interrupted(Exception):
-    """The run was asked to stop; what it had done is saved."""
+    """The error of a run that was asked to stop; what it had done is saved."""
 
 
 def train(run: Run, stop: Callable[[], bool]) -> None:
-    """Run all steps that are left, then export.
+    """Run all steps that are left, then export the trained model.
 
     stop: asked before each step on every rank; one rank's yes stops all after the step under way,
-    which is saved. Raises Interrupted then, RunFailed where the run cannot go on.
+    which is saved. Raises Interrupted then, and RunFailed where the run cannot go on.
     """
     recipe, steps = run.job.recipe, run.job.steps
     first_rank = run.world.mesh.rank == 0
@@ -106,7 +106,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
 
 
 def _save(run: Run, output: Path, step: int) -> None:
-    """Save a checkpoint; collective. Raises RunFailed where it cannot be written."""
+    """Save the checkpoint of a step; collective. Raises RunFailed where it cannot be written."""
     keep = run.job.recipe.checkpoint.keep_last
     with _writing(f"the checkpoint of step {step}"):
         save_checkpoint(run.engine, output, step, keep, lambda at: describe(run, at / "model"))
@@ -114,7 +114,7 @@ def _save(run: Run, output: Path, step: int) -> None:
 
 @contextmanager
 def _writing(what: str) -> Iterator[None]:
-    """A disk that is full or gone is told in one line. Raises RunFailed."""
+    """Raise RunFailed with one line where a disk is full or gone while `what` is written."""
     try:
         yield
     except OSError as error:
@@ -125,7 +125,11 @@ def _writing(what: str) -> Iterator[None]:
 def _step(
     run: Run, step: int, batches: list[Batch], rate_and_stop: tuple[float, bool]
 ) -> StepResult:
-    """One step of the engine. Raises RunFailed with step and rows, and what to try."""
+    """Run one step of the engine.
+
+    Raises RunFailed with the step, its rows and what to try, where the loss or gradient norm is not
+    finite or memory runs out.
+    """
     rows = run.loader.rows_of(step)
     where = f"step {step}, rows {rows.start} to {rows.stop - 1}"
     try:
@@ -137,12 +141,13 @@ def _step(
 
 
 def export_run(run: Run) -> None:
-    """Write OUTPUT/adapter, where there is one, and OUTPUT/hf from the live engine; collective."""
+    """Write OUTPUT/adapter, where there is an adapter, and OUTPUT/hf, where the recipe asks for it,
+    from the live engine; collective."""
     recipe, first_rank = run.job.recipe, run.world.mesh.rank == 0
     block, output = recipe.model, recipe.output_dir
     assert output is not None
     every = run.engine.named
-    if first_rank:  # what somebody has put there while the run went on
+    if first_rank:  # what somebody has put there during the run
         set_aside(output, [output / name for name in EXPORTS])
     if block.adapter:
         with on_first_rank(run.engine, [name for name in every if is_adapter(name)]) as read:
@@ -157,7 +162,8 @@ def export_run(run: Run) -> None:
 
 
 def describe(run: Run, folder: Path) -> dict[str, Any]:
-    """Write the model's config and tokenizer; returns what a resumed run must agree with."""
+    """Write the model's config and tokenizer into `folder`, and return what a resumed run must
+    agree with."""
     run.config.save_pretrained(folder)
     if run.job.tokenizer:
         AutoTokenizer.from_pretrained(run.job.tokenizer).save_pretrained(folder)
@@ -168,19 +174,20 @@ def describe(run: Run, folder: Path) -> dict[str, Any]:
 
 
 class Evaluation:
-    """When a run evaluates, and where it says what came out; collective."""
+    """The evaluations of a run: when they are due, and where their scores go; collective."""
 
     def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
         self._run, self._journal, self._display = run, journal, display
 
     def is_due(self, step: int) -> bool:
-        """Whether it follows this step: every so many, and at the end."""
+        """Return whether an evaluation follows this step: after every so many steps, and at the
+        end."""
         every, steps = self._run.job.recipe.training.eval_every_steps, self._run.job.steps
         due = step == steps or bool(every and step % every == 0)
         return due and step > 0 and bool(self._run.evaluation)
 
     def is_missing(self) -> bool:
-        """Whether the run that this one goes on from was stopped before it evaluated."""
+        """Return whether the run that this one goes on from was stopped before its evaluation."""
         engine, step = self._run.engine, self._run.first_step
         if not self.is_due(step):
             return False
@@ -188,11 +195,12 @@ class Evaluation:
         return largest([float(stands)], engine.holders.everyone, engine.device) == [0.0]
 
     def run(self, step: int, stop: Callable[[], bool]) -> bool:
-        """Evaluate after a step; False where a rank asked to stop, and nothing is written."""
+        """Evaluate after a step, and return True; where a rank asks to stop, write nothing and
+        return False."""
         started = time.perf_counter()
         run = self._run
         scores = evaluate(run.engine, run.evaluation, stop)
-        run.world.books.close()  # no training step's bytes
+        run.world.books.close()  # these bytes are of no training step
         if scores is None:
             self._display.say(f"the evaluation after step {step} was stopped")
         elif self._run.world.mesh.rank == 0:
@@ -203,7 +211,8 @@ class Evaluation:
 
 
 class Meter:
-    """Turns a step's result into the record of metrics.jsonl; collective, two small reductions."""
+    """What turns a step's result into a record of metrics.jsonl; collective, with two small
+    reductions for each step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -218,7 +227,8 @@ class Meter:
     def record(
         self, step: int, batches: Sequence[Batch], result: StepResult, seconds: float
     ) -> dict[str, Any]:
-        """What the step moved and computed, whatever layouts its batches had."""
+        """Return the record of what the step moved and computed, whatever layouts its batches
+        had."""
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device
         worlds = list({id(batch.world): batch.world for batch in batches}.values())
         sent = sum((Counter(world.books.close()) for world in worlds), Counter())
@@ -249,7 +259,8 @@ class Meter:
         return record | ({"skipped": True} if result.skipped else {})
 
     def _work(self, batch: Batch) -> float:
-        """Pairs of query and key of this rank's heads, the mean over the layers."""
+        """Return the pairs of query and key that this ring rank computes, times this rank's share
+        of the heads, as the mean over the layers."""
         layers = sum(self._windows.values())
         pairs = sum(
             count * batch.share.with_window(window).area / layers
@@ -258,7 +269,7 @@ class Meter:
         return pairs * self._heads_here(batch.world)
 
     def _heads_here(self, world: World) -> float:
-        """The share of the query heads that this rank computes."""
+        """Return the share of the query heads that this rank computes."""
         config, place = self._run.config, world.mesh.ulysses
         heads = split_heads(config.num_attention_heads, config.num_key_value_heads, place.size)
         first, last = heads.query[place.index]

@@ -1,1 +1,1 @@
-"""A recipe's first steps under every layout, beside one process."""
+"""What `verify` runs: a recipe's first steps under every layout, compared with one process."""

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 FLOOR = 1e-3
 See = Callable[[str, Tensor], None]
-"""What is called with each parameter's name and gradient."""
+"""A function that is called with each parameter's name and gradient."""
 
 
 def gradients(engine: ZeroEngine, recipe: Recipe, norm: float) -> Iterator[tuple[str, Tensor]]:
-    """Each trained parameter's whole gradient of the first step, before clipping, on the first
-    rank; collective.
+    """Yield each trained parameter's whole gradient of the first step, before clipping, on the
+    first rank; collective.
 
-    Adam's first moment then is (1 − β1) × clipped gradient, and read as checkpoints read it. norm:
-    the gradient norm of that step.
+    After that step Adam's first moment is (1 − β1) × the clipped gradient, and it is read as
+    checkpoints read it. norm: the gradient norm of that step.
     """
     clipped = min(1.0, recipe.training.max_grad_norm / (norm + 1e-6))
     factor = 1.0 / ((1.0 - recipe.optimizer.betas[0]) * clipped)
@@ -41,7 +41,7 @@ def gradients(engine: ZeroEngine, recipe: Recipe, norm: float) -> Iterator[tuple
 
 
 class GradientWriter:
-    """Writes gradients to a file as they come, float32, and their names beside it."""
+    """A writer of gradients to a file as they come, in float32, and of their names beside it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("wb")
@@ -60,7 +60,7 @@ class GradientWriter:
 
 
 class GradientFile:
-    """What a GradientWriter wrote, mapped into memory."""
+    """The gradients that a GradientWriter wrote, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         self._places = json.loads(path.with_suffix(".json").read_text())
@@ -71,17 +71,18 @@ class GradientFile:
         return set(self._places)
 
     def read(self, name: str) -> Tensor:
-        """One gradient, flat. Raises KeyError where there is none of that name."""
+        """Return one gradient, flat. Raises KeyError where there is none of that name."""
         first, count = self._places[name]
         return torch.from_numpy(np.array(self._values[first : first + count]))
 
 
 class Comparison:
-    """Gradients as they come, beside those of a file.
+    """The comparison of gradients, as they come, with those of a file.
 
-    A parameter's relative difference is ‖g − g₀‖ ÷ max(‖g₀‖, FLOOR · ‖G₀‖ · √(n/N)): 2-norms over
-    its n elements, g₀ and the whole gradient G₀ of N elements from the file. The floor is a
-    thousandth of what its norm would be if G₀ were spread evenly; below it lies rounding.
+    A parameter's relative difference is ‖g − g₀‖ ÷ max(‖g₀‖, FLOOR · ‖G₀‖ · √(n/N)), in 2-norms: g
+    is its gradient of n elements, g₀ that of the file, and G₀ the file's whole gradient of N
+    elements. The floor is a thousandth of what the norm of g₀ would be if G₀ were spread evenly;
+    below it lies rounding.
     """
 
     def __init__(self, reference: GradientFile) -> None:
@@ -95,7 +96,8 @@ class Comparison:
         self._seen[name] = (*norms, want.numel())  # type: ignore[assignment]
 
     def groups(self) -> dict[str, Difference]:
-        """By group the largest; infinite where a gradient is not a number or is missing."""
+        """Return the largest difference of each group; it is infinite where a gradient is not a
+        number or is missing."""
         whole = math.sqrt(sum(norm**2 for _, norm, _ in self._seen.values()))
         count = sum(n for _, _, n in self._seen.values())
         found: dict[str, Difference] = {}

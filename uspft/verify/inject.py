@@ -1,4 +1,4 @@
-"""One thing broken on purpose: what `verify --inject` must catch.
+"""Faults put in on purpose, which `verify --inject` must catch.
 
 Each changes a rank's micro-batch, and is called in verify/measure.py and nowhere else.
 """
@@ -21,16 +21,20 @@ if TYPE_CHECKING:
     from uspft.world import World
 
 Injection = Callable[[Batch, "World", list[Segments]], Batch]
-"""(a micro-batch, the world, its rows' documents) → the same micro-batch with the fault."""
+"""A function (a micro-batch, the world, its rows' documents) → the same micro-batch with the
+fault."""
 
 OFF = 1.03
 EVERYWHERE = ("mask", "scale")
-"""The others break the rank with most targets alone; ranks that share a row plan as one."""
+"""The faults that every rank gets, since ranks that share a row plan as one; the others break only
+the rank with most targets."""
 
 
 def order(batch: Batch, world: World, rows: list[Segments]) -> Batch:
-    """The rank's tokens are dealt out in another order than its plan says: each moves on by half a
-    row, and all that belongs to a token with it."""
+    """Deal the rank's tokens out in another order than its plan says.
+
+    Each token moves on by half a row, and all that belongs to it moves along.
+    """
     half = len(batch.labels) // (2 * len(rows))
     values = {one.name: getattr(batch, one.name) for one in fields(batch)}
     rolled: dict[str, Any] = {
@@ -40,7 +44,7 @@ def order(batch: Batch, world: World, rows: list[Segments]) -> Batch:
 
 
 def mask(batch: Batch, world: World, rows: list[Segments]) -> Batch:
-    """Documents of a row see one another; a row of one document is cut in two that do not."""
+    """Let a row's documents see one another; cut a row of one document into two that do not."""
     wrong = [_other_bounds(row) for row in rows]
     orders = [world.algorithm.token_order(row) for row in rows]
     place = world.layout.ulysses, world.mesh.context.index
@@ -56,19 +60,19 @@ def _other_bounds(row: Segments) -> Segments:
 
 
 def scale(batch: Batch, world: World, rows: list[Segments]) -> Batch:
-    """Targets are counted 3 % too high, one at least: loss and gradients are as much too small."""
+    """Count targets 3 % too high, by one at least; loss and gradients are too small by as much."""
     return replace(batch, targets=math.ceil(batch.targets * OFF))
 
 
 def label(batch: Batch, world: World, rows: list[Segments]) -> Batch:
-    """Labels are shifted once more, inside the rank's share."""
+    """Shift labels once more, inside the rank's share."""
     labels = batch.labels.roll(-1)
     labels[-1:] = NOT_TRAINED
     return _chosen_again(replace(batch, labels=labels))
 
 
 def _chosen_again(batch: Batch) -> Batch:
-    """With the targets that its labels have now."""
+    """Return the batch with the targets that its labels have now."""
     chosen = (batch.labels != NOT_TRAINED).nonzero().squeeze(1)
     return replace(batch, chosen=chosen, targets=len(chosen))
 

@@ -1,4 +1,4 @@
-"""A recipe's first steps on these ranks, through the parts that train."""
+"""A recipe's first steps on these ranks, run by the code that trains."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def measure(
     steps: int,
     fault: str | None = None,
 ) -> Measured:
-    """Train for some steps; every gradient of the first goes to the first rank's `see`; collective.
+    """Train for some steps, and return what each gave; collective.
 
-    groups: those of the process. fault: one of FAULTS, or None. Nothing is written, and all memory
-    is given back.
+    see: called on the first rank with every gradient of the first step. groups: those of the
+    process. fault: one of FAULTS, or None. Nothing is written, and all memory is given back.
     """
     run = assemble(job, device, groups, weights_under_way)
     recipe, found = job.recipe, Measured()
@@ -67,7 +67,7 @@ def measure(
 
 
 def _broken(run: Run, batches: list[Batch], fault: str) -> list[Batch]:
-    """The micro-batches with a fault in them."""
+    """Return the micro-batches with a fault in them, on the ranks that it is meant for."""
     world = run.world
     targets = float(sum(batch.targets for batch in batches))
     here = [targets] == largest([targets], run.engine.holders.everyone, world.device)

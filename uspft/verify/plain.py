@@ -1,6 +1,6 @@
-"""The first step in plain transformers: config, model, positions, attention and loss are its own.
+"""The first step in plain transformers, with its own config, model, positions, attention and loss.
 
-Of uspft are the rows, what random weights start from, and which parameters train.
+From uspft come only the rows, the random weights to start from, and the choice of what trains.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def plain(job: Job, device: torch.device, see: See) -> Measured:
-    """Loss, gradient norm and every gradient (to `see`) of the first step's rows.
+    """Return loss and gradient norm of the first step's rows, and hand every gradient to `see`.
 
-    Each document alone, whole logits, transformers' own attention and router loss, everything in
-    float32 from weights rounded to the recipe's type.
+    Each document runs alone, with whole logits and transformers' own attention and router loss, all
+    in float32 from weights rounded to the recipe's type.
     """
     recipe = job.here
     model = _model(recipe).to(device)
@@ -55,7 +55,8 @@ def plain(job: Job, device: torch.device, see: See) -> Measured:
 
 
 def _backward(model: Any, row: Row, targets: int, rows: int) -> float:
-    """Gradients of one row's share of the loss; returns the cross-entropy's."""
+    """Add the gradients of one row's share of the loss, and return its share of the
+    cross-entropy."""
     losses, routed = [], []
     for first, stop in row.segments:
         ids, labels = (
@@ -67,14 +68,15 @@ def _backward(model: Any, row: Row, targets: int, rows: int) -> float:
         losses.append(total / targets)
         routed.append(getattr(found, "router_logits", None))
     if not losses:
-        return 0.0  # a row of padding
+        return 0.0  # a row of padding alone
     loss = torch.stack(losses).sum()
     (loss + _router_loss(model, routed) / rows).backward()
     return float(loss.detach())
 
 
 def _router_loss(model: Any, routed: Sequence[Sequence[Tensor] | None]) -> Tensor | float:
-    """transformers' own loss of a row's documents together, where the config asks for it."""
+    """Return transformers' own router loss of a row's documents together, or 0 where the config
+    does not ask for it."""
     each = [layers for layers in routed if layers is not None]
     if not each or not getattr(model.config, "output_router_logits", False):
         return 0.0
@@ -87,7 +89,8 @@ def _router_loss(model: Any, routed: Sequence[Sequence[Tensor] | None]) -> Tenso
 
 
 def _model(recipe: Recipe) -> Any:
-    """Built and filled by transformers and peft; random weights are those that uspft draws."""
+    """Return the model, built and filled by transformers and peft; random weights are those that
+    uspft draws."""
     dtype = getattr(torch, recipe.model.dtype)
     config = plain_config(recipe.model)
     how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention_of(config)}
@@ -110,7 +113,7 @@ def _model(recipe: Recipe) -> Any:
 
 
 def _start_adapter(model: Any, recipe: Recipe) -> None:
-    """Values for what peft has added, which has none yet."""
+    """Give values to the parameters that peft has added, which have none yet."""
     source = weights_under_way(recipe.model, recipe.seed, model)
     for name, (parameter, owners) in places(model).items():
         if is_adapter(name):
@@ -120,7 +123,7 @@ def _start_adapter(model: Any, recipe: Recipe) -> None:
 
 
 def _rows(job: Job) -> list[Row]:
-    """The rows of the first step."""
+    """Return the rows of the first step."""
     training = job.recipe.training
     stream = training_rows(job.recipe.data, job.corpus, job.recipe.seed)
     count = training.global_batch_size

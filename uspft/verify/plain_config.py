@@ -16,7 +16,7 @@ STARTS_FROM = "original_max_position_embeddings"
 
 
 def plain_config(block: ModelBlock) -> Any:
-    """The config as if model.overrides and model.rope_scaling had stood in its file."""
+    """Return the config as if model.overrides and model.rope_scaling had stood in its file."""
     source = Path(block.config or block.name_or_path or "")
     raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
     types, overrides = raw.get("layer_types"), block.overrides
@@ -25,7 +25,7 @@ def plain_config(block: ModelBlock) -> Any:
         layers = raw["num_hidden_layers"]
         raw["layer_types"] = types[:layers] + types[-1:] * (layers - len(types))
         if KINDS_OF_LAYERS & overrides.keys() and "use_sliding_window" in raw:
-            del raw["layer_types"]  # what the overrides say of all layers
+            del raw["layer_types"]  # the overrides say it for all layers
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     if block.rope_scaling:
         old = config.rope_parameters
@@ -40,7 +40,8 @@ def plain_config(block: ModelBlock) -> Any:
 
 
 def pin_frequencies(model: Any, length_tokens: int) -> None:
-    """Rotary frequencies that transformers' own functions give for this length, in every call."""
+    """Set the rotary frequencies that transformers' own functions give for this length, for every
+    call of the model."""
     rotary = model.get_decoder().rotary_emb
     by_kind = rotary.rope_type if isinstance(rotary.rope_type, dict) else {None: rotary.rope_type}
     for kind, name in by_kind.items():

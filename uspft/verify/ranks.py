@@ -18,9 +18,10 @@ from uspft.verify.work import GRADIENTS, LAYOUTS, PLAIN, PLAIN_GRADIENTS, REFERE
 
 
 def run_reference(verify: VerifyJob, device: torch.device) -> None:
-    """The recipe on this one process, and where asked plain transformers before it.
+    """Run the recipe on this one process, and where asked plain transformers before it.
 
-    Leaves both losses and gradients; the plain result's differences are the reference's from it.
+    The losses and gradients of both are left in the folder of results; the differences that stand
+    with plain transformers' result are those of the reference from it.
     """
     folder, (layout,) = verify.folder, verify.layouts
     truth = None
@@ -44,7 +45,8 @@ def run_reference(verify: VerifyJob, device: torch.device) -> None:
 
 
 def run_layouts(verify: VerifyJob, device: torch.device, say: Callable[[str], None]) -> None:
-    """Every layout in turn, engines built anew; the first rank compares and leaves the results."""
+    """Run every layout in turn, with engines built anew; the first rank compares and leaves the
+    results."""
     first, groups = dist.get_rank() == 0, Groups()
     for number, layout in enumerate(verify.layouts, 1):
         started = time.perf_counter()
@@ -60,4 +62,4 @@ def run_layouts(verify: VerifyJob, device: torch.device, say: Callable[[str], No
 
 
 def _ignore(name: str, gradient: Tensor) -> None:
-    """Another rank compares."""
+    """Take no notice of a gradient, since another rank compares."""

@@ -1,4 +1,4 @@
-"""The verdict of every layout, as JSON and as a table a person reads."""
+"""The verdict of every layout, as JSON and as a table that a person reads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ _ORDER = [group for group, _ in GROUPS]
 
 @dataclass(frozen=True)
 class LayoutLine:
-    """One line of the table. wrong: what differs by more than rounding; None: it was not tried."""
+    """One line of the table."""
 
     name: str
     candidate: Candidate | None
+    """The layout of the line; None: it is plain transformers."""
     result: Result | None
     wrong: list[str] | None
+    """What differs by more than rounding; None: the layout was not tried."""
 
     @property
     def verdict(self) -> str:
@@ -40,9 +42,10 @@ class LayoutLine:
 
 @dataclass(frozen=True)
 class Report:
-    """All that `verify` found. facts: what it was about, for the JSON and the lines above."""
+    """All that `verify` found."""
 
     facts: dict[str, Any]
+    """What was verified, for the JSON and for the lines above the table."""
     reference: Measured
     plain: LayoutLine | None
     layouts: list[LayoutLine]
@@ -57,8 +60,11 @@ class Report:
         layouts: Sequence[tuple[Candidate, Result | None]],
         inject: str | None,
     ) -> Report:
-        """found: the reference, and plain transformers' result. layouts: the first is the
-        recipe's; those without a result were not tried."""
+        """Make the report of what was measured.
+
+        found: (the reference, plain transformers' result or None). layouts: the first is the
+        recipe's; those without a result were not tried.
+        """
         reference, plain = found
         tolerance = measured_tolerance(facts["dtype"], reference, plain)
         beside = None
@@ -77,7 +83,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing differs; with a fault injected, every layout does, and nothing else."""
+        """Whether nothing differs; with a fault injected, whether every layout differs, and nothing
+        else."""
         plain_is_off = bool(self.plain and self.plain.wrong)
         if plain_is_off or self.reference.stopped or not self.tried:
             return False
@@ -120,7 +127,7 @@ class Report:
         return entry
 
     def text(self) -> str:
-        """The table and what it means."""
+        """Return the table and what it means."""
         lines = [line for line in (self.plain, *self.tried) if line]
         groups = {group for line in lines if line.result for group in line.result.differences}
         columns = [group for group in _ORDER if group in groups]
@@ -150,7 +157,7 @@ class Report:
         return [line.name + own, *cells, line.verdict]
 
     def _meaning(self) -> list[str]:
-        """What differs, what that may mean, and the verdict, in plain words."""
+        """Return what differs, what that may mean, and the verdict, in plain words."""
         wrong, count = [line for line in self.tried if line.wrong], len(self.tried)
         told = [f"one process: {self.reference.stopped}"] if self.reference.stopped else []
         if self.plain and self.plain.wrong:
@@ -176,7 +183,10 @@ class Report:
 
 
 def _hints(tried: Sequence[LayoutLine], scaled: bool) -> list[str]:
-    """What a mismatch may mean, from which layouts show it; scaled: all are off by one factor."""
+    """Return what a mismatch may mean, judged by which layouts show it.
+
+    scaled: whether all are off by one factor.
+    """
     wrong = [line for line in tried if line.wrong]
     if not wrong:
         return []

@@ -1,4 +1,4 @@
-"""What a layout's first steps gave, as ranks leave it for the command."""
+"""The results of a layout's first steps, as ranks leave them for the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ GROUPS = (
     ("mlp", re.compile(r"mlp|expert|moe|router|gate")),
     ("other", re.compile("")),
 )
-"""Which parameters are reported together, the first that fits; a tied head is the embedding's."""
+"""The groups that parameters are reported in, of which the first that fits is taken; a tied head is
+the embedding's."""
 
 
 def group_of(name: str) -> str:
@@ -27,12 +28,13 @@ def group_of(name: str) -> str:
 
 @dataclass
 class Measured:
-    """What each step gave. stopped: why there are no more steps, or None."""
+    """What each step gave."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     stopped: str | None = None
+    """Why there are no more steps, or None."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class Result:
-    """What one layout gave, and how its gradients differ from the reference's by group."""
+    """What one layout gave, and how its gradients differ from the reference's, by group."""
 
     measured: Measured
     differences: dict[str, Difference]
     seconds: float = 0.0
 
     def leave(self, path: Path) -> None:
-        """Append it as a line."""
+        """Append the result to a file as a line."""
         with path.open("a") as file:
             file.write(json.dumps(asdict(self)) + "\n")
 
 
 def results(path: Path) -> list[Result]:
-    """What was left in a file; none where there is no such file."""
+    """Return the results that were left in a file; none where there is no such file."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [_read(json.loads(line)) for line in lines]
 

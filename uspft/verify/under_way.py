@@ -1,4 +1,4 @@
-"""The weights that `verify` starts from: a recipe's own, but an adapter that is under way."""
+"""The weights that `verify` starts from: a recipe's own, with an adapter as it is amid training."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 def weights_under_way(
     block: ModelBlock, seed: int, model: Any, checkpoint: Checkpoint | None = None
 ) -> Weights:
-    """As `weights_of`, with B of an adapter not 0: A has no gradient beside a B of 0, and a wrong
-    one would not be seen."""
+    """Return the weights of `weights_of`, but with the B of an adapter not 0.
+
+    Beside a B of 0 the adapter's A has no gradient, and a wrong one would not be seen.
+    """
     found = weights_of(block, seed, model, checkpoint)
     return AdapterUnderWay(found, seed) if block.adapter else found
 
 
 class AdapterUnderWay:
-    """A model's weights, but B of an adapter uniform(±0.1 ÷ √rank), a function of seed and name."""
+    """A model's weights, in which the B of an adapter is uniform(±0.1 ÷ √rank), a function of seed
+    and name."""
 
     def __init__(self, start: Weights, seed: int) -> None:
         self._start, self._seed = start, seed

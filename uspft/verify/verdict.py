@@ -9,24 +9,28 @@ from dataclasses import dataclass
 from uspft.verify.result import Measured, Result
 
 MAX_TIMES_OWN_ERROR = 4.0
-"""How far a layout may be from one process, in that process's own distance from float32: both are
-rounded, each in its own way, and one layout's error was measured at up to twice another's."""
+"""How far a layout may be from one process, as a multiple of that process's own distance from
+float32: both are rounded, each in its own way, and one layout's error was measured at up to twice
+another's."""
 MAX_TOLERANCE = 0.5
-"""A gradient tolerance beyond this would pass a gradient that has nothing to do with the right one
-(whose difference is about 1.4)."""
+"""The largest tolerance of a gradient: one beyond it would pass a gradient that has nothing to do
+with the right one (whose difference is about 1.4)."""
 
 ALIKE = 1.1
-"""Shares that differ less than this, by rounding and later steps, are of one factor."""
+"""How far the differences of groups may be apart, as a factor, and still count as one scale;
+rounding and later steps set them this far apart."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest relative differences that count as rounding; gradient: by group, or `every`."""
+    """The largest relative differences that count as rounding."""
 
     loss: float
     grad_norm: float
     every: float
+    """The limit for a gradient whose group is not in `gradient`."""
     gradient: dict[str, float]
+    """The limit for the gradients of each group."""
 
     def of_group(self, group: str) -> float:
         return self.gradient.get(group, self.every)
@@ -36,16 +40,21 @@ FIXED = {
     "float32": Tolerance(1e-5, 1e-4, 1e-4, {}),
     "bfloat16": Tolerance(5e-3, 3e-2, 1e-1, {}),
 }
-"""float32: sums in another order, on a few steps of Adam. bfloat16: where nothing better is known;
-`measured_tolerance` takes its place where plain transformers has run beside the reference."""
+"""The tolerance of each compute type. That of float32 allows for sums in another order over a few
+steps of Adam. That of bfloat16 is for where nothing better is known; `measured_tolerance` takes its
+place where plain transformers has run beside the reference."""
 PLAIN = {"float32": FIXED["float32"], "bfloat16": Tolerance(2e-2, 1e-1, MAX_TOLERANCE, {})}
-"""One process beside plain transformers in float32."""
+"""The tolerance of each compute type for one process beside plain transformers in float32."""
 
 
 def measured_tolerance(dtype: str, reference: Measured, plain: Result | None) -> Tolerance:
-    """MAX_TIMES_OWN_ERROR times what one process in this type differs from plain transformers in
-    float32, and in float32 itself the fixed one. Never below a quarter of the fixed one: one number
-    may agree by chance."""
+    """Return the tolerance for layouts, from the difference of one process from plain transformers.
+
+    In float32, or without plain transformers, it is the fixed one. Otherwise it is
+    MAX_TIMES_OWN_ERROR times what one process in this type differs from plain transformers in
+    float32, at most what is allowed beside plain transformers, and at least a quarter of the fixed
+    one: one number may agree by chance.
+    """
     fixed, most = FIXED[dtype], PLAIN[dtype]
     if dtype == "float32" or plain is None:
         return fixed
@@ -63,8 +72,11 @@ def measured_tolerance(dtype: str, reference: Measured, plain: Result | None) ->
 
 
 def differences(got: Measured, want: Measured) -> tuple[float, float]:
-    """Largest relative difference of the loss and of the gradient norm over the steps that both
-    have; infinite where there is none."""
+    """Return the largest relative difference of the loss and of the gradient norm.
+
+    They are taken over the steps that both have; infinite where there is none, or where one is not
+    finite.
+    """
     return _largest(got.losses, want.losses), _largest(got.grad_norms, want.grad_norms)
 
 
@@ -75,8 +87,11 @@ def _largest(got: Sequence[float], want: Sequence[float]) -> float:
 
 
 def one_factor(result: Result, reference: Measured, allowed: Tolerance) -> bool:
-    """Whether every group's gradient and the norm are off by one and the same share, and the loss
-    by that or by nothing: then it is a scale, and no token's own."""
+    """Return whether the differences look like one scale, and not like an error of single tokens.
+
+    Then every group's gradient and the norm are off by one and the same share, and the loss by that
+    share or by nothing.
+    """
     loss, norm = differences(result.measured, reference)
     each = [norm, *(one.value for one in result.differences.values())]
     if loss > allowed.loss:
@@ -85,7 +100,7 @@ def one_factor(result: Result, reference: Measured, allowed: Tolerance) -> bool:
 
 
 def mismatches(result: Result, reference: Measured, allowed: Tolerance) -> list[str]:
-    """What differs by more than rounding, in words; nothing where all agrees."""
+    """Return what differs by more than rounding, in words; nothing where all agrees."""
     measured = result.measured
     if measured.stopped:
         return [measured.stopped]

@@ -1,4 +1,4 @@
-"""What `verify` hands to ranks."""
+"""The work that `verify` hands to ranks, and the files by which it is handed over."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from uspft.config.algorithms import every_option
 from uspft.job import Job
 
 JOB = "verify.json"
-"""What the command hands over, beside the job's own files."""
+"""The file that the command hands over, beside the job's own files."""
 FOLDER, REPORT = "verify", "verify.json"
-"""Where the command leaves what it found, in the output folder."""
+"""The folder in the output folder, and the file in it, where the command leaves what it found."""
 REFERENCE, PLAIN, LAYOUTS = "one-process.jsonl", "plain.jsonl", "layouts.jsonl"
 GRADIENTS, PLAIN_GRADIENTS = "gradients.float32", "plain-gradients.float32"
-"""What ranks leave, beside logs, in the folder of results."""
+"""The files that ranks leave, beside logs, in the folder of results."""
 GRADIENT_FILES = "*gradients.*"
-"""Which of it is large, and goes when all is compared."""
+"""Which of these files are large, and are removed when all is compared."""
 
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """A job and the layouts to run its first steps in.
-
-    folder: where results go. is_reference: one process, whose gradients are kept for the others.
-    with_plain: plain transformers is run beside it.
-    """
+    """A job, and the layouts to run its first steps in."""
 
     job: Job
     layouts: tuple[ParallelBlock, ...]
     steps: int
     folder: Path
+    """The folder where results go."""
     is_reference: bool = False
+    """Whether this is the run on one process, whose gradients are kept for the others."""
     with_plain: bool = False
+    """Whether plain transformers is run beside the reference."""
     inject: str | None = None
 
     def under(self, layout: ParallelBlock) -> Job:
-        """The job in one of the layouts."""
+        """Return the job in one of the layouts."""
         recipe = self.job.recipe.model_copy(update={"parallel_config": layout})
         return replace(self.job, recipe=recipe)
 
     def alone(self) -> VerifyJob:
-        """The reference: one process, whole rows, ZeRO-1 (of one rank, no offload), no fault."""
+        """Return the reference's job: one process, whole rows, ZeRO-1 (of one rank, no offload), no
+        fault."""
         recipe = self.job.recipe
         parallel = recipe.parallel_config.model_copy(
             update={
@@ -89,7 +89,7 @@ class VerifyJob:
 
 
 def without_extras(recipe: Recipe) -> Recipe:
-    """The recipe without what changes no number: evaluation, DeepSpeed's own reports."""
+    """Return the recipe without what changes no number: evaluation, and DeepSpeed's own reports."""
     quiet = {"comms_logger": None, "flops_profiler": None, "wall_clock_breakdown": False}
     deepspeed = recipe.deepspeed.model_copy(update=quiet)
     data = recipe.data.model_copy(update={"eval": None})

@@ -15,7 +15,7 @@ from uspft.calibration.points import LinkPoint, Points
 from uspft.calibration.sweeps import SIZES, Bench, SweepSizes, measure
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.mesh import Groups
-from uspft.planner.hardware import COLLECTIVES
+from uspft.planner.links import COLLECTIVES
 
 TINY = SweepSizes([1 << 12], (16, 32), (16,), 1 << 16, trial_seconds=0.001)
 

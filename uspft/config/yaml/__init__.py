@@ -1,1 +1,1 @@
-"""YAML files and command lines become a recipe, or every problem at once."""
+"""YAML files and a command line are read here as a recipe, or as every problem at once."""

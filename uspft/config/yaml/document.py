@@ -14,7 +14,7 @@ from uspft.config.scalars import Scalar, plain
 MAX_NODES = 100_000  # after aliases are expanded; a real recipe has some hundred
 MAX_DEPTH = 60
 
-Where = Callable[[int], str]  # line, from 1 → where it stands
+Where = Callable[[int], str]  # takes a line, from 1, and returns its place
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Tree:
 
 
 def bare(tree: Tree) -> Any:
-    """The tree as dicts, lists and scalars."""
+    """Return the tree as dicts, lists and scalars."""
     if isinstance(tree.value, dict):
         return {key: bare(child) for key, child in tree.value.items()}
     if isinstance(tree.value, list):
@@ -35,7 +35,7 @@ def bare(tree: Tree) -> Any:
 
 
 def places(tree: Tree, at: str = "") -> Iterator[tuple[str, str]]:
-    """Each key path of the tree with its place."""
+    """Yield each key path of the tree with its place."""
     yield at, tree.where
     if isinstance(tree.value, dict):
         for key, child in tree.value.items():
@@ -46,9 +46,10 @@ def places(tree: Tree, at: str = "") -> Iterator[tuple[str, str]]:
 
 
 def parse(text: str, place: Where, at: str = "") -> tuple[Tree | None, list[Problem]]:
-    """The document in `text` and what is wrong with it; no tree where nothing can be read.
+    """Return the document in `text` and its problems; no tree where nothing can be read.
 
-    `at` is the key that the document is the value of. No tag is ever constructed.
+    place: returns the place of a line. at: the key whose value the document is. No object is ever
+    constructed from a tag.
     """
     try:
         composer = _Composer(text)
@@ -86,7 +87,7 @@ def _broken(error: yaml.YAMLError, text: str, place: Where, at: str) -> Problem:
 
 
 class _TooMuch(Exception):
-    """Reading stops here, before it takes minutes or overflows the stack."""
+    """The error that ends reading before it takes minutes or overflows the stack."""
 
     def __init__(self, line: int, key: str, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -98,7 +99,7 @@ def _too_deep(line: int, key: str) -> _TooMuch:
 
 
 class _Composer(yaml.SafeLoader):
-    """PyYAML's nodes with their lines, scalars unresolved, explicit tags noted by node."""
+    """A loader that makes nodes with lines, with scalars unresolved and explicit tags noted."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own class attribute)
 
@@ -121,7 +122,7 @@ class _Composer(yaml.SafeLoader):
 
 
 class _Reader:
-    """Nodes → tree; counts what aliases expand to and collects problems on the way."""
+    """A reader that makes a tree of nodes, counts what aliases expand to and collects problems."""
 
     def __init__(self, place: Where, tags: dict[int, str]) -> None:
         self.problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""Files and command line → a recipe, or every problem at once; and a recipe → YAML."""
+"""Reading of a recipe, or every problem at once, from files and command line; writing as YAML."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _BLOCKS = ("model", "data", "training")  # with required keys: an absent one rea
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe and where each of its keys was written."""
+    """A recipe and the places where its keys were written."""
 
     recipe: Recipe
     origins: Origins
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """The recipe in `path` over its `base` fragments, with `key.path=value` overrides on top.
+    """Return the recipe in `path` over its `base` fragments, under `key.path=value` overrides.
 
-    Reads the files named and nothing else. Raises RecipeError with every problem at once.
+    It reads the files named and nothing else. Raises RecipeError with every problem at once.
     """
     path = Path(path)
     tree, problems = read_recipe(path, overrides)
@@ -65,7 +65,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Finding]]:
-    """The recipe in `raw` and what is wrong with it, faulty keys at their defaults."""
+    """Return the recipe in `raw`, with faulty keys at their defaults, and what is wrong with it."""
     tree = _complete(_without(raw, faulty), faulty)
     findings: list[Finding] = []
     try:
@@ -85,7 +85,10 @@ def _with_example(finding: Finding) -> Finding:
 
 
 def _complete(raw: dict[str, Any], faulty: set[str]) -> dict[str, Any]:
-    """The tree with its blocks, later features off, and required keys that are faulty stood in."""
+    """Return the tree completed for validation.
+
+    Absent blocks are empty, later features off, and faulty required keys have stand-ins.
+    """
     result = {**{block: {} for block in _BLOCKS}, **raw}
     for key, (_, value) in _REQUIRED.items():
         block, _, name = key.partition(".")
@@ -95,12 +98,12 @@ def _complete(raw: dict[str, Any], faulty: set[str]) -> dict[str, Any]:
 
 
 def _field(key: str) -> str:
-    """The field of a block, or of the top, that a key lies in."""
+    """Return the path of the field, in a block or at the top, in which a key lies."""
     return re.sub(r"\[.*", "", ".".join(key.split(".")[:2]))
 
 
 def _without(raw: dict[str, Any], keys: set[str]) -> dict[str, Any]:
-    """A copy of the tree without these keys; what a list holds is dropped only inside its items."""
+    """Return a copy of the tree without these keys; a list keeps its items, which may lose keys."""
     return {name: _pruned(value, name, keys) for name, value in raw.items() if name not in keys}
 
 
@@ -114,7 +117,10 @@ def _pruned(value: Any, at: str, keys: set[str]) -> Any:
 
 
 def _order(file: str) -> Any:
-    """The recipe's own problems first, each file from top to bottom, the command line last."""
+    """Return the key by which problems are sorted.
+
+    The recipe's own come first, each file's from top to bottom, and the command line's last.
+    """
 
     def key(problem: Problem) -> tuple[bool, bool, str, int]:
         name, _, line = problem.where.rpartition(":")
@@ -124,7 +130,7 @@ def _order(file: str) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes each string that this room would read as something else; writes no alias."""
+    """A dumper that quotes each string that `load` would read as another value; writes no alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -139,13 +145,13 @@ _Dumper.add_representer(str, _string)
 
 
 def dump(recipe: Recipe) -> str:
-    """YAML with every key that may be set, which load() reads back to an equal recipe."""
+    """Return YAML with every key that may be set, which load() reads back to an equal recipe."""
     data = without_later(as_tree(recipe))
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def as_tree(value: Any) -> Any:
-    """A recipe, or a part of one, as dicts, lists and scalars: what YAML and JSON can hold."""
+    """Return a recipe, or a part of one, as the dicts, lists and scalars of YAML and JSON."""
     if isinstance(value, BaseModel):
         return {name: as_tree(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, dict):

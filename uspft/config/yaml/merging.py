@@ -13,7 +13,7 @@ MAX_FRAGMENTS = 100  # fragments that name fragments twice double with every lev
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[Tree | None, list[Problem]]:
-    """The merged tree, `base` consumed, and every problem; no tree if a file cannot be read."""
+    """Return the merged tree without `base`, and every problem; no tree if a file is unreadable."""
     reader = _Files()
     tree = reader.top(path)
     if tree is None or not reader.complete:
@@ -25,7 +25,7 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[Tree | None, list
 
 
 def merge(low: Tree, high: Tree) -> Tree:
-    """`high` over `low`: mappings merge, lists and scalars replace."""
+    """Return `high` over `low`: mappings merge, lists and scalars replace what stood there."""
     if not isinstance(low.value, dict) or not isinstance(high.value, dict):
         return high
     merged = dict(low.value)
@@ -61,7 +61,7 @@ def _text(path: Path) -> str:
 
 
 class _Files:
-    """Reads a file and, below it, the fragments that its `base` lists; collects problems."""
+    """A reader of a file and, below it, the fragments that its `base` lists; collects problems."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -127,7 +127,7 @@ class _Files:
 
 
 def _override(tree: Tree, text: str, problems: list[Problem]) -> Tree:
-    """The tree under one `key.path=value` of the command line; unchanged if that is wrong."""
+    """Return the tree under one `key.path=value` of the command line; unchanged if it is wrong."""
     key, _, value = text.partition("=")
     fault = _malformed(text)
     if fault is not None:

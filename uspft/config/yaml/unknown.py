@@ -1,4 +1,4 @@
-"""Which keys exist where, and what an unknown one was meant to be."""
+"""The keys that each mapping of a recipe may hold, and what an unknown one was meant to be."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from uspft.config.recipe import Recipe
 
 
 def _nested(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
-    """The blocks that a field may hold, and whether in a list."""
+    """Yield the blocks that a field may hold, and whether they stand in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, False
     for part in get_args(annotation):
@@ -137,7 +137,7 @@ _GENERIC = ("type", "path", "name", "device", "enabled")  # say nothing about wh
 
 
 def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
-    """The tree without unknown keys, a finding for each, and the known keys they stand for."""
+    """Return the tree without unknown keys, a finding for each, and the known keys they mean."""
     pattern = re.sub(r"\[\d+\]", "[]", at)
     findings: list[Finding] = []
     meant: set[str] = set()
@@ -168,7 +168,7 @@ def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
 
 
 def _meant(key: str, at: str, pattern: str) -> tuple[str, set[str]]:
-    """What to write instead of an unknown key, and the keys that it stands for."""
+    """Return what to write instead of an unknown key, and the keys that it stands for."""
     siblings = KEYS[pattern]
     ours = OURS.get(join(pattern, key)) or OURS.get(key)
     if ours is not None:
@@ -188,5 +188,5 @@ def _meant(key: str, at: str, pattern: str) -> tuple[str, set[str]]:
 
 
 def _homes(key: str) -> list[str]:
-    """Where a key of this name exists, lists left out."""
+    """Return the paths at which a key of this name exists, except those in lists."""
     return [join(at, key) for at, names in KEYS.items() if key in names and "[]" not in at]

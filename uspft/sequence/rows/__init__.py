@@ -1,1 +1,2 @@
-"""The pure half of splitting a row: who holds and computes what, worked out on the host."""
+"""The arithmetic of splitting a row: which rank holds, computes and sends what, found on the
+host."""

@@ -1,8 +1,9 @@
 """Which chunks of a packed row each ring rank holds: equal work first, then few bytes.
 
-A row is cut into equal chunks; a chunk's work is its area under the mask. Longest-first deals them
-out, the same number to each rank, which gives zigzag for one causal document. Pairs of chunks are
-then swapped between ranks while that lowers what the busiest rank sends and the balance holds.
+A row is cut into equal chunks; a chunk's work is its area of the attention matrix under the mask.
+Chunks are dealt out, those with the most work first and the same number to each rank, which gives
+zigzag for one causal document. Pairs of chunks are then swapped between ranks while that lowers
+what the busiest rank sends and the balance holds.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ from uspft.segments import Segments
 from uspft.sequence.rows.spans import Span, pairs
 
 MAX_IMBALANCE = 1.05
-"""The busiest rank's work may be this much of the mean; below it bytes decide."""
+"""How far above the mean the busiest rank's work may be, as a factor; among assignments within it
+the bytes sent decide."""
 CHUNKS_PER_RANK = (2, 4, 8, 16, 32)
-"""Chunks per rank that are tried."""
+"""The numbers of chunks per rank that are tried."""
 USUAL_CHUNKS_PER_RANK = 8
-"""More are tried only where these are not balanced: a short document in a row of padding."""
+"""More chunks per rank than this are tried only where no smaller number gives balance, as with a
+short document in a row of padding."""
 MAX_CHUNKS_ALL_SWAPS = 64
-"""Chunks of a row above which only some swaps are looked at: time grows with their third power."""
+"""With more chunks in a row than this only some swaps are looked at, since the time grows with the
+third power of their number."""
 TABLE_NUMBERS = 1 << 16
-"""Numbers of one table in the search: it stays in a core's cache."""
+"""How many numbers one table in the search has, so that it stays in a core's cache."""
 MAX_EXACT_FLOAT32 = 1 << 24
-"""float32 holds all whole numbers up to here."""
+"""float32 holds every whole number up to this one."""
 RESTARTS = 16
-"""Times that a search starts again near the best it has found; fewer where chunks are many."""
+"""How often a search starts again near the best assignment it has found; where chunks are many, it
+does so less often."""
 
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
@@ -37,18 +42,21 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Assignment:
-    """owner[c] is the ring rank of chunk c; balance and sent as the search saw them.
-
-    sent: by the busiest rank, in units of one rank's own keys and values, forward and backward.
-    """
+    """Which ring rank holds each chunk of a row, and what the search found of balance and
+    traffic."""
 
     owner: tuple[int, ...]
+    """The ring rank of each chunk."""
     chunk: int
+    """How many tokens a chunk has."""
     balance: float
+    """The busiest rank's work divided by the mean over ranks."""
     sent: float
+    """What the busiest rank sends, forward and backward, in units of one rank's own keys and
+    values."""
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The positions of a rank, neighbouring chunks joined."""
+        """Return the positions of a rank, neighbouring chunks joined."""
         found: list[Span] = []
         for c, owner in enumerate(self.owner):
             if owner == rank:
@@ -62,11 +70,11 @@ class Assignment:
 def assign(
     segments: Segments, ring: int, multiple: int, fetches: int = 1, window: int | None = None
 ) -> Assignment:
-    """The best assignment over all numbers of chunks per rank.
+    """Return the best assignment over all numbers of chunks per rank.
 
-    multiple: tokens of a rank must be divisible by it (the Ulysses degree). fetches: how often keys
-    travel, 2 where the backward fetches them again. Deterministic: every rank of a row finds the
-    same.
+    multiple: what the number of a rank's tokens must be divisible by (the Ulysses degree). fetches:
+    how often keys travel; 2 where the backward pass fetches them again. The search is
+    deterministic, so every rank of a row finds the same assignment.
     """
     found: list[Assignment] = []
     for per_rank in CHUNKS_PER_RANK:
@@ -82,12 +90,15 @@ def assign(
 
 
 class Search:
-    """Longest-first, then swaps, for one number of chunks per rank."""
+    """A search with one number of chunks per rank: longest-first, then swaps."""
 
     def __init__(
         self, segments: Segments, ranks: tuple[int, int], fetches: int, window: int | None
     ) -> None:
-        """ranks: (how many, chunks of each)."""
+        """Work out the work of each chunk, and the keys that it needs of others.
+
+        ranks: (how many ring ranks there are, how many chunks each holds).
+        """
         (self.ring, self.per_rank), self.fetches = ranks, fetches
         ring, per_rank = ranks
         count = ring * per_rank
@@ -96,12 +107,15 @@ class Search:
         self.work: Floats = np.diff(_pairs_before(edges, segments, window)).astype(np.float64)
         # need[c, d]: tokens of chunk d whose keys the queries of chunk c see.
         seen = edges[1:] - _first_keys(edges[:-1], segments, window)[:, None]
-        # Numbers up to three rows are added up, exactly: float32 where that does, at half the time.
+        # Up to three rows' tokens are added up, exactly: in float32 where it can, at half the time.
         dtype = np.float32 if 3 * segments.length <= MAX_EXACT_FLOAT32 else np.float64
         self.need: Floats = np.tril(np.clip(seen, 0, self.chunk), -1).astype(dtype)
 
     def best(self) -> Assignment:
-        """Swap to a dead end, shake, swap again; the best dead end wins (iterated local search)."""
+        """Return the best assignment of an iterated local search.
+
+        It swaps to a dead end, shakes and swaps again; the best dead end wins.
+        """
         owner = self._longest_first()
         limit = max(MAX_IMBALANCE, self._balance(owner))
         # Raw bits: their stream is the same in every numpy, and so on every host.
@@ -124,7 +138,7 @@ class Search:
         return Assignment(numbered, self.chunk, self._balance(owner), busiest / unit)
 
     def _descend(self, owner: Ints, limit: float) -> tuple[float, Ints]:
-        """(cost, owner) where no swap of two chunks helps any more."""
+        """Swap two chunks at a time until no swap helps any more, and return (cost, owner)."""
         owner, cost = owner.copy(), self._cost(owner)
         while found := self._best_swap(owner, limit):
             if found[0] >= cost - 1e-9:
@@ -150,8 +164,13 @@ class Search:
         return float(load.max()) / mean if mean else 1.0
 
     def needs(self, owner: Ints) -> tuple[Floats, Floats]:
-        """[rank, chunk] tokens of each chunk whose keys a rank needs from another; and [chunk,
-        chunk] what a chunk's rank would need, its own too, without that chunk's queries."""
+        """Return how many tokens' keys a rank needs of each chunk, with and without a chunk's
+        queries.
+
+        The first is [rank, chunk], 0 for the rank's own chunks. The second is [chunk, chunk]: what
+        the rank of the first chunk would need of the second without the first one's queries, own
+        chunks too.
+        """
         held = np.argsort(owner, kind="stable")
         each = self.need[held].reshape(self.ring, self.per_rank, -1)
         second, most = np.partition(each, self.per_rank - 2, axis=1)[:, -2:].swapaxes(0, 1)
@@ -160,7 +179,8 @@ class Search:
         return most, without
 
     def traffic(self, owner: Ints) -> Floats:
-        """Tokens of keys and values that each rank sends: its own out, others' gradients home."""
+        """Return the tokens of keys and values that each rank sends: its own to others, and the
+        gradients of others' home."""
         wanted, _ = self.needs(owner)
         given = np.bincount(owner, wanted.sum(axis=0), self.ring)
         return np.asarray(self.fetches * given + wanted.sum(axis=1))
@@ -169,9 +189,9 @@ class Search:
         return float(_weigh(self.traffic(owner)))
 
     def _best_swap(self, owner: Ints, limit: float) -> tuple[float, int, int] | None:
-        """(cost, a, b) of the best swap of chunks a and b that keeps the balance, or None.
+        """Return (cost, a, b) of the best swap of chunks a and b that keeps the balance, or None.
 
-        Of many chunks, a is one of the rank that sends most.
+        Where chunks are more than MAX_CHUNKS_ALL_SWAPS, a is one of the rank that sends most.
         """
         swaps = Swaps(owner, self.needs(owner), self.need, self.fetches)
         load, every = np.bincount(owner, self.work, self.ring), np.arange(len(owner))
@@ -196,13 +216,16 @@ class Search:
 
 
 class Swaps:
-    """What ranks would send after swaps: only the two ranks' own needs change, and who answers for
-    the two chunks. All are whole numbers of tokens, and exact in any order of adding."""
+    """What ranks would send after swaps of two chunks.
+
+    Only what the two ranks need changes, and who sends the two chunks' keys. All numbers are whole
+    tokens, and exact in any order of adding.
+    """
 
     def __init__(
         self, owner: Ints, needs: tuple[Floats, Floats], need: Floats, fetches: int
     ) -> None:
-        """needs: what `Search.needs` finds before the swap."""
+        """Sum up what ranks send before any swap. needs: what `Search.needs` finds then."""
         self.owner, (self.wanted, self.without) = owner, needs
         self.need, self.fetches = need, fetches
         self.held = np.eye(len(self.wanted), dtype=self.need.dtype)[owner]
@@ -212,11 +235,12 @@ class Swaps:
         self.traffic: Floats = fetches * self.given + self.taken
 
     def traffic_after(self, a: Ints, b: Ints) -> Floats:
-        """[swap, rank] where chunk a[i] goes to chunk b[i]'s rank, another one, and b[i] to its."""
+        """Return the traffic [swap, rank] where chunks a[i] and b[i], of two ranks, change
+        places."""
         ra, rb, i = self.owner[a], self.owner[b], np.arange(len(a))
         mine = np.maximum(self.without[a], self.need[b])
         theirs = np.maximum(self.without[b], self.need[a])
-        # By who gives: the two ranks nothing to themselves, and each one chunk for another.
+        # By the rank that gives: none to itself, and each of the two one chunk in another's place.
         to_a, to_b = mine @ self.held, theirs @ self.held
         to_a[i, ra], to_b[i, rb] = 0.0, 0.0
         to_a[i, rb] += mine[i, a] - mine[i, b]
@@ -231,7 +255,8 @@ class Swaps:
 
 
 def _weigh(traffic: Floats) -> Floats:
-    """The busiest rank's traffic; between equals, less in all."""
+    """Return the cost of a traffic [..., rank]: that of the busiest rank; between equals, less in
+    all is better."""
     cost: Floats = traffic.max(axis=-1).astype(np.float64) + 1e-3 * traffic.sum(
         axis=-1, dtype=np.float64
     )
@@ -239,7 +264,8 @@ def _weigh(traffic: Floats) -> Floats:
 
 
 def _first_keys(positions: Ints, segments: Segments, window: int | None) -> Ints:
-    """The earliest key that each query sees; in padding itself."""
+    """Return the earliest key that the query at each position sees; in padding, the position
+    itself."""
     bounds = np.array(segments.bounds)
     document = np.searchsorted(bounds, positions, "right") - 1
     first = bounds[document]
@@ -249,7 +275,7 @@ def _first_keys(positions: Ints, segments: Segments, window: int | None) -> Ints
 
 
 def _pairs_before(positions: Ints, segments: Segments, window: int | None) -> Ints:
-    """Pairs of query and key of all queries before each position."""
+    """Return how many pairs of query and key all queries before each position have together."""
     bounds = np.array(segments.bounds)
     whole = np.append(0, np.cumsum(pairs(np.diff(bounds), window)))
     document = np.searchsorted(bounds, positions, "right") - 1

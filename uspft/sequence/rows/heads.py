@@ -11,18 +11,20 @@ from uspft.blocks import HeadRange
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each member of a Ulysses group attends with.
-
-    query: consecutive query heads, as even as their number allows. kv: the KV heads those need, so
-    a KV head stands with several members where its query heads do, and their gradients add up.
-    """
+    """The query heads and KV heads of each member of a Ulysses group."""
 
     query: tuple[HeadRange, ...]
+    """Each member's query heads: consecutive ones, as even as their number allows."""
     kv: tuple[HeadRange, ...]
+    """The KV heads that each member's query heads need. A KV head stands with several members where
+    its query heads do, and their gradients add up."""
 
     def groups(self, member: int, per_kv: int) -> list[tuple[HeadRange, HeadRange]]:
-        """A member's heads as (query, KV) ranges, counted from its own first, in which every KV
-        head has equally many query heads: what one grouped-query kernel call can take."""
+        """Return a member's heads as (query, KV) ranges, counted from its own first ones.
+
+        In a range every KV head has equally many query heads, which is what one grouped-query
+        kernel call can take. per_kv: how many query heads share a KV head in the model.
+        """
         (q0, q1), (k0, k1) = self.query[member], self.kv[member]
         found: list[tuple[HeadRange, HeadRange]] = []
         for kv in range(k0, k1):
@@ -36,7 +38,7 @@ class HeadSplit:
         return found
 
     def calls(self, per_kv: int) -> set[tuple[int, int]]:
-        """How many (query, KV) heads kernel calls have, of any member."""
+        """Return the numbers of (query, KV) heads that the kernel calls of all members have."""
         members = range(len(self.query))
         ranges = chain.from_iterable(self.groups(member, per_kv) for member in members)
         return {(b - a, d - c) for (a, b), (c, d) in ranges}
@@ -44,7 +46,10 @@ class HeadSplit:
 
 @lru_cache(maxsize=256)
 def split_heads(query: int, kv: int, members: int) -> HeadSplit:
-    """Spread query heads over members; with more members than heads, some have none."""
+    """Spread query heads over members, with the KV heads they need.
+
+    With more members than query heads, some members have none.
+    """
     per_kv = query // kv
     cuts = [i * query // members for i in range(members + 1)]
     queries = tuple(pairwise(cuts))

@@ -14,7 +14,7 @@ from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span, cut, tokens_in
 
 Shares = tuple[tuple[Span, ...], ...]
-"""What each ring rank holds, its Ulysses members together."""
+"""The positions that each ring rank holds, those of its Ulysses members together."""
 
 
 def balanced(
@@ -26,13 +26,15 @@ def balanced(
     window: int | None = None,
     per_host: int | None = None,
 ) -> list[tuple[Span, ...]]:
-    """Equal work for every ring rank, whatever the row's documents and the sliding window.
+    """Return the positions of each context rank, with equal work for every ring rank whatever the
+    row's documents and the sliding window.
 
-    One document, all of it seen: zigzag, ring rank i holds chunks i and 2R − 1 − i of 2R equal ones
-    (USP, algorithm 2). Else chunks are dealt out by their work. The Ulysses members of a ring rank
-    hold equal consecutive parts of its tokens. fetches: how often keys travel. per_host: ring ranks
-    of a host, where more than one host shares the row and keys go straight to who needs them.
-    length must be a multiple of 2 · ring · ulysses where ring > 1, of ulysses otherwise.
+    One document of which all is seen is split in zigzag: ring rank i holds chunks i and 2R − 1 − i
+    of 2R equal ones (USP, algorithm 2). Otherwise chunks are dealt out by their work. The Ulysses
+    members of a ring rank hold equal consecutive parts of its tokens. fetches: how often keys
+    travel. per_host: ring ranks of a host, where more than one host shares the row and keys go
+    straight to the ranks that need them. The row's length must be a multiple of 2 · ring · ulysses
+    where ring > 1, of ulysses otherwise.
     """
     part = segments.length // (ring * ulysses)
     shares = _shares(segments, ring, ulysses, (fetches, window, per_host))
@@ -43,7 +45,7 @@ def balanced(
 def _shares(
     segments: Segments, ring: int, ulysses: int, how: tuple[int, int | None, int | None]
 ) -> Shares:
-    """how: fetches, window and per_host of `balanced`."""
+    """Return the positions of each ring rank. how: fetches, window and per_host of `balanced`."""
     fetches, window, per_host = how
     length = segments.length
     if ring == 1:
@@ -61,7 +63,8 @@ def _shares(
 
 
 def _by_hosts(shares: Shares, segments: Segments, window: int | None, per_host: int) -> Shares:
-    """Shares exchanged between hosts while that lowers what the busiest link carries one way."""
+    """Return the shares after swaps between ranks that lower what the busiest host's link carries
+    one way."""
     share = Share([segments], [list(shares)], (1, 0), window)
     ranks = range(len(shares))
     sent = np.array(
@@ -82,7 +85,10 @@ def _by_hosts(shares: Shares, segments: Segments, window: int | None, per_host: 
 
 
 def _busiest_link(sent: NDArray[np.int64], order: list[int], per_host: int) -> tuple[int, int]:
-    """Tokens in or out of the busiest host, and between all hosts; sent[j, i]: from j to i."""
+    """Return the tokens in or out of the busiest host, and those between all hosts.
+
+    sent[j, i]: tokens that share j sends to share i. order: the share that each ring rank has.
+    """
     hosts = len(order) // per_host
     placed = sent[np.ix_(order, order)].reshape(hosts, per_host, hosts, per_host).sum((1, 3))
     np.fill_diagonal(placed, 0)

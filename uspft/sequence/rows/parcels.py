@@ -1,8 +1,8 @@
-"""Which keys go from which rank to which, and when: worked out for attention whose keys and values
-go straight to the ranks that need them.
+"""Which keys go from which rank to which, and when, for attention whose keys and values go straight
+to the ranks that need them.
 
-The idea of sending needed ranges only is MagiAttention's (2505.13211) and DCP's (2510.10620); here
-every rank derives all ranges from document bounds.
+The idea of sending only needed ranges is that of MagiAttention (arXiv 2505.13211) and DCP (arXiv
+2510.10620); here every rank derives all ranges from document bounds.
 """
 
 from __future__ import annotations
@@ -16,33 +16,40 @@ from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Holding, Span, blocks_between, cut, tokens_in
 
 MESSAGES = 4
-"""In how many the keys come at least where ranks are few: the first ones are attended to, and their
-gradients leave, while others are on their way."""
+"""At most how many messages bring the keys where there are fewer other ranks than this: each rank's
+keys are cut into pieces, so that the first are attended to, and their gradients leave, while others
+are on their way."""
 
 
 class Leg(NamedTuple):
-    """What moves at one time: keys from the ranks at these ring distances, the nearest first, and
-    which piece of them, of how many."""
+    """The part of an exchange that moves at one time."""
 
     distances: tuple[int, ...]
+    """How far round the ring the ranks are that send the keys, the nearest first."""
     piece: int
+    """Which piece of those ranks' keys it is, counted from 0."""
     pieces: int
+    """How many pieces those keys are cut into."""
 
 
 class Exchange:
     """Who sends what to whom, worked out once for all layers of a share that have the same window.
 
-    blocks_here: this rank's queries against its own keys. arrivals: what comes, by leg, in the
-    order in which legs are posted, the same on every rank. keep: received keys stay for the
-    backward, or are fetched again. It holds nothing that would hold the share itself: a
-    micro-batch's is gone with its last user.
+    blocks_here: the blocks of this rank's queries against its own keys. arrivals: what comes, by
+    leg, in the order in which legs are posted, which is the same on every rank. keep: whether
+    received keys stay for the backward pass; else they are fetched again. An exchange holds nothing
+    that would hold its share, so what is worked out for a micro-batch goes with its last user.
     """
 
     def __init__(
         self, share: Share, stages: int, *, trimmed: bool, keep: bool, least: int | None = None
     ) -> None:
-        """trimmed: to the keys that are seen; else whole shares travel. least: tokens of a message
-        below which it is not cut in pieces; None: none is."""
+        """Work out what arrives and what leaves in each leg.
+
+        stages: how many stages the keys come in, 0: one for each other rank. trimmed: whether only
+        the keys that are seen travel; else whole shares do. least: the fewest tokens of a piece;
+        None: no keys are cut into pieces.
+        """
         me, ring = share.ring_index, share.ring
         self.keep, self.blocks_here = keep, share.blocks_here
         parcels = _Parcels(share, trimmed, least)
@@ -59,29 +66,36 @@ class Exchange:
         }
 
     def leaving(self, distance: int, leg: Leg) -> tuple[Span, ...]:
-        """Local index ranges of this rank's tokens for the rank `distance` further on."""
+        """Return the local index ranges of this rank's tokens that go to the rank `distance`
+        further on."""
         return self._leaving[distance, leg]
 
     @property
     def _sent(self) -> list[int]:
-        """Tokens of each message that is sent: keys once or twice, others' gradients home."""
+        """The tokens of each message that is sent: own keys, once or twice, and the gradients of
+        others' keys."""
         given = [tokens_in(spans) for spans in self._leaving.values()]
         taken = [size for arrival in self.arrivals for size in arrival.sizes]
         return [tokens for tokens in given * (1 if self.keep else 2) + taken if tokens]
 
     @property
     def tokens_sent(self) -> int:
-        """Tokens whose keys and values, or gradients, this rank sends, forward and backward."""
+        """How many tokens' keys and values, or their gradients, this rank sends, forward and
+        backward."""
         return sum(self._sent)
 
     @property
     def messages_sent(self) -> int:
-        """How many messages carry them."""
+        """How many messages this rank sends, forward and backward."""
         return len(self._sent)
 
 
 def _legs(ring: int, stages: int, messages: int) -> list[Leg]:
-    """stages: 0 is one for each other rank, and where these are fewer than messages, in pieces."""
+    """Return the legs of an exchange in the order in which they are posted.
+
+    stages: 0 is one for each other rank; where these are fewer than `messages`, each is cut into
+    pieces.
+    """
     far = range(1, ring)
     count = min(stages or ring, len(far))
     parts = [tuple(d for d in far if (d - 1) * count // len(far) == s) for s in range(count)]
@@ -96,7 +110,7 @@ class _Parcels:
     least: int | None
 
     def of(self, to: int, source: int, leg: Leg) -> tuple[Span, ...]:
-        """Positions that `source` sends to `to` in a leg."""
+        """Return the positions whose keys rank `source` sends to rank `to` in a leg."""
         share = self.share
         whole = share.parcel(to, source) if self.trimmed else tuple(share.holdings[source].spans)
         if leg.pieces == 1:
@@ -106,10 +120,12 @@ class _Parcels:
 
 
 class Arrival:
-    """Keys of a leg's ranks, laid out by position, so that a run of queries needs one block."""
+    """The keys that a leg brings, laid out by position, so that a run of queries needs one
+    block."""
 
     def __init__(self, share: Share, leg: Leg, parcels: list[tuple[Span, ...]]) -> None:
-        """parcels: the positions that each of the leg's ranks sends."""
+        """Lay the keys out by position. parcels: the positions that each of the leg's ranks
+        sends."""
         self.leg, self.parcels = leg, parcels
         self.sizes = [tokens_in(spans) for spans in parcels]
         self.keys = Holding([span for spans in parcels for span in spans])
@@ -118,5 +134,5 @@ class Arrival:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """This rank's queries against what came."""
+        """The blocks of this rank's queries against the keys that came."""
         return tuple(blocks_between(self._queries, self.keys, *self._rule))

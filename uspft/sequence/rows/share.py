@@ -1,5 +1,5 @@
 """What one rank computes and moves for one micro-batch, worked out on the host from document bounds
-alone; every rank derives everybody's part from the same bounds, so nothing is negotiated."""
+alone: every rank derives everybody's part from the same bounds, so none has to ask another."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ Made = TypeVar("Made")
 
 
 class Share:
-    """What one rank holds and computes of a micro-batch. Rows are laid end to end: their documents
-    never meet, so a micro-batch is one packed row.
+    """What one rank holds and computes of a micro-batch.
+
+    Rows are laid end to end: their documents never meet, so a micro-batch is one packed row. What
+    an algorithm does not ask for is not worked out.
 
     held: the positions of this rank's tokens, in its order. tokens: how many tokens each context
     rank holds. holdings: by ring rank, what its Ulysses members hold together. sorting: for each
-    token of the ring rank in sequence order, where the Ulysses exchange put it (None: already in
-    order). window: keys that a query sees, itself counted, or None for all of its document. What an
-    algorithm does not ask for is not worked out.
+    token of the ring rank in sequence order, where the Ulysses exchange put it; None: all are in
+    order already. window: how many keys a query sees, its own counted; None: all of its document up
+    to its own.
     """
 
     def __init__(
@@ -36,7 +38,8 @@ class Share:
         place: tuple[int, int],
         window: int | None = None,
     ) -> None:
-        """place: (Ulysses degree, this rank's place among those that share the rows)."""
+        """Lay the rows end to end. place: (Ulysses degree, this rank's place among those that share
+        the rows)."""
         self._rows, self._orders, self._place = rows, orders, place
         ulysses, context_index = place
         self.ring_index = context_index // ulysses
@@ -57,14 +60,15 @@ class Share:
             offset += row.length
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """make(), the first time that an algorithm asks for key; every layer of a step asks."""
+        """Return what make() gave the first time that key was asked for; every layer of a step
+        asks."""
         if key not in self._made:
             self._made[key] = make()
         found: Made = self._made[key]
         return found
 
     def with_window(self, window: int | None) -> Share:
-        """The same tokens under a sliding window."""
+        """Return the share of the same tokens under a sliding window."""
         if window == self.window:
             return self
         return self.once(
@@ -73,31 +77,32 @@ class Share:
 
     @property
     def ring(self) -> int:
-        """Ranks that the keys are spread over."""
+        """How many ranks the keys are spread over."""
         return len(self.holdings)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Block, ...], ...]:
-        """blocks[j]: this rank's queries against the keys of ring rank j."""
+        """blocks[j] are the blocks of this rank's queries against the keys of ring rank j."""
         return tuple(self.pair(self.ring_index, j) for j in range(self.ring))
 
     @cached_property
     def blocks_here(self) -> tuple[Block, ...]:
-        """This rank's queries against its own keys."""
+        """The blocks of this rank's queries against its own keys."""
         return self.pair(self.ring_index, self.ring_index)
 
     def pair(self, i: int, j: int) -> tuple[Block, ...]:
-        """Blocks of ring rank i's queries against ring rank j's keys."""
+        """Return the blocks of ring rank i's queries against ring rank j's keys."""
         return tuple(
             blocks_between(self.holdings[i], self.holdings[j], self.documents, self.window)
         )
 
     def parcel(self, i: int, j: int) -> tuple[Span, ...]:
-        """The positions of ring rank j whose keys ring rank i's queries see."""
+        """Return the positions of ring rank j whose keys ring rank i's queries see."""
         return self.once(("parcel", i, j), lambda: self._parcel(i, j))
 
     def places(self, i: int, j: int) -> tuple[Span, ...]:
-        """Where among its own tokens ring rank j has the parcel of ring rank i."""
+        """Return where among its own tokens ring rank j has the keys that ring rank i's queries
+        see."""
         return self.once(("places", i, j), lambda: self.holdings[j].places(self.parcel(i, j)))
 
     def _parcel(self, i: int, j: int) -> tuple[Span, ...]:
@@ -113,7 +118,7 @@ class Share:
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """hops[j]: how many ranks further round the ring the keys of rank j are needed."""
+        """hops[j] is how many ranks further round the ring the keys of rank j are needed."""
         ring = range(self.ring)
         return tuple(
             max((h for h in ring if h and self.parcel((j + h) % self.ring, j)), default=0)
@@ -122,18 +127,18 @@ class Share:
 
     @property
     def area(self) -> int:
-        """Attention work of this ring rank, in pairs of query and key."""
+        """The attention work of this ring rank, in pairs of query and key."""
         return work_of(self.holdings[self.ring_index].spans, self.documents, self.window)
 
 
 def everyones(segments: Segments, order: Order, ulysses: int, window: int | None) -> list[Share]:
-    """The share of each ring rank for one row, as its first Ulysses member has it."""
+    """Return the share of each ring rank for one row, as the rank's first Ulysses member has it."""
     ring = len(order) // ulysses
     return [Share([segments], [order], (ulysses, i * ulysses), window) for i in range(ring)]
 
 
 def _lay_end_to_end(rows: Sequence[Segments], orders: Sequence[Order]) -> list[list[Span]]:
-    """The spans of each context rank, positions counted through all rows."""
+    """Return the spans of each context rank, with positions counted through all rows."""
     held: list[list[Span]] = [[] for _ in orders[0]]
     offset = 0
     for row, order in zip(rows, orders, strict=True):

@@ -1,7 +1,7 @@
 """Which parts of the attention matrix a rank computes, as blocks, from positions alone.
 
-A span is a range of positions [start, stop) of the micro-batch; a rank's spans are sorted, and its
-local token index counts through them.
+A span is a range of positions [start, stop) of the micro-batch. A rank's spans are sorted, and the
+local index of a token counts through them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class Holding:
         return self.local[-1]
 
     def before(self, position: int) -> int:
-        """Number of held tokens before a position: the local index of the first at or after it."""
+        """Return how many held tokens lie before a position: the local index of the first at or
+        after it."""
         i = bisect_left(self.starts, position)
         if i == 0:
             return 0
         return self.local[i - 1] + min(position, self.spans[i - 1][1]) - self.starts[i - 1]
 
     def within(self, start: int, stop: int) -> list[Span]:
-        """Runs cut to [start, stop), empty ones left out."""
+        """Return the held spans cut to [start, stop), empty ones left out."""
         i = max(bisect_left(self.starts, start) - 1, 0)
         cut = []
         while i < len(self.spans) and self.starts[i] < stop:
@@ -50,17 +51,18 @@ class Holding:
         return cut
 
     def places(self, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """The local index ranges of spans that it holds, neighbours joined."""
+        """Return the local index ranges of those of the spans' tokens that are held, neighbours
+        joined."""
         return cut([(self.before(a), self.before(b)) for a, b in spans], 0, self.tokens)
 
 
 def tokens_in(spans: Iterable[Span]) -> int:
-    """How many tokens spans are."""
+    """Return how many tokens the spans have together."""
     return sum(stop - start for start, stop in spans)
 
 
 def cut(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:
-    """Tokens [first, last) of spans laid end to end, neighbours joined."""
+    """Return tokens [first, last) of spans laid end to end, as spans, neighbours joined."""
     found: list[Span] = []
     at = 0
     for start, stop in spans:
@@ -77,11 +79,11 @@ def cut(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:
 def blocks_between(
     queries: Holding, keys: Holding, documents: Sequence[Span], window: int | None
 ) -> list[Block]:
-    """Blocks of one rank's queries against one rank's keys, by their local indices.
+    """Return the blocks of one rank's queries against one rank's keys, by their local indices.
 
-    A query at position p sees keys of its document in (p − window, p]. Without a window a
-    document's tokens on one rank are one causal square with themselves, gaps or not, and against
-    another rank's a span of queries sees a prefix: all keys before its first position.
+    A query at position p sees the keys of its document in (p − window, p]. Without a window a
+    document's tokens on one rank are one causal square with themselves, gaps or not; against
+    another rank's keys a span of queries sees a prefix: all keys before the span's first position.
     """
     found: list[Block] = []
     same = queries is keys
@@ -101,7 +103,11 @@ def blocks_between(
 def _span_blocks(
     span: Span, keys: Holding, reach: tuple[int, int | None], *, same: bool
 ) -> Iterator[Block]:
-    """Blocks of one span of queries, by position; reach = (first key any of them sees, window)."""
+    """Yield the blocks of one span of queries, by position.
+
+    reach: (the first key that any of them sees, the window). same: whether the keys are the
+    queries' own rank's.
+    """
     a, b = span
     earliest, window = reach
     if same:
@@ -116,8 +122,11 @@ def _span_blocks(
 
 
 def _square(a: int, b: int, window: int) -> Iterator[Block]:
-    """Queries [a, b) against themselves: causal tiles as wide as the window, each with the part of
-    the one before that the window still reaches."""
+    """Yield the blocks of queries [a, b) against themselves.
+
+    They are causal tiles as wide as the window, each with the part of the tile before it that the
+    window still reaches.
+    """
     for start in range(a, b, window):
         stop = min(b, start + window)
         yield Block(start, stop, start, stop, Mask.CAUSAL)
@@ -126,8 +135,11 @@ def _square(a: int, b: int, window: int) -> Iterator[Block]:
 
 
 def _behind(a: int, b: int, keys: Span, window: int) -> Iterator[Block]:
-    """Queries [a, b) against earlier keys [x, y): those whose window reaches x see all of them, of
-    the rest each sees one key less than the one before."""
+    """Yield the blocks of queries [a, b) against earlier keys [x, y).
+
+    Queries whose window reaches x see all of these keys; of the rest each sees one key less than
+    the query before it.
+    """
     x, y = keys
     full = min(b, x + window)
     if a < full:
@@ -146,7 +158,7 @@ def _local(block: Block, queries: Holding, keys: Holding) -> Block:
 
 
 def _append(found: list[Block], block: Block) -> None:
-    """Add a block; full neighbours over the same keys become one."""
+    """Add a block to those found, where full neighbours over the same keys become one."""
     if found and block.mask is Mask.FULL:
         last = found[-1]
         if (last.q1, last.k0, last.k1, last.mask) == (block.q0, block.k0, block.k1, Mask.FULL):
@@ -156,7 +168,7 @@ def _append(found: list[Block], block: Block) -> None:
 
 
 def work_of(spans: Sequence[Span], documents: Sequence[Span], window: int | None) -> int:
-    """Pairs of query and key that spans of queries see, wherever the keys are."""
+    """Return how many pairs of query and key spans of queries have, wherever the keys are held."""
     share, total = Holding(spans), 0
     for start, stop in documents:
         for a, b in share.within(start, stop):
@@ -165,6 +177,9 @@ def work_of(spans: Sequence[Span], documents: Sequence[Span], window: int | None
 
 
 def pairs(queries: Any, window: int | None) -> Any:
-    """Pairs of the first so many tokens of a document; a number, or an array of them."""
+    """Return how many pairs of query and key a document's first `queries` tokens have.
+
+    queries: a number, or an array of numbers.
+    """
     near = queries if window is None else np.minimum(queries, window)
     return near * (near + 1) // 2 + (queries - near) * near

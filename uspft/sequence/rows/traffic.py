@@ -1,4 +1,4 @@
-"""What each way of splitting a row sends, counted from who holds and needs what."""
+"""What each way of splitting a row sends, counted from which rank holds and which needs what."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from uspft.sequence.rows.spans import tokens_in
 
 
 class Heads(NamedTuple):
-    """Query heads, KV heads and head dim of one attention layer."""
+    """The number of query heads, that of KV heads, and the head dim of one attention layer."""
 
     query: int
     kv: int
@@ -21,8 +21,8 @@ class Heads(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What the busiest rank sends: bytes, and messages (one for each rank that is sent something,
-    each time)."""
+    """What the busiest rank sends, in bytes and in messages: one for each rank that is sent
+    something, each time."""
 
     bytes: int = 0
     messages: int = 0
@@ -46,11 +46,12 @@ class Cost:
 
 
 def heads_traffic(heads: Heads, ulysses: int, tokens: int, element_bytes: int) -> Traffic:
-    """What the busiest of `ulysses` ranks of `tokens` tokens sends, forward and backward.
+    """Return what the busiest of `ulysses` ranks of `tokens` tokens sends, forward and backward.
 
-    Forward: the others' shares of q, k, v, then its own heads of out for the others' tokens;
-    backward the same sizes again, the other way round. 2 · (U − 1) / U · (2H + 2G) · tokens · D
-    elements where the heads divide, in 4 · (U − 1) messages.
+    Forward it sends the others' shares of q, k and v, then its own heads of out for the others'
+    tokens; backward it sends the same sizes again, the other way round. Where the heads divide,
+    these are 2 · (U − 1) / U · (2H + 2G) · tokens · D elements in 4 · (U − 1) messages, with U the
+    Ulysses degree and H query heads, G KV heads of head dim D.
     """
     shares = split_heads(heads.query, heads.kv, ulysses)
     own = [(b - a, 2 * (d - c)) for (a, b), (c, d) in zip(shares.query, shares.kv, strict=True)]
@@ -64,15 +65,16 @@ def heads_traffic(heads: Heads, ulysses: int, tokens: int, element_bytes: int) -
 
 
 def widest_kv(heads: Heads, ulysses: int) -> int:
-    """KV heads of the member of a Ulysses group that has most."""
+    """Return how many KV heads the member of a Ulysses group with most of them has."""
     return max(b - a for a, b in split_heads(heads.query, heads.kv, ulysses).kv)
 
 
 def ring_traffic(shares: Sequence[Share], pair_bytes: int) -> Traffic:
-    """What the busiest rank sends, forward and backward; pair_bytes: of one token's k and v.
+    """Return what the busiest rank of a ring sends, forward and backward.
 
-    Keys forward and again backward, gradients home; for one causal document R ranks of t tokens
-    send 3 · (R − 1) · t pairs each.
+    Keys travel forward and again backward, and gradients go home; for one causal document R ranks
+    of t tokens send 3 · (R − 1) · t pairs each. pair_bytes: the bytes of one pair, a token's k and
+    v.
     """
     most, messages = 0, 0
     for share in shares:
@@ -86,6 +88,9 @@ def ring_traffic(shares: Sequence[Share], pair_bytes: int) -> Traffic:
 
 
 def exchange_traffic(exchanges: Sequence[Exchange], pair_bytes: int) -> Traffic:
-    """What the busiest rank sends, forward and backward; pair_bytes: of one token's k and v."""
+    """Return what the busiest rank of an exchange sends, forward and backward.
+
+    pair_bytes: the bytes of one token's k and v.
+    """
     tokens = max(exchange.tokens_sent for exchange in exchanges)
     return Traffic(tokens * pair_bytes, max(exchange.messages_sent for exchange in exchanges))
