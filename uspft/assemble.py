@@ -27,12 +27,14 @@ from uspft.model.build import empty_model
 from uspft.model.causal import CausalLoss
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
+from uspft.model.parallel import shards_of, split_model
 from uspft.model.recompute import recompute_layers
 from uspft.model.trained import choose_trained
 from uspft.parameters.fill import fill
-from uspft.parameters.shards import Holders, Shards
+from uspft.parameters.shards import Holders
 from uspft.sequence import Heads, of_recipe
 from uspft.sequence.rows.heads import split_heads
+from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world
 
 
@@ -87,17 +89,20 @@ def assemble(
     windows = set(layer_windows(config))
     window = windows.pop() if len(windows) == 1 else None
     row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
-    named = row, of_recipe(recipe, layout, window)
+    tensor = tensor_algorithm(recipe.parallel_config, layout)
+    named = row, of_recipe(recipe, layout, window), tensor
     world = make_world(layout, named, kernel, device, groups)
-    holders = Holders.of(Shards(layout), world.mesh.rank, groups)
 
     loader = make_loader(job, world)
 
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
     model = empty_model(config, dtype)
     choose_trained(model, recipe.model, recipe.seed)
+    shards = shards_of(model, layout, splits_tokens=tensor.splits_tokens)
+    holders = Holders.of(shards, world.mesh.rank, groups)
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, partitioner(recipe, holders))
+    split_model(model, holders)
     model.train()
     if recipe.memory.gradient_checkpointing:
         recompute_layers(model)
@@ -183,6 +188,8 @@ def head_shapes(config: Any, layout: Layout) -> list[Heads]:
     Every rank tries kernels on all of them, so that all ranks choose the same kernel.
     """
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    query, kv = config.num_attention_heads, config.num_key_value_heads
+    query, kv, _ = Heads(config.num_attention_heads, config.num_key_value_heads, dim).on(
+        layout.tensor
+    )
     calls = split_heads(query, kv, layout.ulysses).calls(query // kv)
     return [Heads(query, kv, dim) for query, kv in sorted(calls)]

@@ -18,6 +18,7 @@ from uspft.layout import Layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Rule, Share, Split
+from uspft.tensor import TensorAlgorithm
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,8 @@ class World:
     row: AlgorithmRow
     """The algorithm's row in the table of algorithms."""
     algorithm: Algorithm
+    tensor: TensorAlgorithm
+    """How matrices are split over the mesh's tensor ranks."""
     kernel: Kernel
     books: Books
     """The books in which this layout's transfers enter what they send."""
@@ -68,14 +71,15 @@ class World:
 
 def make_world(
     layout: Layout,
-    named: tuple[AlgorithmRow, Algorithm],
+    named: tuple[AlgorithmRow, Algorithm, TensorAlgorithm],
     kernel: Kernel,
     device: torch.device,
     groups: Groups,
 ) -> World:
     """Make a layout live; collective over the default group, in the same order on every rank.
 
-    named: the algorithm's row of the table, and the algorithm.
+    named: the row of the table of the algorithm that shares rows, that algorithm, and the one that
+    splits matrices.
     """
     books = Books()
     return World(make_mesh(layout, groups, books), *named, kernel, books, device)

@@ -36,6 +36,18 @@ RECIPES: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
         f"{PARALLEL}.context_parallel",
         ("3 processes", "a multiple of 2"),
     ),
+    "tensor ranks": (
+        {PARALLEL: {"model_parallel": 3}, "launch.processes": 3},
+        "",
+        f"{PARALLEL}.model_parallel",
+        ("4 query heads and 2 key-value heads do not split over 3 ranks", "write one of 1, 2, 4"),
+    ),
+    "tokens between whole matrices": (
+        {PARALLEL: {"use_seq_parallel": True}},
+        "",
+        f"{PARALLEL}.use_seq_parallel",
+        ("is true, and model_parallel is 1", "write false, or model_parallel above 1"),
+    ),
     "missing data": ({"data.train": "no.jsonl"}, "", "data.train.path", ("no.jsonl",)),
     "unknown format": ({"data.format": "csv"}, "", "data.format", ("csv", "prompt_completion")),
     "tag": (
@@ -116,7 +128,7 @@ def test_the_hub_out_of_reach(ground: Ground, tmp_path: Path) -> None:
         ground.write({key: wish})
         began = time.monotonic()
         found = ground.launch(**nowhere)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60  # the hub's own retries alone would take minutes
         found.about(key, wish, "name a folder" if "model" in key else "use a local path")
 
 

@@ -1,8 +1,9 @@
 """LoRA under every algorithm and ZeRO stage against plain peft in one process.
 
-Every algorithm under every stage; packing, checkpointing, models, adapted modules and dropout take
-turns, so that each algorithm and each stage meets all of them (of the modules, four of five). In
-bfloat16 two of them, by the error of one process. One spawn of four ranks, many engines inside.
+Every algorithm, tensor parallelism among them, meets every second stage (`--full`: every one);
+packing, checkpointing, models, adapted modules and dropout take turns, so that each algorithm and
+each stage meets all of them (of the models two of three, of the modules a part). In bfloat16 two of
+them, by the error of one process. One spawn of four ranks, many engines inside.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.support.adapters import compute_in, peft_adapter
+from tests.support.adapters import as_answer, base_weights, compute_in, peft_adapter, rounded
 from tests.support.algorithms import ALGORITHMS
 from tests.support.dropout import written_out_dropout
 from tests.support.models import (
@@ -48,11 +49,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "allgather_cp": {"context_parallel": 4, "context_parallel_algo": "allgather_cp"},
     "planned_cp": {"context_parallel": 4, "context_parallel_algo": "planned_cp"},
+    "tensor": {"model_parallel": 2},
+    "tensor, tokens split": {
+        "model_parallel": 2,
+        "use_seq_parallel": True,
+        "context_parallel": 2,
+        "context_parallel_algo": "ring_cp",
+    },
 }
+TENSOR = ("tensor", "tensor, tokens split")
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "heads": 8, "kv_heads": 2},
     "qwen2": {"kind": "qwen2", "heads": 4, "kv_heads": 1},
-    "qwen3": {"kind": "qwen3", "heads": 9, "kv_heads": 3},
+    "qwen3": {"kind": "qwen3", "heads": 6, "kv_heads": 2},
 }
 TARGETS = (None, ("q_proj",), ("v_proj", "mlp.down_proj"), ("k_proj", "o_proj"), ("gate_proj",))
 
@@ -77,11 +86,16 @@ class Case(NamedTuple):
 TURNS = (tuple(MODELS), TARGETS, (True, False), (False, True), (DROPOUT, 0.0))
 
 
-def cases() -> list[Case]:
-    """Of each trait the value that layout and stage, and the trait before it, have met least."""
+def cases(*, full: bool) -> list[Case]:
+    """Of each trait the value that layout and stage, and the trait before it, have met least.
+
+    Not full: every second stage of a layout, the others of the next.
+    """
     met: Counter[Any] = Counter()
     found = []
-    for layout, zero in product(LAYOUTS, FULLY):
+    for turn, (layout, zero) in enumerate(product(LAYOUTS, FULLY)):
+        if not full and turn % 2:
+            continue
         chosen: list[Any] = []
         for number, values in enumerate(TURNS):
             ours, before = [(layout, number), (zero, number)], (*chosen[-1:], number, "before")
@@ -99,7 +113,7 @@ def cases() -> list[Case]:
     return found
 
 
-CASES = cases()
+CASES = {full: cases(full=full) for full in (False, True)}
 
 ROUNDED = [
     Case("ring_cp", "zero1", "llama", None, packed=True, checkpointed=True, dropout=0.0),
@@ -129,14 +143,16 @@ def recipe(
     )
 
 
-def work(rank: int, folder: Path, data: dict[bool, Documents]) -> dict[str, dict[Case, Any]]:
+def work(
+    rank: int, full: bool, folder: Path, data: dict[bool, Documents]
+) -> dict[str, dict[Case, Any]]:
     """By type and case."""
     return {
         dtype: {
             case: run_recipe(recipe(case, folder, data, dtype), folder / f"{dtype}-{number}")
             for number, case in enumerate(cases)
         }
-        for dtype, cases in (("float32", CASES), ("bfloat16", ROUNDED))
+        for dtype, cases in (("float32", CASES[full]), ("bfloat16", ROUNDED))
     }
 
 
@@ -152,9 +168,9 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
 
 
-@pytest.fixture(scope="module")
-def answers(setting: Any) -> dict[str, dict[Case, Any]]:
-    found: dict[str, dict[Case, Any]] = spawn(4, work, *setting)[0]
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.full)])
+def answers(request: pytest.FixtureRequest, setting: Any) -> dict[str, dict[Case, Any]]:
+    found: dict[str, dict[Case, Any]] = spawn(4, work, request.param, *setting)[0]
     return found
 
 
@@ -218,16 +234,15 @@ def test_an_adapter_trains_as_in_one_process(
 ) -> None:
     folder, _ = setting
     by_case = answers["float32"]
-    assert list(by_case) == CASES
     wrong = {case: differs(got, wanted(case, setting)) for case, got in by_case.items()}
     wrong = {case: found for case, found in wrong.items() if found}
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
     for case, (_, end) in by_case.items():
-        base = _weights(folder / case.model)
+        base = base_weights(folder / case.model)
         frozen = {name: value for name, value in end.items() if "lora" not in name}
         assert frozen.keys() == base.keys()
         assert all(torch.equal(base[name], value) for name, value in frozen.items()), case
-    case = next(case for case in CASES if case.dropout and not case.targets)
+    case = next(case for case in by_case if case.dropout and not case.targets)
     assert differs(by_case[case], wanted(case, setting, seed=SEED + 1))
     assert differs(by_case[case], wanted(case, setting, alpha=1.1 * ALPHA))
     assert differs(by_case[case], wanted(case._replace(dropout=DROPOUT + 0.05), setting))
@@ -271,28 +286,12 @@ def test_in_bfloat16_it_is_about_as_far_off_as_one_process(
         assert all(off[key] > bounds[key] for key in ("lora_A", "lora_B", "grad_norm")), off
 
 
-def rounded(value: torch.Tensor) -> torch.Tensor:
-    return value.bfloat16().float()
-
-
-def as_answer(alone: Reference) -> Any:
-    """A reference as a run's records and end."""
-    pairs = zip(alone.losses, alone.grad_norms, strict=True)
-    return [{"loss": loss, "grad_norm": norm} for loss, norm in pairs], alone.end
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return {name: value.detach() for name, value in net.named_parameters()}
-
-
-def test_every_layout_and_stage_meets_everything() -> None:
-    assert len(CASES) == 30 and set(LAYOUTS) == set(ALGORITHMS)
+@pytest.mark.parametrize(("full", "count"), [(False, 20), (True, 40)])
+def test_every_layout_and_stage_meets_everything(full: bool, count: int) -> None:
+    assert len(CASES[full]) == count and set(LAYOUTS) == {*ALGORITHMS, *TENSOR}
     for place, names in ((0, LAYOUTS), (1, FULLY)):
         for name in names:
-            mine = [case for case in CASES if case[place] == name]
-            met = [set(values) for values in zip(*mine, strict=True)][2:]
-            assert [len(values) for values in met[:1] + met[2:]] == [3, 2, 2, 2], name
-            assert len(met[1]) >= 4, name
+            mine = [case for case in CASES[full] if case[place] == name]
+            models, modules, *rest = (len(set(values)) for values in [*zip(*mine, strict=True)][2:])
+            assert rest == [2, 2, 2], name
+            assert (models, modules) >= ((3, 4) if full else (2, 2)), name

@@ -1,7 +1,8 @@
 """Evaluation in the layout of training against plain transformers in one process.
 
 Layouts × ZeRO stages × sets × batches × packing pairwise on four processes, float32 to 1e-6, with
-the weights that each evaluation met. One spawn for all of it.
+the weights that each evaluation met; every layout has a third of the stages (`--full`: all). One
+spawn for all of it.
 """
 
 from __future__ import annotations
@@ -36,16 +37,20 @@ from tests.support.runs import held, run_recipe
 from tests.support.stages import ZERO
 
 pytestmark = pytest.mark.timeout(900)  # whichever test comes first waits for the ranks
-CHOICES = (("few",), ("many",), ("sparse",), ("many", "few"))
+CHOICES = (("few",), ("sparse",), ("many", "few"))
 
 
 def _meets(case: tuple[Any, ...]) -> bool:
-    """Half of the stages for each layout, the other half for the next: a run takes seconds."""
-    return (list(LAYOUTS).index(case[0]) + list(ZERO).index(case[1])) % 2 == 0
+    """A third of the stages for each layout, another third for the next: a run takes seconds."""
+    return (list(LAYOUTS).index(case[0]) + list(ZERO).index(case[1])) % 3 == 0
 
 
 FACTORS = (tuple(LAYOUTS), tuple(ZERO), CHOICES, (True, False), (None, 2, 3), (True, False), MODELS)
-CASES = [Case(*case) for case in pairwise(*FACTORS, legal=_meets)]
+CASES = {
+    False: [Case(*case) for case in pairwise(*FACTORS, legal=_meets)],
+    True: [Case(*case) for case in pairwise(*FACTORS)],
+}
+"""By whether all layouts meet all stages."""
 
 
 def compared(case: Case, folder: Path, output: Path) -> Any:
@@ -73,29 +78,26 @@ def compared(case: Case, folder: Path, output: Path) -> Any:
     return (got[0], met, left) if got else None
 
 
-def work(rank: int, folder: Path) -> list[Any]:
+def work(rank: int, cases: list[Case], folder: Path) -> list[Any]:
     runs = folder / "runs"
-    found = [compared(c, folder, runs / f"compared-{i}") for i, c in enumerate(CASES)]
+    found = [compared(c, folder, runs / f"compared-{i}") for i, c in enumerate(cases)]
     return found if rank == 0 else []
 
 
-@pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Documents]]:
-    return make_setting(tmp_path_factory.mktemp("evaluation"))
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.full)])
+def answers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Any], tuple[Path, dict[str, Documents]]]:
+    """Each case with what it gave, and where it ran."""
+    setting, cases = make_setting(tmp_path_factory.mktemp("evaluation")), CASES[request.param]
+    found = spawn(RANKS, work, cases, setting[0])[0]
+    return list(zip(cases, found, strict=True)), setting
 
 
-@pytest.fixture(scope="module")
-def answers(setting: tuple[Path, dict[str, Documents]]) -> list[Any]:
-    found: list[Any] = spawn(RANKS, work, setting[0])[0]
-    return found
-
-
-def test_evaluation_equals_one_process(
-    answers: list[Any], setting: tuple[Path, dict[str, Documents]]
-) -> None:
-    assert len(answers) == len(CASES)
+def test_evaluation_equals_one_process(answers: Any) -> None:
+    found_by_case, setting = answers
     wrong = {}
-    for case, (records, met, left) in zip(CASES, answers, strict=True):
+    for case, (records, met, left) in found_by_case:
         kinds = [("loss" in record, record["step"]) for record in records]
         assert kinds == [(True, 1), (False, 1), (True, 2), (False, 2)]
         evaluations = [record for record in records if "eval_loss" in record]
@@ -109,12 +111,11 @@ def test_evaluation_equals_one_process(
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
 
 
-def test_the_comparison_finds_one_changed_label(
-    answers: list[Any], setting: tuple[Path, dict[str, Documents]]
-) -> None:
+def test_the_comparison_finds_one_changed_label(answers: Any) -> None:
     """Its own control: another label, a target less, a document left out, each in every case."""
+    found_by_case, setting = answers
     folder, sets = setting
-    for case, (records, met, _) in zip(CASES, answers, strict=True):
+    for case, (records, met, _) in found_by_case:
         record, name = records[-1], case.sets[-1]
         want = wanted(case, met[-1], setting)
         first, *rest = sets[name].documents
@@ -126,8 +127,10 @@ def test_the_comparison_finds_one_changed_label(
         assert mismatch({**record, "eval_loss": float("nan")}, want)
 
 
-def test_every_algorithm_and_stage_is_tried() -> None:
-    algorithms = {LAYOUTS[case.layout][0] or "whole" for case in CASES}
-    assert algorithms == set(ALGORITHMS) and {case.zero for case in CASES} == set(ZERO)
-    assert len({(case.layout, case.zero) for case in CASES}) == len(LAYOUTS) * len(ZERO) // 2
-    assert {choice for case in CASES for choice in case.sets} == set(SETS)
+@pytest.mark.parametrize(("full", "share"), [(False, 3), (True, 1)])
+def test_every_algorithm_and_stage_is_tried(full: bool, share: int) -> None:
+    cases = CASES[full]
+    algorithms = {LAYOUTS[case.layout].get("context_parallel_algo", "whole") for case in cases}
+    assert algorithms == set(ALGORITHMS) and {case.zero for case in cases} == set(ZERO)
+    assert len({(case.layout, case.zero) for case in cases}) == len(LAYOUTS) * len(ZERO) // share
+    assert {choice for case in cases for choice in case.sets} == set(SETS)

@@ -38,13 +38,14 @@ class Turn:
         )
 
     def world(self, like: World) -> World:
-        named = self.row, self.algorithm
+        named = self.row, self.algorithm, like.tensor
         return make_world(self.layout, named, like.kernel, like.device, GROUPS)
 
     def sends(self) -> Counter[str]:
         """The bytes that each rank sends in one layer for its rows: all are one document."""
         one = self.algorithm.cost(Segments.single(ROW), HEADS, ELEMENT_BYTES)
-        each = Counter({kind: traffic.bytes for kind, traffic in vars(one).items()})
+        sent = {"all_to_all": one.all_to_all, "ring": one.ring, "gather": one.gather}
+        each = Counter({kind: traffic.bytes for kind, traffic in sent.items()})
         return sum((each for _ in self.rows), Counter())
 
 

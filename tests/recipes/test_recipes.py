@@ -36,6 +36,7 @@ LAYOUTS = {
     "ring": "ring_cp",
     "hybrid": "hybrid_cp",
     "planned": "planned_cp",
+    "tensor": "megatron",
 }
 QUICKSTART = "quickstart.yaml"
 
@@ -59,6 +60,16 @@ WANTED = {
     ),
     "llama3.1-8b-text-ulysses-64k.yaml": Wanted(
         2, "each row shared by 2 (Ulysses), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "llama3.1-70b-lora-tensor-32k.yaml": Wanted(
+        8,
+        "each matrix split over 8 (tensor 8), each row whole on each of them, 1 row at a time; "
+        "ZeRO-1, bfloat16 on cuda",
+    ),
+    "llama3.1-70b-text-tensor-128k-64gpu.yaml": Wanted(
+        64,
+        "each matrix split over 8 (tensor 8), each row shared by 8 (zigzag ring), 1 row at a time; "
+        "ZeRO-3, bfloat16 on cuda",
     ),
     "qwen2.5-32b-lora-planned-32k.yaml": Wanted(
         8, "each row shared by 8 (exchange), 1 row at a time; ZeRO-3, bfloat16 on cuda"
@@ -120,7 +131,7 @@ def test_the_files_are_found() -> None:
     assert set(RECIPES) == set(WANTED)
     assert set(MODELS) == {*PARAMETERS, "quickstart.json"}
     assert len(MODELS) == 17
-    assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 5 + ["zero"] * 4
+    assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 7 + ["zero"] * 4
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +173,8 @@ def listing(folder: Path) -> dict[str, tuple[int, int] | None]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_check(copy: Path, name: str) -> None:
     before = listing(copy)
-    ranks = ["--ranks", "16"] if name.endswith("-16gpu.yaml") else []
-    done = check(copy, f"recipes/{name}", *ranks)
+    hosts = re.search(r"-(\d+)gpu\.yaml$", name)
+    done = check(copy, f"recipes/{name}", *(["--ranks", hosts[1]] if hosts else []))
     assert (done.returncode, done.stderr) == (0, "")
     wanted = WANTED[name]
     processes = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}"
@@ -215,8 +226,12 @@ def test_a_recipe_is_named_after_what_it_holds(name: str) -> None:
     assert (found.data.chat_template is not None) == (built["task"] in ("chat", "lora"))
     assert (found.model.adapter is not None) == (built["task"] == "lora")
     parallel = found.parallel_config
-    split = parallel.context_parallel if built["layout"] == "whole" else None
-    assert (split or parallel.context_parallel_algo) == LAYOUTS[built["layout"]]
+    split: int | str | None = parallel.context_parallel_algo
+    if built["layout"] == "whole":
+        split = parallel.context_parallel
+    if parallel.model_parallel > 1:
+        split = parallel.tensor_parallel_algo
+    assert split == LAYOUTS[built["layout"]]
     assert found.data.sequence_length == int(built["length"].removesuffix("k")) * 1024
     assert name in (f"{built[0]}.yaml", f"{built[0]}-{WANTED[name].ranks}gpu.yaml")
 
@@ -226,7 +241,8 @@ def test_a_recipe_for_gpus_saves_their_memory(name: str) -> None:
     found = recipe(name)
     assert (found.model.dtype, found.launch.device) == ("bfloat16", "cuda")
     assert found.memory.gradient_checkpointing
-    replicas = WANTED[name].ranks // found.parallel_config.context_parallel
+    parallel = found.parallel_config
+    replicas = WANTED[name].ranks // (parallel.context_parallel * parallel.model_parallel)
     assert found.training.global_batch_size % replicas == 0, "a step would hold empty rows"
 
 

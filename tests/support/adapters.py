@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import register_parametrization
 
+from tests.support.models import Reference
 from uspft.parameters.shards import Part
 
 
@@ -67,3 +69,20 @@ class _Masked(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._apply_mask(x)
+
+
+def rounded(value: torch.Tensor) -> torch.Tensor:
+    return value.bfloat16().float()
+
+
+def as_answer(alone: Reference) -> Any:
+    """A reference as a run's records and end."""
+    pairs = zip(alone.losses, alone.grad_norms, strict=True)
+    return [{"loss": loss, "grad_norm": norm} for loss, norm in pairs], alone.end
+
+
+def base_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return {name: value.detach() for name, value in net.named_parameters()}

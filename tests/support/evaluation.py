@@ -14,18 +14,31 @@ from tests.support.runs import small_recipe
 from tests.support.stages import ZERO
 
 RANKS, ROW, STEPS = 4, 48, 2
-LAYOUTS: dict[str, tuple[str | None, int, int | None]] = {
-    "whole": (None, 1, None),
-    "ulysses 4": ("ulysses_cp", 4, None),
-    "ulysses 2": ("ulysses_cp", 2, None),
-    "ring 4": ("ring_cp", 4, None),
-    "ring 2": ("ring_cp", 2, None),
-    "hybrid 2 × 2": ("hybrid_cp", 4, 2),
-    "allgather 4": ("allgather_cp", 4, None),
-    "planned 2 × 2": ("planned_cp", 4, 2),
-    "planned 2": ("planned_cp", 2, 1),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "ulysses 4": {"context_parallel": 4, "context_parallel_algo": "ulysses_cp"},
+    "ulysses 2": {"context_parallel": 2, "context_parallel_algo": "ulysses_cp"},
+    "ring 4": {"context_parallel": 4, "context_parallel_algo": "ring_cp"},
+    "ring 2": {"context_parallel": 2, "context_parallel_algo": "ring_cp"},
+    "hybrid 2 × 2": {
+        "context_parallel": 4,
+        "context_parallel_algo": "hybrid_cp",
+        "ulysses_degree_in_cp": 2,
+    },
+    "allgather 4": {"context_parallel": 4, "context_parallel_algo": "allgather_cp"},
+    "planned 2 × 2": {
+        "context_parallel": 4,
+        "context_parallel_algo": "planned_cp",
+        "ulysses_degree_in_cp": 2,
+    },
+    "planned 2": {
+        "context_parallel": 2,
+        "context_parallel_algo": "planned_cp",
+        "ulysses_degree_in_cp": 1,
+    },
+    "tensor 2": {"model_parallel": 2, "use_seq_parallel": True},
 }
-"""Algorithm, context_parallel, ulysses_degree_in_cp; what is left of four processes: replicas."""
+"""By name the `parallel_config`; what it leaves of four processes are replicas."""
 SETS: dict[str, tuple[list[int], list[float]]] = {
     "few": ([48, 20, 33], [0.0, 0.9, 0.4]),
     "many": ([31, 17, 48, 20, 28, 40, 8], [0.0, 0.95, 1.0, 0.3]),
@@ -51,15 +64,10 @@ class Case(NamedTuple):
 
 
 def recipe(case: Case, folder: Path, **blocks: Any) -> dict[str, Any]:
-    algorithm, context, ulysses = LAYOUTS[case.layout]
-    parallel: dict[str, Any] = {}
-    if algorithm:
-        own = {"ulysses_degree_in_cp": ulysses} if ulysses else {}
-        parallel = {"context_parallel": context, "context_parallel_algo": algorithm, **own}
     paths = [str(folder / f"{name}.jsonl") for name in case.sets]
     base: dict[str, Any] = {
         "data": {"packing": "best_fit" if case.packed else "none", "eval": paths},
-        "parallel_config": parallel,
+        "parallel_config": LAYOUTS[case.layout],
         "deepspeed": {"zero_optimization": ZERO[case.zero]},
         "training": {
             "steps": STEPS,

@@ -28,9 +28,9 @@ SHAPES = {
     "down.weight": (WIDE, INNER),
 }
 SPLITS = {
-    "up.weight": MatrixSplit(0),
+    "up.weight": MatrixSplit(0, (INNER,)),
     "gates.weight": MatrixSplit(0, (INNER,) * 5),
-    "down.weight": MatrixSplit(1),
+    "down.weight": MatrixSplit(1, (INNER,)),
 }
 PIECES = frozenset({"per_head.weight"})
 MATRICES = {name: torch.Size(SHAPES[name]).numel() for name in SPLITS}

@@ -64,7 +64,7 @@ def test_what_a_person_sees_of_three_steps(tmp_path: Path) -> None:
     lines = quickstart(tmp_path, "training.steps=3")
     is_complete(tmp_path, lines, 3)
     told = ("data: ", "layout: ", "parameters: ", "step ", "done: ", "model: ", "checkpoint: ")
-    told += ("numbers: ", "try next: ")
+    told += ("hardware: ", "numbers: ", "try next: ")
     assert [line for line in lines if not line.startswith(told)] == []
 
 

@@ -134,7 +134,7 @@ def test_verify_as_a_user_runs_it(
     (tmp_path / "out/metrics.jsonl").write_text("kept\n")
     assert main(["verify", str(path), "--steps=2"]) == 0
     said = capfd.readouterr().out
-    assert "first 1 of 2 layers" in said and "equal: 5 of 5 layouts" in said
+    assert "first 1 of 2 layers" in said and "equal: 7 of 7 layouts" in said
     found = json.loads((tmp_path / "out/verify/verify.json").read_text())
     assert found["verdict"] == "equal" and found["layers"] == {"kept": 1, "of": 2}
     names = [one["name"] for one in found["layouts"]]
@@ -143,6 +143,8 @@ def test_verify_as_a_user_runs_it(
         "ulysses_cp 2",
         "ring_cp 2",
         "planned_cp 2",
+        "whole rows, tensor 2",
+        "whole rows, tensor 2 with tokens",
     }
     for one in [found["plain_transformers"], *found["layouts"]]:
         assert one["verdict"] == "equal" and one["wrong"] == []

@@ -4,7 +4,30 @@ Only the few numbers that `total` and `largest` reduce are not counted.
 """
 
 from uspft.comm.books import KINDS, Books
-from uspft.comm.collectives import Move, all_to_all, largest, shift, sum_over, total
+from uspft.comm.collectives import (
+    Move,
+    all_to_all,
+    gather_over,
+    largest,
+    max_over,
+    shift,
+    sum_over,
+    sum_parts,
+    total,
+)
 from uspft.comm.group import Group
 
-__all__ = ["KINDS", "Books", "Group", "Move", "all_to_all", "largest", "shift", "sum_over", "total"]
+__all__ = [
+    "KINDS",
+    "Books",
+    "Group",
+    "Move",
+    "all_to_all",
+    "gather_over",
+    "largest",
+    "max_over",
+    "shift",
+    "sum_over",
+    "sum_parts",
+    "total",
+]

@@ -80,13 +80,36 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def sum_over(x: Tensor, group: Group, kind: str) -> Tensor:
-    """Sum x over the members, in place and without a gradient, and return it; its bytes are counted
-    as those of a ring's all-reduce."""
-    if group.size > 1:
-        others = group.size - 1
-        group.books.add(kind, 2 * others * x.numel() * x.element_size() // group.size, 2 * others)
-        dist.all_reduce(x, group=group.handle)
-    return x
+    """Sum x over the members, in place and without a gradient; counted as a ring's all-reduce."""
+    return _all_reduce(x, group, kind, dist.ReduceOp.SUM)
+
+
+def max_over(x: Tensor, group: Group, kind: str) -> Tensor:
+    """Take the maximum of x over the members, in place; counted as a ring's all-reduce."""
+    return _all_reduce(x, group, kind, dist.ReduceOp.MAX)
+
+
+def gather_over(x: Tensor, group: Group, kind: str) -> Tensor:
+    """Return what all members hold, in member order along the first dimension: an all-gather.
+
+    x: contiguous, of the same shape on every member.
+    """
+    out = x.new_empty((group.size * len(x), *x.shape[1:]))
+    group.books.add(kind, (group.size - 1) * x.numel() * x.element_size(), group.size - 1)
+    dist.all_gather_into_tensor(out, x, group=group.handle)
+    return out
+
+
+def sum_parts(x: Tensor, group: Group, kind: str) -> Tensor:
+    """Return this member's part of the sum over the members: a reduce-scatter.
+
+    x: contiguous, of the same shape on every member; its first dimension has as many parts, in
+    member order.
+    """
+    out = x.new_empty((len(x) // group.size, *x.shape[1:]))
+    group.books.add(kind, (group.size - 1) * out.numel() * x.element_size(), group.size - 1)
+    dist.reduce_scatter_tensor(out, x, group=group.handle)
+    return out
 
 
 def total(values: Sequence[float], group: Group, device: torch.device) -> list[float]:
@@ -97,6 +120,14 @@ def total(values: Sequence[float], group: Group, device: torch.device) -> list[f
 def largest(values: Sequence[float], group: Group, device: torch.device) -> list[float]:
     """Return the maximum of each value over the members, in float64."""
     return _reduce(values, group, device, dist.ReduceOp.MAX)
+
+
+def _all_reduce(x: Tensor, group: Group, kind: str, op: dist.ReduceOp.RedOpType) -> Tensor:
+    if group.size > 1:
+        others = group.size - 1
+        group.books.add(kind, 2 * others * x.numel() * x.element_size() // group.size, 2 * others)
+        dist.all_reduce(x, op=op, group=group.handle)
+    return x
 
 
 def _reduce(

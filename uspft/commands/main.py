@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from uspft.commands.imports import begin_imports, keep_imports
 from uspft.config.problems import InputError, RunFailed
 from uspft.launcher import ERROR_FILE, outlive_terminal, report_exception
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:
             outlive_terminal()
+            begin_imports()
         return _main(words)
     finally:
         for number, handler in before.items():
@@ -63,6 +65,7 @@ def _main(words: list[str]) -> int:
         return 0 if words else 2
     try:
         command = command_of(words)
+        keep_imports()
         _on_stop(_interrupt)
         return command()
     except (InputError, RunFailed) as error:
@@ -81,6 +84,7 @@ def _rank(words: Sequence[str]) -> int:
         print("command line: rank: is what train starts; write uspft train", file=sys.stderr)
         return 2
     outlive_terminal()
+    begin_imports()
     try:
         if words[1:] == ["verify"]:
             from uspft.commands.verify_rank import rank

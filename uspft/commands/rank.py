@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from uspft.commands.imports import keep_imports
 from uspft.commands.joining import joined
 from uspft.commands.shared import require_shared
 from uspft.config import dump
@@ -42,6 +43,7 @@ def _run(job: Job, device: torch.device) -> int:
     from uspft.mesh import Groups
     from uspft.training.loop import Interrupted, train
 
+    keep_imports()
     first = dist.get_rank() == 0
     run = assemble(job, device, Groups())
     if first and job.recipe.model.attention == AUTO:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from uspft.commands.imports import keep_imports
 from uspft.commands.joining import joined
 from uspft.commands.shared import require_shared
 from uspft.prepare.invocation import Invocation
@@ -19,6 +20,7 @@ def rank(folder: Path, place: Invocation) -> int:
     with joined(work.job.recipe.launch.device, place.environment) as device:
         from uspft.verify.ranks import run_layouts, run_reference
 
+        keep_imports()
         if work.is_reference:
             run_reference(work, device)
         else:

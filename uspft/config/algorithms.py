@@ -20,6 +20,7 @@ class Splits(Enum):
     HEADS = "heads: Ulysses degree = context_parallel"
     TOKENS = "tokens: ring degree = context_parallel"
     BOTH = "heads ulysses_degree_in_cp ways, tokens the rest"
+    MATRICES = "nothing of a row: model_parallel ranks hold parts of each matrix"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,8 @@ class AlgorithmRow:
         match self.splits:
             case Splits.HEADS:
                 return context, 1
+            case Splits.MATRICES:
+                return 1, 1
             case Splits.TOKENS:
                 return 1, context
             case Splits.BOTH:
@@ -131,6 +134,19 @@ CONTEXT = _table(
     ),
 )
 """The algorithms that share a row, by the value of `context_parallel_algo`."""
+
+TENSOR = _table(
+    AlgorithmRow(
+        "megatron",
+        "uspft.tensor.megatron:Megatron",
+        Splits.MATRICES,
+        megatron="TP",
+        options={"use_seq_parallel": "splits_tokens"},
+        what="matrices, by columns and then rows; a sum over ranks after attention and the MLP",
+        legal="`model_parallel` divides the query heads, and the KV heads or is a multiple of them",
+    ),
+)
+"""By the value of `tensor_parallel_algo`."""
 
 WHOLE = AlgorithmRow(
     "whole",

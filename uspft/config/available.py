@@ -57,12 +57,8 @@ def _tiled(value: Any) -> bool:
 
 LATER = (
     Later(
-        "tensor parallelism",
-        {
-            "parallel_config.model_parallel": (_above_one, "1"),
-            "parallel_config.use_seq_parallel": (_is(True), "false"),
-            "parallel_config.fine_grain_interleave": (_above_one, "1"),
-        },
+        "interleaving a layer's work",
+        {"parallel_config.fine_grain_interleave": (_above_one, "1")},
     ),
     Later(
         "meshslice",

@@ -79,6 +79,14 @@ def _algorithm(recipe: Recipe) -> Iterator[Finding]:
         yield "parallel_config.context_parallel_algo", what, f"write {names(CONTEXT)}"
 
 
+def _tensor_options(recipe: Recipe) -> Iterator[Finding]:
+    degree = recipe.parallel_config.model_parallel
+    if recipe.parallel_config.use_seq_parallel and degree == 1:
+        what = "is true, and model_parallel is 1: no matrix is split, and no tokens between them"
+        remedy = "write false, or model_parallel above 1"
+        yield "parallel_config.use_seq_parallel", what, remedy
+
+
 def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
     key = "parallel_config.ulysses_degree_in_cp"
     degree = recipe.parallel_config.context_parallel
@@ -166,6 +174,9 @@ RULES = (
     KeyRule(
         ("parallel_config.context_parallel", "parallel_config.context_parallel_algo"),
         _algorithm,
+    ),
+    KeyRule(
+        ("parallel_config.model_parallel", "parallel_config.use_seq_parallel"), _tensor_options
     ),
     KeyRule(
         (

@@ -103,8 +103,9 @@ class ZeroEngine:
             if holders.tensor.size > 1 and holders.shards.is_first(name, holders.rank):
                 parameter.model_parallel = True  # type: ignore[attr-defined]
             if holders.shards.is_piece(name) and parameter.requires_grad:
+                same = holders.replicas(name)
                 yield parameter.register_hook(
-                    lambda gradient: sum_over(gradient.clone(), holders.tensor, "tensor")
+                    lambda gradient, same=same: sum_over(gradient.clone(), same, "tensor")
                 )
 
     def _masters(self) -> dict[int, nn.Parameter]:
@@ -219,6 +220,7 @@ class ZeroEngine:
         if self.stage == 0 and optimizer is self.adam:
             norm = self._norm()
             self._must_be_finite(norm)
+        self._mark_gradients()
         self.deepspeed.step()
         if norm is None:
             norm = float(self.deepspeed.get_global_grad_norm())
@@ -228,6 +230,12 @@ class ZeroEngine:
             norm = math.inf
         self._must_be_finite(norm)
         return norm, False
+
+    def _mark_gradients(self) -> None:
+        """Mark gradients as their parameters: at stage 0 in 16 bits the norm asks them (0.19.8)."""
+        for parameter in self._parameters if self.stage == 0 else ():
+            if hasattr(parameter, "model_parallel") and parameter.grad is not None:
+                parameter.grad.model_parallel = True  # type: ignore[attr-defined]
 
     def _norm(self) -> float:
         """Return the 2-norm of the whole gradient, if each rank has its parts' gradients whole."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from uspft.config.problems import Finding
 from uspft.families.mixers import mixer_of, other_layers
+from uspft.families.projections import FUSED, NORMED_HEADS, NORMED_TOGETHER, SEPARATE, Projection
 
 Named = Callable[[str], str]
 """A function from a field of config.json to the recipe's key that says it."""
@@ -50,6 +51,8 @@ class Family:
     """Whether its attention heeds attn_logit_softcapping."""
     rope: Mapping[str, Any] = field(default_factory=dict)
     """The rotary parameters where config.json has none."""
+    projections: Mapping[str, Projection] = field(default_factory=lambda: SEPARATE)
+    """How tensor parallelism divides its matrices, where no experts are among them."""
 
 
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
@@ -62,14 +65,14 @@ _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True),
     "qwen2": Family("switched", {"sliding_window": 4096}, qkv_bias=True),
-    "qwen3": Family("switched", _SWITCHED),
+    "qwen3": Family("switched", _SWITCHED, projections=NORMED_HEADS),
     "qwen3_moe": Family(
         "switched", {"num_key_value_heads": 4, "sliding_window": 4096}, routed=True
     ),
     "mistral": Family("all", {"num_key_value_heads": 8, "sliding_window": 4096}),
     "mixtral": Family("all", {"num_key_value_heads": 8}, routed=True),
-    "phi3": Family("all", ropes=_LONGROPE, scalings=_LONGROPE),
-    "olmo2": Family(),
+    "phi3": Family("all", ropes=_LONGROPE, scalings=_LONGROPE, projections=FUSED),
+    "olmo2": Family(projections=NORMED_TOGETHER),
     "smollm3": Family("switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "granite": Family(),
     "gemma2": Family(
@@ -79,7 +82,14 @@ FAMILIES: dict[str, Family] = {
         norm_start=0.0,
         capped=True,
     ),
-    "gemma3_text": Family("typed", _GEMMA, whole_heads=True, scalings=(), norm_start=0.0),
+    "gemma3_text": Family(
+        "typed",
+        _GEMMA,
+        whole_heads=True,
+        scalings=(),
+        norm_start=0.0,
+        projections=NORMED_HEADS,
+    ),
     "gpt_oss": Family(
         "typed",
         {

@@ -36,7 +36,7 @@ class Bound:
     """
 
     def __init__(self, world: World, share: Share, tokens: Tensor, *, twice: bool) -> None:
-        self._world, self._share, self.tokens = world, share, tokens
+        self.world, self._share, self.tokens = world, share, tokens
         self.memory: dict[int, Kept] | None = {} if twice else None
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
@@ -48,7 +48,7 @@ class Bound:
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             own = replace(rule, sinks=sinks[0]) if sinks else rule
-            return self._world.attend((q, k, v), self._share, own)
+            return self.world.attend((q, k, v), self._share, own)
 
         inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
         once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
@@ -56,10 +56,18 @@ class Bound:
             return run(inputs)
         return attend_once(self.memory, layer, run, inputs)
 
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what a block of split matrices takes, of what lies between blocks."""
+        return self.world.tensor.enter(x, len(self.tokens), self.world.mesh.tensor)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return what lies between blocks, of what a block's row-split matrix made here."""
+        return self.world.tensor.leave(x, self.world.mesh.tensor)
+
     @property
     def softcap(self) -> float | None:
-        """The soft-cap that the kernel puts on scores, in every layer; None where it has none."""
-        return self._world.kernel.softcap
+        """What the kernel does to scores, in every layer."""
+        return self.world.kernel.softcap
 
 
 def attention(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from uspft.model.attention import Bound
-from uspft.model.loss import Head, Logits
+from uspft.model.loss import Head, Logits, Vocabulary
+from uspft.model.parallel import vocabulary_of
 from uspft.model.recompute import recomputes
 from uspft.model.router import router_loss
 from uspft.parameters.names import plain_name
@@ -32,24 +33,30 @@ class CausalLoss(nn.Module):
         They are the sum of the cross-entropy over this rank's target tokens, times scale, and this
         rank's part of the routers' loss summed over rows, times router_scale; 0 where that is None.
         """
-        wanted = {"output_router_logits": router_scale is not None} if self.routed else {}
+        wanted: dict[str, Any] = {}
+        if self.routed:
+            wanted["output_router_logits"] = router_scale is not None
+        twice = self.training and recomputes(self.model)
+        bound = Bound(batch.world, batch.share, batch.tokens, twice=twice)
+        vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size)
+        if vocabulary:
+            wanted["inputs_embeds"] = self._embedded(batch, vocabulary, bound)
+        else:
+            wanted["input_ids"] = batch.input_ids
         found = self.model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            uspft=Bound(
-                batch.world,
-                batch.share,
-                batch.tokens,
-                twice=self.training and recomputes(self.model),
-            ),
-            **wanted,
+            position_ids=batch.position_ids, use_cache=False, uspft=bound, **wanted
         )
-        hidden = found.last_hidden_state[0]
-        loss: Tensor = self.head(hidden, batch.labels, batch.chosen, scale)
+        hidden = bound.enter(found.last_hidden_state)[0]
+        loss: Tensor = self.head(hidden, batch.labels, batch.chosen, scale, vocabulary=vocabulary)
         if router_scale is None:
             return torch.stack([loss, torch.zeros_like(loss)])
         return torch.stack([loss, self._router_loss(found.router_logits, batch, router_scale)])
+
+    def _embedded(self, batch: Batch, vocabulary: Vocabulary, bound: Bound) -> Tensor:
+        """Return what the first layer takes: embeddings of tokens that ranks have in parts."""
+        places, others = vocabulary.local(batch.input_ids)
+        own: Tensor = self.model.get_input_embeddings()(places)
+        return bound.leave(own.masked_fill(others[..., None], 0.0))
 
     def _router_loss(self, logits: tuple[Tensor, ...], batch: Batch, scale: float) -> Tensor:
         config, rows = self.model.config, len(batch.rows)

@@ -13,6 +13,7 @@ Shapes: T tokens of this rank, d features.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,8 +68,11 @@ class TokenDropout(nn.Module):
         self._below, self._scale = dropped - LEVELS // 2, LEVELS / (LEVELS - dropped)
         digest = hashlib.blake2b(f"dropout:{seed}:{name}".encode(), digest_size=8).digest()
         self._key = int.from_bytes(digest, "little", signed=True)
-        self._features = torch.empty(0, dtype=torch.int64)
+        self._features, self._width = torch.empty(0, dtype=torch.int64), -1
+        self._columns: slice | Tensor = slice(0, 0)
         self.words: Tensor | None = None
+        self.ranges: Sequence[tuple[int, int]] | None = None
+        """The features that x has of all, where a rank has some of them; None: x has all."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [1, T, d] with features dropped in training, else as it is."""
@@ -88,16 +92,31 @@ class TokenDropout(nn.Module):
         for start in range(0, len(words), step):
             part = slice(start, start + step)
             products = fold(words[part, None] * features).mul_(FACTOR)
-            draws = fold(products).view(torch.int16)[:, :width]
+            draws = fold(products).view(torch.int16)[:, self._columns]
             kept = torch.mul(x[0, part], self._scale, out=out[0, part])
             kept.masked_fill_(draws < self._below, 0.0)
         return out
 
     def _feature_words(self, width: int, device: torch.device) -> Tensor:
-        """Return the words of the features, [⌈d ÷ 4⌉] int64, which the first call makes."""
-        count = -(-width // DRAWS)
-        if self._features.shape != (count,) or self._features.device != device:
-            self._features = mixed(torch.arange(count, device=device) ^ self._key)
+        """Return the words of x's features [n] int64; made at the first call.
+
+        What they draw is x's features in `_columns`.
+        """
+        if self._features.device == device and self._width == width:
+            return self._features
+        ranges = self.ranges or [(0, width)]
+        words = [range(a // DRAWS, -(-b // DRAWS)) for a, b in ranges]
+        columns: list[int] = []  # which of the draws are those of x, on the host
+        drawn = 0
+        for (a, b), each in zip(ranges, words, strict=True):
+            columns += range(drawn + a - each.start * DRAWS, drawn + b - each.start * DRAWS)
+            drawn += len(each) * DRAWS
+        if len(columns) != width:
+            raise RuntimeError(f"dropout was made for features {ranges} and has {width}")
+        plain = columns == [*range(width)]
+        self._columns = slice(0, width) if plain else torch.tensor(columns, device=device)
+        numbers = [torch.arange(each.start, each.stop, device=device) for each in words]
+        self._features, self._width = mixed(torch.cat(numbers) ^ self._key), width
         return self._features
 
 

@@ -1,6 +1,9 @@
 """Cross-entropy from hidden states tile by tile, so that logits are never whole in memory.
 
-Shapes: T tokens with a target, d hidden size, V vocabulary.
+Where ranks divide the vocabulary, each makes the logits of its part, and three numbers a token are
+reduced over them (1909.08053, 3): the largest logit, the sum of exponentials, the target's logit.
+
+Shapes: T tokens with a target, d hidden size, V vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from uspft.comm import Group, max_over, sum_over
 
 MAX_TILE_LOGITS = 1 << 27
 """How many logits a tile has under `loss_tile_tokens: auto` (512 MiB in float32)."""
@@ -56,6 +61,22 @@ class Logits(NamedTuple):
 PLAIN = Logits()
 
 
+class Vocabulary(NamedTuple):
+    """Which tokens of the vocabulary a rank has embeddings and makes logits of."""
+
+    first: int
+    rows: int
+    group: Group
+    """The ranks that together have all of them."""
+
+    def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of tokens among those here, 0 for what others have, and which those
+        are."""
+        places = tokens - self.first
+        others = (places < 0) | (places >= self.rows)
+        return places.masked_fill_(others, 0), others
+
+
 class Head(nn.Module):
     """The output projection and the loss in one module, so that ZeRO-3 gathers its weight once."""
 
@@ -69,21 +90,41 @@ class Head(nn.Module):
         self.register_parameter("bias", projection.bias)
         self.tile = tile
 
-    def forward(self, hidden: Tensor, labels: Tensor, chosen: Tensor, scale: float) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        chosen: Tensor,
+        scale: float,
+        *,
+        vocabulary: Vocabulary | None = None,
+    ) -> Tensor:
         """Return the summed cross-entropy of all tokens that have a target, times scale.
 
         hidden [T', d]; labels [T'] int64; chosen [T] int64: which of the T' tokens have a target
         (were it found on the device, the host would wait for the whole forward pass). The result is
         float32, or float64 for float64; without a target it is 0, still attached to the graph.
+        vocabulary: this rank's part, where ranks divide it; the gradient of hidden is then a piece,
+        to be summed over them.
         """
         rows = hidden.index_select(0, chosen)
         weight, bias = self.weight, self.bias
         if not torch.is_grad_enabled():  # which ctx.needs_input_grad does not know
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        targets = labels.index_select(0, chosen)
-        how = (scale, self.tile or max(1, len(rows)), self.logits)
-        loss: Tensor = _TiledCrossEntropy.apply(rows, weight, bias, targets, how)
+        how = How(scale, self.tile or max(1, len(rows)), self.logits, vocabulary)
+        loss: Tensor = _TiledCrossEntropy.apply(
+            rows, weight, bias, labels.index_select(0, chosen), how
+        )
         return loss
+
+
+class How(NamedTuple):
+    """What the loss takes beside tensors."""
+
+    scale: float
+    tile: int
+    form: Logits
+    vocabulary: Vocabulary | None
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
@@ -96,9 +137,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        how: tuple[float, int, Logits],
+        how: How,
     ) -> Tensor:
-        scale, tile, form = how
+        scale, tile, form, vocabulary = how
         wide = torch.promote_types(rows.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=rows.device)
         needed = ctx.needs_input_grad[:3]
@@ -107,14 +148,22 @@ class _TiledCrossEntropy(torch.autograd.Function):
             part, target = rows[start : start + tile], labels[start : start + tile]
             logits = form.apply(nn.functional.linear(part, weight, bias).to(wide))
             bend = form.slope(logits) if grads else 1.0
-            chosen, most = logits.gather(1, target[:, None]), logits.amax(-1, keepdim=True)
+            own, most = target[:, None], logits.amax(-1, keepdim=True)
+            hit = logits.new_ones(own.shape)  # 0 where another rank has the target's logit
+            if vocabulary:
+                own, others = vocabulary.local(own)
+                hit.masked_fill_(others, 0.0)
+                max_over(most, vocabulary.group, "tensor")
+            chosen = logits.gather(1, own) * hit
             exps = logits.sub_(most).exp_()
             total = exps.sum(-1, keepdim=True)
+            if vocabulary:
+                total, chosen = sum_over(torch.stack([total, chosen]), vocabulary.group, "tensor")
             loss += (most + total.log() - chosen).sum()
             if grads:
                 # Scaled before it is rounded: a rounded scale would shift every gradient alike.
                 slope = exps.mul_(scale / total)
-                slope.scatter_add_(1, target[:, None], slope.new_full((len(part), 1), -scale))
+                slope.scatter_add_(1, own, hit.mul_(-scale))
                 if form != PLAIN:
                     slope.mul_(bend)
                 grads.add(start, part, slope.to(rows.dtype))

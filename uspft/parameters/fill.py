@@ -74,16 +74,15 @@ def _read(name: str, part: Part, source: Weights, holders: Holders) -> Tensor:
     if part.is_whole or not source.draws(name):
         return source.read(name, part)
     # Drawn whole or not at all: on one rank, which hands out the parts.
-    own, shards = torch.empty(part.size), holders.shards
-    parts = None
-    if holders.tensor.index == 0:
-        whole = source.read(name, Part.whole(part.shape))
-        parts = [
-            shards.part(name, part.shape, rank).cut(whole).contiguous()
-            for rank in holders.tensor.ranks
-        ]
-    dist.scatter(own, parts, src=holders.tensor.ranks[0], group=holders.tensor.handle)
-    return own
+    tensor, own = holders.tensor, torch.empty(part.size)
+    if tensor.index:
+        dist.recv(own, src=tensor.ranks[0], group=tensor.handle)
+        return own
+    whole = source.read(name, Part.whole(part.shape))
+    for rank in tensor.ranks[1:]:
+        other = holders.shards.part(name, part.shape, rank).cut(whole).contiguous()
+        dist.send(other, dst=rank, group=tensor.handle)
+    return part.cut(whole)
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -18,13 +18,13 @@ import torch
 
 from uspft.comm import Books, Group
 from uspft.layout import AXES, MESH, Layout
+from uspft.tensor.parts import Range, part_index, part_range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.mesh import Groups
 
-Range = tuple[int, int]
 Box = tuple[Range, ...]
 """A box of a tensor: one range along each dimension."""
 Shape = tuple[int, ...]
@@ -153,27 +153,34 @@ def flat_boxes(size: Sequence[int], start: int, stop: int) -> list[Box]:
 
 @dataclass(frozen=True)
 class MatrixSplit:
-    """The way in which a parameter is divided among the ranks that hold parts of one matrix.
-
-    dim: the dimension that is divided. stacked: the sizes of matrices that stand one after another
-    along it (fused projections), each divided by itself; empty where the parameter is one matrix.
-    """
+    """How a parameter is divided among the ranks that hold parts of one matrix."""
 
     dim: int
-    stacked: tuple[int, ...] = ()
+    """The dimension along which it is divided."""
+    stacked: tuple[int, ...]
+    """The sizes of the matrices that stand one after another along it, as fused projections do,
+    each divided by itself."""
+    units: tuple[int, ...] = ()
+    """How many equal blocks each of them has, such as heads, of which none is divided; left out,
+    each row is one."""
+
+    def ranges(self, index: int, degree: int) -> tuple[Range, ...]:
+        """Return what part `index` of `degree` has along the dimension."""
+        found, at = [], 0
+        for size, units in zip(self.stacked, self.units or self.stacked, strict=True):
+            first, stop = part_range(units, index, degree)
+            each = size // units
+            found.append((at + first * each, at + stop * each))
+            at += size
+        return tuple(found)
 
     def part(self, shape: Sequence[int], index: int, degree: int) -> Part:
-        """Return the part of tensor rank `index`. Raises ValueError where the split is uneven."""
-        sizes = self.stacked or (shape[self.dim],)
-        if sum(sizes) != shape[self.dim] or any(size % degree for size in sizes):
-            raise ValueError(f"{tuple(shape)} does not split {degree} ways along {self.dim}")
-        ranges, at = [], 0
-        for size in sizes:
-            each = size // degree
-            ranges.append((at + index * each, at + (index + 1) * each))
-            at += size
-        every = [((0, size),) for size in shape]
-        return Part(tuple(shape), (*every[: self.dim], tuple(ranges), *every[self.dim + 1 :]))
+        """Return part `index` of `degree`. Raises ValueError where the shape is not as it says."""
+        if sum(self.stacked) != shape[self.dim]:
+            raise ValueError(f"{tuple(shape)} does not have {self.stacked} along {self.dim}")
+        every: list[tuple[Range, ...]] = [((0, size),) for size in shape]
+        every[self.dim] = self.ranges(index, degree)
+        return Part(tuple(shape), tuple(every))
 
 
 @dataclass(frozen=True)
@@ -182,32 +189,34 @@ class Shards:
 
     layout: Layout
     splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
-    """How each divided parameter is split; every other one is whole on each rank."""
+    """The parameters that are divided."""
     pieces: frozenset[str] = frozenset()
-    """The whole parameters of whose gradient a tensor rank computes a piece, and not all."""
+    """The parameters of whose gradient each rank that holds the same part computes a piece; of the
+    rest each computes all."""
 
     def part(self, name: str, shape: Sequence[int], rank: int) -> Part:
-        """Return what a rank holds of a parameter. shape: of the whole parameter."""
+        """Return what a rank holds of a parameter, whose whole shape this is."""
         return self._part(name, tuple(shape), self.tensor_index(rank))
 
     def _part(self, name: str, shape: Shape, index: int) -> Part:
         split = self.splits.get(name)
         if split is None or self.layout.tensor == 1:
             return Part.whole(shape)
-        return split.part(shape, index, self.layout.tensor)
+        degree = self.layout.tensor
+        return split.part(shape, part_index(index, degree), degree)
 
     def parts(self, name: str, shape: Sequence[int]) -> dict[Part, list[int]]:
-        """Return every part of a parameter with the ranks that hold it, in rank order."""
+        """Return every part of a parameter, and the ranks that hold it, in rank order."""
         found: dict[Part, list[int]] = {}
         for index, ranks in enumerate(self._ranks):
             found.setdefault(self._part(name, tuple(shape), index), []).extend(ranks)
         return {part: sorted(ranks) for part, ranks in found.items()}
 
     def whole_shape(self, name: str, held: Sequence[int]) -> Shape:
-        """Return a parameter's whole shape, from the shape of its part."""
+        """Return a parameter's whole shape, from that of a part."""
         split, shape = self.splits.get(name), list(held)
         if split is not None:
-            shape[split.dim] *= self.layout.tensor
+            shape[split.dim] = sum(split.stacked)
         return tuple(shape)
 
     @cached_property
@@ -222,12 +231,21 @@ class Shards:
         """Return a rank's place among those that hold the parts of one matrix."""
         return rank % self.layout.tensor  # the mesh's axes vary fastest
 
+    def replicas(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return the tensor indices in sets, of which each holds the same part of a parameter."""
+        degree, split = self.layout.tensor, self.splits.get(name)
+        found: dict[tuple[Range, ...], list[int]] = {}
+        for index in range(degree):
+            held = split.ranges(part_index(index, degree), degree) if split else ()
+            found.setdefault(held, []).append(index)
+        return tuple(map(tuple, found.values()))
+
     def is_first(self, name: str, rank: int) -> bool:
-        """Tell whether a part counts on this rank: no tensor rank before it holds the same one."""
-        return name in self.splits or self.tensor_index(rank) == 0
+        """Return whether no tensor rank before this one holds the same part: it is counted here."""
+        return self.tensor_index(rank) in {same[0] for same in self.replicas(name)}
 
     def is_piece(self, name: str) -> bool:
-        """Tell whether the tensor ranks' gradients of a parameter must be summed to be whole."""
+        """Return whether the gradients of the tensor ranks with the same part add up to its."""
         return name in self.pieces and self.layout.tensor > 1
 
 
@@ -244,18 +262,31 @@ class Holders:
     tensor: Group
     """The ranks that hold the parts of one matrix."""
 
+    same: Mapping[tuple[tuple[int, ...], ...], Group]
+    """By the sets of tensor indices that hold the same part of a parameter, this rank's group."""
+
     @classmethod
     def of(cls, shards: Shards, rank: int, groups: Groups) -> Holders:
-        """Make the groups of the ranks that hold a layout's parameters; collective."""
+        """Return the groups of a layout's holders; collective."""
         layout, books = shards.layout, Books()
         everyone = groups.of([range(layout.ranks)], rank, books)
         if layout.tensor == 1:
-            return cls(shards, rank, everyone, everyone, Group(None, (rank,), 0, books))
+            return cls(shards, rank, everyone, everyone, Group(None, (rank,), 0, books), {})
         others = [axis for axis in AXES if axis not in MESH]
         # DeepSpeed wants a handle, also where nobody else holds the same.
         zero = groups.of(layout.groups(others), rank, books, alone=True)
-        return cls(shards, rank, everyone, zero, groups.of(layout.groups(MESH), rank, books))
+        every = layout.groups(MESH)
+        found = {}
+        for sets in sorted({shards.replicas(name) for name in shards.pieces}):
+            members = [[ranks[index] for index in same] for ranks in every for same in sets]
+            found[sets] = groups.of(members, rank, books)
+        return cls(shards, rank, everyone, zero, groups.of(every, rank, books), found)
 
     def part(self, name: str, shape: Sequence[int]) -> Part:
-        """Return what this rank holds of a parameter. shape: of the whole parameter."""
+        """Return what this rank holds of a parameter, whose whole shape this is."""
         return self.shards.part(name, shape, self.rank)
+
+    def replicas(self, name: str) -> Group:
+        """Return the tensor ranks that hold the same part of a parameter whose gradients are
+        pieces."""
+        return self.same[self.shards.replicas(name)]

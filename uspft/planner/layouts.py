@@ -31,13 +31,16 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The layout's name: its algorithm, its degrees, and its data parallel degree above 1."""
+        """The layout's name: its algorithms, its degrees, and its data parallel degree above 1."""
         parts = [str(self.parallel.context_parallel_algo or "whole rows")]
         if self.layout.ulysses > 1 and self.layout.ring > 1:
             parts.append(f"{self.layout.ulysses}×{self.layout.ring}")
         elif self.layout.context > 1:
             parts.append(str(self.layout.context))
-        return " ".join(parts) + (f", data {self.layout.data}" if self.layout.data > 1 else "")
+        tokens = " with tokens" if self.parallel.use_seq_parallel else ""
+        tensor = f", tensor {self.layout.tensor}{tokens}" if self.layout.tensor > 1 else ""
+        data = f", data {self.layout.data}" if self.layout.data > 1 else ""
+        return " ".join(parts) + tensor + data
 
 
 def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate]:
@@ -47,17 +50,22 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
     resolved one, whose ZeRO stage and options of algorithms are kept where they apply.
     """
     own = recipe.parallel_config
-    blocks = [_block(own, ranks, 1, None)]
-    for context in _divisors(ranks)[1:]:
-        for name in CONTEXT:
-            for ulysses in _divisors(context):
-                blocks.append(_block(own, ranks, context, (name, ulysses)))
+    blocks = []
+    for split in _tensor_splits(own, ranks):
+        left = ranks // split.model_parallel
+        blocks.append(_block(split, left, 1, None))
+        for context in _divisors(left)[1:]:
+            for name in CONTEXT:
+                for ulysses in _divisors(context):
+                    blocks.append(_block(split, left, context, (name, ulysses)))
     blocks = [block for block in blocks if not _is_another(block)]
-    first = _block(own, ranks, 1, None) if own.context_parallel == 1 else own
+    left = ranks // own.model_parallel
+    first = _block(own, left, 1, None) if own.context_parallel == 1 else own
     found: dict[tuple[object, ...], Candidate] = {}
     for block in [first, *blocks]:
         layout = _layout(block)
-        key = (block.context_parallel_algo, layout.ulysses, layout.ring)
+        tensor = block.model_parallel, block.use_seq_parallel
+        key = (block.context_parallel_algo, layout.ulysses, layout.ring, *tensor)
         if key not in found:
             wrong = _problems(recipe, block, problems)
             if wrong and (bare := _without_options(block)) != block:
@@ -85,12 +93,27 @@ def chosen(all_of_them: Sequence[Candidate], limit: int | None) -> list[Candidat
 
 
 def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
-    """Return how often its algorithm, context degree and Ulysses degree are kept already."""
+    """Return how often its algorithm and each of its degrees are kept already."""
     traits = [
-        (each.parallel.context_parallel_algo, each.layout.context, each.layout.ulysses)
+        (
+            each.parallel.context_parallel_algo,
+            each.layout.context,
+            each.layout.ulysses,
+            (each.layout.tensor, each.parallel.use_seq_parallel),
+        )
         for each in (one, *kept)
     ]
     return sum(a == b for trait in traits[1:] for a, b in zip(traits[0], trait, strict=True))
+
+
+def _tensor_splits(own: ParallelBlock, ranks: int) -> list[ParallelBlock]:
+    """Return `own` with every tensor parallel degree, with tokens split between matrices and
+    without; first of all those that split no matrix."""
+    ways = [(1, False)] + [(t, tokens) for t in _divisors(ranks)[1:] for tokens in (False, True)]
+    return [
+        own.model_copy(update={"model_parallel": degree, "use_seq_parallel": tokens})
+        for degree, tokens in ways
+    ]
 
 
 def _block(
@@ -98,7 +121,8 @@ def _block(
 ) -> ParallelBlock:
     """Return the block of one layout, which is `own` in all else.
 
-    named: the algorithm and, if it takes one, the Ulysses degree; None where rows are whole.
+    ranks: those among which no matrix is split. named: the algorithm and, if it takes one, the
+    Ulysses degree; None where rows are whole.
     """
     name, ulysses = named or (None, None)
     update = {

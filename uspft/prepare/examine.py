@@ -13,7 +13,8 @@ import torch
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, load
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import ModelShape, check_length, read_shape
+from uspft.families import FAMILIES, ModelShape, check_length, read_shape
+from uspft.families.projections import FUSED
 from uspft.layout import Layout, layout_of
 from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
@@ -21,6 +22,7 @@ from uspft.prepare.invocation import CONFIGS
 from uspft.prepare.paths import find_paths
 from uspft.prepare.resolve import Known, choice, ranks_of, resolve
 from uspft.sequence import Heads, of_recipe
+from uspft.tensor import tensor_algorithm
 
 
 @dataclass(frozen=True)
@@ -183,10 +185,27 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     """Return the findings that speak against a recipe's `parallel_config` under its layout."""
     algorithm = of_recipe(recipe, layout)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
+    if shape and heads and layout.tensor > 1:
+        if wrong := _tensor(recipe, layout, shape):
+            return wrong
+        heads = heads.on(layout.tensor)
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
     problems = algorithm.problems(recipe.data.sequence_length, wide)
     return problems + _accumulation(recipe, layout)
+
+
+def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
+    """Return why a model's matrices cannot be split over tensor ranks."""
+    key, kind = "parallel_config.model_parallel", shape.model_type
+    if FAMILIES[kind].routed:
+        able = [name for name, family in FAMILIES.items() if not family.routed]
+        what = f"splits matrices {layout.tensor} ways, which is not available for `{kind}` yet"
+        return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
+    algorithm = tensor_algorithm(recipe.parallel_config, layout)
+    return algorithm.problems(
+        shape.heads, shape.kv_heads, fused=FAMILIES[kind].projections is FUSED
+    )
 
 
 def _hosts(layout: Layout, hosts: int) -> list[Finding]:

@@ -72,6 +72,7 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
     if work:
         work = work._replace(keep=not recipe.memory.gradient_checkpointing)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
+    heads = heads.on(parallel.model_parallel) if heads else None
     here = (ranks_of(recipe, known) or 0) // known.hosts
     hardware = known.cluster and known.cluster.hardware
     return recommend(ranks, here or ranks, heads, work, hardware)

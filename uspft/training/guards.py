@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from uspft.comm import largest
@@ -61,15 +62,15 @@ class Guards:
         """
         world, zero = self._run.world, self._run.job.recipe.deepspeed.zero_optimization
         small = zero.get("stage3_param_persistence_threshold", 100_000)
+        holders = self._run.engine.holders
         whole = kept = 0
         for name, parameter in self._run.engine.named.items():
             part: Any = getattr(parameter, "ds_tensor", None)
             count = getattr(parameter, "ds_numel", parameter.numel())
-            if part is None or (parameter.numel() == count > small and world.layout.ranks > 1):
+            if part is None or (parameter.numel() == count > small and holders.zero.size > 1):
                 raise RuntimeError(f"{name} is whole on rank {world.mesh.rank} under ZeRO-3")
-            whole += count * part.element_size()
+            whole += prod(self._run.engine.part_of(name).shape) * part.element_size()
             kept += part.numel() * part.element_size()
-        holders = self._run.engine.holders
         most, least = largest([kept, -kept], holders.everyone, world.device)
         self._say(
             f"parameters: {as_size(whole)}, {each(-least, most)} of {world.layout.ranks} ranks"

@@ -48,6 +48,8 @@ class VerifyJob:
         parallel = recipe.parallel_config.model_copy(
             update={
                 "data_parallel": 1,
+                "model_parallel": 1,
+                "use_seq_parallel": False,
                 "context_parallel": 1,
                 "context_parallel_algo": None,
                 "ulysses_degree_in_cp": None,

@@ -85,10 +85,10 @@ def test_the_command_says_it_by_its_exit_code(
     verdict: str | None,
     verify: Callable[..., Any],
 ) -> None:
-    results = [*[result(off=0.1 if words else 0.0)] * 4, last] if last else []
+    results = [*[result(off=0.1 if words else 0.0)] * 6, last] if last else []
     *found, out = verify(results, words)
     assert found == [code, verdict]
-    assert verdict is None or "5 layouts" in out
+    assert verdict is None or "7 layouts" in out
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_rules_of_features_to_come_hold_already() -> None:
         "training.eval_every_steps",
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
-    assert len(RULES) == 10
+    assert len(RULES) == 11
 
 
 DEEPSPEED = {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.algorithms import ALGORITHMS, named
-from uspft.config.algorithms import CONTEXT, WHOLE
+from uspft.config.algorithms import CONTEXT, TENSOR, WHOLE
 from uspft.segments import Segments
 from uspft.sequence import Heads
 
@@ -38,6 +38,16 @@ def test_the_table_is_the_registry() -> None:
     rows = {WHOLE.name: WHOLE, **CONTEXT}
     assert table() == {name: Line(row.what, row.legal, row.megatron) for name, row in rows.items()}
     assert len(rows) == 6
+
+
+def test_the_table_of_tensor_algorithms_is_the_registry() -> None:
+    rows = [
+        f"| `tensor_parallel_algo: {row.name}`, beside any | {row.what} | {row.legal} "
+        f"| {row.megatron} |"
+        for row in TENSOR.values()
+    ]
+    assert rows and all(f"\n{row}\n" in README for row in rows)
+    assert README.count("| `tensor_parallel_algo: ") == len(rows)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -60,14 +60,32 @@ def test_a_fused_matrix_is_split_matrix_by_matrix() -> None:
     assert [ranks for ranks in held.parts("qkv", (16, 3)).values()] == [[0, 2], [1, 3]]
     assert held.whole_shape("qkv", (8, 3)) == (16, 3)
     assert list(held.parts("norm", (3,)).values()) == [[0, 1, 2, 3]]
-    with pytest.raises(ValueError, match=r"\(15, 3\) does not split 2 ways along 0"):
-        Shards(layout, {"odd": MatrixSplit(0)}).part("odd", (15, 3), 0)
+    with pytest.raises(ValueError, match=r"\(15, 3\) does not have \(16,\) along 0"):
+        Shards(layout, {"odd": MatrixSplit(0, (16,))}).part("odd", (15, 3), 0)
+
+
+def test_what_does_not_divide_is_split_unevenly_and_units_stay_whole() -> None:
+    four = Layout(mesh_columns=4)
+    held = Shards(four, {"head": MatrixSplit(0, (10,)), "kv": MatrixSplit(0, (6,), (2,))})
+    rows = [held.part("head", (10, 3), rank).ranges[0][0] for rank in range(4)]
+    assert sorted(rows) == [(0, 2), (2, 5), (5, 7), (7, 10)] and rows[1] == (5, 7)
+    assert held.whole_shape("head", (2, 3)) == (10, 3)
+    assert [held.part("kv", (6,), rank).ranges[0][0] for rank in range(4)] == [
+        (0, 3),
+        (3, 6),
+        (0, 3),
+        (3, 6),
+    ]
+    assert held.replicas("kv") == ((0, 2), (1, 3)) and held.replicas("norm") == ((0, 1, 2, 3),)
+    assert [held.is_first("kv", rank) for rank in range(4)] == [True, True, False, False]
 
 
 def test_replicas_and_pieces_are_known() -> None:
-    held = Shards(Layout(mesh_columns=2, data=2), {"up": MatrixSplit(0)}, frozenset({"per_head"}))
+    held = Shards(
+        Layout(mesh_columns=2, data=2), {"up": MatrixSplit(0, (4,))}, frozenset({"per_head"})
+    )
     assert [held.is_first("up", rank) for rank in range(4)] == [True] * 4
     assert [held.is_first("norm", rank) for rank in range(4)] == [True, False, True, False]
     assert held.is_piece("per_head") and not held.is_piece("norm")
-    alone = Shards(Layout(data=4), {"up": MatrixSplit(0)}, frozenset({"per_head"}))
+    alone = Shards(Layout(data=4), {"up": MatrixSplit(0, (4,))}, frozenset({"per_head"}))
     assert alone.part("up", (4, 4), 3).is_whole and not alone.is_piece("per_head")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -10,19 +11,18 @@ from tests.support.verify import RING, layouts, own, recipe
 from uspft.planner.layouts import chosen
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 5), (4, 11), (8, 19)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 7), (4, 23), (8, 53)])
 def test_every_layout_is_there_once(ranks: int, count: int) -> None:
     found = layouts(recipe(data={"sequence_length": 128}), ranks)
     assert len(found) == count == len({one.name for one in found})
     assert all(one.layout.ranks == ranks and one.reason is None for one in found)
-    degrees = {(one.layout.ulysses, one.layout.ring, one.layout.data) for one in found}
+    degrees = {(one.layout.tensor, one.layout.ulysses, one.layout.ring) for one in found}
     every = {
-        (u, r, ranks // (u * r))
-        for u in range(1, ranks + 1)
-        for r in range(1, ranks + 1)
-        if ranks % (u * r) == 0
+        (t, u, r) for t, u, r in product(range(1, ranks + 1), repeat=3) if ranks % (t * u * r) == 0
     }
     assert degrees == every
+    tokens = [one for one in found if one.parallel.use_seq_parallel]
+    assert len(tokens) == sum(one.layout.tensor > 1 for one in found) / 2
 
 
 def test_the_recipes_own_layout_is_first_and_there_once() -> None:
@@ -33,7 +33,7 @@ def test_the_recipes_own_layout_is_first_and_there_once() -> None:
         ulysses_degree_in_cp=2,
     )
     found = layouts(recipe(**hybrid), 4)
-    assert found[0].name == "hybrid_cp 2×2" and len(found) == 11
+    assert found[0].name == "hybrid_cp 2×2" and len(found) == 23
     found = layouts(recipe(**own(data_parallel=2, context_parallel_algo="ring_cp")), 2)
     assert [one.name for one in found][:2] == ["whole rows, data 2", "ulysses_cp 2"]
 

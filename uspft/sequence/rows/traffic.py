@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from uspft.sequence.rows.heads import split_heads
@@ -18,6 +18,10 @@ class Heads(NamedTuple):
     query: int
     kv: int
     dim: int
+
+    def on(self, ranks: int) -> Heads:
+        """Return the heads of each of so many tensor ranks; several may have the same KV heads."""
+        return Heads(self.query // ranks, max(self.kv // ranks, 1), self.dim)
 
 
 class Traffic(NamedTuple):
@@ -42,7 +46,7 @@ class Cost:
     all_to_all: Traffic = NOTHING
     ring: Traffic = NOTHING
     gather: Traffic = NOTHING
-    arrivals: int = 0
+    arrivals: int = field(default=0, compare=False)
 
 
 def heads_traffic(heads: Heads, ulysses: int, tokens: int, element_bytes: int) -> Traffic:

@@ -60,9 +60,7 @@ def test_the_tables_of_names_name_keys_that_exist() -> None:
 
 ASKED = {
     "parallel_config": {
-        "model_parallel: 2": "tensor parallelism",
-        "model_parallel: 2, use_seq_parallel: true": "tensor parallelism",
-        "fine_grain_interleave: 2": "tensor parallelism",
+        "fine_grain_interleave: 2": "interleaving a layer's work",
         "tensor_parallel_algo: meshslice, tensor_mesh: [0, x, 3]": "meshslice",
         "tensor_slices: 4": "meshslice",
         "pipeline_stage: 4, micro_batch_num: 8": "pipeline parallelism",

@@ -1,0 +1,247 @@
+"""Tensor parallelism against plain transformers in one process, for every dense family.
+
+Tensor 2 and 4 × context 1 and 2 × data 1 and 2 × ZeRO × packing × tokens split or not: each model
+meets one of them on four and eight processes, by turns (`--full`: every pair). One spawn each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import Documents, Reference, mismatch, reference
+from tests.support.ranks import spawn
+from tests.support.rows import row_documents
+from tests.support.runs import close, held, prepared, run_recipe
+from tests.support.tensor import (
+    CLIP,
+    LAYOUTS,
+    MODELS,
+    RATE,
+    STEPS,
+    Case,
+    cases,
+    make_setting,
+    recipe,
+)
+from uspft.parameters.shards import Part, Shards
+from uspft.tensor.megatron import Megatron
+
+pytestmark = pytest.mark.timeout(900)
+Data = dict[bool, Documents]
+PLAIN = Case("llama", (2, 1), "zero1", False, False)
+TOKENS = Case("llama", (2, 2), "zero3", False, True)
+
+
+def work(rank: int, every: list[Case], folder: Path, data: Data) -> dict[Case, Any]:
+    """What each case gave, and how many elements of it this rank held of every parameter."""
+    found = {}
+    for number, case in enumerate(every):
+        sizes: dict[str, tuple[int, int]] = {}
+
+        def see(run: Any, sizes: dict[str, tuple[int, int]] = sizes) -> None:
+            for name, parameter in run.engine.named.items():
+                count = getattr(parameter, "ds_numel", parameter.numel())
+                sizes[name] = count, Part.whole(run.engine.part_of(name).shape).count
+
+        got = run_recipe(
+            recipe(case, folder, data), folder / f"run-{len(every)}-{number}", before=see
+        )
+        found[case] = got, sizes
+    return found
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Data]:
+    folder = tmp_path_factory.mktemp("tensor")
+    return folder, make_setting(folder)
+
+
+def wanted(case: Case, setting: tuple[Path, Data], steps: int = STEPS) -> Reference:
+    folder, data = setting
+    rows = row_documents(data, case.packed)[: 2 * steps]
+    each = [list(chain(*rows[i : i + 2])) for i in range(0, 2 * steps, 2)]
+    return reference(folder / case.model, each, rate=RATE, clip=CLIP)
+
+
+def is_divided(name: str) -> bool:
+    """Whether nobody holds all of a parameter."""
+    words = name.split(".")
+    norm = "norm" in words[-2] and not words[-2].startswith(("q_", "k_"))
+    return not norm and not (words[-1] == "bias" and words[-2] in ("o_proj", "down_proj"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "full", "count"),
+    [
+        (4, False, 10),
+        (8, False, 7),
+        pytest.param(4, True, 60, marks=pytest.mark.full),
+        pytest.param(8, True, 60, marks=pytest.mark.full),
+    ],
+)
+def test_a_split_model_trains_as_one_process(
+    ranks: int, full: bool, count: int, setting: tuple[Path, Data]
+) -> None:
+    every = cases(ranks, full=full)
+    assert len(every) == count
+    wrong = {}
+    for case, (got, sizes) in spawn(ranks, work, every, *setting)[0].items():
+        if found := mismatch(got, wanted(case, setting)):
+            wrong[case] = found
+        for name, (here, whole) in sizes.items():
+            per_head = case.model in ("qwen3", "gemma3_text") and name.endswith("_norm.weight")
+            alone = MODELS[case.model].get("kv_heads") == 1 and (
+                "k_proj" in name or "v_proj" in name
+            )
+            divided = is_divided(name) and not per_head and not alone
+            assert (here < whole) == divided, (case, name)
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+
+def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
+    """Runs in which a fault is made: the first step's record, or what was raised."""
+    found = {}
+    faults: dict[str, tuple[Case, type[Any], str, Any]] = {
+        "a piece is not summed": (TOKENS, Shards, "is_piece", lambda self, name: False),
+        "a replica counts twice": (
+            Case("llama", (4, 1), "zero1", False, False),
+            Shards,
+            "is_first",
+            lambda self, name, rank: True,
+        ),
+        "parts are not summed": (PLAIN, Megatron, "leave", lambda self, x, group: x),
+        "gradients are not summed": (PLAIN, Megatron, "enter", lambda self, x, tokens, group: x),
+    }
+    for number, (name, (case, owner, method, fault)) in enumerate(faults.items()):
+        with replaced(owner, method, fault):
+            found[name] = case, run_recipe(recipe(case, folder, data), folder / f"broken-{number}")
+    for number, (name, case) in enumerate(ROUNDED.items()):
+        runs = recipe(case, folder, data, model={"dtype": "bfloat16"})
+        counts = (lambda self, name, rank: True) if name == TWICE else Shards.is_first
+        with replaced(Shards, "is_first", counts):
+            found[name] = case, run_recipe(runs, folder / f"rounded-{number}")
+    return found
+
+
+TWICE = "bfloat16, a replica counts twice"
+ROUNDED = {
+    f"bfloat16 {zero}": Case("llama", (4, 1), zero, False, zero == "zero2")
+    for zero in ("zero0", "zero1", "zero2", "zero3")
+} | {TWICE: Case("llama", (4, 1), "zero2", False, False)}
+
+
+@contextmanager
+def replaced(owner: type[Any], name: str, other: Callable[..., Any]) -> Iterator[None]:
+    own = getattr(owner, name)
+    setattr(owner, name, other)
+    yield
+    setattr(owner, name, own)
+
+
+def test_each_fault_is_found_and_norms_in_bfloat16_are_right(setting: tuple[Path, Data]) -> None:
+    """The comparison's own control; and the norm that clips, with key-value heads held twice."""
+    found = spawn(8, broken, *setting)[0]
+    assert len(found) == 4 + 5
+    for fault, (case, got) in found.items():
+        want = wanted(case, setting)
+        if fault not in ROUNDED:
+            assert mismatch(got, want), fault
+            continue
+        off = [r["grad_norm"] / n - 1 for r, n in zip(got[0], want.grad_norms, strict=True)]
+        assert (max(map(abs, off)) > 0.02) == (fault == TWICE), (case, off)
+        assert all(norm > CLIP for norm in want.grad_norms)
+
+
+def saved_and_resumed(rank: int, folder: Path, data: Data) -> Any:
+    """One step under a layout and stage, the next under another; and both under one."""
+    from uspft.training.loop import train
+
+    chain_of = [
+        Case("llama", (2, 1), "zero1", False, False),
+        Case("llama", (4, 1), "zero3", False, True),
+        Case("llama", (1, 4), "zero2", False, False),
+        Case("llama", (2, 2), "zero0", False, True),
+    ]
+    output, steps = folder / "chain", len(chain_of)
+    for number, case in enumerate(chain_of, 1):
+        blocks = {
+            "training": {"steps": number},
+            "checkpoint": {"every_steps": 1},
+            "export": {"huggingface": number == steps},
+        }
+        run = prepared(recipe(case, folder, data, **blocks), output, resume=number > 1)
+        assert run.first_step == number - 1
+        train(run, lambda: False)
+        end = held(run.engine)
+        close(run)
+    return end if rank == 0 else None
+
+
+def test_a_run_goes_on_under_other_degrees_stages_and_its_export_is_transformers(
+    setting: tuple[Path, Data],
+) -> None:
+    import json
+
+    from transformers import AutoModelForCausalLM
+
+    end = spawn(4, saved_and_resumed, *setting)[0]
+    output = setting[0] / "chain"
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    records = [line for line in lines if "loss" in line]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert not mismatch((records, end), wanted(PLAIN, setting, steps=4))
+    net = AutoModelForCausalLM.from_pretrained(output / "hf", dtype=torch.float32)
+    exported = dict(net.named_parameters())
+    assert exported.keys() == end.keys()
+    assert all(torch.equal(exported[name], end[name]) for name in end)
+
+
+COUNTED = [Case("llama", (2, 1), "zero1", False, tokens) for tokens in (False, True)]
+
+
+def counted(rank: int, folder: Path, data: Data) -> list[Any]:
+    blocks = {"memory": {"gradient_checkpointing": False}}
+    return [
+        run_recipe(recipe(case, folder, data, **blocks), folder / f"counted-{case.tokens}")
+        for case in COUNTED
+    ]
+
+
+def test_the_books_have_what_the_formula_says(setting: tuple[Path, Data]) -> None:
+    """Of the busiest rank: blocks, three numbers for each target, pieces of gradients."""
+    rows = row_documents(setting[1], False)
+    for case, (records, end) in zip(COUNTED, spawn(4, counted, *setting)[0], strict=True):
+        blocks, _ = Megatron(2, case.tokens).cost(2 * 2 + 1, 48, 64, 4)
+        whole = [name for name in end if not is_divided(name) and (case.tokens or "bias" in name)]
+        pieces = sum(reduced(end[name].numel()) for name in whole)
+        assert len(whole) == (9 if case.tokens else 4)
+        for record, (one, other) in zip(
+            records, zip(rows[::2], rows[1::2], strict=True), strict=False
+        ):
+            targets = max(sum(t != -100 for _, ls in row for t in ls[1:]) for row in (one, other))
+            loss = reduced(targets) + reduced(2 * targets)
+            assert record["comm_bytes"] == {"tensor": blocks + pieces + loss}
+
+
+def reduced(elements: int) -> int:
+    """Bytes that one of two ranks sends for an all-reduce of float32 numbers."""
+    return 4 * elements
+
+
+def test_every_model_and_trait_is_met() -> None:
+    for ranks in (4, 8):
+        for full in (False, True):
+            every = cases(ranks, full=full)
+            models, layouts, stages, packed, tokens = (
+                {getattr(case, name) for case in every}
+                for name in ("model", "layout", "zero", "packed", "tokens")
+            )
+            assert layouts == set(LAYOUTS[ranks]) and packed == tokens == {False, True}
+            assert len(stages) == 6 and (models == set(MODELS) or (ranks, full) == (8, False))

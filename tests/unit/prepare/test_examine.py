@@ -1,0 +1,81 @@
+"""What speaks against a recipe before a process starts: matrices that cannot be split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from uspft.config import RecipeError
+from uspft.prepare.examine import examine
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+}
+
+
+def said(folder: Path, model: dict[str, Any], **parallel: Any) -> list[str]:
+    """What `examine` says of a model under these degrees; nothing where it passes."""
+    (folder / "config.json").write_text(json.dumps({**SIZES, **model}))
+    (folder / "d.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    tree = {
+        "model": {"config": str(folder / "config.json"), "dtype": "float32"},
+        "data": {"train": str(folder / "d.jsonl"), "sequence_length": 32},
+        "parallel_config": parallel,
+        "training": {"steps": 1, "global_batch_size": 1},
+        "launch": {"device": "cpu"},
+    }
+    (folder / "r.yaml").write_text(yaml.safe_dump(tree))
+    try:
+        examine(folder / "r.yaml", [], 1, None)
+    except RecipeError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("model", "degree", "words"),
+    [
+        ({"model_type": "llama"}, 8, None),
+        ({"model_type": "llama"}, 3, "do not split over 3 ranks; write one of 1, 2, 4, 8"),
+        ({"model_type": "phi3"}, 4, None),
+        (
+            {"model_type": "phi3"},
+            8,
+            "8 query heads and 4 key-value heads (in one matrix) do not split over 8 ranks; "
+            "write one of 1, 2, 4",
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4},
+            2,
+            "splits matrices 2 ways, which is not available for `mixtral` yet; "
+            "write 1, or name a model of type llama, qwen2, qwen3, mistral, phi3",
+        ),
+    ],
+)
+def test_models_and_heads_that_cannot_be_split_are_named(
+    model: dict[str, Any], degree: int, words: str | None, tmp_path: Path
+) -> None:
+    lines = said(tmp_path, model, model_parallel=degree)
+    if words is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert ": parallel_config.model_parallel: " in line and words in line
+
+
+def test_context_parallelism_has_the_heads_that_tensor_ranks_leave_it(tmp_path: Path) -> None:
+    """Of 8 heads on 4 tensor ranks 2 are left: ulysses 4 spreads them as evenly as it can."""
+    split = {"model_parallel": 4, "context_parallel": 2, "context_parallel_algo": "ring_cp"}
+    assert said(tmp_path, {"model_type": "llama"}, **split) == []
+    (line,) = said(tmp_path, {"model_type": "llama"}, **split, tensor_mesh=[2, 2])
+    assert "meshslice is not available yet; write `tensor_mesh: auto`" in line

@@ -1,0 +1,64 @@
+"""How the matrices of a family are divided among tensor ranks, by the names of its modules.
+
+A block begins at matrices split by columns, from which each rank gets some heads or inner features
+of the whole input, and ends at a matrix split by rows, whose partial results are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+QUERY, KV, INNER, VOCABULARY = "query", "kv", "inner", "vocabulary"
+"""What is divided: query heads, key-value heads, inner features of the MLP, tokens known."""
+COLUMNS, ROWS = 0, 1
+"""The dimension of a weight, [gives, takes], along which it is divided."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How the parameters of a module are divided."""
+
+    dim: int
+    """COLUMNS or ROWS."""
+    blocks: tuple[str, ...]
+    """What stands one after another along the dimension: several in a fused projection."""
+
+
+PER_HEAD = Projection(COLUMNS, ())
+"""A norm of which every head uses the same weight: it is whole on each rank, and each computes its
+gradient from the heads that it has."""
+
+_COMMON = {
+    "embed_tokens": Projection(COLUMNS, (VOCABULARY,)),
+    "lm_head": Projection(COLUMNS, (VOCABULARY,)),
+    "self_attn.o_proj": Projection(ROWS, (QUERY,)),
+    "mlp.down_proj": Projection(ROWS, (INNER,)),
+}
+SEPARATE: Mapping[str, Projection] = {
+    **_COMMON,
+    "self_attn.q_proj": Projection(COLUMNS, (QUERY,)),
+    "self_attn.k_proj": Projection(COLUMNS, (KV,)),
+    "self_attn.v_proj": Projection(COLUMNS, (KV,)),
+    "mlp.gate_proj": Projection(COLUMNS, (INNER,)),
+    "mlp.up_proj": Projection(COLUMNS, (INNER,)),
+}
+"""LLaMA's, and most families'."""
+FUSED: Mapping[str, Projection] = {
+    **_COMMON,
+    "self_attn.qkv_proj": Projection(COLUMNS, (QUERY, KV, KV)),
+    "mlp.gate_up_proj": Projection(COLUMNS, (INNER, INNER)),
+}
+"""Phi-3's."""
+NORMED_HEADS: Mapping[str, Projection] = {
+    **SEPARATE,
+    "self_attn.q_norm": PER_HEAD,
+    "self_attn.k_norm": PER_HEAD,
+}
+"""Qwen3's and Gemma 3's, whose norms see one head at a time."""
+NORMED_TOGETHER: Mapping[str, Projection] = {
+    **SEPARATE,
+    "self_attn.q_norm": Projection(COLUMNS, (QUERY,)),
+    "self_attn.k_norm": Projection(COLUMNS, (KV,)),
+}
+"""OLMo 2's, whose norms see all heads of a token together."""
