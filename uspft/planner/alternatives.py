@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from uspft.config.algorithms import CONTEXT, WHOLE, AlgorithmRow, Splits
-from uspft.families import ModelShape
+from uspft.families import FAMILIES, ModelShape
+from uspft.families.projections import FUSED
 from uspft.layout import Layout, ring_ranks_of_a_host
 from uspft.planner.hardware import Hardware
-from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.time import StepShape, StepTime, local_heads, model_flops, step_time
 from uspft.sequence import Algorithm, make_algorithm
+from uspft.tensor.parts import divide_heads
 
 TENSOR = (1, 2, 4, 8)
-"""Tensor degrees that are looked at, whether a recipe can already ask for them or not."""
+"""Tensor degrees that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,12 @@ class Prediction:
 
 
 def splits_over(model: ModelShape, tensor: int) -> bool:
-    """Tell whether so many ranks can hold equal parts of every matrix.
-
-    KV heads are replicated where they are fewer.
-    """
-    sides = [head_projection(model).outputs] + [
-        (one.inputs if one.splits == "inputs" else one.outputs) // one.unit
-        for one in layer_projections(model)
-        if one.splits != "none"
-    ]
-    kv = model.kv_heads
-    return all(side % tensor == 0 or (side == kv and tensor % kv == 0) for side in sides)
+    """Tell whether so many ranks can hold parts of the model's matrices; no experts are split."""
+    family = FAMILIES[model.model_type]
+    if family.routed:
+        return tensor == 1
+    fused = family.projections is FUSED
+    return divide_heads(model.heads, model.kv_heads, tensor, fused=fused)
 
 
 def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Prediction]:

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from uspft.comm import Group, gather_over, sum_over, sum_parts
 from uspft.config.problems import Finding
+from uspft.tensor.parts import divide_heads
 
 KIND = "tensor"
 """What its transfers count as."""
@@ -38,14 +39,10 @@ class Megatron:
     def problems(self, query_heads: int, kv_heads: int, *, fused: bool) -> list[Finding]:
         """Return why heads cannot be split: (recipe key, what is wrong, remedy) each.
 
-        With more ranks than key-value heads, several ranks hold the same. fused: whether they
-        stand in one matrix with query heads, of which then all rows must be divided.
+        fused: whether query, key and value heads stand in one matrix.
         """
-        legal = [
-            n
-            for n in range(1, query_heads + 1)
-            if query_heads % n == 0 and (kv_heads % n == 0 or (n % kv_heads == 0 and not fused))
-        ]
+        every = range(1, query_heads + 1)
+        legal = [n for n in every if divide_heads(query_heads, kv_heads, n, fused=fused)]
         if self.degree in legal:
             return []
         together = " (in one matrix)" if fused else ""

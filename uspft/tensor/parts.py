@@ -48,3 +48,13 @@ def part_range(units: int, index: int, degree: int) -> Range:
         unit = index * units // degree
         return unit, unit + 1
     return index * units // degree, (index + 1) * units // degree
+
+
+def divide_heads(query_heads: int, kv_heads: int, ranks: int, *, fused: bool = False) -> bool:
+    """Tell whether tensor ranks can divide the heads of attention.
+
+    With more ranks than key-value heads, several ranks hold the same. fused: whether those stand in
+    one matrix with query heads, of which then all rows must be divided.
+    """
+    shared = ranks % kv_heads == 0 and not fused
+    return query_heads % ranks == 0 and (kv_heads % ranks == 0 or shared)

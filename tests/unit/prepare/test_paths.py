@@ -75,6 +75,6 @@ def test_a_shipped_recipe_works_from_any_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cpu = ["launch.device=cuda"] if "quickstart" not in path.name else []
-    found = examine(path, cpu, 1, None if "quickstart" in path.name else 16)
+    found = examine(path, cpu, 1, None if "quickstart" in path.name else 64)
     for source in found.recipe.data.train:
         assert source.path == "python:stdlib" or os.path.exists(source.path)
