@@ -8,7 +8,7 @@ features. What a layer is called with says how its row is split; nothing is kept
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,17 +43,22 @@ def shards_of(model: Any, layout: Layout, *, splits_tokens: bool) -> Shards:
     """Return who holds what of a model on meta under a layout.
 
     splits_tokens: whether tensor ranks see different tokens between blocks, so that what is whole
-    there has a piece of its gradient on each.
+    there has a piece of its gradient on each. Raises RuntimeError for a parameter inside a block of
+    which the family's table says nothing.
     """
     if layout.tensor == 1:
         return Shards(layout)
     blocks = _blocks(model.config)
+    inside = {name.partition(".")[0] for name in _table(model) if "." in name}
     splits: dict[str, MatrixSplit] = {}
     pieces: set[str] = set()
     for name in places(model):
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
         found = _projection(model, owner)
+        if found is None and inside & set(owner.split(".")):
+            kind = model.config.model_type
+            raise RuntimeError(f"families/projections.py does not say how {kind} divides {name}")
         along = _dim(found, kind, adapter) if found else None
         if found and along is not None:
             stacked = [blocks[block] for block in found.blocks]
@@ -85,10 +90,13 @@ def _blocks(config: Any) -> dict[str, _Block]:
     }
 
 
+def _table(model: Any) -> Mapping[str, Projection]:
+    return FAMILIES[model.config.model_type].projections
+
+
 def _projection(model: Any, owner: str) -> Projection | None:
     """Return how a module's parameters are divided, by the last words of its name."""
-    table = FAMILIES[model.config.model_type].projections
-    words = owner.split(".")
+    table, words = _table(model), owner.split(".")
     return table.get(words[-1]) or table.get(".".join(words[-2:]))
 
 
@@ -131,7 +139,7 @@ def split_model(model: Any, holders: Holders) -> None:
     _move_padding(model, part_range(model.config.vocab_size, *here))
     kv_heads = model.config.num_key_value_heads
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    table = FAMILIES[model.config.model_type].projections
+    table = _table(model)
     for layer in model.base_model.layers:
         call = _Call()
         layer.register_forward_pre_hook(call.begin, with_kwargs=True)
