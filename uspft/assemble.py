@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
 from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.config import Recipe
-from uspft.config.algorithms import row_of
+from uspft.config.algorithms import TENSOR, row_of
 from uspft.config.problems import RunFailed
 from uspft.data import Corpus, RowStream, training_rows
 from uspft.data.loader import EMPTY, StepLoader
@@ -27,7 +28,6 @@ from uspft.model.build import empty_model
 from uspft.model.causal import CausalLoss
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
-from uspft.model.parallel import shards_of, split_model
 from uspft.model.recompute import recompute_layers
 from uspft.model.trained import choose_trained
 from uspft.parameters.fill import fill
@@ -98,11 +98,12 @@ def assemble(
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
     model = empty_model(config, dtype)
     choose_trained(model, recipe.model, recipe.seed)
-    shards = shards_of(model, layout, splits_tokens=tensor.splits_tokens)
+    how = import_module(TENSOR[recipe.parallel_config.tensor_parallel_algo].model)
+    shards = how.shards_of(model, layout, splits_tokens=tensor.splits_tokens)
     holders = Holders.of(shards, world.mesh.rank, groups)
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, partitioner(recipe, holders))
-    split_model(model, holders)
+    how.split_model(model, holders)
     model.train()
     if recipe.memory.gradient_checkpointing:
         recompute_layers(model)
@@ -189,7 +190,7 @@ def head_shapes(config: Any, layout: Layout) -> list[Heads]:
     """
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query, kv, _ = Heads(config.num_attention_heads, config.num_key_value_heads, dim).on(
-        layout.tensor
+        layout.mesh_columns
     )
     calls = split_heads(query, kv, layout.ulysses).calls(query // kv)
     return [Heads(query, kv, dim) for query, kv in sorted(calls)]

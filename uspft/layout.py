@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -14,40 +14,52 @@ if TYPE_CHECKING:
     from uspft.config import ParallelBlock
     from uspft.config.problems import Finding
 
-AXES = ("mesh_columns", "mesh_rows", "ulysses", "ring", "data", "pipeline")
+AXES = ("mesh_columns", "ulysses", "ring", "data", "pipeline")
 """The axes of a layout, the fastest-varying first.
 
 The axis with the most traffic thus gets neighbouring ranks (USP, tip 7).
 """
+HELD = ("mesh_columns", "mesh_rows", "copies", "pipeline")
+"""The axes of what ranks hold of the parameters, the fastest-varying first.
 
-
-MESH = AXES[:2]
+The rows of a mesh are the first of the ranks that share a row of tokens; copies hold the same.
+"""
+MESH = HELD[:2]
 """The axes along which ranks hold parts of one matrix."""
+COPIES = HELD[2:3]
+"""The axis along which ranks hold the same part of every parameter, which ZeRO divides."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The degrees by which model and rows are split over ranks, numbered with `AXES[0]` fastest.
 
-    mesh_columns × mesh_rows ranks hold parts of one matrix (Megatron's tensor parallelism has one
-    mesh row), and ulysses × ring ranks share one row. data counts the replicas that hold different
-    rows; pipeline counts the stages of layers.
+    ulysses × ring ranks share one row of tokens, and mesh_columns × mesh_rows hold parts of one
+    matrix: those of a mesh row see the same tokens, those of a mesh column are among the ranks that
+    share a row (Megatron's tensor parallelism has one mesh row). data counts the replicas that hold
+    different rows; pipeline counts the stages of layers.
     """
 
     mesh_columns: int = 1
-    mesh_rows: int = 1
     ulysses: int = 1
     ring: int = 1
     data: int = 1
     pipeline: int = 1
+    mesh_rows: int = 1
 
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        return tuple(getattr(self, axis) for axis in AXES)
+    def __post_init__(self) -> None:
+        """Raise ValueError where mesh rows are not among the ranks that share a row."""
+        if self.context % self.mesh_rows:
+            raise ValueError(f"{self.mesh_rows} mesh rows do not divide {self.context} ranks")
 
     @property
     def ranks(self) -> int:
-        return prod(self.degrees)
+        return prod(self._degrees(AXES))
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks that hold the same part of every parameter."""
+        return self.context // self.mesh_rows * self.data
 
     @property
     def tensor(self) -> int:
@@ -56,25 +68,31 @@ class Layout:
 
     @property
     def context(self) -> int:
-        """The number of ranks that share one row."""
+        """The number of ranks that share one row, those of mesh rows among them."""
         return self.ulysses * self.ring
 
+    def _degrees(self, axes: Sequence[str]) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in axes)
+
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's place on each axis, by the axis's name."""
+        """Return a rank's place on each axis of AXES and HELD, by the axis's name."""
         place = {}
-        for axis, degree in zip(AXES, self.degrees, strict=True):
-            rank, place[axis] = divmod(rank, degree)
+        for axes in (AXES, HELD):
+            left = rank
+            for axis, degree in zip(axes, self._degrees(axes), strict=True):
+                left, place[axis] = divmod(left, degree)
         return place
 
     def groups(self, axes: Collection[str]) -> list[list[int]]:
-        """Return every set of ranks that differ only along `axes`, each in rank order."""
-        fixed = [
-            range(1) if a in axes else range(d) for a, d in zip(AXES, self.degrees, strict=True)
-        ]
-        free = [
-            range(d) if a in axes else range(1) for a, d in zip(AXES, self.degrees, strict=True)
-        ]
-        strides = [prod(self.degrees[:i]) for i in range(len(AXES))]
+        """Return every set of ranks that differ only along `axes`, each in rank order.
+
+        The axes are all of AXES, or all of HELD.
+        """
+        every = AXES if set(axes) <= set(AXES) else HELD
+        degrees = self._degrees(every)
+        fixed = [range(1) if a in axes else range(d) for a, d in zip(every, degrees, strict=True)]
+        free = [range(d) if a in axes else range(1) for a, d in zip(every, degrees, strict=True)]
+        strides = [prod(degrees[:i]) for i in range(len(every))]
 
         def rank(place: tuple[int, ...]) -> int:
             return sum(p * s for p, s in zip(place, strides, strict=True))
@@ -125,14 +143,14 @@ def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
 
     None where it holds one or all of them, or where hosts would hold unequal parts.
     """
-    here, left = divmod(processes, layout.tensor * layout.ulysses)
+    here, left = divmod(processes, layout.mesh_columns * layout.ulysses)
     divides = not left and 1 < here < layout.ring and layout.ring % here == 0
     return here if divides else None
 
 
 def context_degrees(parallel: ParallelBlock) -> tuple[int, int]:
     """Return the (Ulysses, ring) degrees of a `parallel_config` that names its algorithm."""
-    ranks = parallel.context_parallel
+    ranks = parallel.row_ranks
     row = row_of(parallel.context_parallel_algo, ranks)
     return row.degrees(ranks, parallel.ulysses_degree_in_cp)
 
@@ -143,17 +161,19 @@ def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:
     ranks: None means as many as the degrees ask for, with `data_parallel: auto` counted as 1.
     """
     ulysses, ring = context_degrees(parallel)
-    fixed = Layout(parallel.model_parallel, 1, ulysses, ring, 1, parallel.pipeline_stage)
+    rows = parallel.mesh_rows
+    columns, stages = parallel.model_parallel // rows, parallel.pipeline_stage
+    fixed = Layout(columns, ulysses, ring, 1, stages, mesh_rows=rows)
     wanted = parallel.data_parallel
     if ranks is None:
         ranks = fixed.ranks * (1 if wanted == "auto" else int(wanted))
     data, left = divmod(ranks, fixed.ranks)
     product = (
-        f"context_parallel {fixed.context} × model_parallel {fixed.tensor} × "
+        f"context_parallel {parallel.context_parallel} × model_parallel {fixed.tensor} × "
         f"pipeline_stage {fixed.pipeline} = {fixed.ranks}"
     )
     if data == 0 or left:
-        key = "context_parallel" if fixed.context > 1 else "model_parallel"
+        key = "context_parallel" if parallel.context_parallel > 1 else "model_parallel"
         return (
             f"parallel_config.{key}",
             f"{product} does not divide the {ranks} processes of this run",

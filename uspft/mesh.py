@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from uspft.comm import Books, Group
-from uspft.layout import MESH, Layout
+from uspft.layout import Layout
 
 TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for a lost rank before it fails; NCCL's own default is shorter."""
@@ -24,8 +24,10 @@ class Mesh:
 
     layout: Layout
     rank: int
-    tensor: Group = field(metadata={"axes": MESH})
-    """The ranks that hold the parts of one matrix."""
+    columns: Group = field(metadata={"axes": ("mesh_columns",)})
+    """The ranks that see the same tokens, and divide heads and features among them."""
+    rows: Group = field(metadata={"axes": ("mesh_rows",)})
+    """The ranks of a mesh column, which divide tokens and matrices among them."""
     ulysses: Group = field(metadata={"axes": ("ulysses",)})
     ring: Group = field(metadata={"axes": ("ring",)})
     context: Group = field(metadata={"axes": ("ulysses", "ring")})

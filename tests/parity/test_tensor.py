@@ -30,7 +30,8 @@ from tests.support.tensor import (
     make_setting,
     recipe,
 )
-from uspft.parameters.shards import Part, Shards
+from uspft.parameters.part import Part
+from uspft.parameters.shards import Shards
 from uspft.tensor.megatron import Megatron
 
 pytestmark = pytest.mark.timeout(900)

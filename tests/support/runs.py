@@ -98,7 +98,7 @@ def run_recipe(
 def held(engine: Any, kind: str = "weight") -> dict[str, torch.Tensor]:
     """Every parameter's whole value, or moment, on every rank; collective."""
     from uspft.engine.state import Wanted, gather
-    from uspft.parameters.shards import Part
+    from uspft.parameters.part import Part
 
     named = engine.module.named() if kind == "weight" else engine.trained()
     ranks = range(engine.holders.everyone.size)

@@ -7,22 +7,38 @@ from typing import Any
 import pytest
 
 from uspft.config.recipe import ParallelBlock
-from uspft.layout import AXES, MESH, Layout, context_degrees, layout_of
+from uspft.layout import AXES, COPIES, MESH, Layout, context_degrees, layout_of
 from uspft.segments import Segments
 from uspft.sequence.rows.order import balanced
 
 
 def test_neighbours_share_the_axis_with_the_most_traffic() -> None:
-    assert AXES == ("mesh_columns", "mesh_rows", "ulysses", "ring", "data", "pipeline")
-    layout = Layout(2, 2, 2, 2, 2, 2)
-    assert (layout.ranks, layout.tensor, layout.context) == (64, 4, 4)
-    for rank in range(64):
+    assert AXES == ("mesh_columns", "ulysses", "ring", "data", "pipeline")
+    layout = Layout(2, 2, 2, 2, 2)
+    assert (layout.ranks, layout.tensor, layout.context, layout.copies) == (32, 2, 4, 8)
+    for rank in range(32):
         # A rank is a binary number whose lowest digit is the first axis.
-        digits = [int(digit) for digit in reversed(f"{rank:06b}")]
-        assert layout.coordinates(rank) == dict(zip(AXES, digits, strict=True))
+        digits = [int(digit) for digit in reversed(f"{rank:05b}")]
+        place = layout.coordinates(rank)
+        assert [place[axis] for axis in AXES] == digits
     uneven = Layout(ulysses=2, ring=3, data=4)
     place = {"ulysses": 1, "ring": 2, "data": 3, "pipeline": 0}
-    assert uneven.coordinates(23) == {"mesh_columns": 0, "mesh_rows": 0, **place}
+    assert uneven.coordinates(23) == {"mesh_columns": 0, "mesh_rows": 0, "copies": 23, **place}
+
+
+def test_the_rows_of_a_mesh_are_among_the_ranks_that_share_a_row() -> None:
+    """Mesh 2 × 2 under context 4 (Ulysses 2 × ring 2) and data 2: ranks, by hand."""
+    layout = Layout(2, ulysses=2, ring=2, data=2, mesh_rows=2)
+    assert (layout.ranks, layout.tensor, layout.context, layout.copies) == (16, 4, 4, 4)
+    assert layout.groups(MESH) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert sorted(layout.groups(["mesh_rows"]))[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert sorted(layout.groups(["mesh_columns"]))[:3] == [[0, 1], [2, 3], [4, 5]]
+    assert sorted(layout.groups(["ulysses", "ring"]))[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert sorted(layout.groups(COPIES)) == [[i, i + 4, i + 8, i + 12] for i in range(4)]
+    three = Layout(1, ring=3, mesh_rows=3)
+    assert three.groups(MESH) == [[0, 1, 2]] and three.groups(COPIES) == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="2 mesh rows do not divide 3"):
+        Layout(ring=3, mesh_rows=2)
 
 
 # Two rows at a time, each shared by Ulysses 2 × ring 2: the groups of the USP paper's code.
@@ -45,11 +61,12 @@ def test_groups_of_usp(axes: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_groups_of_every_axis(axis: str) -> None:
-    layout = Layout(2, 2, ulysses=3, ring=2, data=2, pipeline=2)
+    layout = Layout(2, ulysses=3, ring=2, data=2, pipeline=2)
     groups = layout.groups([axis])
-    assert sorted(rank for group in groups for rank in group) == list(range(96))
+    assert sorted(rank for group in groups for rank in group) == list(range(48))
     for group in groups:
-        places = [layout.coordinates(rank) for rank in group]
+        every = [layout.coordinates(rank) for rank in group]
+        places = [{axis: place[axis] for axis in AXES} for place in every]
         assert [place.pop(axis) for place in places] == list(range(getattr(layout, axis)))
         assert all(place == places[0] for place in places)
 
@@ -169,26 +186,26 @@ def test_who_holds_what_of_sixteen_tokens(degrees: tuple[int, int]) -> None:
     ("layout", "sentence", "name"),
     [
         (
-            Layout(2, 1, 2, 2, 2, 2),
+            Layout(2, 2, 2, 2, 2),
             "32 processes, each matrix split over 2 (tensor 2), each row shared by 4 "
             "(Ulysses 2 × ring 2), layers in 2 stages, 2 rows at a time",
             "tensor2-ulysses2-ring2-data2-pipeline2",
         ),
         (
-            Layout(4, 2, data=2),
-            "16 processes, each matrix split over 8 (mesh 2 × 4), each row whole on each of them, "
-            "2 rows at a time",
-            "mesh2x4-data2",
+            Layout(4, ring=2, data=2, mesh_rows=2),
+            "16 processes, each matrix split over 8 (mesh 2 × 4), each row shared by 2 "
+            "(zigzag ring), 2 rows at a time",
+            "mesh2x4-ring2-data2",
         ),
         (
-            Layout(1, 4),
-            "4 processes, each matrix split over 4 (mesh 4 × 1), each row whole on each of them, "
+            Layout(1, 4, mesh_rows=4),
+            "4 processes, each matrix split over 4 (mesh 4 × 1), each row shared by 4 (Ulysses), "
             "1 row at a time",
-            "mesh4x1",
+            "mesh4x1-ulysses4",
         ),
     ],
     ids=str,
 )
-def test_all_six_axes_in_words(layout: Layout, sentence: str, name: str) -> None:
+def test_every_axis_in_words(layout: Layout, sentence: str, name: str) -> None:
     assert layout.sentence("hybrid_cp") == sentence
     assert layout.name("hybrid_cp") == name

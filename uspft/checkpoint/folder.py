@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from uspft.config.problems import InputError, said
-from uspft.parameters.shards import Part, as_slices, flat_boxes
+from uspft.parameters.part import Part, as_slices, flat_boxes
 from uspft.parameters.source import read_boxes
 
 FORMAT = 1

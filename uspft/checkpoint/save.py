@@ -23,7 +23,7 @@ from uspft.engine.state import KINDS, Wanted, adam_steps, gather
 
 if TYPE_CHECKING:
     from uspft.engine.zero import ZeroEngine
-    from uspft.parameters.shards import Part
+    from uspft.parameters.part import Part
 
 Describe = Callable[[Path], dict[str, Any]]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.config import ModelBlock
-    from uspft.parameters.shards import Part
+    from uspft.parameters.part import Part
 
 
 WeightsOf = Callable[["ModelBlock", int, Any, Checkpoint | None], Weights]

@@ -23,7 +23,7 @@ from uspft.model.fetch import fetch_model
 from uspft.model.trained import choose_trained
 from uspft.parameters.digest import base_digest
 from uspft.parameters.fill import places
-from uspft.parameters.shards import Part
+from uspft.parameters.part import Part
 
 KEY = "model."
 

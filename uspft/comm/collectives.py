@@ -94,10 +94,7 @@ def gather_over(x: Tensor, group: Group, kind: str) -> Tensor:
 
     x: contiguous, of the same shape on every member.
     """
-    out = x.new_empty((group.size * len(x), *x.shape[1:]))
-    group.books.add(kind, (group.size - 1) * x.numel() * x.element_size(), group.size - 1)
-    dist.all_gather_into_tensor(out, x, group=group.handle)
-    return out
+    return start_gather(x, group, kind)()
 
 
 def sum_parts(x: Tensor, group: Group, kind: str) -> Tensor:
@@ -106,9 +103,45 @@ def sum_parts(x: Tensor, group: Group, kind: str) -> Tensor:
     x: contiguous, of the same shape on every member; its first dimension has as many parts, in
     member order.
     """
+    return start_sum_parts(x, group, kind)()
+
+
+Waited = Callable[[], Tensor]
+"""A function that waits for a transfer under way and returns what it has brought."""
+
+
+def start_gather(x: Tensor, group: Group, kind: str) -> Waited:
+    """Start what `gather_over` does, and return the function that waits for it.
+
+    x must not change until then. In a group of one, and of tensors without elements, nothing moves.
+    """
+    if group.size == 1:
+        return lambda: x
+    out = x.new_empty((group.size * len(x), *x.shape[1:]))
+    if not x.numel():
+        return lambda: out
+    group.books.add(kind, (group.size - 1) * x.numel() * x.element_size(), group.size - 1)
+    work = dist.all_gather_into_tensor(out, x, group=group.handle, async_op=True)
+    return partial(_arrived, work, out)
+
+
+def start_sum_parts(x: Tensor, group: Group, kind: str) -> Waited:
+    """Start what `sum_parts` does, and return the function that waits for it.
+
+    x must not change until then. In a group of one, and of tensors without elements, nothing moves.
+    """
+    if group.size == 1:
+        return lambda: x
     out = x.new_empty((len(x) // group.size, *x.shape[1:]))
+    if not x.numel():
+        return lambda: out
     group.books.add(kind, (group.size - 1) * out.numel() * x.element_size(), group.size - 1)
-    dist.reduce_scatter_tensor(out, x, group=group.handle)
+    work = dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True)
+    return partial(_arrived, work, out)
+
+
+def _arrived(work: dist.Work, out: Tensor) -> Tensor:
+    work.wait()
     return out
 
 

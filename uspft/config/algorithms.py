@@ -21,6 +21,7 @@ class Splits(Enum):
     TOKENS = "tokens: ring degree = context_parallel"
     BOTH = "heads ulysses_degree_in_cp ways, tokens the rest"
     MATRICES = "nothing of a row: model_parallel ranks hold parts of each matrix"
+    BLOCKS = "tokens over mesh rows, features over mesh columns; blocks of each matrix over both"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,8 @@ class AlgorithmRow:
     """Whether a recipe must say `ulysses_degree_in_cp`; if not, a degree left out is 1."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The keys of `parallel_config` that it alone has, each with the field of its class."""
+    model: str = ""
+    """The module that divides a transformers model as it says, where it splits matrices."""
     automatic: bool = False
     """Whether `auto` may choose it."""
     what: str = ""
@@ -60,7 +63,7 @@ class AlgorithmRow:
         match self.splits:
             case Splits.HEADS:
                 return context, 1
-            case Splits.MATRICES:
+            case Splits.MATRICES | Splits.BLOCKS:
                 return 1, 1
             case Splits.TOKENS:
                 return 1, context
@@ -142,11 +145,28 @@ TENSOR = _table(
         Splits.MATRICES,
         megatron="TP",
         options={"use_seq_parallel": "splits_tokens"},
+        model="uspft.model.parallel",
         what="matrices, by columns and then rows; a sum over ranks after attention and the MLP",
         legal="`model_parallel` divides the query heads, and the KV heads or is a multiple of them",
     ),
+    AlgorithmRow(
+        "meshslice",
+        "uspft.tensor.meshslice:MeshSlice",
+        Splits.BLOCKS,
+        options={"tensor_mesh": "mesh", "tensor_slices": "slices"},
+        model="uspft.model.grid",
+        what="blocks of matrices over mesh rows × columns; transfers in slices, behind products",
+        legal="mesh columns as `model_parallel` above; rows and columns divide the hidden size",
+    ),
 )
 """By the value of `tensor_parallel_algo`."""
+
+MESH_OPTIONS = frozenset(
+    option for row in TENSOR.values() if row.splits is Splits.BLOCKS for option in row.options
+)
+"""The keys of `parallel_config` that say how matrices lie on a mesh."""
+ON_A_MESH = "planned_cp"
+"""How mesh rows share a row of tokens where a recipe does not say."""
 
 WHOLE = AlgorithmRow(
     "whole",
@@ -172,11 +192,11 @@ def names(table: Mapping[str, AlgorithmRow]) -> str:
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
-def every_option() -> set[str]:
-    """Return every key of `parallel_config` that is an option of some algorithm."""
-    return {option for row in CONTEXT.values() for option in row.options}
+def every_option(table: Mapping[str, AlgorithmRow]) -> set[str]:
+    """Return every key of `parallel_config` that is an option of some algorithm of a table."""
+    return {option for row in table.values() for option in row.options}
 
 
-def having(option: str) -> list[str]:
-    """Return the names of the algorithms that have an option."""
-    return [row.name for row in CONTEXT.values() if option in row.options]
+def having(option: str, table: Mapping[str, AlgorithmRow]) -> list[str]:
+    """Return the names of the algorithms of a table that have an option."""
+    return [row.name for row in table.values() if option in row.options]

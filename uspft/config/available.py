@@ -39,10 +39,6 @@ def _given(value: Any) -> bool:
     return value is not None
 
 
-def _filled(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
-
-
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -59,14 +55,6 @@ LATER = (
     Later(
         "interleaving a layer's work",
         {"parallel_config.fine_grain_interleave": (_above_one, "1")},
-    ),
-    Later(
-        "meshslice",
-        {
-            "parallel_config.tensor_parallel_algo": (_is("meshslice"), "megatron"),
-            "parallel_config.tensor_mesh": (_filled, "auto"),
-            "parallel_config.tensor_slices": (_whole, "auto"),
-        },
     ),
     Later(
         "pipeline parallelism",

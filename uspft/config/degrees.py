@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from uspft.config.algorithms import AUTO, CONTEXT
+from uspft.config.algorithms import AUTO, CONTEXT, TENSOR, Splits
 from uspft.config.allowed import Described, described
 from uspft.config.checks import choice, each, tokens, whole
 from uspft.config.fields import (
@@ -44,6 +44,18 @@ def _context_algorithm() -> Described:
     return Described(check, now.wanted + said, now.schema)
 
 
+def _slices() -> Described:
+    """Return a check of one number of slices for all products, or one for each."""
+    one = described(whole(1, also=(AUTO, None)))
+    each_of = described(each(whole(1), "[qkv, out, gate_up, down]", size=4))
+
+    def check(value: Any) -> Any:
+        return (each_of if isinstance(value, list | tuple) else one)(value)
+
+    schema = {"anyOf": [one.schema, each_of.schema]}
+    return Described(check, f"{one.wanted} or {each_of.wanted}", schema)
+
+
 class Degrees(RecipeBlock):
     """A layout says how many ways each thing is split, and by which algorithms."""
 
@@ -61,17 +73,17 @@ class Degrees(RecipeBlock):
     """Ranks that split heads; context_parallel ÷ it split tokens; null: the algorithm's, or 1."""
     exchange_stages: CountAutoOrNone = "auto"
     """Steps in which keys are exchanged; `auto` and null take at least one for each other rank."""
-    tensor_parallel_algo: Annotated[
-        Literal["megatron", "meshslice"], _is(choice("megatron", "meshslice"))
-    ] = "megatron"
+    tensor_parallel_algo: Annotated[str, _is(choice(*TENSOR))] = "megatron"
     """Algorithm with which tensor parallel ranks split a matrix."""
     tensor_mesh: Annotated[
         tuple[int, int] | Literal["auto"] | None,
         _is(each(whole(1), "[rows, cols]", size=2, also=("auto", None))),
     ] = "auto"
     """Rows and columns of meshslice's grid of ranks; `auto` and null leave the choice to it."""
-    tensor_slices: CountAutoOrNone = "auto"
-    """Number of slices of one product in meshslice; `auto` and null leave the choice to it."""
+    tensor_slices: Annotated[
+        int | tuple[int, int, int, int] | Literal["auto"] | None, _is(_slices())
+    ] = "auto"
+    """Number of slices of each product in meshslice; `auto` and null leave the choice to it."""
     pipeline_stage: Count = 1
     """Number of pipeline stages that the layers are split into."""
     micro_batch_num: Count = 1
@@ -82,6 +94,22 @@ class Degrees(RecipeBlock):
     """Number of parts of a row that follow one another through a pipeline."""
     fine_grain_interleave: Count = 1
     """Number of parts of a layer's work that alternate, which hides tensor parallel transfers."""
+
+    @property
+    def mesh_rows(self) -> int:
+        """The rows of the mesh that holds a matrix; 1 where there is none, or none chosen yet."""
+        return self.tensor_mesh[0] if isinstance(self.tensor_mesh, tuple) else 1
+
+    @property
+    def on_a_mesh(self) -> bool:
+        """Whether ranks hold matrices over both dimensions, so that mesh rows split tokens."""
+        blocks = TENSOR[self.tensor_parallel_algo].splits is Splits.BLOCKS
+        return blocks and self.model_parallel > 1
+
+    @property
+    def row_ranks(self) -> int:
+        """The number of ranks that share a row of tokens: the mesh's rows are among them."""
+        return self.mesh_rows * self.context_parallel
 
 
 class Strategy(Degrees):

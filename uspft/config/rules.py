@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
-from uspft.config.algorithms import AUTO, CONTEXT, Splits, every_option, having, names
+from uspft.config.algorithms import AUTO, CONTEXT, TENSOR, Splits, every_option, having, names
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
 
@@ -73,6 +73,8 @@ def _learning_rates(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _algorithm(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.parallel_config.on_a_mesh:
+        return
     degree = recipe.parallel_config.context_parallel
     if degree > 1 and recipe.parallel_config.context_parallel_algo is None:
         what = f"is missing, and context_parallel is {degree}"
@@ -80,19 +82,30 @@ def _algorithm(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _tensor_options(recipe: Recipe) -> Iterator[Finding]:
-    degree = recipe.parallel_config.model_parallel
-    if recipe.parallel_config.use_seq_parallel and degree == 1:
+    parallel = recipe.parallel_config
+    degree, name, mesh = parallel.model_parallel, parallel.tensor_parallel_algo, "tensor_mesh"
+    if parallel.use_seq_parallel and parallel.on_a_mesh:
+        what = f"is true, and {name} splits tokens between matrices already, over mesh rows"
+        yield "parallel_config.use_seq_parallel", what, "write false, or leave it out"
+    elif parallel.use_seq_parallel and degree == 1:
         what = "is true, and model_parallel is 1: no matrix is split, and no tokens between them"
         remedy = "write false, or model_parallel above 1"
         yield "parallel_config.use_seq_parallel", what, remedy
+    if isinstance(parallel.tensor_mesh, tuple) and mesh in TENSOR[name].options:
+        rows, columns = parallel.tensor_mesh
+        if rows * columns != degree:
+            shapes = [f"[{r}, {degree // r}]" for r in range(1, degree + 1) if degree % r == 0]
+            what = f"is [{rows}, {columns}], {rows * columns} ranks, and model_parallel is {degree}"
+            yield f"parallel_config.{mesh}", what, f"write one of {', '.join(shapes)}, or {AUTO}"
 
 
 def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
     key = "parallel_config.ulysses_degree_in_cp"
-    degree = recipe.parallel_config.context_parallel
-    algorithm = recipe.parallel_config.context_parallel_algo
-    ulysses = recipe.parallel_config.ulysses_degree_in_cp
-    if degree == 1:
+    parallel = recipe.parallel_config
+    degree, ulysses = parallel.row_ranks, parallel.ulysses_degree_in_cp
+    algorithm = parallel.context_parallel_algo
+    undecided = parallel.on_a_mesh and not isinstance(parallel.tensor_mesh, tuple)
+    if degree == 1 or undecided:  # the mesh that is chosen decides how many ranks share a row
         return
     if algorithm == AUTO:
         if ulysses is not None:
@@ -112,18 +125,27 @@ def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
         free = [other.name for other in CONTEXT.values() if other.splits is Splits.BOTH]
         yield key, what, f"leave it out, or write context_parallel_algo: {' or '.join(free)}"
     elif degree % ulysses:
-        yield key, f"is {ulysses}, which does not divide context_parallel: {degree}", fitting
+        product = f"context_parallel: {parallel.context_parallel}"
+        if parallel.mesh_rows > 1:
+            product = f"{parallel.mesh_rows} mesh rows × {product}"
+        yield key, f"is {ulysses}, which does not divide {product}", fitting
 
 
 def _own_options(recipe: Recipe) -> Iterator[Finding]:
     """Refuse options that only other algorithms have, instead of dropping them."""
     parallel = recipe.parallel_config
-    row = CONTEXT.get(parallel.context_parallel_algo or "")
-    for option in sorted(every_option()):
-        value = getattr(parallel, option)
-        if value not in (None, AUTO) and not (row and option in row.options):
-            what = f"is {value}, and only {' and '.join(having(option))} has it"
-            yield f"parallel_config.{option}", what, f"write {AUTO}, or leave it out"
+    for table, name in (
+        (CONTEXT, parallel.context_parallel_algo),
+        (TENSOR, parallel.tensor_parallel_algo),
+    ):
+        row = table.get(name or "")
+        for option in sorted(every_option(table)):
+            value = getattr(parallel, option)
+            off = value in (None, AUTO) or isinstance(value, bool)
+            if not off and not (row and option in row.options):
+                shown = list(value) if isinstance(value, tuple) else value
+                what = f"is {shown}, and only {' and '.join(having(option, table))} has it"
+                yield f"parallel_config.{option}", what, f"write {AUTO}, or leave it out"
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Finding]:
@@ -163,7 +185,9 @@ RULES = (
     KeyRule(
         (
             "parallel_config.context_parallel_algo",
-            *(f"parallel_config.{option}" for option in sorted(every_option())),
+            "parallel_config.tensor_parallel_algo",
+            *(f"parallel_config.{option}" for option in sorted(every_option(CONTEXT))),
+            *(f"parallel_config.{option}" for option in sorted(every_option(TENSOR))),
         ),
         _own_options,
     ),
@@ -172,17 +196,28 @@ RULES = (
     KeyRule(("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"), _one_warmup),
     KeyRule(("lr_schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
     KeyRule(
-        ("parallel_config.context_parallel", "parallel_config.context_parallel_algo"),
+        (
+            "parallel_config.context_parallel",
+            "parallel_config.context_parallel_algo",
+            "parallel_config.tensor_parallel_algo",
+        ),
         _algorithm,
     ),
     KeyRule(
-        ("parallel_config.model_parallel", "parallel_config.use_seq_parallel"), _tensor_options
+        (
+            "parallel_config.model_parallel",
+            "parallel_config.use_seq_parallel",
+            "parallel_config.tensor_parallel_algo",
+            "parallel_config.tensor_mesh",
+        ),
+        _tensor_options,
     ),
     KeyRule(
         (
             "parallel_config.context_parallel",
             "parallel_config.context_parallel_algo",
             "parallel_config.ulysses_degree_in_cp",
+            "parallel_config.tensor_mesh",
         ),
         _ulysses_degree,
     ),

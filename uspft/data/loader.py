@@ -140,7 +140,7 @@ class StepLoader:
         for batch in batches:
             mesh, device = batch.world.mesh, batch.world.device
             seen = float(self.fingerprint(batch))
-            highest, lowest = largest([seen, -seen], mesh.tensor, device)
+            highest, lowest = largest([seen, -seen], mesh.columns, device)
             highest, lowest = largest([highest, lowest], mesh.context, device)
             if highest != -lowest:
                 here = f"rank {mesh.rank}: {int(seen):x}"

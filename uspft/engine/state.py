@@ -23,7 +23,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from uspft.parameters.shards import Part, as_slices
+from uspft.parameters.part import Part, as_slices
 
 if TYPE_CHECKING:
     from uspft.batch import Batch

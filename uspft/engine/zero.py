@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
     from uspft.parameters.fill import Partition
-    from uspft.parameters.shards import Holders, Part
+    from uspft.parameters.part import Part
+    from uspft.parameters.shards import Holders
 
 
 def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
@@ -181,7 +182,7 @@ class ZeroEngine:
         targets = rows = 0
         for batch in batches:
             mesh = batch.world.mesh
-            if mesh.tensor.index == 0:
+            if mesh.columns.index == 0:
                 targets += batch.targets
                 rows += sum(index >= 0 for index in batch.rows) if mesh.context.index == 0 else 0
         all_targets, all_rows = total([targets, rows], self.holders.everyone, self.device)
@@ -204,8 +205,7 @@ class ZeroEngine:
 
     def _end(self, sums: Tensor, targets: int, stop: bool) -> StepResult:
         """Check loss and gradient norm, update the weights, return the result. Raises NotFinite."""
-        here = sums.tolist() if self.holders.tensor.index == 0 else [0.0, 0.0]
-        *totals, stops = total([*here, float(stop)], self.holders.everyone, self.device)
+        *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
         mean, router = (value / self.holders.zero.size for value in totals)
         if not math.isfinite(mean):
             raise NotFinite(f"the loss is {mean}")

@@ -16,7 +16,7 @@ from uspft.config.problems import Fault
 from uspft.model.dropout import TokenDropout, token_words
 from uspft.parameters.experts import expert_words
 from uspft.parameters.names import ADAPTER, is_adapter, plain_name
-from uspft.parameters.shards import Part
+from uspft.parameters.part import Part
 from uspft.parameters.source import Weights, generator
 
 if TYPE_CHECKING:

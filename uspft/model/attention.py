@@ -58,11 +58,11 @@ class Bound:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what a block of split matrices takes, of what lies between blocks."""
-        return self.world.tensor.enter(x, len(self.tokens), self.world.mesh.tensor)
+        return self.world.tensor.enter(x, len(self.tokens), self.world.mesh.columns)
 
     def leave(self, x: Tensor) -> Tensor:
         """Return what lies between blocks, of what a block's row-split matrix made here."""
-        return self.world.tensor.leave(x, self.world.mesh.tensor)
+        return self.world.tensor.leave(x, self.world.mesh.columns)
 
     @property
     def softcap(self) -> float | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from uspft.model.attention import Bound
+from uspft.model.grid import SplitEmbedding, products
 from uspft.model.loss import Head, Logits, Vocabulary
 from uspft.model.parallel import vocabulary_of
 from uspft.model.recompute import recomputes
@@ -39,7 +40,7 @@ class CausalLoss(nn.Module):
         twice = self.training and recomputes(self.model)
         bound = Bound(batch.world, batch.share, batch.tokens, twice=twice)
         vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size)
-        if vocabulary:
+        if batch.world.layout.tensor > 1:
             wanted["inputs_embeds"] = self._embedded(batch, vocabulary, bound)
         else:
             wanted["input_ids"] = batch.input_ids
@@ -47,15 +48,24 @@ class CausalLoss(nn.Module):
             position_ids=batch.position_ids, use_cache=False, uspft=bound, **wanted
         )
         hidden = bound.enter(found.last_hidden_state)[0]
-        loss: Tensor = self.head(hidden, batch.labels, batch.chosen, scale, vocabulary=vocabulary)
+        mesh = batch.world.mesh
+        whole = (lambda w: products(bound).whole(w, mesh)) if mesh.rows.size > 1 else None
+        loss: Tensor = self.head(
+            hidden, batch.labels, batch.chosen, scale, vocabulary=vocabulary, whole=whole
+        )
         if router_scale is None:
             return torch.stack([loss, torch.zeros_like(loss)])
         return torch.stack([loss, self._router_loss(found.router_logits, batch, router_scale)])
 
-    def _embedded(self, batch: Batch, vocabulary: Vocabulary, bound: Bound) -> Tensor:
+    def _embedded(self, batch: Batch, vocabulary: Vocabulary | None, bound: Bound) -> Tensor:
         """Return what the first layer takes: embeddings of tokens that ranks have in parts."""
+        embedding = self.model.get_input_embeddings()
+        of_call = (bound,) if isinstance(embedding, SplitEmbedding) else ()
+        if vocabulary is None:
+            found: Tensor = embedding(batch.input_ids, *of_call)
+            return found
         places, others = vocabulary.local(batch.input_ids)
-        own: Tensor = self.model.get_input_embeddings()(places)
+        own: Tensor = embedding(places, *of_call)
         return bound.leave(own.masked_fill(others[..., None], 0.0))
 
     def _router_loss(self, logits: tuple[Tensor, ...], batch: Batch, scale: float) -> Tensor:
@@ -66,4 +76,8 @@ class CausalLoss(nn.Module):
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return every parameter once, by its Hugging Face name."""
-        return {plain_name(name): value for name, value in self.model.named_parameters()}
+        names = getattr(self.model, "parameter_names", {})
+        return {
+            names.get(id(value)) or plain_name(name): value
+            for name, value in self.model.named_parameters()
+        }

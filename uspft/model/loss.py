@@ -8,7 +8,7 @@ Shapes: T tokens with a target, d hidden size, V vocabulary of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +98,7 @@ class Head(nn.Module):
         scale: float,
         *,
         vocabulary: Vocabulary | None = None,
+        whole: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return the summed cross-entropy of all tokens that have a target, times scale.
 
@@ -105,12 +106,14 @@ class Head(nn.Module):
         (were it found on the device, the host would wait for the whole forward pass). The result is
         float32, or float64 for float64; without a target it is 0, still attached to the graph.
         vocabulary: this rank's part, where ranks divide it; the gradient of hidden is then a piece,
-        to be summed over them.
+        to be summed over them. whole: gives all features of the weight, where this rank holds some.
         """
         rows = hidden.index_select(0, chosen)
         weight, bias = self.weight, self.bias
         if not torch.is_grad_enabled():  # which ctx.needs_input_grad does not know
             weight, bias = weight.detach(), None if bias is None else bias.detach()
+        if whole:
+            weight = whole(weight)
         how = How(scale, self.tile or max(1, len(rows)), self.logits, vocabulary)
         loss: Tensor = _TiledCrossEntropy.apply(
             rows, weight, bias, labels.index_select(0, chosen), how

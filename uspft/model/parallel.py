@@ -48,14 +48,14 @@ def shards_of(model: Any, layout: Layout, *, splits_tokens: bool) -> Shards:
     """
     if layout.tensor == 1:
         return Shards(layout)
-    blocks = _blocks(model.config)
-    inside = {name.partition(".")[0] for name in _table(model) if "." in name}
+    blocks = blocks_of(model.config)
+    inside = {name.partition(".")[0] for name in table_of(model) if "." in name}
     splits: dict[str, MatrixSplit] = {}
     pieces: set[str] = set()
     for name in places(model):
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
-        found = _projection(model, owner)
+        found = projection_of(model, owner)
         if found is None and inside & set(owner.split(".")):
             kind = model.config.model_type
             raise RuntimeError(f"families/projections.py does not say how {kind} divides {name}")
@@ -79,7 +79,8 @@ class _Block(NamedTuple):
     rows: int
 
 
-def _blocks(config: Any) -> dict[str, _Block]:
+def blocks_of(config: Any) -> dict[str, _Block]:
+    """Return what a projection's blocks are, by their names in families/projections.py."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
@@ -90,13 +91,14 @@ def _blocks(config: Any) -> dict[str, _Block]:
     }
 
 
-def _table(model: Any) -> Mapping[str, Projection]:
+def table_of(model: Any) -> Mapping[str, Projection]:
+    """Return how the family of a model is divided."""
     return FAMILIES[model.config.model_type].projections
 
 
-def _projection(model: Any, owner: str) -> Projection | None:
+def projection_of(model: Any, owner: str) -> Projection | None:
     """Return how a module's parameters are divided, by the last words of its name."""
-    table, words = _table(model), owner.split(".")
+    table, words = table_of(model), owner.split(".")
     return table.get(words[-1]) or table.get(".".join(words[-2:]))
 
 
@@ -119,7 +121,7 @@ def _dim(found: Projection, kind: str, adapter: str) -> int | None:
 
 def vocabulary_of(world: World, tokens: int) -> Vocabulary | None:
     """Return which of a vocabulary's tokens this rank has; None where it has all of them."""
-    group = world.mesh.tensor
+    group = world.mesh.columns
     if group.size == 1:
         return None
     first, stop = part_range(tokens, part_index(group.index, group.size), group.size)
@@ -136,12 +138,12 @@ def split_model(model: Any, holders: Holders) -> None:
     if degree == 1:
         return
     here = part_index(shards.tensor_index(holders.rank), degree), degree
-    _move_padding(model, part_range(model.config.vocab_size, *here))
+    move_padding(model, part_range(model.config.vocab_size, *here))
     kv_heads = model.config.num_key_value_heads
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    table = _table(model)
+    table = table_of(model)
     for layer in model.base_model.layers:
-        call = _Call()
+        call = Call()
         layer.register_forward_pre_hook(call.begin, with_kwargs=True)
         for name, projection in table.items():
             block, _, last = name.rpartition(".")
@@ -157,10 +159,10 @@ def split_model(model: Any, holders: Holders) -> None:
                 sharing = -(-degree // kv_heads) if KV in projection.blocks else 1
                 setattr(owner, last, SplitNorm(module, sharing, call))
             elif len(projection.blocks) > 1 and KV in projection.blocks:
-                _count_own_heads(owner, degree)
+                count_own_heads(owner, degree)
 
 
-def _move_padding(model: Any, here: Range) -> None:
+def move_padding(model: Any, here: Range) -> None:
     """Tell the embedding which of its own rows is the padding token's, which has no gradient."""
     embedding, (first, stop) = model.get_input_embeddings(), here
     padding = embedding.padding_idx
@@ -168,14 +170,14 @@ def _move_padding(model: Any, here: Range) -> None:
         embedding.padding_idx = padding - first if first <= padding < stop else None
 
 
-def _count_own_heads(attention: Any, degree: int) -> None:
+def count_own_heads(attention: Any, degree: int) -> None:
     """Tell an attention that cuts its fused projection by the config's heads how many are here."""
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads //= degree
     attention.num_key_value_heads //= degree
 
 
-def _end_block(owner: nn.Module, name: str, ranges: Sequence[Range], call: _Call) -> None:
+def _end_block(owner: nn.Module, name: str, ranges: Sequence[Range], call: Call) -> None:
     """Make a row-split projection, which may have an adapter around it, the end of its block.
 
     ranges: the features that are here of what it takes.
@@ -192,7 +194,7 @@ def _end_block(owner: nn.Module, name: str, ranges: Sequence[Range], call: _Call
     getattr(owner, name).register_forward_hook(call.leave)
 
 
-class _Call:
+class Call:
     """What a layer was last called with; when it is recomputed, it is called again."""
 
     bound: Bound
@@ -215,30 +217,36 @@ class _Call:
 class RowLinear(nn.Module):
     """A row-split projection whose bias is added on one rank alone, before ranks are summed."""
 
-    def __init__(self, linear: nn.Linear, call: _Call) -> None:
+    def __init__(self, linear: nn.Linear, call: Call) -> None:
         super().__init__()
         self.weight, self.bias, self._call = linear.weight, linear.bias, call
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the projection; on the others the bias has a gradient of 0."""
-        counts = self._call.bound.world.mesh.tensor.index == 0
+        counts = self._call.bound.world.mesh.columns.index == 0
         return nn.functional.linear(x, self.weight, self.bias if counts else self.bias * 0.0)
 
 
 class SplitNorm(nn.Module):
     """An RMS norm over features of which each rank has some, as OLMo 2's over all heads."""
 
-    def __init__(self, norm: Any, sharing: int, call: _Call) -> None:
-        """norm: transformers' own. sharing: how many ranks have the same features."""
+    def __init__(self, norm: Any, sharing: int, call: Call, added: float = 0.0) -> None:
+        """Take transformers' own norm.
+
+        sharing: how many ranks have the same features. added: what its weight stands on, 1 where a
+        new one is 0.
+        """
         super().__init__()
-        self.weight, self._eps = norm.weight, norm.variance_epsilon
-        self._sharing, self._call = sharing, call
+        self.weight = norm.weight
+        self._eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        self._sharing, self._call, self._added = sharing, call, added
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [1, T, features here], normed over the features of all ranks, in its type."""
-        group = self._call.bound.world.mesh.tensor
+        group = self._call.bound.world.mesh.columns
         wide = x.to(torch.float32)
         squares = summed(wide.pow(2).sum(-1, keepdim=True), group) / self._sharing
         features = x.shape[-1] * group.size // self._sharing
         wide = wide * torch.rsqrt(squares / features + self._eps)
-        return (self.weight * wide).to(x.dtype)
+        weight = self.weight + self._added if self._added else self.weight
+        return (weight * wide).to(x.dtype)

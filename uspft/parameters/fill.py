@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.parameters.names import plain_name
-from uspft.parameters.shards import Part
+from uspft.parameters.part import Part
 
 if TYPE_CHECKING:
     from uspft.parameters.shards import Holders

@@ -17,7 +17,7 @@ from uspft.config.problems import InputError, said
 from uspft.families.table import FAMILIES
 from uspft.parameters.experts import find, fused_shapes, is_experts, is_router
 from uspft.parameters.names import plain_name
-from uspft.parameters.shards import Part, as_slices
+from uspft.parameters.part import Part, as_slices
 
 
 class WeightsError(InputError):

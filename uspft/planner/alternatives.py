@@ -92,7 +92,7 @@ def _ways(
             whole = row.splits is Splits.HEADS
             if whole != (ring == 1) or heads.query < ulysses:
                 continue
-            layout = Layout(tensor, 1, ulysses, ring, data)
+            layout = Layout(tensor, ulysses, ring, data)
             per_host = ring_ranks_of_a_host(hardware.ranks_per_host, layout)
             algorithm = make_algorithm(
                 row, ulysses, ring, keep=not step.recompute, window=window, per_host=per_host

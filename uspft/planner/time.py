@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from uspft.families import ModelShape
-from uspft.layout import MESH, Layout
+from uspft.layout import COPIES, MESH, Layout
 from uspft.planner.flops import step_flops
 from uspft.planner.hardware import Hardware
 from uspft.planner.links import Collective
@@ -37,8 +37,6 @@ NOT_PREDICTED = (
     "rows of many documents: each row is taken to be one document that fills it",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
 )
-ZERO = ("ulysses", "ring", "data")
-"""Axes along which ranks hold the same part of every parameter, which ZeRO divides."""
 GRADIENT_BYTES = 4
 """Gradients are summed and travel in float32."""
 UPDATE_BYTES = 30
@@ -270,7 +268,7 @@ def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) ->
     model, stage = step.model, step.stage
     outside, layer = parameters_of(model, layout.tensor)
     whole = outside + model.layers * layer
-    spread = Spread.of(layout, ZERO, hardware.ranks_per_host)
+    spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
     held = whole * step.trained / (spread.ranks if stage else 1)
     yield StepPart("update", hardware.memory_seconds(UPDATE_BYTES * held))
     if spread.ranks == 1:

@@ -188,7 +188,7 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     if shape and heads and layout.tensor > 1:
         if wrong := _tensor(recipe, layout, shape):
             return wrong
-        heads = heads.on(layout.tensor)
+        heads = heads.on(layout.mesh_columns)
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
     problems = algorithm.problems(recipe.data.sequence_length, wide)
@@ -203,9 +203,8 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
         what = f"splits matrices {layout.tensor} ways, which is not available for `{kind}` yet"
         return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
     algorithm = tensor_algorithm(recipe.parallel_config, layout)
-    return algorithm.problems(
-        shape.heads, shape.kv_heads, fused=FAMILIES[kind].projections is FUSED
-    )
+    fused = FAMILIES[kind].projections is FUSED
+    return algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size, fused=fused)
 
 
 def _hosts(layout: Layout, hosts: int) -> list[Finding]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from uspft.config import Recipe
-from uspft.config.algorithms import AUTO, every_option, row_of
+from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, every_option, row_of
 from uspft.families import ModelShape, with_factor
 from uspft.job import placed
 from uspft.layout import Layout, layout_of
@@ -63,7 +63,7 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
     Returns None where the recipe names an algorithm, or where ranks do not share a row.
     """
     parallel = recipe.parallel_config
-    ranks = parallel.context_parallel
+    ranks = parallel.row_ranks
     if parallel.context_parallel_algo != AUTO or ranks == 1:
         return None
     shape, work = known.shape, known.work
@@ -72,7 +72,7 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
     if work:
         work = work._replace(keep=not recipe.memory.gradient_checkpointing)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
-    heads = heads.on(parallel.model_parallel) if heads else None
+    heads = heads.on(parallel.model_parallel // parallel.mesh_rows) if heads else None
     here = (ranks_of(recipe, known) or 0) // known.hosts
     hardware = known.cluster and known.cluster.hardware
     return recommend(ranks, here or ranks, heads, work, hardware)
@@ -138,8 +138,14 @@ def _format(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _algorithm(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the algorithm; where rows or model are not known yet, it is the most likely one."""
-    if recipe.parallel_config.context_parallel_algo != AUTO:
+    """Settle the algorithm; where rows or model are not known yet, it is the most likely one.
+
+    Mesh rows share a row of tokens also where the recipe does not say how.
+    """
+    parallel = recipe.parallel_config
+    if parallel.context_parallel_algo is None and parallel.on_a_mesh and parallel.row_ranks > 1:
+        return _with(recipe, "parallel_config", context_parallel_algo=ON_A_MESH)
+    if parallel.context_parallel_algo != AUTO:
         return recipe
     found = choice(recipe, known)
     if found is None:
@@ -174,8 +180,27 @@ def _options(recipe: Recipe, known: Known) -> Recipe:
     if layout is None:
         return recipe
     row = row_of(parallel.context_parallel_algo, layout.context)
-    off = dict.fromkeys(every_option() - row.options_at(layout.ring))
+    off = dict.fromkeys(every_option(CONTEXT) - row.options_at(layout.ring))
+    if not parallel.on_a_mesh:
+        off |= dict.fromkeys(MESH_OPTIONS)
     return _with(recipe, "parallel_config", **off)
+
+
+def _mesh(recipe: Recipe, known: Known) -> Recipe:
+    """Settle the mesh and the slices."""
+    parallel, shape = recipe.parallel_config, known.shape
+    if not parallel.on_a_mesh or shape is None:
+        return recipe
+    mesh, slices = parallel.tensor_mesh, parallel.tensor_slices
+    if not isinstance(mesh, tuple):
+        degree = parallel.model_parallel
+        rows = max(r for r in range(1, degree + 1) if degree % r == 0 and r * r <= degree)
+        mesh = rows, degree // rows
+    if isinstance(slices, int):
+        slices = (slices,) * 4
+    if not isinstance(slices, tuple):
+        slices = (1,) * 4
+    return _with(recipe, "parallel_config", tensor_mesh=mesh, tensor_slices=slices)
 
 
 def _loss_tile(recipe: Recipe, known: Known) -> Recipe:
@@ -190,6 +215,8 @@ SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "model.attention": _attention,
     "model.rope_scaling": _scaling,
     "data.format": _format,
+    "parallel_config.tensor_mesh": _mesh,
+    "parallel_config.tensor_slices": _mesh,
     "parallel_config.context_parallel_algo": _algorithm,
     "parallel_config.data_parallel": _replicas,
     "launch.processes": _processes,

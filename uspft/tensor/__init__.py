@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import TENSOR
-from uspft.tensor.tensor_algorithm import TensorAlgorithm
+from uspft.tensor.tensor_algorithm import MeshAlgorithm, TensorAlgorithm
 
 if TYPE_CHECKING:
     from uspft.config import ParallelBlock
     from uspft.layout import Layout
 
-__all__ = ["TensorAlgorithm", "tensor_algorithm"]
+__all__ = ["MeshAlgorithm", "TensorAlgorithm", "tensor_algorithm"]
 
 
 def tensor_algorithm(parallel: ParallelBlock, layout: Layout) -> TensorAlgorithm:

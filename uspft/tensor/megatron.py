@@ -36,7 +36,9 @@ class Megatron:
     """Whether norms and residuals between blocks see a rank's own tokens alone: an all-reduce is
     then an all-gather into a block and a reduce-scatter out of it."""
 
-    def problems(self, query_heads: int, kv_heads: int, *, fused: bool) -> list[Finding]:
+    def problems(
+        self, query_heads: int, kv_heads: int, hidden: int, *, fused: bool
+    ) -> list[Finding]:
         """Return why heads cannot be split: (recipe key, what is wrong, remedy) each.
 
         fused: whether query, key and value heads stand in one matrix.

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from uspft.comm import Group
 from uspft.config.problems import Finding
+
+
+class Grid(Protocol):
+    """A mesh of ranks, as one of them sees it."""
+
+    @property
+    def rows(self) -> Group:
+        """The ranks of its mesh column, in the order of mesh rows."""
+        ...
+
+    @property
+    def columns(self) -> Group:
+        """The ranks of its mesh row, in the order of mesh columns."""
+        ...
 
 
 class TensorAlgorithm(Protocol):
@@ -23,10 +38,13 @@ class TensorAlgorithm(Protocol):
         """Whether a rank sees its own tokens alone between the blocks of split matrices."""
         ...
 
-    def problems(self, query_heads: int, kv_heads: int, *, fused: bool) -> list[Finding]:
+    def problems(
+        self, query_heads: int, kv_heads: int, hidden: int, *, fused: bool
+    ) -> list[Finding]:
         """Return why a model cannot be split: (recipe key, what is wrong, remedy) each.
 
-        fused: whether its query, key and value projections are one matrix.
+        hidden: features between blocks. fused: whether its query, key and value projections are one
+        matrix.
         """
         ...
 
@@ -38,9 +56,23 @@ class TensorAlgorithm(Protocol):
         """Return what lies between blocks, of the part that this rank's row-split matrices made."""
         ...
 
-    def cost(self, blocks: int, tokens: int, hidden: int, element_bytes: int) -> tuple[int, int]:
-        """Return the bytes and messages that a rank sends for so many blocks, forward and backward.
 
-        tokens: those that the ranks of a matrix have together. hidden: features between blocks.
+class MeshAlgorithm(TensorAlgorithm, Protocol):
+    """One way to multiply matrices that lie on a mesh in blocks."""
+
+    def inward(
+        self, x: Tensor, weights: Sequence[Tensor], grid: Grid, product: int
+    ) -> tuple[Tensor, ...]:
+        """Return what projections into a block make of this rank's part of x; differentiable.
+
+        product: the place of the product among those of a layer.
         """
+        ...
+
+    def outward(self, x: Tensor, weight: Tensor, grid: Grid, product: int) -> Tensor:
+        """Return this rank's part of what the projection out of a block makes; differentiable."""
+        ...
+
+    def whole(self, weight: Tensor, grid: Grid) -> Tensor:
+        """Return all features of an embedding's or a head's weight; differentiable."""
         ...

@@ -20,7 +20,7 @@ from uspft.model.hf_config import attention_of
 from uspft.model.trained import choose_trained, trained_parameters
 from uspft.parameters.fill import places
 from uspft.parameters.names import is_adapter
-from uspft.parameters.shards import Part
+from uspft.parameters.part import Part
 from uspft.verify.gradients import See
 from uspft.verify.plain_config import pin_frequencies, plain_config
 from uspft.verify.result import Measured

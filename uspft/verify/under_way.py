@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from uspft.checkpoint.folder import Checkpoint
     from uspft.config import ModelBlock
-    from uspft.parameters.shards import Part
+    from uspft.parameters.part import Part
     from uspft.parameters.source import Weights
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from uspft.config import ParallelBlock, Recipe, as_tree
-from uspft.config.algorithms import every_option
+from uspft.config.algorithms import CONTEXT, MESH_OPTIONS, every_option
 from uspft.job import Job
 
 JOB = "verify.json"
@@ -53,7 +53,7 @@ class VerifyJob:
                 "context_parallel": 1,
                 "context_parallel_algo": None,
                 "ulysses_degree_in_cp": None,
-                **dict.fromkeys(every_option()),
+                **dict.fromkeys({*every_option(CONTEXT), *MESH_OPTIONS}),
             }
         )
         update = {

@@ -20,7 +20,7 @@ from uspft.checkpoint.identity import BASE
 from uspft.config.recipe import ModelBlock
 from uspft.model.adapter import AdapterStart
 from uspft.parameters.digest import base_digest
-from uspft.parameters.shards import Part
+from uspft.parameters.part import Part
 
 SEED, RANK, ALPHA = 5, 3, 6.0
 FREEZE = ["lora_A", r"layers\.0\..*lora_B"]

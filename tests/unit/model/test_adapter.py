@@ -13,7 +13,7 @@ from tests.support.dropout import written_out_mask
 from uspft.model import dropout
 from uspft.model.adapter import AdapterStart, merged
 from uspft.model.dropout import TokenDropout, token_words
-from uspft.parameters.shards import Part
+from uspft.parameters.part import Part
 
 NAME, SEED = "model.layers.3.mlp.down_proj", 11
 

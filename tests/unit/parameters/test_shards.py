@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from uspft.layout import Layout
-from uspft.parameters.shards import MatrixSplit, Part, Shards, as_slices, flat_boxes
+from uspft.parameters.part import Part, as_slices, flat_boxes
+from uspft.parameters.shards import MatrixSplit, Shards
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -20,7 +20,8 @@ from uspft.model.fit import require_fit
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.parameters.experts import as_files
 from uspft.parameters.fill import fill
-from uspft.parameters.shards import Holders, Part, Shards
+from uspft.parameters.part import Part
+from uspft.parameters.shards import Holders, Shards
 from uspft.parameters.source import FolderWeights, RandomWeights, WeightsError
 
 

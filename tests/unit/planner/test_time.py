@@ -197,7 +197,7 @@ PUBLISHED = [
 def rated(length: int, rows: int, degrees: tuple[int, int, int]) -> float:
     """Predicted TFLOP/s of a GPU."""
     tensor, ulysses, ring = degrees
-    layout = Layout(tensor, 1, ulysses, ring, 8 // prod(degrees))
+    layout = Layout(tensor, ulysses, ring, 8 // prod(degrees))
     chosen = named("hybrid_cp" if ulysses * ring > 1 else "whole", ulysses, ring)
     given = step(
         model=LLAMA_2,

@@ -78,4 +78,4 @@ def test_context_parallelism_has_the_heads_that_tensor_ranks_leave_it(tmp_path: 
     split = {"model_parallel": 4, "context_parallel": 2, "context_parallel_algo": "ring_cp"}
     assert said(tmp_path, {"model_type": "llama"}, **split) == []
     (line,) = said(tmp_path, {"model_type": "llama"}, **split, tensor_mesh=[2, 2])
-    assert "meshslice is not available yet; write `tensor_mesh: auto`" in line
+    assert "tensor_mesh: is [2, 2], and only meshslice has it; write auto, or leave it out" in line

@@ -61,8 +61,6 @@ def test_the_tables_of_names_name_keys_that_exist() -> None:
 ASKED = {
     "parallel_config": {
         "fine_grain_interleave: 2": "interleaving a layer's work",
-        "tensor_parallel_algo: meshslice, tensor_mesh: [0, x, 3]": "meshslice",
-        "tensor_slices: 4": "meshslice",
         "pipeline_stage: 4, micro_batch_num: 8": "pipeline parallelism",
         "pp_interleave_num: 2": "pipeline parallelism",
         "seq_split_num: 2": "pipeline parallelism",
@@ -95,7 +93,7 @@ def test_what_is_not_available_is_refused_as_a_whole(tmp_path: Path) -> None:
             assert f": {feature} is not available yet; " in line, line
             features.add(feature)
     assert features == {later.feature for later in LATER}
-    assert len(LATER) == 11
+    assert len(LATER) == 10
     (line,) = lines(tmp_path, "parallel_config: {micro_batch_num: 8, pipeline_stage: 4}")
     assert line.endswith("write `micro_batch_num: 1` and write `pipeline_stage: 1`")
 

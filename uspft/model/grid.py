@@ -1,0 +1,256 @@
+"""A transformers model whose matrices lie on a mesh of ranks, in blocks over both dimensions.
+
+Tokens are divided over mesh rows, features over mesh columns, inside of blocks and between them.
+Every projection, the embedding and every norm over features becomes a module of this file; what a
+layer is called with says how its row is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from uspft.families.projections import COLUMNS, KV, ROWS, Projection
+from uspft.families.table import FAMILIES
+from uspft.model.dropout import TokenDropout
+from uspft.model.parallel import (
+    Call,
+    SplitNorm,
+    blocks_of,
+    count_own_heads,
+    move_padding,
+    projection_of,
+    table_of,
+)
+from uspft.parameters.fill import places
+from uspft.parameters.names import plain_name
+from uspft.parameters.shards import MatrixSplit, Shards
+from uspft.tensor.megatron import summed
+from uspft.tensor.parts import part_index, part_range
+
+if TYPE_CHECKING:
+    from uspft.layout import Layout
+    from uspft.model.attention import Bound
+    from uspft.parameters.shards import Holders
+    from uspft.tensor import MeshAlgorithm
+
+
+def shards_of(model: Any, layout: Layout, *, splits_tokens: bool = False) -> Shards:
+    """Return who holds what of a model on meta under a layout.
+
+    Each of the ranks that hold the same has a piece of its gradient. Raises RuntimeError for a
+    parameter of which the family's table says nothing.
+    """
+    if layout.tensor == 1:
+        return Shards(layout)
+    columns: dict[str, MatrixSplit] = {}
+    rows: dict[str, MatrixSplit] = {}
+    every = places(model)
+    for name, (parameter, _) in every.items():
+        owner, _, kind = name.rpartition(".")
+        owner, _, adapter = owner.partition(".lora_")
+        found = projection_of(model, owner)
+        if found is None and "norm" not in owner.rpartition(".")[2]:
+            family = model.config.model_type
+            raise RuntimeError(f"families/projections.py does not say how {family} divides {name}")
+        if found is None or found.blocks:
+            columns[name], over_rows = _splits(model.config, found, adapter[:1] or kind)
+            if over_rows and parameter.ndim > 1:
+                rows[name] = over_rows
+    held = Shards(layout, columns, row_splits=rows)
+    several = frozenset(name for name in every if len(held.replicas(name)) < layout.tensor)
+    return Shards(layout, columns, several, rows)
+
+
+def _splits(
+    config: Any, found: Projection | None, kind: str
+) -> tuple[MatrixSplit, MatrixSplit | None]:
+    """Return how a parameter is divided over mesh columns, and a matrix over mesh rows too.
+
+    found: its projection; None for a norm over all features. kind: weight or bias, or A or B for an
+    adapter's factors, which mesh rows hold whole.
+    """
+    if found is None:
+        return _features(config, COLUMNS), None
+    stacked = [blocks_of(config)[block] for block in found.blocks]
+    sizes, counts = tuple(one.rows for one in stacked), tuple(one.number for one in stacked)
+    dim = {"weight": found.dim, "bias": COLUMNS, "A": ROWS, "B": COLUMNS}[kind]
+    blocks = MatrixSplit(dim, sizes, counts)
+    if kind == "weight":
+        return blocks, _features(config, ROWS + COLUMNS - dim)
+    return (blocks if dim == found.dim else _features(config, dim)), None
+
+
+def _features(config: Any, dim: int) -> MatrixSplit:
+    return MatrixSplit(dim, (config.hidden_size,), in_order=True)
+
+
+def split_model(model: Any, holders: Holders) -> None:
+    """Make a model that is filled with this rank's parts compute with them.
+
+    It must then be called with the world of its rows.
+    """
+    layout, config, base = holders.shards.layout, model.config, model.base_model
+    if layout.tensor == 1:
+        return
+    model.parameter_names = {
+        id(parameter): plain_name(name) for name, parameter in model.named_parameters()
+    }
+    added = 1.0 - FAMILIES[config.model_type].norm_start
+    here = layout.coordinates(holders.rank)["mesh_columns"], layout.mesh_columns
+    inside = _features(config, ROWS).ranges_of(*here)
+    vocabulary = part_range(config.vocab_size, part_index(*here), layout.mesh_columns)
+    move_padding(model, vocabulary)
+    call = Call()
+    base.register_forward_pre_hook(call.begin, with_kwargs=True)
+    base.norm = SplitNorm(base.norm, 1, call, added)
+    model.set_input_embeddings(SplitEmbedding(model.get_input_embeddings()))
+    for layer in base.layers:
+        call = Call()
+        layer.register_forward_pre_hook(call.begin, with_kwargs=True)
+        for name, norm in [*layer.named_children()]:
+            if "norm" in name:
+                setattr(layer, name, SplitNorm(norm, 1, call, added))
+        for name, found in table_of(model).items():
+            block, _, last = name.rpartition(".")
+            if not block or not found.blocks:
+                continue
+            owner = layer.get_submodule(block)
+            part, _ = _splits(config, found, "weight")
+            if "norm" in last:
+                sharing = -(-layout.mesh_columns // min(part.units))
+                setattr(owner, last, SplitNorm(getattr(owner, last), sharing, call))
+            elif found.dim == COLUMNS:
+                if not hasattr(owner, "uspft_inward"):
+                    owner.uspft_inward = Inward(PRODUCT[block, COLUMNS], call)
+                _replace(owner, last, partial(owner.uspft_inward.part, last), inside, call)
+                if len(found.blocks) > 1 and KV in found.blocks:
+                    count_own_heads(owner, layout.mesh_columns)
+            else:
+                number = PRODUCT[block, ROWS]
+                _replace(owner, last, partial(Outward, number, call), part.ranges_of(*here), call)
+
+
+PRODUCT = {
+    ("self_attn", COLUMNS): 0,
+    ("self_attn", ROWS): 1,
+    ("mlp", COLUMNS): 2,
+    ("mlp", ROWS): 3,
+}
+"""The place of a block's first and last product in what `tensor_slices` names."""
+
+
+def _replace(
+    owner: nn.Module, name: str, make: Callable[[Any], nn.Module], ranges: Any, call: Call
+) -> None:
+    """Put another module in a projection's place, or in that of the one inside its adapter.
+
+    ranges: the features that are here of what it takes.
+    """
+    module: Any = getattr(owner, name)
+    if not hasattr(module, "base_layer"):
+        setattr(owner, name, make(module))
+        return
+    module.base_layer = make(module.base_layer)
+    for dropout in module.modules():
+        if isinstance(dropout, TokenDropout):
+            dropout.ranges = tuple(ranges)
+
+    def sum_columns(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return summed(out, call.bound.world.mesh.columns)
+
+    for thin in module.lora_A.values():
+        thin.register_forward_hook(sum_columns)
+
+
+def products(bound: Bound) -> MeshAlgorithm:
+    """Return the algorithm that multiplies the matrices of a call."""
+    return cast("MeshAlgorithm", bound.world.tensor)
+
+
+class SplitEmbedding(nn.Module):
+    """An embedding whose features mesh rows hold in parts, and all ranks of a row need whole."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self._plain = (embedding,)  # in a tuple, it is no module of this one
+
+    def forward(self, tokens: Tensor, bound: Bound) -> Tensor:
+        """Return all features of tokens [1, T], as transformers' own makes them, [1, T, d]."""
+        weight = products(bound).whole(self.weight, bound.world.mesh)
+        made: Tensor = functional_call(self._plain[0], {"weight": weight}, (tokens,))
+        return made
+
+
+class Inward(nn.Module):
+    """The projections into a block, which are computed together when the first of them is called.
+
+    transformers calls them one after another with the same tensor. Their weights are this module's,
+    so that ZeRO-3 fetches them together.
+    """
+
+    def __init__(self, product: int, call: Call) -> None:
+        super().__init__()
+        self._product, self._call = product, call
+        self._names: list[str] = []
+        self._of: Tensor | None = None
+        self._made: dict[str, Tensor] = {}
+
+    def part(self, name: str, linear: Any) -> InwardPart:
+        """Take a projection's parameters; return the module that takes its place."""
+        self._names.append(name)
+        self.register_parameter(f"{name}_weight", linear.weight)
+        self.register_parameter(f"{name}_bias", linear.bias)
+        return InwardPart(self, name)
+
+    def take(self, name: str, x: Tensor) -> Tensor:
+        """Return what one of the projections makes of x [1, t, d/C], [1, t, o/C]."""
+        if self._of is not x or name not in self._made:
+            self._of, self._made = x, dict(zip(self._names, self(x), strict=True))
+        found = self._made.pop(name)
+        if not self._made:
+            self._of = None
+        return found
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what each projection makes of x."""
+        weights = [getattr(self, f"{name}_weight") for name in self._names]
+        biases = [getattr(self, f"{name}_bias") for name in self._names]
+        bound = self._call.bound
+        made = products(bound).inward(x[0], weights, bound.world.mesh, self._product)
+        return tuple(
+            (one if bias is None else one + bias)[None]
+            for one, bias in zip(made, biases, strict=True)
+        )
+
+
+class InwardPart(nn.Module):
+    """One of the projections into a block."""
+
+    def __init__(self, together: Inward, name: str) -> None:
+        super().__init__()
+        self._together, self._name = (together,), name  # in a tuple, it is no module of this one
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [1, t, o/C] of x [1, t, d/C]."""
+        return self._together[0].take(self._name, x)
+
+
+class Outward(nn.Module):
+    """The projection out of a block."""
+
+    def __init__(self, product: int, call: Call, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self._product, self._call = product, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [1, t, d/C] of x [1, t, i/C]."""
+        bound = self._call.bound
+        found = products(bound).outward(x[0], self.weight, bound.world.mesh, self._product)[None]
+        return found if self.bias is None else found + self.bias

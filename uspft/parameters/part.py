@@ -1,0 +1,141 @@
+"""Parts of a parameter, as ranges along each of its dimensions, and the boxes that two share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from uspft.tensor.parts import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Box = tuple[Range, ...]
+"""A box of a tensor: one range along each dimension."""
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a parameter: along each dimension some ranges of it, laid end to end."""
+
+    shape: Shape
+    """The shape of the whole parameter."""
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Part:
+        """Return the part that is all of a parameter of this shape."""
+        return cls(tuple(shape), tuple(((0, size),) for size in shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return self == Part.whole(self.shape)
+
+    @property
+    def size(self) -> Shape:
+        """The shape of the part itself."""
+        return tuple(sum(b - a for a, b in ranges) for ranges in self.ranges)
+
+    @property
+    def count(self) -> int:
+        """The number of elements of the part."""
+        return prod(self.size)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Cut the part out of a whole tensor; nothing is copied where the part is all of it."""
+        if self.is_whole:
+            return whole
+        for dim, ranges in enumerate(self.ranges):
+            pieces = [whole.narrow(dim, a, b - a) for a, b in ranges]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return whole
+
+    def boxes(self) -> Iterator[tuple[Box, Box]]:
+        """Yield the part's boxes: where each lies in the whole, and where in the part."""
+        yield from _pairs([_laid_out(ranges) for ranges in self.ranges])
+
+    def within(self, box: Box) -> Part:
+        """Return as a part of the whole parameter a box of this part, given in its coordinates."""
+        found = []
+        for ranges, (first, last) in zip(self.ranges, box, strict=True):
+            cut = [
+                (start + max(first, at) - at, start + min(last, end) - at)
+                for (start, _), (at, end) in _laid_out(ranges)
+                if max(first, at) < min(last, end)
+            ]
+            found.append(tuple(cut))
+        return Part(self.shape, tuple(found))
+
+    def meets(self, other: Part) -> Iterator[tuple[Box, Box]]:
+        """Yield each box that two parts of a parameter share: where in this, where in the other."""
+        sides = [
+            _overlaps(_laid_out(mine), _laid_out(theirs))
+            for mine, theirs in zip(self.ranges, other.ranges, strict=True)
+        ]
+        yield from _pairs(sides)
+
+
+def _laid_out(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:
+    """Return (where in the whole, where in the part) for each range along a dimension."""
+    found, at = [], 0
+    for start, stop in ranges:
+        found.append(((start, stop), (at, at + stop - start)))
+        at += stop - start
+    return found
+
+
+def _overlaps(
+    mine: Sequence[tuple[Range, Range]], theirs: Sequence[tuple[Range, Range]]
+) -> list[tuple[Range, Range]]:
+    """Return where two parts' ranges along a dimension meet: in the one, and in the other."""
+    found = []
+    for ((a, b), (at, _)), ((c, d), (other, _)) in product(mine, theirs):
+        start, stop = max(a, c), min(b, d)
+        if start < stop:
+            here, there = at + start - a, other + start - c
+            found.append(((here, here + stop - start), (there, there + stop - start)))
+    return found
+
+
+def _pairs(sides: Sequence[Sequence[tuple[Range, Range]]]) -> Iterator[tuple[Box, Box]]:
+    for chosen in product(*sides):
+        yield tuple(one for one, _ in chosen), tuple(other for _, other in chosen)
+
+
+def as_slices(box: Box) -> tuple[slice, ...]:
+    """Return the slices that index a tensor with a box."""
+    return tuple(slice(*bounds) for bounds in box)
+
+
+def flat_boxes(size: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Return elements [start, stop) of a tensor in memory order, as boxes in that order.
+
+    There are at most two boxes for each dimension, and one more.
+    """
+    if start >= stop:
+        return []
+    if len(size) <= 1:
+        return [((start, stop),)] if size else [()]
+    inner = prod(size[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last:
+        rest = flat_boxes(size[1:], start - first * inner, stop - first * inner)
+        return [((first, first + 1), *box) for box in rest]
+    found: list[Box] = []
+    if start % inner:
+        rest = flat_boxes(size[1:], start % inner, inner)
+        found += [((first, first + 1), *box) for box in rest]
+        first += 1
+    whole_rows = stop // inner
+    if first < whole_rows:
+        found.append(((first, whole_rows), *((0, n) for n in size[1:])))
+    if stop % inner:
+        rest = flat_boxes(size[1:], 0, stop % inner)
+        found += [((whole_rows, whole_rows + 1), *box) for box in rest]
+    return found

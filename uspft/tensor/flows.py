@@ -1,0 +1,168 @@
+"""Products of matrices on a mesh of ranks, in slices: what one moves runs behind another's product.
+
+With one slice these are the flows of 2-D collectives, with more those of MeshSlice.
+
+A product moves two of its three matrices and leaves the third where it is. None moves data across
+the mesh to transpose it.
+
+Shapes, as suffixes: m, k and n as each flow says; R mesh rows, C mesh columns; S slices. A matrix
+[X, Y] on the mesh has X over mesh rows and Y over mesh columns: a rank has [X/R, Y/C].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from uspft.comm import Waited, start_gather, start_sum_parts
+from uspft.tensor.tensor_algorithm import Grid
+
+KIND = "tensor"
+"""What its transfers count as."""
+
+
+def output_stationary(a: Tensor, b: Tensor | Sequence[Tensor], grid: Grid, slices: int) -> Tensor:
+    """Return this rank's part of a · b, [m, n/C], of a [m, k/C] and b [k/R, n/C].
+
+    b may be several matrices side by side. Products are summed in float32 or wider. Raises
+    ValueError for slices that do not divide.
+    """
+    parts = [b] if isinstance(b, Tensor) else b
+    cut = Slices.of(a.shape[1], len(parts[0]), slices)
+
+    def start(number: int) -> tuple[Waited, Waited]:
+        along = torch.cat([cut.rows(part, number) for part in parts], 1)
+        return (
+            start_gather(cut.columns(a, number), grid.columns, KIND),
+            start_gather(along.contiguous(), grid.rows, KIND),
+        )
+
+    ahead = start(0)
+    if slices * grid.columns.size == 1:
+        return torch.mm(*(wait() for wait in ahead))
+    wide = torch.promote_types(a.dtype, torch.float32)
+    out = a.new_zeros((len(a), sum(part.shape[1] for part in parts)), dtype=wide)
+    for number in range(slices):
+        (wait_a, wait_b), ahead = ahead, start(number + 1) if number + 1 < slices else ahead
+        panels, right = wait_a().unflatten(0, (grid.columns.size, -1)), wait_b()
+        for panel, rows in zip(panels, right.chunk(grid.columns.size), strict=True):
+            _add_product(out, panel, rows)
+    return out.to(a.dtype)
+
+
+def left_stationary(a: Tensor, w: Tensor | Sequence[Tensor], grid: Grid, slices: int) -> Tensor:
+    """Return this rank's part of a · wᵀ, [m, n/C], of a [m, k/C] and w [n/R, k/C].
+
+    w may be several matrices side by side. What mesh columns sum travels in the type of a. Raises
+    ValueError for slices that do not divide.
+    """
+    parts, ranks = [w] if isinstance(w, Tensor) else w, grid.columns.size
+    cut = Slices.of(len(parts[0]) * grid.rows.size // ranks, len(parts[0]), slices)
+
+    def start(number: int) -> Waited:
+        along = torch.cat([cut.rows(part, number) for part in parts], 1)
+        return start_gather(along.contiguous(), grid.rows, KIND)
+
+    out = a.new_empty((len(a), cut.wide))
+    ahead, leaving = start(0), None
+    for number in range(slices):
+        wait, ahead = ahead, start(number + 1) if number + 1 < slices else ahead
+        panels = wait().chunk(ranks)
+        made = a.new_empty((ranks, len(a), len(panels[0])))
+        for panel, place in zip(panels, made, strict=True):
+            torch.mm(a, panel.t(), out=place)
+        if leaving:
+            cut.place_columns(leaving(), out, number - 1)
+        leaving = start_sum_parts(made.flatten(0, 1), grid.columns, KIND)
+    if leaving:
+        cut.place_columns(leaving(), out, slices - 1)
+    return out
+
+
+def right_stationary(a: Tensor, b: Tensor, grid: Grid, slices: int) -> Tensor:
+    """Return this rank's part of aᵀ · b, [m/R, n/C], of a [k, m/C] and b [k, n/C].
+
+    k: this mesh row's, which may be any number. What mesh rows sum is float32 or wider. Raises
+    ValueError for slices that do not divide.
+    """
+    ranks = grid.columns.size
+    cut = Slices.of(a.shape[1], a.shape[1] * ranks // grid.rows.size, slices)
+    wide = torch.promote_types(a.dtype, torch.float32) if grid.rows.size > 1 else a.dtype
+    out = a.new_empty((cut.long, b.shape[1]))
+    ahead, leaving = start_gather(cut.columns(a, 0), grid.columns, KIND), None
+    for number in range(slices):
+        wait = ahead
+        panels = wait().unflatten(0, (ranks, -1))
+        if number + 1 < slices:
+            ahead = start_gather(cut.columns(a, number + 1), grid.columns, KIND)
+        made = a.new_zeros((ranks, panels.shape[-1], b.shape[1]), dtype=wide)
+        for panel, place in zip(panels, made, strict=True):
+            _add_product(place, panel.t(), b)
+        if leaving:
+            cut.place_rows(leaving(), out, number - 1)
+        leaving = start_sum_parts(made.flatten(0, 1), grid.rows, KIND)
+    if leaving:
+        cut.place_rows(leaving(), out, slices - 1)
+    return out
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How a dimension is sliced that one matrix has over mesh columns and another over mesh rows.
+
+    A slice has each S-th block of both, so that what it gathers from either is in one order.
+    """
+
+    number: int
+    block: int
+    wide: int
+    """The part of the dimension that a rank of a mesh row has."""
+    long: int
+    """The part of the dimension that a rank of a mesh column has."""
+
+    @classmethod
+    def of(cls, wide: int, long: int, number: int) -> Slices:
+        """Return the slices in the largest blocks. Raises ValueError, naming a number that
+        divides."""
+        both = gcd(wide, long)
+        if both % number:
+            other = next_divisor(both, number)
+            raise ValueError(f"{number} slices do not divide {wide} and {long}; {other} do")
+        return cls(number, both // number, wide, long)
+
+    def columns(self, x: Tensor, number: int) -> Tensor:
+        """Return a slice of the last dimension of x [m, wide], contiguous."""
+        return x.unflatten(1, (-1, self.number, self.block))[:, :, number].flatten(1).contiguous()
+
+    def rows(self, x: Tensor, number: int) -> Tensor:
+        """Return a slice of the first dimension of x [long, n]."""
+        return x.unflatten(0, (-1, self.number, self.block))[:, number].flatten(0, 1)
+
+    def place_columns(self, made: Tensor, out: Tensor, number: int) -> None:
+        """Write a slice of the last dimension to its place in `out` [m, wide]."""
+        blocks = out.unflatten(1, (-1, self.number, self.block))
+        blocks[:, :, number] = made.unflatten(1, (-1, self.block))
+
+    def place_rows(self, made: Tensor, out: Tensor, number: int) -> None:
+        """Write a slice of the first dimension to its place in `out` [long, n]."""
+        blocks = out.unflatten(0, (-1, self.number, self.block))
+        blocks[:, number] = made.unflatten(0, (-1, self.block))
+
+
+def next_divisor(number: int, least: int) -> int:
+    """Return the smallest divisor of a number that is at least `least`, or the number itself."""
+    return next((n for n in range(least, number) if number % n == 0), number)
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a · b to `out`, in its type."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
+    elif a.is_cuda:
+        out.add_(torch.mm(a, b, out_dtype=out.dtype))
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
