@@ -56,8 +56,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "context_parallel": 2,
         "context_parallel_algo": "ring_cp",
     },
+    "mesh": {
+        "tensor_parallel_algo": "meshslice",
+        "model_parallel": 4,
+        "tensor_mesh": [2, 2],
+        "tensor_slices": 2,
+    },
 }
-TENSOR = ("tensor", "tensor, tokens split")
+TENSOR = ("tensor", "tensor, tokens split", "mesh")
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "heads": 8, "kv_heads": 2},
     "qwen2": {"kind": "qwen2", "heads": 4, "kv_heads": 1},
@@ -286,7 +292,7 @@ def test_in_bfloat16_it_is_about_as_far_off_as_one_process(
         assert all(off[key] > bounds[key] for key in ("lora_A", "lora_B", "grad_norm")), off
 
 
-@pytest.mark.parametrize(("full", "count"), [(False, 20), (True, 40)])
+@pytest.mark.parametrize(("full", "count"), [(False, 23), (True, 45)])
 def test_every_layout_and_stage_meets_everything(full: bool, count: int) -> None:
     assert len(CASES[full]) == count and set(LAYOUTS) == {*ALGORITHMS, *TENSOR}
     for place, names in ((0, LAYOUTS), (1, FULLY)):

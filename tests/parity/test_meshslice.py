@@ -13,6 +13,7 @@ from tests.support.ranks import spawn
 from uspft.comm import Books, Group
 from uspft.layout import Layout
 from uspft.mesh import Groups
+from uspft.tensor.flows import Slices
 from uspft.tensor.meshslice import MeshSlice
 
 HIDDEN = 48
@@ -89,9 +90,36 @@ def differences(grid: Grid, slices: int) -> dict[str, float]:
     return {name: apart(a, b) for name, (a, b) in pairs.items()}
 
 
+def in_one_piece(self: Slices, x: Tensor, number: int) -> Tensor:
+    return x.chunk(self.number)[number]
+
+
+def sliced_in_one_piece(rank: int) -> dict[str, float]:
+    grid, own = make_grid(2, 4, Groups(), rank), Slices.rows
+    Slices.rows = in_one_piece
+    try:
+        return differences(grid, 2)
+    finally:
+        Slices.rows = own
+
+
+def test_slices_that_are_not_in_blocks_are_found() -> None:
+    """The comparison's own control: a slice of mesh rows is one piece, not every second block."""
+    every = spawn(8, sliced_in_one_piece)
+    wrong = {name for found in every for name, value in found.items() if value > 0.1}
+    assert wrong >= {"into a block", "out of a block", "gradient of the input"}
+
+
+def test_slices_that_do_not_divide_name_the_next_that_do() -> None:
+    with pytest.raises(ValueError, match="5 slices do not divide 24 and 12; 6 do"):
+        Slices.of(24, 12, 5)
+    with pytest.raises(ValueError, match="24 slices do not divide 24 and 12; 12 do"):
+        Slices.of(24, 12, 24)
+
+
 def apart(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape
-    return float((a - b).abs().max()) if a.numel() else 0.0
+    return float((a - b).detach().abs().max()) if a.numel() else 0.0
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "ulysses_degree_in_cp": 1,
     },
     "tensor 2": {"model_parallel": 2, "use_seq_parallel": True},
+    "mesh 2 × 1": {
+        "tensor_parallel_algo": "meshslice",
+        "model_parallel": 2,
+        "tensor_mesh": [2, 1],
+        "tensor_slices": 2,
+    },
 }
 """By name the `parallel_config`; what it leaves of four processes are replicas."""
 SETS: dict[str, tuple[list[int], list[float]]] = {

@@ -1,0 +1,162 @@
+"""MeshSlice in the model against plain transformers in one process, for every dense family.
+
+Meshes 2 × 2, 1 × 4 and 4 × 1 (and of two ranks, where context and data are both 2) × context × data
+× ZeRO × packing, in pairs, models by turns; `--full`: in pairs with the model too, and all of
+LLaMA's. One spawn each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.test_tensor import replaced, wanted
+from tests.support.mesh import MESHES, STAGES, MeshCase, cases, layouts
+from tests.support.models import Documents, mismatch
+from tests.support.ranks import spawn
+from tests.support.runs import close, held, prepared, run_recipe
+from tests.support.tensor import MODELS, Case, make_setting, recipe
+from uspft.parameters.part import Part
+from uspft.parameters.shards import Shards
+from uspft.tensor.meshslice import MeshSlice
+
+pytestmark = pytest.mark.timeout(900)
+Data = dict[bool, Documents]
+
+
+def work(rank: int, every: list[MeshCase], folder: Path, data: Data) -> dict[MeshCase, Any]:
+    """What each case gave, and how many elements of it this rank held of every parameter."""
+    found = {}
+    for number, case in enumerate(every):
+        sizes: dict[str, tuple[int, int]] = {}
+
+        def see(run: Any, sizes: dict[str, tuple[int, int]] = sizes) -> None:
+            for name, parameter in run.engine.named.items():
+                count = getattr(parameter, "ds_numel", parameter.numel())
+                sizes[name] = count, Part.whole(run.engine.part_of(name).shape).count
+
+        output = folder / f"run-{len(every)}-{number}"
+        found[case] = run_recipe(recipe(case, folder, data), output, before=see), sizes
+    return found
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Data]:
+    folder = tmp_path_factory.mktemp("mesh")
+    return folder, make_setting(folder)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "full", "count"),
+    [
+        (4, False, 9),
+        (8, False, 8),
+        pytest.param(4, True, 45, marks=pytest.mark.full),
+        pytest.param(8, True, 120, marks=pytest.mark.full),
+    ],
+)
+def test_a_model_on_a_mesh_trains_as_one_process(
+    ranks: int, full: bool, count: int, setting: tuple[Path, Data]
+) -> None:
+    every = cases(ranks, full=full)
+    assert len(every) == count
+    wrong = {}
+    for case, (got, sizes) in spawn(ranks, work, every, *setting)[0].items():
+        if found := mismatch(got, wanted(case, setting)):
+            wrong[case] = found
+        rows, columns = case.mesh
+        for name, (here, whole) in sizes.items():
+            if whole > 64 and "bias" not in name and not name.endswith(("_norm.weight",)):
+                assert here <= whole / rows / min(columns, 2) + 2 * 64, (case, name)
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+
+def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
+    """Runs in which a fault is made."""
+    case = MeshCase("qwen3", (1, 1), "zero1", False, False, (2, 2))
+    own, found = MeshSlice.inward, {}
+
+    def short(self: Any, x: Any, weights: Any, grid: Any, product: int) -> Any:
+        made = own(self, x, weights, grid, product)
+        return tuple(y * (1.001 if grid.columns.index else 1.0) for y in made)
+
+    faults: dict[str, tuple[type[Any], str, Callable[..., Any]]] = {
+        "a piece is not summed": (Shards, "is_piece", lambda self, name: False),
+        "a replica counts twice": (Shards, "is_first", lambda self, name, rank: True),
+        "columns are not summed": (MeshSlice, "leave", lambda self, x, group: x.chunk(2, -1)[0]),
+        "one column is a little off": (MeshSlice, "inward", short),
+    }
+    for number, (name, (owner, method, fault)) in enumerate(faults.items()):
+        with replaced(owner, method, fault):
+            found[name] = case, run_recipe(recipe(case, folder, data), folder / f"broken-{number}")
+    return found
+
+
+def test_each_fault_is_found(setting: tuple[Path, Data]) -> None:
+    """The comparison's own control."""
+    found = spawn(4, broken, *setting)[0]
+    assert len(found) == 4
+    for fault, (case, got) in found.items():
+        assert mismatch(got, wanted(case, setting)), fault
+
+
+def saved_and_resumed(rank: int, folder: Path, data: Data) -> Any:
+    """One step under a mesh, the next under another layout and stage; and both under one."""
+    from uspft.training.loop import train
+
+    chain_of = [
+        MeshCase("phi3", (1, 1), "zero1", False, False, (2, 2)),
+        Case("phi3", (4, 1), "zero3", False, True),
+        MeshCase("phi3", (1, 1), "zero3 whole", False, False, (4, 1)),
+        MeshCase("phi3", (2, 1), "zero0", False, False, (1, 2)),
+    ]
+    output, steps = folder / "chain", len(chain_of)
+    for number, case in enumerate(chain_of, 1):
+        blocks = {
+            "training": {"steps": number},
+            "checkpoint": {"every_steps": 1},
+            "export": {"huggingface": number == steps},
+        }
+        run = prepared(recipe(case, folder, data, **blocks), output, resume=number > 1)
+        assert run.first_step == number - 1
+        train(run, lambda: False)
+        end = held(run.engine)
+        close(run)
+    return end if rank == 0 else None
+
+
+def test_a_run_goes_on_under_other_layouts_and_its_export_is_transformers(
+    setting: tuple[Path, Data],
+) -> None:
+    import json
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    end = spawn(4, saved_and_resumed, *setting)[0]
+    output = setting[0] / "chain"
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    records = [line for line in lines if "loss" in line]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    plain = Case("phi3", (1, 1), "zero1", False, False)
+    assert not mismatch((records, end), wanted(plain, setting, steps=4))
+    net = AutoModelForCausalLM.from_pretrained(output / "hf", dtype=torch.float32)
+    exported = dict(net.named_parameters())
+    assert exported.keys() == end.keys()
+    assert all(torch.equal(exported[name], end[name]) for name in end)
+
+
+def test_every_trait_is_met() -> None:
+    for ranks in (4, 8):
+        for full in (False, True):
+            every = cases(ranks, full=full)
+            met = {(case.mesh, case.layout) for case in every}
+            assert met == set(layouts(ranks)) and len(every) == len(set(every))
+            assert {mesh for mesh, _ in met} >= set(MESHES)
+            assert {case.zero for case in every} == set(STAGES)
+            assert {case.packed for case in every} == {False, True}
+            assert not full or {case.model for case in every} == set(MODELS)
+    assert {case.model for case in cases(4)} >= {"llama", "qwen2", "qwen3", "mistral", "phi3"}
