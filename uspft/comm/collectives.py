@@ -129,6 +129,8 @@ def start_sum_parts(x: Tensor, group: Group, kind: str) -> Waited:
     """Start what `sum_parts` does, and return the function that waits for it.
 
     x must not change until then. In a group of one, and of tensors without elements, nothing moves.
+    gloo's own reduce-scatter is an all-reduce, which sends twice as much: there parts go to their
+    members, which add them up.
     """
     if group.size == 1:
         return lambda: x
@@ -136,6 +138,10 @@ def start_sum_parts(x: Tensor, group: Group, kind: str) -> Waited:
     if not x.numel():
         return lambda: out
     group.books.add(kind, (group.size - 1) * out.numel() * x.element_size(), group.size - 1)
+    if x.is_cpu:
+        parts = torch.empty_like(x)
+        work = dist.all_to_all_single(parts, x, group=group.handle, async_op=True)
+        return lambda: _arrived(work, parts.unflatten(0, (group.size, -1))).sum(0)
     work = dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True)
     return partial(_arrived, work, out)
 
