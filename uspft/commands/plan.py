@@ -9,7 +9,8 @@ from uspft.launcher import hosts_from
 from uspft.metrics import as_size
 from uspft.planner.alternatives import Prediction, alternatives
 from uspft.planner.hardware import Hardware
-from uspft.planner.time import NOT_PREDICTED, StepShape
+from uspft.planner.steps import StepShape
+from uspft.planner.time import NOT_PREDICTED
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
 

@@ -14,7 +14,8 @@ from uspft.families import FAMILIES, ModelShape
 from uspft.families.projections import FUSED
 from uspft.layout import Layout, ring_ranks_of_a_host
 from uspft.planner.hardware import Hardware
-from uspft.planner.time import StepShape, StepTime, local_heads, model_flops, step_time
+from uspft.planner.steps import StepShape, StepTime
+from uspft.planner.time import local_heads, model_flops, step_time
 from uspft.sequence import Algorithm, make_algorithm
 from uspft.tensor.parts import divide_heads
 

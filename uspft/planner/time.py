@@ -7,9 +7,7 @@ most tokens, most heads and most pairs of query and key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from uspft.families import ModelShape
 from uspft.layout import COPIES, MESH, Layout
@@ -23,8 +21,8 @@ from uspft.planner.products import (
     parameters_of,
 )
 from uspft.planner.spread import Spread
+from uspft.planner.steps import StepPart, StepShape, StepTime
 from uspft.planner.wire import wire_of
-from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import everyones
@@ -47,68 +45,6 @@ JOIN_BYTES = 20
 what is there, in float32: the output, and in the backward its gradient."""
 LOSS_PASSES = 8
 """Times that a tile of logits in float32 is read or written (model/loss.py)."""
-
-
-class StepPart(NamedTuple):
-    """A part of a step; bytes are those of the collectives, or that the busiest rank sends."""
-
-    name: str
-    seconds: float
-    hidden: float = 0.0
-    bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """A step as the sum of its parts, of which several may have one name."""
-
-    parts: tuple[StepPart, ...]
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the step: those of every part, less what is hidden."""
-        return sum(part.seconds - part.hidden for part in self.parts)
-
-    @property
-    def hidden(self) -> float:
-        return sum(part.hidden for part in self.parts)
-
-    def of(self, *names: str) -> float:
-        """Return the seconds of the parts of these names, hidden ones counted."""
-        return sum(part.seconds for part in self.parts if part.name in names)
-
-    def bytes_of(self, *names: str) -> float:
-        return sum(part.bytes for part in self.parts if part.name in names)
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What decides the time of a step, whatever the cluster."""
-
-    model: ModelShape
-    row: Segments
-    """The row that stands for all."""
-    windows: Sequence[int | None]
-    """The sliding window of each layer, or None where it sees all."""
-    step_rows: int
-    """Rows of a step, over all replicas."""
-    rows: int = 1
-    """Rows of one replica in one forward."""
-    stage: int = 1
-    element_bytes: int = 2
-    recompute: bool = True
-    use_seq_parallel: bool = False
-    overlaps: bool = False
-    """DeepSpeed's overlap_comm."""
-    trained: float = 1.0
-    """The share of the parameters that train."""
-
-    def passes(self, layout: Layout) -> int:
-        return -(-self.step_rows // (self.rows * layout.data))
-
-    def tokens(self, layout: Layout) -> float:
-        """Return the tokens of a rank in one forward."""
-        return self.rows * self.row.length / layout.context
 
 
 def step_time(

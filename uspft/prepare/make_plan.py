@@ -11,7 +11,8 @@ from uspft.config.algorithms import AUTO, row_of
 from uspft.model.hf_config import layer_windows
 from uspft.planner.alternatives import Prediction
 from uspft.planner.hardware import Hardware
-from uspft.planner.time import StepShape, step_time
+from uspft.planner.steps import StepShape
+from uspft.planner.time import step_time
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.model import examine_model

@@ -30,6 +30,7 @@ from benchmarks.convergence.curves import BASE, CURVES, YARDSTICK
 from benchmarks.convergence.ranks import Backwards
 from benchmarks.convergence.rows import rows_of
 from benchmarks.lab.results import RESULTS, read, write
+from benchmarks.meshslice import report as meshslice
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
 from uspft.kernels import Block, Mask
@@ -199,7 +200,7 @@ def test_the_figures_of_a_step() -> None:
 def test_results_are_one_file_a_benchmark_and_three_pictures_at_most() -> None:
     names = {path.name for path in RESULTS.iterdir()}
     benchmarks = {path.parent.name for path in RESULTS.parent.glob("*/__main__.py")}
-    assert len(benchmarks) == 3
+    assert len(benchmarks) == 4
     assert {name for name in names if name.endswith(".json")} == {f"{b}.json" for b in benchmarks}
     pictures = {name for name in names if name.endswith(".svg")}
     assert len(pictures) <= 3 and len(names) == len(pictures) + len(benchmarks) + len(["README.md"])
@@ -240,6 +241,7 @@ def test_the_readme_of_the_results_says_what_the_files_say() -> None:
         *overview(read(RESULTS, "attention")),
         figures.table(step),
         comparison.table(compared),
+        *meshslice.tables(read(RESULTS, "meshslice")),
     ]
     said = (RESULTS / "README.md").read_text()
     assert [table for table in tables if table not in said] == []

@@ -15,7 +15,8 @@ from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.planner.hardware import Hardware, read_hardware
-from uspft.planner.time import StepShape, StepTime, model_flops, step_time
+from uspft.planner.steps import StepShape, StepTime
+from uspft.planner.time import model_flops, step_time
 from uspft.prepare.cluster import shipped
 from uspft.segments import Segments
 

@@ -1,0 +1,1 @@
+"""MeshSlice beside other ways to split a matrix product over chips."""
