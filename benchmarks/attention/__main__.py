@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.attention import plot, report
-from benchmarks.attention.cluster import NoCluster, two_hosts
 from benchmarks.attention.options import options_of, settings_of
-from benchmarks.attention.processes import records_of
-from benchmarks.attention.setting import Setting
+from benchmarks.attention.setting import HOSTS, Setting
 from benchmarks.lab import results
+from benchmarks.lab.cluster import NoCluster, hosts_of
 from benchmarks.lab.machine import circumstances
+from benchmarks.lab.processes import Ranks, records_of
 
 
 def main(words: list[str]) -> int:
@@ -55,10 +55,11 @@ def _measured(setting: Setting) -> dict[str, Any]:
     result: dict[str, Any] = {"setting": asdict(setting), **circumstances()}
     hosts: AbstractContextManager[list[list[str]]] = nullcontext([[]])
     if setting.host_mbit is not None:
-        hosts = two_hosts(setting.host_mbit)
+        hosts = hosts_of(HOSTS, setting.host_mbit)
     with hosts as started:
+        ranks = Ranks("benchmarks.attention.worker", setting.processes, started)
         result["records"] = records_of(
-            setting, started, lambda line: print(f"  {line}", flush=True)
+            ranks, asdict(setting), lambda line: print(f"  {line}", flush=True)
         )
     result["machine"]["load_average_after"] = os.getloadavg()[0]
     return result

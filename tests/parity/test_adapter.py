@@ -20,6 +20,7 @@ import torch
 from tests.support.adapters import as_answer, base_weights, compute_in, peft_adapter, rounded
 from tests.support.algorithms import ALGORITHMS
 from tests.support.dropout import written_out_dropout
+from tests.support.mesh import on_mesh
 from tests.support.models import (
     Documents,
     Reference,
@@ -56,12 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "context_parallel": 2,
         "context_parallel_algo": "ring_cp",
     },
-    "mesh": {
-        "tensor_parallel_algo": "meshslice",
-        "model_parallel": 4,
-        "tensor_mesh": [2, 2],
-        "tensor_slices": 2,
-    },
+    "mesh": on_mesh(2, 2),
 }
 TENSOR = ("tensor", "tensor, tokens split", "mesh")
 MODELS: dict[str, dict[str, Any]] = {

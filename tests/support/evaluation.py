@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from tests.support.mesh import on_mesh
 from tests.support.models import KINDS, Documents, make_documents, make_model
 from tests.support.runs import small_recipe
 from tests.support.stages import ZERO
@@ -37,12 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "ulysses_degree_in_cp": 1,
     },
     "tensor 2": {"model_parallel": 2, "use_seq_parallel": True},
-    "mesh 2 × 1": {
-        "tensor_parallel_algo": "meshslice",
-        "model_parallel": 2,
-        "tensor_mesh": [2, 1],
-        "tensor_slices": 2,
-    },
+    "mesh 2 × 1": on_mesh(2, 1),
 }
 """By name the `parallel_config`; what it leaves of four processes are replicas."""
 SETS: dict[str, tuple[list[int], list[float]]] = {

@@ -17,6 +17,12 @@ SLICED = {"llama": 2, "qwen2": [1, 2, 4, 8], "qwen3": 4, "mistral": 1, "phi3": [
 ALGORITHMS = (None, "ring_cp", "ulysses_cp", "allgather_cp")
 
 
+def on_mesh(rows: int, columns: int) -> dict[str, Any]:
+    """A `parallel_config` of a mesh, with two slices of every product."""
+    mesh = {"model_parallel": rows * columns, "tensor_mesh": [rows, columns]}
+    return {"tensor_parallel_algo": "meshslice", **mesh, "tensor_slices": 2}
+
+
 @dataclass(frozen=True)
 class MeshCase(Case):
     """One run. layout: context and data degrees."""
@@ -27,14 +33,8 @@ class MeshCase(Case):
     def parallel(self) -> dict[str, Any]:
         rows, columns = self.mesh
         context, _ = self.layout
-        found: dict[str, Any] = {
-            "tensor_parallel_algo": "meshslice",
-            "model_parallel": rows * columns,
-            "tensor_mesh": [rows, columns],
-            "context_parallel": context,
-        }
-        if self.model in SLICED:
-            found["tensor_slices"] = SLICED[self.model]
+        found = on_mesh(rows, columns) | {"context_parallel": context}
+        found["tensor_slices"] = SLICED.get(self.model, "auto")
         turn = ALGORITHMS[(list(MODELS).index(self.model) + rows + context) % len(ALGORITHMS)]
         if turn and rows * context > 1:
             found["context_parallel_algo"] = turn

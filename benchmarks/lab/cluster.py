@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces on a bridge, their links slow both ways.
+"""Hosts on one machine: network namespaces on a bridge, their links slow both ways.
 
 Ranks of one host talk through its loopback at full speed; between hosts a token bucket limits each
 link (bandwidth, no added latency). Needs root, iproute2 and the tbf queue.
@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-HOSTS = 2
 BUCKET = ("burst", "128kb", "latency", "100ms")
 """A larger bucket would let the first megabytes pass free."""
 SYSCTL = (
@@ -22,12 +21,13 @@ SYSCTL = (
 
 
 class NoCluster(Exception):
-    """The machine lacks something that two hosts need; the message names it."""
+    """The machine lacks something that hosts need; the message names it."""
 
 
 @contextmanager
-def two_hosts(mbit: int) -> Iterator[list[list[str]]]:
-    """This yields for each host the words to put before a command that is to run there.
+def hosts_of(number: int, mbit: int) -> Iterator[list[list[str]]]:
+    """This makes hosts with links of a rate both ways, and yields for each of them the words to put
+    before a command that is to run there.
 
     The hosts are taken down at the end. Raises NoCluster.
     """
@@ -37,7 +37,7 @@ def two_hosts(mbit: int) -> Iterator[list[list[str]]]:
     if missing:
         raise NoCluster(f"{', '.join(missing)} not found (Debian: iproute2, procps)")
     own = f"ub{os.getpid() % 10**7}"  # interface names have 15 characters
-    hosts = [f"{own}h{i}" for i in range(HOSTS)]
+    hosts = [f"{own}h{i}" for i in range(number)]
     try:
         _run(f"ip link add {own} type bridge")
         _run(f"ip link set {own} up")
