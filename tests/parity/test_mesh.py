@@ -7,11 +7,13 @@ LLaMA's. One spawn each.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parity.test_tensor import replaced, wanted
 from tests.support.mesh import MESHES, STAGES, MeshCase, cases, layouts
@@ -21,6 +23,7 @@ from tests.support.runs import close, held, prepared, run_recipe
 from tests.support.tensor import MODELS, Case, make_setting, recipe
 from uspft.parameters.part import Part
 from uspft.parameters.shards import Shards
+from uspft.tensor import flows
 from uspft.tensor.meshslice import MeshSlice
 
 pytestmark = pytest.mark.timeout(900)
@@ -133,7 +136,6 @@ def test_a_run_goes_on_under_other_layouts_and_its_export_is_transformers(
 ) -> None:
     import json
 
-    import torch
     from transformers import AutoModelForCausalLM
 
     end = spawn(4, saved_and_resumed, *setting)[0]
@@ -160,3 +162,49 @@ def test_every_trait_is_met() -> None:
             assert {case.packed for case in every} == {False, True}
             assert not full or {case.model for case in every} == set(MODELS)
     assert {case.model for case in cases(4)} >= {"llama", "qwen2", "qwen3", "mistral", "phi3"}
+
+
+Sent = tuple[str, str, tuple[int, ...], torch.dtype]
+"""A collective: its name, the group's way through the mesh, what a rank puts in."""
+
+
+def listed(rank: int, folder: Path, data: Data) -> tuple[list[Sent], list[int]]:
+    """What the products of a step's layers move, in order; the tokens of this rank's rows."""
+    case, sent = MeshCase("llama", (1, 1), "zero1", False, False, (2, 2)), []
+    run = prepared(recipe(case, folder, data, memory={"gradient_checkpointing": False}), folder)
+    ways = {run.world.mesh.rows.ranks: "rows", run.world.mesh.columns.ranks: "columns"}
+
+    def seen(own: Callable[..., Any]) -> Callable[..., Any]:
+        def start(x: torch.Tensor, group: Any, kind: str) -> Any:
+            sent.append((own.__name__, ways[group.ranks], tuple(x.shape), x.dtype))
+            return own(x, group, kind)
+
+        return start
+
+    with (
+        replaced(flows, "start_gather", seen(flows.start_gather)),
+        replaced(flows, "start_sum_parts", seen(flows.start_sum_parts)),
+    ):
+        batches = run.loader.batches(1)
+        run.engine.step(batches, 1e-3, False)
+    close(run)
+    return sent, [len(batch.tokens) for batch in batches]
+
+
+def test_a_block_moves_what_the_specification_lists(setting: tuple[Path, Data]) -> None:
+    """Two slices on a mesh of 2 × 2: hidden size 64 (16 features of a slice here), query and
+    key-value heads 4 and 1 of 8 features, 96 inner features; no activation is moved to be laid out
+    otherwise, and what projections share is gathered once."""
+    gather, scatter, single = "start_gather", "start_sum_parts", torch.float32
+    for sent, tokens in spawn(4, listed, *setting):
+        want: Counter[Sent] = Counter()
+        for t in tokens:
+            for features in ((4 + 1 + 1) * 8, 4 * 8, 2 * 48, 48):
+                weights = (gather, "rows", (16, features), single)
+                gradients = (scatter, "rows", (32, features), single)
+                activations = (gather, "columns", (t, 16), single)
+                sums = (scatter, "columns", (2 * t, 16), single)
+                # An output and an input stay once, forward or in the gradient of the input; then
+                # the gradient of the weight. In two slices and two layers.
+                want.update(4 * [activations, weights, weights, sums, activations, gradients])
+        assert Counter(sent) == want
