@@ -46,6 +46,8 @@ class Layout:
     data: int = 1
     pipeline: int = 1
     mesh_rows: int = 1
+    blocks: bool = False
+    """Whether matrices lie on one mesh row in blocks too, as on a mesh of several."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where mesh rows are not among the ranks that share a row."""
@@ -65,6 +67,11 @@ class Layout:
     def tensor(self) -> int:
         """The number of ranks that hold parts of one matrix."""
         return self.mesh_columns * self.mesh_rows
+
+    @property
+    def is_mesh(self) -> bool:
+        """Whether matrices lie on a mesh in blocks over both dimensions."""
+        return self.blocks or self.mesh_rows > 1
 
     @property
     def context(self) -> int:
@@ -109,7 +116,7 @@ class Layout:
         """
         matrix = f"mesh{self.mesh_rows}x{self.mesh_columns}"
         parts = [
-            (matrix if self.mesh_rows > 1 else f"tensor{self.tensor}", self.tensor),
+            (matrix if self.is_mesh else f"tensor{self.tensor}", self.tensor),
             (f"ulysses{self.ulysses}", self.ulysses),
             (f"{row_of(algorithm, self.ring).short}{self.ring}", self.ring),
             (f"data{self.data}", self.data),
@@ -129,7 +136,7 @@ class Layout:
         }[self.ulysses > 1, self.ring > 1]
         if self.tensor > 1:
             mesh = f"mesh {self.mesh_rows} × {self.mesh_columns}"
-            ways = mesh if self.mesh_rows > 1 else f"tensor {self.tensor}"
+            ways = mesh if self.is_mesh else f"tensor {self.tensor}"
             shared = f"each matrix split over {self.tensor} ({ways}), {shared}"
             shared = shared.replace("whole on one process", "whole on each of them")
         stages = f", layers in {self.pipeline} stages" if self.pipeline > 1 else ""
@@ -163,7 +170,7 @@ def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:
     ulysses, ring = context_degrees(parallel)
     rows = parallel.mesh_rows
     columns, stages = parallel.model_parallel // rows, parallel.pipeline_stage
-    fixed = Layout(columns, ulysses, ring, 1, stages, mesh_rows=rows)
+    fixed = Layout(columns, ulysses, ring, 1, stages, rows, parallel.on_a_mesh)
     wanted = parallel.data_parallel
     if ranks is None:
         ranks = fixed.ranks * (1 if wanted == "auto" else int(wanted))

@@ -28,7 +28,7 @@ class Grid(NamedTuple):
 
 
 def make_grid(rows: int, columns: int, groups: Groups, rank: int) -> Grid:
-    layout, books = Layout(columns, ring=rows, mesh_rows=rows), Books()
+    layout, books = Layout(columns, ring=rows, mesh_rows=rows, blocks=True), Books()
     ways = ("mesh_rows", "mesh_columns")
     return Grid(*(groups.of(layout.groups([way]), rank, books) for way in ways))
 

@@ -28,17 +28,17 @@ def test_neighbours_share_the_axis_with_the_most_traffic() -> None:
 
 def test_the_rows_of_a_mesh_are_among_the_ranks_that_share_a_row() -> None:
     """Mesh 2 × 2 under context 4 (Ulysses 2 × ring 2) and data 2: ranks, by hand."""
-    layout = Layout(2, ulysses=2, ring=2, data=2, mesh_rows=2)
+    layout = Layout(2, ulysses=2, ring=2, data=2, mesh_rows=2, blocks=True)
     assert (layout.ranks, layout.tensor, layout.context, layout.copies) == (16, 4, 4, 4)
     assert layout.groups(MESH) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert sorted(layout.groups(["mesh_rows"]))[:3] == [[0, 2], [1, 3], [4, 6]]
     assert sorted(layout.groups(["mesh_columns"]))[:3] == [[0, 1], [2, 3], [4, 5]]
     assert sorted(layout.groups(["ulysses", "ring"]))[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert sorted(layout.groups(COPIES)) == [[i, i + 4, i + 8, i + 12] for i in range(4)]
-    three = Layout(1, ring=3, mesh_rows=3)
+    three = Layout(1, ring=3, mesh_rows=3, blocks=True)
     assert three.groups(MESH) == [[0, 1, 2]] and three.groups(COPIES) == [[0], [1], [2]]
     with pytest.raises(ValueError, match="2 mesh rows do not divide 3"):
-        Layout(ring=3, mesh_rows=2)
+        Layout(ring=3, mesh_rows=2, blocks=True)
 
 
 # Two rows at a time, each shared by Ulysses 2 × ring 2: the groups of the USP paper's code.
@@ -192,13 +192,19 @@ def test_who_holds_what_of_sixteen_tokens(degrees: tuple[int, int]) -> None:
             "tensor2-ulysses2-ring2-data2-pipeline2",
         ),
         (
-            Layout(4, ring=2, data=2, mesh_rows=2),
+            Layout(4, ring=2, data=2, mesh_rows=2, blocks=True),
             "16 processes, each matrix split over 8 (mesh 2 × 4), each row shared by 2 "
             "(zigzag ring), 2 rows at a time",
             "mesh2x4-ring2-data2",
         ),
         (
-            Layout(1, 4, mesh_rows=4),
+            Layout(4, blocks=True),
+            "4 processes, each matrix split over 4 (mesh 1 × 4), each row whole on each of them, "
+            "1 row at a time",
+            "mesh1x4",
+        ),
+        (
+            Layout(1, 4, mesh_rows=4, blocks=True),
             "4 processes, each matrix split over 4 (mesh 4 × 1), each row shared by 4 (Ulysses), "
             "1 row at a time",
             "mesh4x1-ulysses4",
