@@ -22,7 +22,7 @@ from benchmarks.meshslice.programs import (
 )
 from benchmarks.meshslice.shapes import SEQUENCE, Transformer, flows, slice_counts
 from benchmarks.meshslice.torus import Axis, Torus
-from uspft.planner.mesh_products import Kept
+from uspft.planner.mesh_products import Stationary
 
 Programs = Callable[[Product, Torus], Sequence[Sequence[Task]]]
 """The programs among which an algorithm takes the fastest one for a flow."""
@@ -74,7 +74,7 @@ class Run:
             if self.chips % rows == 0:
                 yield Torus(rows, self.chips // rows, self.dimension)
 
-    def flows(self, kept: Kept | None = None) -> list[list[Product]]:
+    def flows(self, kept: Stationary | None = None) -> list[list[Product]]:
         """Return the flows of each product. kept: what stays in all, or None for the largest."""
         return [flows(self.tokens, *sizes, kept) for sizes in self.model.products.values()]
 
@@ -94,7 +94,7 @@ class Run:
         return self.tokens / self.chips * (attention + 2 * scores / MEMORY_BYTES_PER_SECOND)
 
 
-def tuned(run: Run, torus: Torus, kept: Kept | None = None) -> Found | None:
+def tuned(run: Run, torus: Torus, kept: Stationary | None = None) -> Found | None:
     """Return MeshSlice with the slices that the formula says, simulated; None where none divide."""
     every = run.flows(kept)
     counts = [
@@ -108,7 +108,7 @@ def tuned(run: Run, torus: Torus, kept: Kept | None = None) -> Found | None:
     return sliced(run, torus, counts, kept) if all(counts) else None
 
 
-def sliced(run: Run, torus: Torus, counts: Sequence[int], kept: Kept | None = None) -> Found:
+def sliced(run: Run, torus: Torus, counts: Sequence[int], kept: Stationary | None = None) -> Found:
     """Return MeshSlice with so many slices of each product, simulated."""
     seconds = [
         simulate(meshslice(one, torus, count)).seconds
@@ -118,7 +118,7 @@ def sliced(run: Run, torus: Torus, counts: Sequence[int], kept: Kept | None = No
     return Found(torus.rows, torus.columns, sum(seconds), tuple(seconds), tuple(counts))
 
 
-def chosen(run: Run, kept: Kept | None = None) -> Found:
+def chosen(run: Run, kept: Stationary | None = None) -> Found:
     """Return MeshSlice on the mesh of two dimensions that the formula says, simulated."""
     tori = [torus for torus in run.tori if torus.rows > 1 and torus.columns > 1]
     return _fastest(filter(None, (tuned(run, torus, kept) for torus in tori)))

@@ -30,7 +30,8 @@ class Grid(NamedTuple):
 
 def make_grid(rows: int, columns: int, groups: Groups, rank: int) -> Grid:
     layout, books = Layout(columns, ring=rows, mesh_rows=rows), Books()
-    return Grid(*(groups.of(layout.groups([f"mesh_{way}"]), rank, books) for way in Grid._fields))
+    ways = "mesh_rows", "mesh_columns"
+    return Grid(*(groups.of(layout.groups([way]), rank, books) for way in ways))
 
 
 def mine(x: Tensor, grid: Grid) -> Tensor:

@@ -31,6 +31,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     print(f"layout: {found.sentence}")
     if found.why:
         print(f"algorithm: {found.why}")
+    if found.mesh:
+        print(f"mesh: {found.mesh}")
     print(f"hardware: {found.hardware}")
     if shape:
         print(

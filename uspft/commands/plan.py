@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from uspft.launcher import hosts_from
+from uspft.layout import Layout
 from uspft.metrics import as_size
 from uspft.planner.alternatives import Prediction, alternatives
 from uspft.planner.hardware import Hardware
+from uspft.planner.mesh_tuner import Tuning
 from uspft.planner.steps import StepShape
 from uspft.planner.time import NOT_PREDICTED
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
+from uspft.tensor.meshslice import PRODUCTS
 
 COLUMNS = (
     ("products", ("products",)),
@@ -27,6 +30,11 @@ COLUMNS = (
 LEGEND = (
     "seconds: products, attention and the rest (norms, loss, update) compute; all-to-all, keys, "
     "tensor and ZeRO move; hidden passes behind computing and is not in the step"
+)
+
+MESH_LEGEND = (
+    "seconds of the matrices, and of what the mesh moves for them, in one forward and backward; "
+    "then the slices of each product"
 )
 
 
@@ -48,6 +56,9 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str |
     print(_step(step))
     print(_parts(own))
     print()
+    if tuning := found.tuning:
+        print(_meshes(tuning, own.layout))
+        print()
     print(_table(step, hardware, own, others))
     print(LEGEND)
     for line in (*_doubts(found.recipe.model.dtype, hardware), *NOT_PREDICTED):
@@ -79,6 +90,19 @@ def _parts(own: Prediction) -> str:
             rows.append([name.replace("_", "-"), *cells])
     rows.append(["step", _seconds(own.time.seconds), _seconds(own.time.hidden), ""])
     return _aligned(rows)
+
+
+def _meshes(found: Tuning, own: Layout) -> str:
+    """Return a line for each mesh of the recipe's tensor ranks, and what speaks against others."""
+    rows = [["mesh (rows × columns)", "seconds", "in one slice", *PRODUCTS]]
+    for one in found.tried:
+        recipes = one.shape == (own.mesh_rows, own.mesh_columns)
+        times = _seconds(one.seconds), _seconds(one.whole_seconds)
+        name = one.name + (" (the recipe's)" if recipes else "")
+        rows.append([name, *times, *map(str, one.slices)])
+    lines = [_aligned(rows), MESH_LEGEND]
+    lines += [f"no mesh: {why}" for why in found.refused]
+    return "\n".join([*lines, *(f"not by the rule: {what}" for what in found.not_kept)])
 
 
 def _table(

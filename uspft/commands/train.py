@@ -49,6 +49,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         screen.print(f"layout: {found.sentence}", markup=False)
         if found.why:
             screen.print(f"algorithm: {found.why}", markup=False)
+        if found.mesh:
+            screen.print(f"mesh: {found.mesh}", markup=False)
         screen.print(f"hardware: {found.hardware}", markup=False)
         if checkpoint:
             screen.print(f"going on from {checkpoint.folder}", markup=False)

@@ -1,19 +1,20 @@
 """The layouts that `plan` sets beside a recipe's own.
 
 They are tensor 1, 2, 4, 8 and every split of what is left of the ranks into context and data, each
-with the algorithm that is predicted to be fastest.
+with the algorithm, and for MeshSlice's recipes the mesh, that is predicted to be fastest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from uspft.config.algorithms import CONTEXT, WHOLE, AlgorithmRow, Splits
 from uspft.families import FAMILIES, ModelShape
 from uspft.families.projections import FUSED
 from uspft.layout import Layout, ring_ranks_of_a_host
 from uspft.planner.hardware import Hardware
+from uspft.planner.mesh_tuner import tune
 from uspft.planner.steps import StepShape, StepTime
 from uspft.planner.time import local_heads, model_flops, step_time
 from uspft.sequence import Algorithm, make_algorithm
@@ -58,42 +59,63 @@ def splits_over(model: ModelShape, tensor: int) -> bool:
 def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Prediction]:
     """Return the predictions for every tensor and context degree, the fastest layout first.
 
-    A degree must be legal for the model and the rows; of its algorithms the fastest counts.
+    A degree must be legal for the model and the rows; of its algorithms the fastest counts, and
+    where the step has MeshSlice's slices, beside Megatron's way the fastest mesh.
     """
     found = []
     for tensor in TENSOR:
-        if ranks % tensor or not splits_over(step.model, tensor):
-            continue
-        for context in _divisors(ranks // tensor):
+        for context in _divisors(ranks // tensor) if ranks % tensor == 0 else ():
             data = ranks // (tensor * context)
-            ways = [
-                Prediction(layout, row, step_time(step, layout, algorithm, hardware))
-                for row, layout, algorithm in _ways(step, (tensor, context, data), hardware)
-            ]
-            found += [min(ways, key=lambda one: one.time.seconds)] if ways else []
+            ways = []
+            if splits_over(step.model, tensor):
+                plain = replace(step, slices=None)
+                ways.append(list(_predictions(plain, (tensor, 1, context, data), hardware)))
+            if step.slices is not None and tensor > 1:
+                meshes = tune(step, (tensor, context, data), hardware).tried
+                ways.append(
+                    [
+                        prediction
+                        for mesh in meshes
+                        if mesh.layout.mesh_rows > 1
+                        for prediction in _predictions(
+                            replace(step, slices=mesh.slices),
+                            (mesh.layout.mesh_columns, mesh.layout.mesh_rows, context, data),
+                            hardware,
+                        )
+                    ]
+                )
+            found += [min(each, key=lambda one: one.time.seconds) for each in ways if each]
     return sorted(found, key=lambda one: one.time.seconds)
 
 
+def _predictions(
+    step: StepShape, degrees: tuple[int, int, int, int], hardware: Hardware
+) -> Iterator[Prediction]:
+    for row, layout, algorithm in _ways(step, degrees, hardware):
+        yield Prediction(layout, row, step_time(step, layout, algorithm, hardware))
+
+
 def _ways(
-    step: StepShape, degrees: tuple[int, int, int], hardware: Hardware
+    step: StepShape, degrees: tuple[int, int, int, int], hardware: Hardware
 ) -> Iterator[tuple[AlgorithmRow, Layout, Algorithm]]:
     """Yield the algorithms that `auto` may choose, at every Ulysses degree.
 
-    degrees: tensor, context and data.
+    degrees: mesh columns, mesh rows, context_parallel and data.
     """
-    tensor, context, data = degrees
-    if context == 1:
-        yield WHOLE, Layout(tensor, data=data), make_algorithm(WHOLE, 1, 1)
+    columns, rows, context, data = degrees
+    sharing = rows * context
+    if sharing == 1:
+        yield WHOLE, Layout(columns, data=data), make_algorithm(WHOLE, 1, 1)
         return
-    heads = local_heads(step.model, tensor)
+    heads = local_heads(step.model, columns)
     window = step.windows[0] if len(set(step.windows)) == 1 else None
     for row in CONTEXT.values():
-        for ulysses in _divisors(context) if row.automatic else ():
-            ring = context // ulysses
+        for ulysses in _divisors(sharing) if row.automatic else ():
+            ring = sharing // ulysses
             whole = row.splits is Splits.HEADS
             if whole != (ring == 1) or heads.query < ulysses:
                 continue
-            layout = Layout(tensor, ulysses, ring, data)
+            layout = Layout(columns, ulysses, ring, data, mesh_rows=rows)
             per_host = ring_ranks_of_a_host(hardware.ranks_per_host, layout)
             algorithm = make_algorithm(
                 row, ulysses, ring, keep=not step.recompute, window=window, per_host=per_host

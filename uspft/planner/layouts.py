@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from uspft.config import Finding, ParallelBlock
-from uspft.config.algorithms import AUTO, CONTEXT, Splits, row_of
+from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, Splits, row_of
 from uspft.layout import Layout, layout_of
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class Candidate:
             parts.append(str(self.layout.context))
         tokens = " with tokens" if self.parallel.use_seq_parallel else ""
         tensor = f", tensor {self.layout.tensor}{tokens}" if self.layout.tensor > 1 else ""
+        if self.parallel.on_a_mesh:
+            tensor = f", mesh {self.layout.mesh_rows} × {self.layout.mesh_columns}"
         data = f", data {self.layout.data}" if self.layout.data > 1 else ""
         return " ".join(parts) + tensor + data
 
@@ -53,19 +55,18 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
     blocks = []
     for split in _tensor_splits(own, ranks):
         left = ranks // split.model_parallel
-        blocks.append(_block(split, left, 1, None))
-        for context in _divisors(left)[1:]:
-            for name in CONTEXT:
-                for ulysses in _divisors(context):
-                    blocks.append(_block(split, left, context, (name, ulysses)))
+        for context in _divisors(left):
+            sharing = split.mesh_rows * context
+            ways = [(name, ulysses) for name in CONTEXT for ulysses in _divisors(sharing)]
+            for way in ways if sharing > 1 else [None]:
+                blocks.append(_block(split, left, context, way))
     blocks = [block for block in blocks if not _is_another(block)]
     left = ranks // own.model_parallel
-    first = _block(own, left, 1, None) if own.context_parallel == 1 else own
+    first = _block(own, left, 1, None) if own.row_ranks == 1 else own
     found: dict[tuple[object, ...], Candidate] = {}
     for block in [first, *blocks]:
         layout = _layout(block)
-        tensor = block.model_parallel, block.use_seq_parallel
-        key = (block.context_parallel_algo, layout.ulysses, layout.ring, *tensor)
+        key = (block.context_parallel_algo, layout.ulysses, layout.ring, *_tensor(block))
         if key not in found:
             wrong = _problems(recipe, block, problems)
             if wrong and (bare := _without_options(block)) != block:
@@ -99,21 +100,36 @@ def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
             each.parallel.context_parallel_algo,
             each.layout.context,
             each.layout.ulysses,
-            (each.layout.tensor, each.parallel.use_seq_parallel),
+            _tensor(each.parallel),
         )
         for each in (one, *kept)
     ]
     return sum(a == b for trait in traits[1:] for a, b in zip(traits[0], trait, strict=True))
 
 
+def _tensor(block: ParallelBlock) -> tuple[object, ...]:
+    """Return how ranks split matrices under a block."""
+    mesh = block.tensor_mesh if block.on_a_mesh else None
+    return block.model_parallel, block.use_seq_parallel, mesh
+
+
 def _tensor_splits(own: ParallelBlock, ranks: int) -> list[ParallelBlock]:
     """Return `own` with every tensor parallel degree, with tokens split between matrices and
-    without; first of all those that split no matrix."""
+    without, and where its matrices lie on a mesh, on every other mesh too; first of all those that
+    split no matrix."""
     ways = [(1, False)] + [(t, tokens) for t in _divisors(ranks)[1:] for tokens in (False, True)]
-    return [
-        own.model_copy(update={"model_parallel": degree, "use_seq_parallel": tokens})
+    in_one = next(name for name, row in TENSOR.items() if row.splits is Splits.MATRICES)
+    plain = {"tensor_parallel_algo": in_one, **dict.fromkeys(MESH_OPTIONS)}
+    found = [
+        own.model_copy(update={**plain, "model_parallel": degree, "use_seq_parallel": tokens})
         for degree, tokens in ways
     ]
+    if own.on_a_mesh:
+        for degree in _divisors(ranks)[1:]:
+            for rows in _divisors(degree):
+                update = {"model_parallel": degree, "tensor_mesh": (rows, degree // rows)}
+                found.append(own.model_copy(update=update))
+    return found
 
 
 def _block(
@@ -141,9 +157,10 @@ def _block(
 
 
 def _without_options(block: ParallelBlock) -> ParallelBlock:
-    """Return the block with its algorithm's options left to the algorithm."""
-    row = row_of(block.context_parallel_algo, block.context_parallel)
-    return block.model_copy(update=dict.fromkeys(row.options, AUTO))
+    """Return the block with its algorithm's options left to the algorithm, and in one slice."""
+    row = row_of(block.context_parallel_algo, block.row_ranks)
+    slices = {"tensor_slices": (1, 1, 1, 1)} if block.on_a_mesh else {}
+    return block.model_copy(update={**dict.fromkeys(row.options, AUTO), **slices})
 
 
 def _problems(recipe: Recipe, block: ParallelBlock, problems: Problems) -> list[str]:

@@ -17,20 +17,19 @@ from uspft.layout import Layout
 from uspft.planner.hardware import Hardware
 from uspft.planner.products import ProductShape, layer_projections
 from uspft.planner.spread import Spread
+from uspft.planner.steps import GRADIENT_BYTES
 
-Kept = Literal["output", "input", "weight"]
+Stationary = Literal["output", "input", "weight"]
 Flow = Literal["output", "left", "right"]
 """The matrix of C = A × B that stays: C, or A (then B is transposed), or B (then A is)."""
 
-FLOWS: Mapping[Kept, tuple[Flow, Flow, Flow]] = {
+FLOWS: Mapping[Stationary, tuple[Flow, Flow, Flow]] = {
     "output": ("output", "left", "right"),
     "input": ("left", "output", "right"),
     "weight": ("right", "left", "output"),
 }
 """The flows forward, of the input's gradient and of the weight's, by the matrix that is kept in
 all three (MeshSlice, table 1)."""
-GRADIENT_BYTES = 4
-"""The gradient of a weight is summed over mesh rows in float32."""
 
 
 class Slice(NamedTuple):
@@ -56,7 +55,7 @@ class FlowTime(NamedTuple):
         return self.moved + self.computed - self.seconds
 
 
-def kept_of(tokens: float, inputs: int, outputs: int) -> Kept:
+def kept_of(tokens: float, inputs: int, outputs: int) -> Stationary:
     """Return which matrix of a product does not travel in any of its flows: the largest one."""
     if outputs > inputs and tokens >= inputs:
         return "output"
@@ -86,7 +85,7 @@ class MeshProduct:
     """
 
     name: str
-    kept: Kept
+    kept: Stationary
     hidden: int
     parts: tuple[ProductShape, ...]
 

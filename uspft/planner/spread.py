@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 
 from uspft.layout import Layout
 
@@ -27,7 +27,8 @@ class Spread:
         return cls(ranks, ranks)
 
     @classmethod
-    def of(cls, layout: Layout, axes: Collection[str], ranks_per_host: int) -> Spread:
+    @cache
+    def of(cls, layout: Layout, axes: tuple[str, ...], ranks_per_host: int) -> Spread:
         """Return the spread of a layout's groups whose members differ along `axes`.
 
         Ranks are numbered host by host.

@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 from uspft.families import ModelShape
 from uspft.layout import Layout
+from uspft.planner.hardware import Hardware
 from uspft.segments import Segments
+
+GRADIENT_BYTES = 4
+"""Gradients of weights are summed and travel in float32."""
 
 
 class StepPart(NamedTuple):
@@ -64,6 +68,13 @@ class StepShape:
     """DeepSpeed's overlap_comm."""
     trained: float = 1.0
     """The share of the parameters that train."""
+    slices: Sequence[int] | None = None
+    """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
+
+    @property
+    def forwards(self) -> int:
+        """How often a layer runs forward, again where it is recomputed."""
+        return 2 if self.recompute else 1
 
     def passes(self, layout: Layout) -> int:
         return -(-self.step_rows // (self.rows * layout.data))
@@ -71,3 +82,15 @@ class StepShape:
     def tokens(self, layout: Layout) -> float:
         """Return the tokens of a rank in one forward."""
         return self.rows * self.row.length / layout.context
+
+    def product_seconds(
+        self, sizes: tuple[float, float, float], hardware: Hardware
+    ) -> tuple[float, float]:
+        """Return the seconds of a product [m, k] × [k, n] forward, and of its gradients.
+
+        sizes: m, k and n, of which [k, n] is a weight. A frozen one has no gradient.
+        """
+        m, k, n = sizes
+        by_input = hardware.product_seconds(m, n, k, self.element_bytes)
+        by_weight = self.trained * hardware.product_seconds(k, m, n, self.element_bytes)
+        return hardware.product_seconds(m, k, n, self.element_bytes), by_input + by_weight

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from uspft.families import ModelShape
-from uspft.layout import COPIES, MESH, Layout
+from uspft.layout import COPIES, Layout
 from uspft.planner.flops import step_flops
 from uspft.planner.hardware import Hardware
 from uspft.planner.links import Collective
+from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.products import (
     head_projection,
     layer_projections,
@@ -21,7 +22,7 @@ from uspft.planner.products import (
     parameters_of,
 )
 from uspft.planner.spread import Spread
-from uspft.planner.steps import StepPart, StepShape, StepTime
+from uspft.planner.steps import GRADIENT_BYTES, StepPart, StepShape, StepTime
 from uspft.planner.wire import wire_of
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
@@ -35,8 +36,6 @@ NOT_PREDICTED = (
     "rows of many documents: each row is taken to be one document that fills it",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
 )
-GRADIENT_BYTES = 4
-"""Gradients are summed and travel in float32."""
 UPDATE_BYTES = 30
 """AdamW reads weight, gradient and two moments in float32, writes all but the gradient, and rounds
 the weight to 16 bits."""
@@ -53,9 +52,9 @@ def step_time(
     """Return what a step takes; the algorithm splits its rows at the layout's degrees."""
     passes = step.passes(layout)
     one = [
-        *_products(step, layout, hardware),
+        *_matrices(step, layout, hardware),
+        _elementwise(step, layout, hardware),
         *_attention(step, layout, algorithm, hardware),
-        *_tensor(step, layout, hardware),
     ]
     parts = [StepPart(p.name, *(passes * value for value in p[1:])) for p in one]
     behind = sum(part.seconds for part in parts if part.name in ("products", "elementwise"))
@@ -73,47 +72,60 @@ def model_flops(step: StepShape) -> float:
     return step_flops(parameters, tokens, mean, shape, frozen=int((1 - step.trained) * parameters))
 
 
+def _matrices(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
+    """Yield the matrix products of one forward and backward, and what tensor ranks move for them.
+
+    On MeshSlice's mesh transfers pass behind products.
+    """
+    if step.slices is None or layout.tensor == 1:
+        yield from _products(step, layout, hardware)
+        yield from _tensor(step, layout, hardware)
+        return
+    for part in mesh_parts(step, layout, step.slices, hardware):
+        yield StepPart("products", part.computed)
+        yield StepPart("tensor", part.moved, part.hidden, part.bytes)
+
+
 def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
-    """Yield the matrix products of one forward and backward, and the work between them that memory
-    bounds."""
-    model, tokens, size = step.model, step.tokens(layout), step.element_bytes
-
-    def three(projection: tuple[float, int, int]) -> tuple[float, float]:
-        """Return the seconds forward and backward; a frozen matrix has no gradient."""
-        m, k, n = projection
-        by_input = hardware.product_seconds(m, n, k, size)
-        by_matrix = step.trained * hardware.product_seconds(k, m, n, size)
-        return hardware.product_seconds(m, k, n, size), by_input + by_matrix
-
+    """Yield the matrix products of one forward and backward."""
+    model, tokens = step.model, step.tokens(layout)
     forward = backward = 0.0
     for one in layer_projections(model):
         part = one.on(layout.tensor)
-        there, back = three((tokens * part.per_token, part.inputs, part.outputs))
+        sizes = tokens * part.per_token, part.inputs, part.outputs
+        there, back = step.product_seconds(sizes, hardware)
         forward, backward = forward + there, backward + back
     head = head_projection(model).on(layout.tensor)
-    again = 2 if step.recompute else 1
-    yield StepPart("products", model.layers * (again * forward + backward))
-    yield StepPart("products", sum(three((tokens, head.inputs, head.outputs))))
-    moved = 2 * size * tokens * _elements_per_token(step, layout)
-    between = model.layers * (again + 2) * moved  # its backward reads and writes twice as much
-    logits = LOSS_PASSES * 4 * tokens * head.outputs
-    yield StepPart("elementwise", hardware.memory_seconds(between + logits))
+    yield StepPart("products", model.layers * (step.forwards * forward + backward))
+    both = step.product_seconds((tokens, head.inputs, head.outputs), hardware)
+    yield StepPart("products", sum(both))
+
+
+def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPart:
+    """Return the work between products, which memory bounds."""
+    tokens = step.tokens(layout)
+    moved = 2 * step.element_bytes * tokens * _elements_per_token(step, layout)
+    # Its backward reads and writes twice as much.
+    between = step.model.layers * (step.forwards + 2) * moved
+    logits = LOSS_PASSES * 4 * tokens * head_projection(step.model).on(layout.mesh_columns).outputs
+    return StepPart("elementwise", hardware.memory_seconds(between + logits))
 
 
 def _elements_per_token(step: StepShape, layout: Layout) -> float:
     """Return how many elements a layer makes of a token on a tensor rank.
 
-    They are norms and residuals, which tensor ranks divide under use_seq_parallel alone; q, k, v
-    before and after rotation; and the inside of the MLP.
+    They are norms and residuals, which Megatron's ranks divide under use_seq_parallel alone; q, k,
+    v before and after rotation; and the inside of the MLP.
     """
-    model, tensor = step.model, layout.tensor
+    model, tensor = step.model, layout.mesh_columns
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     inner = sum(
         one.on(tensor).outputs * one.per_token
         for one in layer_projections(model)
         if one.splits == "outputs" and one.unit == 1
     )
-    outside = 8 * model.hidden_size / (tensor if step.use_seq_parallel else 1)
+    divided = step.use_seq_parallel or step.slices is not None
+    outside = 8 * model.hidden_size / (tensor if divided else 1)
     return outside + 3 * heads / tensor + 2 * inner
 
 
@@ -127,7 +139,7 @@ def _attention(
     nothing hides that.
     """
     model = step.model
-    heads = local_heads(model, layout.tensor)
+    heads = local_heads(model, layout.mesh_columns)
     shares = split_heads(heads.query, heads.kv, layout.ulysses).query
     most = max(last - first for first, last in shares)
     order = algorithm.token_order(step.row)
@@ -182,9 +194,9 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
     if layout.tensor == 1:
         return
     model, tokens = step.model, step.tokens(layout)
-    spread = Spread.of(layout, MESH, hardware.ranks_per_host)
+    spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
     activations = tokens * model.hidden_size * step.element_bytes
-    count = model.layers * (6 if step.recompute else 4) + 2
+    count = model.layers * (2 * step.forwards + 2) + 2
     kinds: tuple[Collective, ...] = ("all_reduce",)
     if step.use_seq_parallel:
         kinds = ("reduce_scatter", "all_gather")
@@ -202,8 +214,8 @@ def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) ->
     reduce-scatters its gradients.
     """
     model, stage = step.model, step.stage
-    outside, layer = parameters_of(model, layout.tensor)
-    whole = outside + model.layers * layer
+    outside, layer = parameters_of(model, layout.mesh_columns)
+    whole = (outside + model.layers * layer) / layout.mesh_rows
     spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
     held = whole * step.trained / (spread.ranks if stage else 1)
     yield StepPart("update", hardware.memory_seconds(UPDATE_BYTES * held))

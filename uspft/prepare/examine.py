@@ -16,11 +16,12 @@ from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, check_length, read_shape
 from uspft.families.projections import FUSED
 from uspft.layout import Layout, layout_of
+from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.invocation import CONFIGS
 from uspft.prepare.paths import find_paths
-from uspft.prepare.resolve import Known, choice, ranks_of, resolve
+from uspft.prepare.resolve import Known, choice, ranks_of, resolve, slices_of, tuning
 from uspft.sequence import Heads, of_recipe
 from uspft.tensor import tensor_algorithm
 
@@ -44,6 +45,20 @@ class Examined:
         """The algorithm that `auto` became and the reason, or None where nothing was to choose."""
         found = choice(self.loaded.recipe, self.known)
         return f"{found.algorithm}: {found.why}" if found else None
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What the tuner finds for MeshSlice; None where it is not used, or not all is known."""
+        return tuning(self.loaded.recipe, self.known)
+
+    @property
+    def mesh(self) -> str | None:
+        """The mesh and slices that `auto` became and the reason, or None where nothing was to
+        choose."""
+        asked, found = self.loaded.recipe.parallel_config, self.tuning
+        chosen = found and found.on((self.layout.mesh_rows, self.layout.mesh_columns))
+        written = isinstance(asked.tensor_mesh, tuple) and slices_of(asked)
+        return found.why(chosen) if found and chosen and not written else None
 
     @property
     def hardware(self) -> str:

@@ -17,6 +17,7 @@ from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.model import examine_model
 from uspft.prepare.paths import find_paths
+from uspft.prepare.resolve import slices_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 
@@ -65,6 +66,7 @@ def step_of(found: Examined) -> StepShape:
         use_seq_parallel=recipe.parallel_config.use_seq_parallel,
         overlaps=_overlaps(recipe),
         trained=examined.trained / examined.parameters,
+        slices=slices_of(recipe.parallel_config) if recipe.parallel_config.on_a_mesh else None,
     )
 
 

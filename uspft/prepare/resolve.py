@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
-from uspft.config import Recipe
+from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, every_option, row_of
 from uspft.families import ModelShape, with_factor
 from uspft.job import placed
-from uspft.layout import Layout, layout_of
+from uspft.layout import Layout, context_degrees, layout_of
 from uspft.model.loss import tile_tokens
 from uspft.planner.auto import Choice, Work, recommend
+from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
+from uspft.planner.steps import StepShape
 from uspft.prepare.cluster import Cluster
 from uspft.segments import Segments
-from uspft.sequence import Heads
+from uspft.sequence import Heads, of_recipe
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,43 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
     here = (ranks_of(recipe, known) or 0) // known.hosts
     hardware = known.cluster and known.cluster.hardware
     return recommend(ranks, here or ranks, heads, work, hardware)
+
+
+def tuning(recipe: Recipe, known: Known) -> Tuning | None:
+    """Return what the tuner finds for a recipe whose matrices lie on a mesh.
+
+    Returns None where they do not, or where the model or the cluster is not known.
+    """
+    parallel, model = recipe.parallel_config, known.shape
+    if not parallel.on_a_mesh or model is None or known.cluster is None:
+        return None
+    degrees = parallel.model_parallel, parallel.context_parallel
+    ranks = ranks_of(recipe, known) or prod(degrees)
+    step = StepShape(
+        model,
+        Segments.single(recipe.data.sequence_length),
+        (),
+        recipe.training.global_batch_size,
+        recipe.training.micro_batch_size,
+        element_bytes=4 if recipe.model.dtype == "float32" else 2,
+        recompute=recipe.memory.gradient_checkpointing,
+        trained=0.0 if recipe.model.adapter else 1.0,
+    )
+    return tune(
+        step,
+        (*degrees, max(1, ranks // prod(degrees))),
+        known.cluster.hardware.on_hosts_of(-(-ranks // known.hosts)),
+        slices=slices_of(parallel),
+        why_not=lambda rows, columns: _why_not(recipe, known, (rows, columns)),
+    )
+
+
+def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
+    """Return the slices of each product that a recipe asks for, or None where it leaves them."""
+    asked = parallel.tensor_slices
+    if isinstance(asked, int):
+        return (asked,) * 4
+    return asked if isinstance(asked, tuple) else None
 
 
 def ranks_of(recipe: Recipe, known: Known) -> int | None:
@@ -187,20 +227,34 @@ def _options(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _mesh(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the mesh and the slices."""
-    parallel, shape = recipe.parallel_config, known.shape
-    if not parallel.on_a_mesh or shape is None:
+    """Settle mesh and slices: tuned, or a square in one slice where model or cluster is not known
+    yet, or where no mesh fits."""
+    parallel = recipe.parallel_config
+    if not parallel.on_a_mesh or known.shape is None:
         return recipe
-    mesh, slices = parallel.tensor_mesh, parallel.tensor_slices
-    if not isinstance(mesh, tuple):
-        degree = parallel.model_parallel
-        rows = max(r for r in range(1, degree + 1) if degree % r == 0 and r * r <= degree)
-        mesh = rows, degree // rows
-    if isinstance(slices, int):
-        slices = (slices,) * 4
-    if not isinstance(slices, tuple):
-        slices = (1,) * 4
+    mesh, found = parallel.tensor_mesh, tuning(recipe, known)
+    if isinstance(mesh, tuple):
+        best = found and found.on(mesh)
+    else:
+        best = found.tried[0] if found and found.tried else None
+        shapes = shapes_of(parallel.model_parallel)
+        mesh = best.shape if best else shapes[(len(shapes) - 1) // 2]
+    slices = slices_of(parallel) or (best.slices if best else (1,) * 4)
     return _with(recipe, "parallel_config", tensor_mesh=mesh, tensor_slices=slices)
+
+
+def _why_not(recipe: Recipe, known: Known, shape: tuple[int, int]) -> str | None:
+    """Return why attention cannot be shared by the rows of a mesh, or None where it can."""
+    tried = _algorithm(_with(recipe, "parallel_config", tensor_mesh=shape), known)
+    parallel = tried.parallel_config
+    ulysses = parallel.ulysses_degree_in_cp or 1
+    if parallel.row_ranks % ulysses:
+        return f"a row is shared by {parallel.row_ranks}, which Ulysses {ulysses} does not divide"
+    ring = Layout(shape[1], *context_degrees(parallel), mesh_rows=shape[0])
+    assert known.shape  # else nothing is tuned
+    heads = Heads(known.shape.heads, known.shape.kv_heads, known.shape.head_dim).on(shape[1])
+    wrong = of_recipe(tried, ring).problems(recipe.data.sequence_length, heads)
+    return wrong[0][1] if wrong else None
 
 
 def _loss_tile(recipe: Recipe, known: Known) -> Recipe:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.meshslice.engines import cannon, summa, wang
 from uspft.planner.mesh_products import Flow
-from uspft.tensor import meshslice
+from uspft.tensor import flows
 from uspft.tensor.tensor_algorithm import Grid
 
 Flows = Mapping[Flow, Callable[[Tensor, Tensor, Grid], Tensor]]
@@ -24,9 +24,9 @@ Flows = Mapping[Flow, Callable[[Tensor, Tensor, Grid], Tensor]]
 def in_slices(slices: int) -> Flows:
     """This returns MeshSlice's flows; one slice is Collective."""
     return {
-        "output": partial(meshslice.output_stationary, slices=slices),
-        "left": partial(meshslice.left_stationary, slices=slices),
-        "right": partial(meshslice.right_stationary, slices=slices),
+        "output": partial(flows.output_stationary, slices=slices),
+        "left": partial(flows.left_stationary, slices=slices),
+        "right": partial(flows.right_stationary, slices=slices),
     }
 
 

@@ -69,6 +69,32 @@ def test_a_shipped_recipe_of_a_model_whose_weights_are_not_here(planned: object)
     assert re.search(r"^weights +\S+ +\S+ +239", page, re.M), "16.06 GB, twice, in 8 passes"
 
 
+def test_meshes_stand_beside_one_another_and_beside_one_dimension(planned: object) -> None:
+    words = ["context_parallel=1", "context_parallel_algo=planned_cp", "ulysses_degree_in_cp=1"]
+    words += ["model_parallel=8", "tensor_parallel_algo=meshslice", "tensor_mesh=[2, 4]"]
+    page = planned(LLAMA, *(f"parallel_config.{word}" for word in words))  # type: ignore[operator]
+    lines = page.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("mesh (rows × columns)"))
+    meshes = [re.split(r"\s{2,}", line) for line in lines[first : first + 5]]
+    assert meshes[0][1:] == ["seconds", "in one slice", "qkv", "out", "gate_up", "down"]
+    assert {cells[0].split(" (")[0] for cells in meshes[1:]} == {"1 × 8", "2 × 4", "4 × 2", "8 × 1"}
+    assert [c[0] for c in meshes if "(the recipe's)" in c[0]] == ["2 × 4 (the recipe's)"]
+    seconds = [number(cells[1]) for cells in meshes[1:]]
+    assert seconds == sorted(seconds)
+    assert all(number(cells[1]) < number(cells[2]) for cells in meshes[1:])
+    rows = table(page)
+    own = "mesh2x4-planned2 (the recipe's)"
+    assert own in rows and "tensor8" in rows
+    heads = rows["layout"]
+    hidden = {name: number(rows[name][heads.index("hidden")]) for name in (own, "tensor8")}
+    assert hidden[own] > hidden["tensor8"] == 0
+    short = planned(
+        LLAMA, *(f"parallel_config.{word}" for word in words), "data.sequence_length=1024"
+    )  # type: ignore[operator]
+    assert short.count("not by the rule: ") == 4
+    assert "mesh (rows" not in planned(LLAMA)  # type: ignore[operator]
+
+
 def test_other_ranks_and_other_hardware(planned: object) -> None:
     for ranks, hardware in (("16", "h200"), ("16", "a800"), ("32", "l20")):
         page = planned(LLAMA, "--ranks", ranks, "--hardware", hardware)  # type: ignore[operator]

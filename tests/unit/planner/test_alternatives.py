@@ -31,6 +31,19 @@ def test_every_tensor_degree_with_every_split_of_the_rest(ranks: int, count: int
     assert seconds == sorted(seconds)
 
 
+def test_a_mesh_stands_beside_each_split_of_the_recipes_that_have_one() -> None:
+    plain = {one.name for one in alternatives(STEP, 8, H100)}
+    found = alternatives(replace(STEP, slices=(1, 1, 1, 1)), 8, H100)
+    meshes = [one for one in found if one.layout.mesh_rows > 1]
+    assert {one.name for one in found} - {one.name for one in meshes} == plain
+    degrees = {(one.layout.tensor, one.layout.copies) for one in meshes}
+    assert degrees == {(2, 4), (4, 2), (8, 1)} and len(meshes) == 6
+    assert all(one.name.startswith("mesh") for one in meshes)
+    assert all(one.layout.ranks == 8 and one.time.hidden > 0 for one in meshes)
+    seconds = [one.time.seconds for one in found]
+    assert seconds == sorted(seconds)
+
+
 def test_heads_decide_which_tensor_degrees_there_are() -> None:
     assert [t for t in (1, 2, 4, 8, 16) if splits_over(LLAMA, t)] == [1, 2, 4, 8, 16]
     assert [t for t in (1, 2, 4, 7, 8) if splits_over(QWEN, t)] == [1, 2, 4]  # 28 and 4 heads

@@ -38,6 +38,26 @@ def test_the_recipes_own_layout_is_first_and_there_once() -> None:
     assert [one.name for one in found][:2] == ["whole rows, data 2", "ulysses_cp 2"]
 
 
+def test_a_recipe_on_a_mesh_has_every_mesh_beside_the_others() -> None:
+    mesh = own(
+        **{"data_parallel": 1, "model_parallel": 4, "context_parallel_algo": "planned_cp"},
+        **{"tensor_parallel_algo": "meshslice", "tensor_mesh": (2, 2)},
+        **{"tensor_slices": (2, 2, 2, 2), "ulysses_degree_in_cp": 1},
+    )
+    found = layouts(recipe(**mesh), 4)
+    assert found[0].name == "planned_cp 2, mesh 2 × 2"
+    assert len({one.name for one in found}) == len(found)
+    plain = {one.name for one in layouts(recipe(), 4)}
+    meshes = [one for one in found if one.parallel.on_a_mesh]
+    assert {one.name for one in found} - {one.name for one in meshes} == plain
+    assert all(one.layout.ranks == 4 and not one.parallel.use_seq_parallel for one in meshes)
+    shapes = Counter((one.layout.mesh_rows, one.layout.mesh_columns) for one in meshes)
+    assert set(shapes) == {(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)} and shapes[1, 4] == 1
+    several = [one for one in meshes if one.layout.context > 1]
+    assert all(one.parallel.context_parallel_algo for one in several) and len(several) > 10
+    assert {one.parallel.tensor_slices for one in meshes} == {(2, 2, 2, 2)}
+
+
 def test_what_is_illegal_says_why() -> None:
     given = recipe(**RING, data={"sequence_length": 98})
     reasons = {one.name: one.reason for one in layouts(given, 2)}

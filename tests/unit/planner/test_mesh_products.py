@@ -95,14 +95,14 @@ def test_directions_that_share_links_follow_one_another() -> None:
 
 
 def test_one_slice_is_the_collective_one_after_the_other(tmp_path: Path) -> None:
-    layout, cluster = Layout(mesh_columns=4, mesh_rows=4), tpu(tmp_path)
+    layout, cluster = Layout(mesh_columns=4, ring=4, mesh_rows=4), tpu(tmp_path)
     for product in (QKV, OUT, GATE_UP, DOWN):
         for time in product.times(4096, 1, layout, cluster, 2):
             assert time.seconds == pytest.approx(time.moved + time.computed) and time.hidden == 0
 
 
 def test_slices_hide_transfers_and_cost_launches(tmp_path: Path) -> None:
-    layout, cluster = Layout(mesh_columns=4, mesh_rows=4), tpu(tmp_path)
+    layout, cluster = Layout(mesh_columns=4, ring=4, mesh_rows=4), tpu(tmp_path)
     alone, four = (GATE_UP.times(1 << 16, count, layout, cluster, 2) for count in (1, 4))
     for one, cut in zip(alone, four, strict=True):
         assert cut.seconds < one.seconds and 0 < cut.hidden < cut.moved
@@ -114,7 +114,7 @@ def test_slices_hide_transfers_and_cost_launches(tmp_path: Path) -> None:
 def test_what_moves_in_each_flow(tmp_path: Path) -> None:
     """Activations move along mesh rows and weights along mesh columns, whichever is kept; the
     gradient of a weight moves in float32."""
-    layout, tokens = Layout(mesh_columns=2, mesh_rows=2), 100
+    layout, tokens = Layout(mesh_columns=2, ring=2, mesh_rows=2), 100
     for product, wide in ((QKV, 6144), (OUT, 4096), (GATE_UP, 28672), (DOWN, 14336)):
         assert product.features(2) == wide / 2
         activations, weight = 2 * tokens * 4096, 2 * 4096 * wide / 2
@@ -141,13 +141,13 @@ def test_links_are_shared_unless_one_direction_leaves_the_host(tmp_path: Path) -
     def beside(layout: Layout) -> FlowTime:
         return QKV.times(4096, 1, layout, cluster, 2)[FLOWS["output"].index("output")]
 
-    inside, across = beside(Layout(2, 2)), beside(Layout(4, 4))
+    inside, across = beside(Layout(2, ring=2, mesh_rows=2)), beside(Layout(4, ring=4, mesh_rows=4))
     assert inside.hidden == pytest.approx(0), "one after the other"
     assert across.hidden > 0, "side by side"
 
 
 def test_more_bandwidth_never_takes_longer(tmp_path: Path) -> None:
-    layout = Layout(mesh_columns=2, mesh_rows=2)
+    layout = Layout(mesh_columns=2, ring=2, mesh_rows=2)
     clusters = [
         made(tmp_path, inside={**round_figures()["inside"], "bytes_per_second": rate})
         for rate in (1e7, 1e8, 1e9, 1e10)
@@ -170,7 +170,7 @@ def test_the_best_mesh_balances_both_directions(tokens: int, best: int, tmp_path
         cluster = moving(1e9, tmp_path).model_copy(
             update={"ranks_per_host": 64 // rows, "between": H100.between.model_copy(update=links)}
         )
-        layout = Layout(mesh_columns=64 // rows, mesh_rows=rows)
+        layout = Layout(mesh_columns=64 // rows, ring=rows, mesh_rows=rows)
         seconds[rows] = product.times(tokens / rows, 1, layout, cluster, 2)[1].seconds
     assert min(seconds, key=lambda rows: seconds[rows]) == best
     ratios = {rows: (rows - 1) / (64 / rows - 1) for rows in seconds}

@@ -15,6 +15,7 @@ from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.planner.hardware import Hardware, read_hardware
+from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.steps import StepShape, StepTime
 from uspft.planner.time import model_flops, step_time
 from uspft.prepare.cluster import shipped
@@ -114,6 +115,23 @@ def test_activations_that_are_sharded_take_as_many_bytes_and_less_memory(tmp_pat
     )
     assert sharded.of("tensor") == pytest.approx(whole.of("tensor"))
     assert sharded.of("elementwise") < whole.of("elementwise")
+
+
+def test_a_mesh_is_in_the_step_with_what_it_hides() -> None:
+    """Products and transfers of four slices; tokens are half a row's, heads a quarter, and ranks of
+    a mesh hold each parameter once."""
+    layout = Layout(4, ring=2, data=2, mesh_rows=2)
+    found = timed(layout, slices=(4, 4, 4, 4))
+    parts = mesh_parts(step(), layout, (4, 4, 4, 4), H100)
+    assert found.of("products") == pytest.approx(4 * sum(part.computed for part in parts))
+    assert found.of("tensor") == pytest.approx(4 * sum(part.moved for part in parts))
+    assert found.bytes_of("tensor") == pytest.approx(4 * sum(part.bytes for part in parts))
+    hidden = sum(part.hidden for part in found.parts if part.name == "tensor")
+    assert hidden == pytest.approx(4 * sum(part.hidden for part in parts)) and hidden > 0
+    assert found.bytes_of("gradients") == pytest.approx(4 * PARAMETERS / 8, rel=1e-3)
+    flat = timed(Layout(8, data=2))
+    assert found.of("attention") == pytest.approx(flat.of("attention"), rel=0.02)
+    assert found.of("elementwise") < flat.of("elementwise")
 
 
 def test_bytes_of_heads_are_the_algorithms_own() -> None:

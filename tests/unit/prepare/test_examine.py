@@ -79,3 +79,20 @@ def test_context_parallelism_has_the_heads_that_tensor_ranks_leave_it(tmp_path: 
     assert said(tmp_path, {"model_type": "llama"}, **split) == []
     (line,) = said(tmp_path, {"model_type": "llama"}, **split, tensor_mesh=[2, 2])
     assert "tensor_mesh: is [2, 2], and only meshslice has it; write auto, or leave it out" in line
+
+
+def test_a_mesh_that_was_chosen_is_told_with_the_others(tmp_path: Path) -> None:
+    mesh = {"model_parallel": 4, "tensor_parallel_algo": "meshslice"}
+    assert said(tmp_path, {"model_type": "llama"}, **mesh) == []
+    found = examine(tmp_path / "r.yaml", [], 1, None)
+    parallel = found.recipe.parallel_config
+    rows, columns = parallel.tensor_mesh
+    assert found.mesh and found.mesh.startswith(f"{rows} × {columns} in ")
+    assert found.mesh.count(", on ") == 2
+    key = "parallel_config.tensor"
+    sliced = examine(tmp_path / "r.yaml", [f"{key}_mesh=[2, 2]"], 1, None)
+    assert sliced.mesh and sliced.mesh.startswith("2 × 2 in ")
+    both = examine(tmp_path / "r.yaml", [f"{key}_mesh=[2, 2]", f"{key}_slices=2"], 1, None)
+    assert both.mesh is None and both.tuning, "nothing was left to choose"
+    other = examine(tmp_path / "r.yaml", [f"{key}_parallel_algo=megatron"], 1, None)
+    assert other.mesh is None and other.tuning is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +16,7 @@ from uspft.config.available import LATER
 from uspft.families import ModelShape, read_shape
 from uspft.planner.auto import Work
 from uspft.prepare.cluster import cluster_of
-from uspft.prepare.resolve import SETTLED, Known, resolve
+from uspft.prepare.resolve import SETTLED, Known, resolve, tuning
 from uspft.segments import Segments
 
 STAYS = {"checkpoint.resume"}
@@ -84,6 +85,60 @@ def test_more_is_settled_as_more_is_known(folder: Path) -> None:
     assert last.launch.hardware == "h100"
     assert last.parallel_config.context_parallel_algo == "ulysses_cp"
     assert last.parallel_config.exchange_stages is None
+
+
+def on_a_mesh(folder: Path, length: int = 4096, **more: Any) -> Recipe:
+    """A recipe of four ranks on a mesh, and what else it says of them."""
+    four = {"model_parallel": 4, "tensor_parallel_algo": "meshslice", "context_parallel": 1}
+    return recipe(folder, parallel_config={**four, **more}, data={"sequence_length": length})
+
+
+def mesh_of(asked: Recipe, known: Known) -> tuple[object, object]:
+    parallel = resolve(asked, known).parallel_config
+    return parallel.tensor_mesh, parallel.tensor_slices
+
+
+def test_a_mesh_is_what_the_tuner_says(folder: Path) -> None:
+    asked = on_a_mesh(folder)
+    shape = read_shape(asked.model, folder)
+    cluster, _ = cluster_of("auto", "cuda", "NVIDIA H100 80GB HBM3")
+    assert isinstance(shape, ModelShape) and cluster
+    known = Known(gpus=4, shape=shape, cluster=cluster)
+    assert mesh_of(asked, Known(gpus=4)) == ("auto", "auto")
+    assert mesh_of(asked, replace(known, cluster=None)) == ((2, 2), (1, 1, 1, 1)), "likely"
+    found = tuning(asked, known)
+    assert found and len(found.tried) == 3
+    for one in found.tried:
+        given = on_a_mesh(folder, tensor_mesh=list(one.shape))
+        assert mesh_of(given, known) == (one.shape, one.slices)
+    assert mesh_of(asked, known) == (found.tried[0].shape, found.tried[0].slices)
+    wide = replace(shape, hidden_size=8192, heads=64, kv_heads=8, head_dim=128)
+    long = on_a_mesh(folder, 1 << 17)
+    best = tuning(long, replace(known, shape=replace(wide, intermediate_size=28672)))
+    assert best and best.tried[0].shape[0] > 1 and min(best.tried[0].slices) > 1
+    twice = on_a_mesh(folder, tensor_slices=2)
+    assert mesh_of(twice, known)[1] == (2, 2, 2, 2)
+    settled = resolve(asked, known)
+    assert resolve(settled, known) == settled == resolve(settled, Known())
+
+
+def test_attention_decides_how_many_mesh_rows_there_can_be(folder: Path) -> None:
+    """Two pieces of a row for each of its ranks, as the exchange wants, do not divide 4,094; and of
+    one mesh row there are not two ranks for Ulysses."""
+    shape = read_shape(recipe(folder).model, folder)
+    cluster, _ = cluster_of("auto", "cpu", None)
+    assert isinstance(shape, ModelShape)
+    known = Known(shape=shape, cluster=cluster)
+    odd = tuning(on_a_mesh(folder, 4094, context_parallel_algo="planned_cp"), known)
+    assert odd and [one.shape for one in odd.tried] == [(1, 4)]
+    assert [line.split(":")[0] for line in odd.refused] == ["2 × 2", "4 × 1"]
+    hybrid = {"context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}
+    both = tuning(on_a_mesh(folder, **hybrid), known)
+    assert both and {one.shape for one in both.tried} == {(2, 2), (4, 1)}
+    (line,) = both.refused
+    assert line == "1 × 4: a row is shared by 1, which Ulysses 2 does not divide"
+    none = on_a_mesh(folder, 4093, context_parallel=2, context_parallel_algo="planned_cp")
+    assert mesh_of(none, known) == ((2, 2), (1, 1, 1, 1)), "what is wrong is told of this"
 
 
 def test_what_is_settled_stays(folder: Path) -> None:
