@@ -16,6 +16,7 @@ import yaml
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.forked import Forked
 from uspft.config import Recipe, load
 from uspft.config.recipe import ModelBlock
 from uspft.families import ModelShape, read_shape
@@ -145,16 +146,18 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
 def check(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `check` without a network or a GPU; everything it might write lies under `copy`."""
     dropped = ("HF_", "XDG_", "NNODES", "SLURM_", "USPFT_", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     own = {"HOME": str(copy / "home"), "TMPDIR": str(copy / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
-    offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "uspft", "check", *words],
         cwd=copy / "project",
-        env={**kept, **own, **offline},
+        env={**kept, **own, **OFFLINE},
         capture_output=True,
         text=True,
         check=False,
@@ -170,20 +173,33 @@ def listing(folder: Path) -> dict[str, tuple[int, int] | None]:
     return found
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_passes_check(copy: Path, name: str) -> None:
-    before = listing(copy)
+def words_of(name: str) -> list[str]:
+    """What checks a recipe as it is started where it is meant to run."""
     hosts = re.search(r"-(\d+)gpu\.yaml$", name)
-    done = check(copy, f"recipes/{name}", *(["--ranks", hosts[1]] if hosts else []))
-    assert (done.returncode, done.stderr) == (0, "")
+    return [f"recipes/{name}", *(["--ranks", hosts[1]] if hosts else [])]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_passes_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for hosts in ("NNODES", "SLURM_JOB_ID"):
+        monkeypatch.delenv(hosts, raising=False)
+    command = Forked(["check", *words_of(name)], tmp_path, **OFFLINE)
+    said, err = command.communicate(timeout=60)
+    assert (command.returncode, err) == (0, "")
     wanted = WANTED[name]
     processes = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}"
-    assert f"layout: {processes}, {wanted.layout}" in done.stdout
-    assert "no problem found" in done.stdout
-    assert "\nmodel: " in done.stdout and "not checked: the sizes" not in done.stdout, (
-        "no shape for its model"
-    )
-    assert ("\ntrains: " in done.stdout) == ("-lora-" in name)
+    assert f"layout: {processes}, {wanted.layout}" in said
+    assert "no problem found" in said
+    assert "\nmodel: " in said and "not checked: the sizes" not in said, "no shape for its model"
+    assert ("\ntrains: " in said) == ("-lora-" in name)
+
+
+@pytest.mark.parametrize("name", [QUICKSTART, "qwen2.5-32b-lora-planned-32k.yaml"])
+def test_a_check_writes_nothing(copy: Path, name: str) -> None:
+    """From its first import on, for data and a tokenizer that are here and for those of the hub."""
+    before = listing(copy)
+    done = check(copy, *words_of(name))
+    assert (done.returncode, done.stderr) == (0, "") and "no problem found" in done.stdout
     assert listing(copy) == before
 
 

@@ -27,14 +27,21 @@ class Forked:
     """A command's process, with the methods of subprocess.Popen that tests use."""
 
     def __init__(
-        self, words: Sequence[str], folder: Path, before: Callable[[], None] | None = None
+        self,
+        words: Sequence[str],
+        folder: Path,
+        *,
+        place: Path = ROOT,
+        before: Callable[[], None] | None = None,
+        **variables: str,
     ) -> None:
-        """folder: gets what the command shows. before: what its process does first."""
+        """folder: gets what the command shows. place: where it runs. before: what its process does
+        first. variables: of its environment, besides those of `environment`."""
         multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
         self._shown = [folder / name for name in SHOWN]
-        own = environment(XDG_CACHE_HOME=str(folder / "cache"))
+        own = environment(**{"XDG_CACHE_HOME": str(folder / "cache"), **variables})
         self._process = multiprocessing.get_context("forkserver").Process(
-            target=_command, args=(words, own, self._shown, before), daemon=True
+            target=_command, args=(words, place, own, self._shown, before), daemon=True
         )
         self._process.start()
         assert self._process.pid
@@ -104,6 +111,7 @@ class ForkedRank:
 
 def _command(
     words: Sequence[str],
+    place: Path,
     variables: Mapping[str, str],
     shown: Sequence[Path],
     before: Callable[[], None] | None,
@@ -112,7 +120,7 @@ def _command(
 
     streams = [path.open("w") for path in shown]
     _show(dict(enumerate(streams, start=1)))
-    os.chdir(ROOT)
+    os.chdir(place)
     processes.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=ForkedRank, DEVNULL=subprocess.DEVNULL
     )
@@ -140,7 +148,7 @@ def _show(streams: Mapping[int, Any]) -> None:
     for descriptor, stream in streams.items():
         if stream is not None:
             os.dup2(stream.fileno(), descriptor)
-    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w") for number in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
 
 
 def _heed() -> None:
