@@ -107,7 +107,7 @@ def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(
     assert straight.wait(200) == 0, straight.communicate()
     left = yaml.safe_load((whole / "out/recipe.yaml").read_text())
     runs = {**left, "output_dir": str(cut / "out")}
-    process = start(runs, cut)
+    process = Forked.start(runs, cut)
     _wait_for(lambda: (cut / "out/metrics.jsonl").exists() and len(records(cut)) >= 3, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)

@@ -118,7 +118,7 @@ def test_ctrl_c_saves_and_says_so_and_a_second_run_is_refused_meanwhile(
 def test_a_killed_rank_s_message_and_a_killed_run_s_folder(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    process = start(recipe, tmp_path)
+    process = Forked.start(recipe, tmp_path)
     wait_for_step(tmp_path, 4, process)
     os.kill(living_ranks(tmp_path)[1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
