@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,13 +180,24 @@ def words_of(name: str) -> list[str]:
     return [f"recipes/{name}", *(["--ranks", hosts[1]] if hosts else [])]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_passes_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """`check` in a process with the imports made: its exit code, and what it says."""
     for hosts in ("NNODES", "SLURM_JOB_ID"):
         monkeypatch.delenv(hosts, raising=False)
-    command = Forked(["check", *words_of(name)], tmp_path, **OFFLINE)
-    said, err = command.communicate(timeout=60)
-    assert (command.returncode, err) == (0, "")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        command = Forked(["check", *words], tmp_path, **OFFLINE)
+        said, err = command.communicate(timeout=60)
+        return command.wait(0), said, err
+
+    return run
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_passes_check(quick: Callable[..., tuple[int, str, str]], name: str) -> None:
+    code, said, err = quick(*words_of(name))
+    assert (code, err) == (0, "")
     wanted = WANTED[name]
     processes = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}"
     assert f"layout: {processes}, {wanted.layout}" in said
@@ -203,13 +215,11 @@ def test_a_check_writes_nothing(copy: Path, name: str) -> None:
     assert listing(copy) == before
 
 
-def test_a_recipe_that_does_not_fit_is_seen(copy: Path) -> None:
-    done = check(copy, "recipes/llama3.1-8b-text-hybrid-128k-16gpu.yaml")
-    assert done.returncode == 2
-    assert "does not divide the 8 processes" in done.stderr
-    done = check(copy, "recipes/qwen3-8b-text-ring-64k.yaml", "model.rope_scaling=null")
-    assert done.returncode == 2
-    assert "is 65536, and the model has 40960 positions" in done.stderr
+def test_a_recipe_that_does_not_fit_is_seen(quick: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = quick("recipes/llama3.1-8b-text-hybrid-128k-16gpu.yaml")
+    assert code == 2 and "does not divide the 8 processes" in err
+    code, _, err = quick("recipes/qwen3-8b-text-ring-64k.yaml", "model.rope_scaling=null")
+    assert code == 2 and "is 65536, and the model has 40960 positions" in err
 
 
 def test_a_written_file_is_seen(copy: Path) -> None:
