@@ -1,4 +1,4 @@
-"""Whole runs, some through launch.sh: numbers, files, and what happens when something dies."""
+"""Whole runs, one through launch.sh: numbers, files, and what happens when something dies."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
 
 
 @pytest.mark.parametrize(
-    ("begin", "parallel", "stage"), [(Forked.start, HYBRID, 3), (start, RING, 1)]
+    ("begin", "parallel", "stage"),
+    [(Forked.start, HYBRID, 3), (start, RING, 1)],
+    ids=["forked", "launched"],
 )
 def test_metrics_and_model_are_those_of_one_process(
     setting: tuple[Path, Documents],
