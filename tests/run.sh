@@ -41,25 +41,30 @@ if [ "${1:-}" = --transformers ]; then
   exit $?
 fi
 
-failed=()
+said=$(mktemp -d)
+trap 'rm -rf "$said"' EXIT
 phase() {
   local name=$1 start=$SECONDS
   shift
   printf '== %s\n' "$name"
-  "$@" || failed+=("$name")
-  times+="$name $((SECONDS - start)) s  "
+  "$@" || echo "$name" >>"$said/failed"
+  printf '%s %s s  ' "$name" $((SECONDS - start)) >>"$said/times"
 }
-times=''
-phase format "$python" -m ruff format --check --quiet .
-phase lint "$python" -m ruff check --quiet .
-phase types "$python" -m mypy --no-error-summary
-phase imports "$python" -c 'from importlinter.cli import lint_imports_command as run; run()' --no-logo
-phase tests "$python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"
+checks() {
+  phase format "$python" -m ruff format --check --quiet .
+  phase lint "$python" -m ruff check --quiet .
+  phase types "$python" -m mypy --no-error-summary
+  phase imports "$python" -c 'from importlinter.cli import lint_imports_command as run; run()' --no-logo
+}
+checks >"$said/checks" 2>&1 &   # one process at a time, and so is the phase beside it
 [ $# -gt 0 ] || phase "transformers $oldest" with_transformers "$oldest" "${decided_by_transformers[@]}"
+wait
+cat "$said/checks"
+phase tests "$python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"
 
-printf '== %s\n' "$times"
-if [ ${#failed[@]} -gt 0 ]; then
-  printf 'FAILED: %s\n' "${failed[*]}"
+printf '== %s\n' "$(cat "$said/times")"
+if [ -s "$said/failed" ]; then
+  printf 'FAILED: %s\n' "$(paste -sd ' ' "$said/failed")"
   exit 1
 fi
 echo 'all passed'

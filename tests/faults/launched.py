@@ -26,20 +26,25 @@ except LaunchError as error:
     sys.exit(2)
 """
 
-# What every rank does first; `mark` leaves a file that the test can wait for.
-RANK = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
+# What the ranks of a script that reports have, before anything else.
+REPORT = """
+import os, sys
 from uspft.launcher import ERROR_FILE, report_exception
-rank, folder = int(os.environ["RANK"]), Path(__file__).parent
-def mark(name, text=""):
-    (folder / f"{name}-{rank}").write_text(str(text))
 def report(error, code=1):
     try:
         raise error
     except Exception as raised:
         report_exception(os.environ[ERROR_FILE], rank, raised, code)
     sys.exit(code)
+"""
+
+# What every rank does first; `mark` leaves a file that the test can wait for.
+RANK = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+rank, folder = int(os.environ["RANK"]), Path(__file__).parent
+def mark(name, text=""):
+    (folder / f"{name}-{rank}").write_text(str(text))
 def save_when_stopped():
     count = []
     signal.signal(signal.SIGTERM, lambda *_: count.append(1))
@@ -110,7 +115,8 @@ def launch(folder: Path, ranks: int, script: str, **environment: str) -> Launche
     """Start a supervisor of `ranks` ranks that run the script."""
     folder.mkdir(exist_ok=True)
     program = folder / "rank.py"
-    program.write_text(RANK + textwrap.dedent(script))
+    reports = REPORT if "report(" in script else ""
+    program.write_text(reports + RANK + textwrap.dedent(script))
     dropped = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     process = subprocess.Popen(

@@ -73,11 +73,17 @@ RECIPES: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
 }
 
 
+LAUNCHED = ("misspelt key", "missing data")
+"""Cases that a user's own command shows too: one from before the imports, one from after them."""
+
+
 @pytest.mark.parametrize("case", RECIPES)
-def test_a_wrong_recipe(ground: Ground, case: str) -> None:
+def test_a_wrong_recipe(ground: Ground, capsys: pytest.CaptureFixture[str], case: str) -> None:
     changes, more, key, words = RECIPES[case]
     ground.write(changes, more)
-    ground.launch().about(key, *words)
+    ground.call(capsys).about(key, *words)
+    if case in LAUNCHED:
+        ground.launch().about(key, *words)
     assert not (ground.folder / "pwned").exists()
 
 
@@ -107,15 +113,15 @@ def test_a_wrong_sample_is_named_by_file_and_line(
     lines = (text if isinstance(text, str) else json.dumps(text) for text in samples)
     data.write_text("".join(f"{line}\n" for line in lines))
     ground.write({"data.train": str(data)})
-    (line,) = ground.launch().lines if case == "overlong" else ground.call(capsys).lines
+    (line,) = ground.call(capsys).lines
     assert line.startswith(str(data) + words[0]) and "; " in line
     assert all(word in line for word in words[1:])
 
 
-def test_an_empty_data_set(ground: Ground) -> None:
+def test_an_empty_data_set(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     (ground.folder / "empty.jsonl").write_text("")
     ground.write({"data.train": "empty.jsonl"})
-    ground.launch().about("data.train", "empty.jsonl", "no sample is left", "give it data")
+    ground.call(capsys).about("data.train", "empty.jsonl", "no sample is left", "give it data")
 
 
 def test_the_hub_out_of_reach(ground: Ground, tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
 """Every algorithm against dense float64 attention in one process: out, dq, dk, dv, dsinks.
 
-The whole product of ways, heads, rows and windows on 1, 2 and 4 ranks, and pairwise with sinks;
-pairwise, with sinks and layers that are recomputed, on 3, 6 and 8; `--full`: the whole product,
-recomputed too, on 1 to 8.
+On 1 rank the whole product of heads, rows and windows, on 2 every way with all rows and windows,
+heads by turns, and on both pairwise with sinks; pairwise, with sinks and layers that are
+recomputed, on 3, 4 and 8; `--full`: the whole product, recomputed too, on 1 to 8.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
+from itertools import combinations, cycle, product
 from typing import Any
 
 import pytest
@@ -112,13 +112,31 @@ def check(answers: list[dict[Case, Any]], cases: list[Case]) -> None:
             assert busiest([answer[case][1] for answer in answers]) == cost, f"{case}: the books"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_algorithm_equals_dense_attention(world: int) -> None:
-    cases = whole_product(world, recomputed=False) + pairs(world, sinks=(True,))
-    check(spawn(world, compare, cases, world, False), cases)
+def by_turns(world: int) -> list[Case]:
+    """Every way with all rows and windows; heads take turns."""
+    found = zip(cycle(HEADS), product(ways(world), rows_of(world), WINDOWS), strict=False)
+    return [Case(way, heads, rows, window) for heads, (way, rows, window) in found]
 
 
-@pytest.mark.parametrize("world", [3, 4, 6, 8])
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[Case, Any]]:
+    return spawn(2, compare, by_turns(2) + pairs(2, sinks=(True,)), 2, False)
+
+
+def test_one_rank_equals_dense_attention() -> None:
+    cases = whole_product(1, recomputed=False) + pairs(1, sinks=(True,))
+    check(spawn(1, compare, cases, 1, False), cases)
+
+
+def test_every_algorithm_equals_dense_attention(on_two: list[dict[Case, Any]]) -> None:
+    check(on_two, by_turns(2) + pairs(2, sinks=(True,)))
+    factors = ways(2), HEADS, rows_of(2), WINDOWS
+    for one, other in combinations(range(len(factors)), 2):
+        met = {(case[one], case[other]) for case in by_turns(2)}
+        assert met == set(product(factors[one], factors[other]))
+
+
+@pytest.mark.parametrize("world", [3, 4, 8])
 def test_pairwise_on_more_ranks(world: int) -> None:
     cases = pairs(world) + (pairs(world, sinks=(True,)) if world == 4 else [])
     check(spawn(world, compare, cases, world, False), cases)
@@ -133,17 +151,19 @@ def test_the_whole_product(world: int) -> None:
 
 
 def test_a_wrong_token_order_is_seen() -> None:
-    every = whole_product(2, recomputed=False) + pairs(2, sinks=(True,))
     # Regular documents look the same from either end.
-    cases = [c for c in every if c.window is None and c.rows != "packed regular"]
+    rows = [name for name in rows_of(2) if name != "packed regular"]
+    factors = ways(2), HEADS, rows, (None,), (False, True), (False, True)
+    cases = [Case(*one) for one in pairwise(*factors)]
+    assert {(c.way, c.rows) for c in cases} == set(product(ways(2), rows))
     for found in spawn(2, compare, cases, 2, True):
         for case, (off, _, _) in found.items():
             assert max(off) > 1e-3, f"{case} did not notice tokens in the wrong order"
 
 
-def test_a_message_too_many_is_seen() -> None:
-    cases = [c for c in whole_product(2, recomputed=False) if c.heads == "gqa"]
-    answers = spawn(2, compare, cases, 2, False)
+def test_a_message_too_many_is_seen(on_two: list[dict[Case, Any]]) -> None:
+    cases = by_turns(2)
+    answers = [{case: answer[case] for case in cases} for answer in on_two]
     check(answers, cases)
     for case in cases:
         off, sent, cost = answers[1][case]

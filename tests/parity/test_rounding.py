@@ -1,6 +1,7 @@
 """Splitting a row costs no precision: float32 to 5e-6, bfloat16 within 2 × one process's error.
 
-Every way on 4 and 8 ranks, pairwise with heads, rows and windows; rows longer than tiles on 2.
+Every way on 4 ranks (`--full`: 8 too), pairwise with heads, rows and windows; rows longer than
+tiles on 2.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def single() -> Any:
     return alone()
 
 
-@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_rounding(world: int, single: Any) -> None:
     answers = spawn(world, work, world)
     for case in cases(world):

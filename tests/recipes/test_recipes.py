@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import yaml
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.forked import Forked
 from uspft.config import Recipe, load
 from uspft.config.recipe import ModelBlock
 from uspft.families import ModelShape, read_shape
@@ -134,73 +132,46 @@ def test_the_files_are_found() -> None:
     assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 7 + ["zero"] * 4
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project beside an empty home, where nobody else writes."""
-    folder = tmp_path_factory.mktemp("copy")
-    (folder / "home").mkdir()
-    for name in ("uspft", "configs", "recipes", "data"):
-        unwanted = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, folder / "project" / name, ignore=unwanted)
-    return folder
+OFFLINE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def check(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `check` without a network or a GPU; everything it might write lies under `copy`."""
-    dropped = ("HF_", "XDG_", "NNODES", "SLURM_", "USPFT_", "PYTHONPATH")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    own = {"HOME": str(copy / "home"), "TMPDIR": str(copy / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
-    offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "uspft", "check", *words],
-        cwd=copy / "project",
-        env={**kept, **own, **offline},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def words_of(name: str) -> list[str]:
+    """What checks a recipe as it is started where it is meant to run."""
+    hosts = re.search(r"-(\d+)gpu\.yaml$", name)
+    return [f"recipes/{name}", *(["--ranks", hosts[1]] if hosts else [])]
 
 
-def listing(folder: Path) -> dict[str, tuple[int, int] | None]:
-    """Every folder below, and every file with its size and the time it was last written."""
-    found = {}
-    for path in folder.rglob("*"):
-        state = path.stat()
-        found[str(path)] = (state.st_size, state.st_mtime_ns) if path.is_file() else None
-    return found
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """`check` in a process with the imports made: its exit code, and what it says."""
+    for hosts in ("NNODES", "SLURM_JOB_ID"):
+        monkeypatch.delenv(hosts, raising=False)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        command = Forked(["check", *words], tmp_path, **OFFLINE)
+        said, err = command.communicate(timeout=60)
+        return command.wait(0), said, err
+
+    return run
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_passes_check(copy: Path, name: str) -> None:
-    before = listing(copy)
-    hosts = re.search(r"-(\d+)gpu\.yaml$", name)
-    done = check(copy, f"recipes/{name}", *(["--ranks", hosts[1]] if hosts else []))
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_recipe_passes_check(quick: Callable[..., tuple[int, str, str]], name: str) -> None:
+    code, said, err = quick(*words_of(name))
+    assert (code, err) == (0, "")
     wanted = WANTED[name]
     processes = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}"
-    assert f"layout: {processes}, {wanted.layout}" in done.stdout
-    assert "no problem found" in done.stdout
-    assert "\nmodel: " in done.stdout and "not checked: the sizes" not in done.stdout, (
-        "no shape for its model"
-    )
-    assert ("\ntrains: " in done.stdout) == ("-lora-" in name)
-    assert listing(copy) == before
+    assert f"layout: {processes}, {wanted.layout}" in said
+    assert "no problem found" in said
+    assert "\nmodel: " in said and "not checked: the sizes" not in said, "no shape for its model"
+    assert ("\ntrains: " in said) == ("-lora-" in name)
 
 
-def test_a_recipe_that_does_not_fit_is_seen(copy: Path) -> None:
-    done = check(copy, "recipes/llama3.1-8b-text-hybrid-128k-16gpu.yaml")
-    assert done.returncode == 2
-    assert "does not divide the 8 processes" in done.stderr
-    done = check(copy, "recipes/qwen3-8b-text-ring-64k.yaml", "model.rope_scaling=null")
-    assert done.returncode == 2
-    assert "is 65536, and the model has 40960 positions" in done.stderr
-
-
-def test_a_written_file_is_seen(copy: Path) -> None:
-    before = listing(copy)
-    (copy / "home/.cache").mkdir()
-    assert listing(copy) != before
-    (copy / "home/.cache").rmdir()
+def test_a_recipe_that_does_not_fit_is_seen(quick: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = quick("recipes/llama3.1-8b-text-hybrid-128k-16gpu.yaml")
+    assert code == 2 and "does not divide the 8 processes" in err
+    code, _, err = quick("recipes/qwen3-8b-text-ring-64k.yaml", "model.rope_scaling=null")
+    assert code == 2 and "is 65536, and the model has 40960 positions" in err
 
 
 @pytest.mark.parametrize("name", FOR_GPUS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,17 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, **own, **extra}
 
 
-def start(recipe: dict[str, Any], folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Start a recipe; its output folder is folder/out."""
+def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
+    """The recipe as a file in the folder; its output folder is folder/out."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({"output_dir": str(folder / "out"), **recipe}))
+    return path
+
+
+def start(recipe: dict[str, Any], folder: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a recipe; its output folder is folder/out."""
     return subprocess.Popen(
-        ["./launch.sh", str(path), *words],
+        ["./launch.sh", str(write_recipe(recipe, folder)), *words],
         cwd=ROOT,
         env=environment(XDG_CACHE_HOME=str(folder / "cache")),
         stdout=subprocess.PIPE,
@@ -39,15 +45,23 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
 
 
-def living_ranks(folder: Path) -> list[int]:
-    """Processes of this user whose environment or command names the folder."""
+def living(folder: Path) -> list[int]:
+    """Processes of this user whose environment, command or stderr names the folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                text += os.readlink(entry / "fd/2").encode()
             except OSError:
                 continue
             if str(folder).encode() in text:
                 found.append(int(entry.name))
     return found
+
+
+def living_ranks(folder: Path) -> dict[int, int]:
+    """Process by rank: those of the living whose stderr is a rank's log."""
+    logs = {pid: Path(os.readlink(f"/proc/{pid}/fd/2")) for pid in living(folder)}
+    matches = {pid: re.fullmatch(r"rank-(\d+)\.log", log.name) for pid, log in logs.items()}
+    return {int(match[1]): pid for pid, match in matches.items() if match}

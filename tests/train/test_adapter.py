@@ -1,4 +1,4 @@
-"""A LoRA run through launch.sh: its numbers, its adapter for peft, its merged model."""
+"""A LoRA run of the command: its numbers, its adapter for peft, its merged model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.adapters import peft_adapter
-from tests.support.launch import records, start
+from tests.support.forked import Forked
+from tests.support.launch import records
 from tests.support.models import Documents, Reference, make_documents, make_model, reference
 from tests.support.runs import small_recipe
 from uspft.__main__ import main
@@ -81,13 +82,13 @@ def trains_under_two_layouts(model: Path, data: Documents, folder: Path) -> None
         checkpoint={"every_steps": 1, "keep_last": 1},
         export={"huggingface": True},
     )
-    process = start(recipe, folder)
+    process = Forked.start(recipe, folder)
     said, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "trains: 1,664 parameters, beside " in said and "on down_proj, q_proj)" in said
     assert f"adapter:    {folder}/out/adapter  (PeftModel.from_pretrained loads it)" in said
     recipe |= {"parallel_config": ULYSSES, "deepspeed": {"zero_optimization": {"stage": 1}}}
-    process = start(recipe, folder, f"training.steps={STEPS}")
+    process = Forked.start(recipe, folder, f"training.steps={STEPS}")
     said, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "going on from" in said, err
 

@@ -1,4 +1,4 @@
-"""A whole run with two evaluation sets through launch.sh: what is read, said and written."""
+"""A whole run of the command with two evaluation sets: what is read, said and written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.support.evaluation import alone
-from tests.support.launch import records, start
+from tests.support.forked import Forked
+from tests.support.launch import records
 from tests.support.models import make_documents, make_model
 
 LINE = re.compile(
@@ -40,7 +41,7 @@ def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
         "training": {"steps": 3, "global_batch_size": 2, "eval_every_steps": 2},
         "launch": {"device": "cpu"},
     }
-    process = start(recipe, tmp_path)
+    process = Forked.start(recipe, tmp_path)
     out, err = process.communicate(timeout=250)
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()
@@ -72,7 +73,7 @@ def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
     resolved = yaml.safe_load((tmp_path / "out/recipe.yaml").read_text())
     assert [source["path"] for source in resolved["data"]["eval"]] == recipe["data"]["eval"]
     (tmp_path / "again").mkdir()
-    again = start(resolved, tmp_path / "again", f"output_dir={tmp_path}/again/out")
+    again = Forked.start(resolved, tmp_path / "again", f"output_dir={tmp_path}/again/out")
     assert again.wait(250) == 0, again.communicate()
     keys = ("step", "eval_loss", "eval_sets")
     ends = [

@@ -1,4 +1,4 @@
-"""Whole runs through launch.sh: numbers, files, and what happens when something dies."""
+"""Whole runs, one through launch.sh: numbers, files, and what happens when something dies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.support.launch import living_ranks, records, start
+from tests.support.forked import Forked
+from tests.support.launch import living, living_ranks, records, start
 from tests.support.models import Documents, make_documents, make_model, reference
 from uspft.config import dump, load
 
@@ -47,12 +49,20 @@ HYBRID = {"context_parallel": 4, "context_parallel_algo": "hybrid_cp", "ulysses_
 RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
 
 
-@pytest.mark.parametrize(("parallel", "stage"), [(HYBRID, 3), (RING, 1)])
+@pytest.mark.parametrize(
+    ("begin", "parallel", "stage"),
+    [(Forked.start, HYBRID, 3), (start, RING, 1)],
+    ids=["forked", "launched"],
+)
 def test_metrics_and_model_are_those_of_one_process(
-    setting: tuple[Path, Documents], tmp_path: Path, parallel: dict[str, Any], stage: int
+    setting: tuple[Path, Documents],
+    tmp_path: Path,
+    begin: Callable[..., Any],
+    parallel: dict[str, Any],
+    stage: int,
 ) -> None:
     zero = {"zero_optimization": {"stage": stage}}
-    process = start(recipe(setting, parallel_config=parallel, deepspeed=zero), tmp_path)
+    process = begin(recipe(setting, parallel_config=parallel, deepspeed=zero), tmp_path)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert "\nhardware: cpu (shipped figures): " in out
@@ -95,26 +105,26 @@ def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(
     runs["data"]["shuffle"] = True
     for folder in (whole, cut):
         folder.mkdir()
-    process = start(runs, whole)
-    assert process.wait(200) == 0, process.communicate()
+    straight = Forked.start(runs, whole)
+    assert straight.wait(200) == 0, straight.communicate()
     left = yaml.safe_load((whole / "out/recipe.yaml").read_text())
     runs = {**left, "output_dir": str(cut / "out")}
-    process = start(runs, cut)
+    process = Forked.start(runs, cut)
     _wait_for(lambda: (cut / "out/metrics.jsonl").exists() and len(records(cut)) >= 3, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert not living_ranks(cut)
+    assert not living(cut)
     stopped = records(cut)[-1]["step"]
     assert stopped < 25
     assert (cut / "out/checkpoints/latest").read_text() == f"step-{stopped:08d}\n"
-    process = start(runs, cut)
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
+    again = Forked.start(runs, cut)
+    out, err = again.communicate(timeout=200)
+    assert again.returncode == 0, err
     assert f"going on from {cut}/out/checkpoints/step-{stopped:08d}" in out
-    again = [r for r in records(cut) if "loss" in r]
+    steps = [r for r in records(cut) if "loss" in r]
     assert {"resumed_from_step": stopped} in records(cut)
-    assert [(r["step"], r["loss"], r["grad_norm"]) for r in again] == [
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in steps] == [
         (r["step"], r["loss"], r["grad_norm"]) for r in records(whole)
     ]
 
@@ -123,17 +133,17 @@ def test_a_finished_run_says_so_and_exports_from_its_checkpoint(
     setting: tuple[Path, Documents], tmp_path: Path
 ) -> None:
     runs = recipe(setting, checkpoint={"every_steps": 1, "keep_last": 1})
-    process = start(runs, tmp_path)
+    process = Forked.start(runs, tmp_path)
     assert process.wait(200) == 0, process.communicate()
     assert [p.name for p in (tmp_path / "out/checkpoints").glob("step-*")] == ["step-00000002"]
-    again = start(runs, tmp_path)
+    again = Forked.start(runs, tmp_path)
     out, _ = again.communicate(timeout=100)
     assert again.returncode == 0
     assert "all 2 steps are done" in out and "checkpoint.resume=never" in out
     (tmp_path / "out/hf").rename(tmp_path / "lost")  # as if it had died before the export
-    assert start(runs, tmp_path).wait(100) == 0
+    assert Forked.start(runs, tmp_path).wait(100) == 0
     assert (tmp_path / "out/hf/model.safetensors").exists()
-    anew = start(runs, tmp_path, "checkpoint.resume=never")
+    anew = Forked.start(runs, tmp_path, "checkpoint.resume=never")
     assert anew.wait(200) == 0
     assert list((tmp_path / "out").glob("earlier-*/checkpoints/step-00000002/state.json"))
 
@@ -151,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
     setting: tuple[Path, Documents], tmp_path: Path
 ) -> None:
     runs = recipe(setting, parallel_config=RING, optimizer={"learning_rate": 1e30})
-    process = start(runs, tmp_path)
+    process = Forked.start(runs, tmp_path)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1
     assert err.count(" failed: ") == 1
@@ -163,23 +173,17 @@ def test_a_killed_rank_ends_the_run_and_is_named(
     setting: tuple[Path, Documents], tmp_path: Path
 ) -> None:
     runs = recipe(setting, parallel_config=RING, training={"steps": 100_000})
-    process = start(runs, tmp_path)
+    process = Forked.start(runs, tmp_path)
     _wait_for(
         lambda: (tmp_path / "out/metrics.jsonl").exists() and len(records(tmp_path)) >= 1, process
     )
-    victim = next(pid for pid in living_ranks(tmp_path) if _rank_of(pid) == "1")
-    os.kill(victim, signal.SIGKILL)
+    os.kill(living_ranks(tmp_path)[1], signal.SIGKILL)
     died = time.monotonic()
     _, err = process.communicate(timeout=40)
     assert process.returncode == 1
     assert time.monotonic() - died < 30
     assert "rank 1" in err and "killed" in err
-    assert not living_ranks(tmp_path)
-
-
-def _rank_of(pid: int) -> str:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((v[5:].decode() for v in variables if v.startswith(b"RANK=")), "")
+    assert not living(tmp_path)
 
 
 def _wait_for(true: Any, process: Any, seconds: float = 120.0) -> None:

@@ -13,7 +13,7 @@ from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import close, prepared, small_recipe
 
-ROW, STEPS = 32, 4
+ROW, STEPS = 32, 3
 LORA = {"adapter": {"type": "lora", "rank": 3, "dropout": 0.2}}
 FREEZE = {"freeze": ["embed_tokens", r"layers\.0\..*proj"]}
 PARTLY = {
@@ -24,6 +24,12 @@ PARTLY = {
     "zero3 freeze": FREEZE,
 }
 """What trains where that is not all."""
+SCHEDULE = {
+    "type": "cosine",
+    "warmup_steps": 1,
+    "warmup_ratio": None,
+    "min_learning_rate": 2e-4,  # or the step after the checkpoint would not need Adam's moments
+}
 STAGES: dict[str, tuple[dict[str, Any], str]] = {
     "zero0": ({"stage": 0}, "float32"),
     "zero1": ({"stage": 1}, "float32"),
@@ -71,7 +77,7 @@ def work(rank: int, folder: Path, data: Path) -> dict[str, Any]:
             parallel_config={"context_parallel": 2, "context_parallel_algo": "ring_cp"},
             deepspeed={"zero_optimization": zero},
             training={"steps": STEPS, "global_batch_size": 1 if name == "zero0 bf16" else 2},
-            lr_schedule={"type": "cosine", "warmup_steps": 1, "warmup_ratio": None},
+            lr_schedule=SCHEDULE,
             export={"huggingface": True},
         )
         segment(recipe, folder / f"{name}-straight", None)
@@ -89,14 +95,14 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     make_model(tmp_path / "model", "llama", heads=4, kv_heads=2)
-    data = make_documents(tmp_path / "d.jsonl", [30, 32, 11, 25, 19, 32, 8], masked=[0.0, 0.5])
+    data = make_documents(tmp_path / "d.jsonl", [30, 32, 11, 25, 19], masked=[0.0, 0.5])
     answers = spawn(2, work, tmp_path, data.path)[0]
     assert answers.keys() == STAGES.keys()
     for name, (straight, resumed) in answers.items():
         assert [r for r in resumed if "resumed_from_step" in r] == [{"resumed_from_step": 2}]
         steps = [r for r in resumed if "loss" in r]
         rates = [r["learning_rate"] for r in straight]
-        assert rates == pytest.approx([1e-3, 7.5e-4, 2.5e-4, 0.0], abs=1e-12), name
+        assert rates == pytest.approx([1e-3, 6e-4, 2e-4], abs=1e-12), name
         assert [r["step"] for r in steps] == list(range(1, STEPS + 1)), name
         for key in ("loss", "grad_norm", "learning_rate", "target_tokens"):
             assert [r[key] for r in steps] == [r[key] for r in straight], f"{name}: {key}"

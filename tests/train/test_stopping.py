@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.launch import ROOT, environment, living_ranks, records, start
+from tests.support.forked import Forked
+from tests.support.launch import ROOT, environment, living, living_ranks, records, start
 from tests.support.models import make_documents, make_model
 from tests.support.runs import small_recipe
 from uspft.checkpoint.folder import Checkpoint
@@ -69,11 +70,11 @@ def newest(folder: Path) -> tuple[int, Path]:
     return int(name[5:]), folder / "out/checkpoints" / name
 
 
-def stopped(folder: Path, process: subprocess.Popen[str]) -> str:
+def stopped(folder: Path, process: Any) -> str:
     """The last line of a run that was stopped, and saved."""
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "Traceback" not in err and not living_ranks(folder)
+    assert "Traceback" not in err and not living(folder)
     step, place = newest(folder)
     last = err.strip().splitlines()[-1]
     assert last == f"saved step {step} in {place}; the same command goes on"
@@ -85,7 +86,7 @@ def test_ctrl_c_saves_and_says_so_and_a_second_run_is_refused_meanwhile(
 ) -> None:
     process = start(recipe, tmp_path)
     wait_for_step(tmp_path, 2, process)
-    second = start(recipe, tmp_path)
+    second = Forked.start(recipe, tmp_path)
     _, err = second.communicate(timeout=60)
     assert second.returncode == 2 and process.poll() is None
     assert err.count("\n") == 1 and f"process {process.pid}, since" in err
@@ -109,7 +110,7 @@ def test_ctrl_c_saves_and_says_so_and_a_second_run_is_refused_meanwhile(
     os.close(slave)
     wait_for_step(tmp_path, step + 2, again)
     os.close(master)
-    assert again.wait(60) == 130 and not living_ranks(tmp_path)
+    assert again.wait(60) == 130 and not living(tmp_path)
     assert {"resumed_from_step": step} in records(tmp_path)
     assert newest(tmp_path)[0] == records(tmp_path)[-1]["step"] > step
 
@@ -117,10 +118,9 @@ def test_ctrl_c_saves_and_says_so_and_a_second_run_is_refused_meanwhile(
 def test_a_killed_rank_s_message_and_a_killed_run_s_folder(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    process = start(recipe, tmp_path)
+    process = Forked.start(recipe, tmp_path)
     wait_for_step(tmp_path, 4, process)
-    ranks = [pid for pid in living_ranks(tmp_path) if b"uspft\0rank" in _command(pid)]
-    os.kill(max(ranks), signal.SIGKILL)
+    os.kill(living_ranks(tmp_path)[1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "killed (SIGKILL), probably out of memory" in err
     step, place = newest(tmp_path)
@@ -129,30 +129,23 @@ def test_a_killed_rank_s_message_and_a_killed_run_s_folder(
     half = place.with_name(".step-00000099.partial")
     half.mkdir()
     # Killed whole, it can say nothing; its hold on the folder ends with it.
-    again = start(recipe, tmp_path)
+    again = Forked.start(recipe, tmp_path)
     wait_for_more(tmp_path, again)
     assert not half.exists()
     again.kill()
     again.wait(30)
     assert list(tmp_path.glob("out/.lease*"))
-    third = start(recipe, tmp_path)
+    third = Forked.start(recipe, tmp_path)
     wait_for(tmp_path, third, lambda found: str(found).count("resumed_from_step") == 2)
     third.send_signal(signal.SIGTERM)
     stopped(tmp_path, third)
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""
 
 
 def test_a_stopped_run_that_was_replaced_writes_nothing_more(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     """Its lease is another's, as after a minute of Ctrl-Z."""
-    process = start(recipe, tmp_path)
+    process = Forked.start(recipe, tmp_path)
     wait_for_step(tmp_path, 2, process)
     (lease,) = tmp_path.glob("out/.lease-*.json")
     other = {**json.loads(lease.read_text()), "token": "another", "host": "elsewhere", "process": 7}
@@ -189,7 +182,7 @@ def test_ctrl_c_in_the_first_seconds_ends_at_once_without_a_traceback(
         assert process.returncode in (130, -signal.SIGINT), (delay, process.returncode, told)
         assert "Traceback" not in told and "KeyboardInterrupt" not in told, (delay, told)
         codes.append("before the run had begun" in err)
-        assert not living_ranks(tmp_path)
+        assert not living(tmp_path)
     assert any(codes)
 
 
@@ -197,10 +190,10 @@ def test_a_full_disk_is_told_in_one_line_and_the_checkpoint_before_stays(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     """From some step on the system lets no file of one rank grow."""
-    process = start(recipe, tmp_path)
+    process = Forked.start(recipe, tmp_path)
     wait_for_step(tmp_path, 4, process)
-    ranks = [pid for pid in living_ranks(tmp_path) if b"uspft\0rank" in _command(pid)]
-    resource.prlimit(max(ranks), resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+    rank = living_ranks(tmp_path)[1]
+    resource.prlimit(rank, resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in err
     (line,) = [line for line in err.splitlines() if " failed: " in line]

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 
+from tests.support.forked import Forked
+from tests.support.launch import write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import job_of, small_recipe
@@ -97,15 +98,23 @@ def test_each_fault_is_caught_in_every_layout_and_nothing_without_one(tmp_path: 
     assert not missed, "\n".join(f"{case}\n{text}" for case, text in missed.items())
 
 
-@pytest.mark.timeout(600)
-def test_verify_as_a_user_runs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """In bfloat16, with a model of two layers where one process can hold one."""
+def holds_one_layer() -> None:
+    """Make this machine's memory what one process needs for a model of one layer."""
     import uspft.prepare.make_verify_job as preparing
-    from uspft.__main__ import main
     from uspft.model.hf_config import model_config
 
+    def pretended(recipe: Any) -> int:
+        sizes = sizes_of(
+            recipe, model_config(recipe.model, recipe.data.sequence_length), with_plain=True
+        )
+        return int(sizes.need_bytes(1) / USABLE_SHARE) + 1
+
+    preparing.memory_here = pretended
+
+
+@pytest.mark.timeout(600)
+def test_verify_as_a_user_runs_it(tmp_path: Path) -> None:
+    """In bfloat16, with a model of two layers where one process can hold one."""
     make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2)
     make_documents(tmp_path / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
     tree = small_recipe(
@@ -118,22 +127,12 @@ def test_verify_as_a_user_runs_it(
         training={"steps": 2, "global_batch_size": 2},
         launch={"device": "cpu", "processes": 2},
     )
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), **tree}))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def pretended(recipe: Any) -> int:
-        sizes = sizes_of(
-            recipe, model_config(recipe.model, recipe.data.sequence_length), with_plain=True
-        )
-        return int(sizes.need_bytes(1) / USABLE_SHARE) + 1
-
-    monkeypatch.setattr(preparing, "memory_here", pretended)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/metrics.jsonl").write_text("kept\n")
-    assert main(["verify", str(path), "--steps=2"]) == 0
-    said = capfd.readouterr().out
+    words = ["verify", str(write_recipe(tree, tmp_path)), "--steps=2"]
+    verify = Forked(words, tmp_path, before=holds_one_layer)
+    said, err = verify.communicate(timeout=300)
+    assert verify.returncode == 0, err
     assert "first 1 of 2 layers" in said and "equal: 7 of 7 layouts" in said
     found = json.loads((tmp_path / "out/verify/verify.json").read_text())
     assert found["verdict"] == "equal" and found["layers"] == {"kept": 1, "of": 2}

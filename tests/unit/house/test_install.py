@@ -101,7 +101,9 @@ def replace_python(venv: Path) -> None:
     [
         (break_off, "did not end: making .venv anew"),
         (break_python, "does not run any more: making .venv anew"),
-        (replace_python, "does not run any more: making .venv anew"),
+        pytest.param(
+            replace_python, "does not run any more: making .venv anew", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_damaged_environment_is_made_anew(
