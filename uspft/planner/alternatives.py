@@ -31,10 +31,14 @@ class Prediction:
     layout: Layout
     row: AlgorithmRow
     time: StepTime
+    sliced: bool = False
+    """Whether matrices are multiplied in MeshSlice's way, also on a single mesh row."""
 
     @property
     def name(self) -> str:
-        return self.layout.name(self.row.name)
+        name, columns = self.layout.name(self.row.name), self.layout.mesh_columns
+        flat = self.sliced and self.layout.mesh_rows == 1
+        return name.replace(f"tensor{columns}", f"mesh1x{columns}") if flat else name
 
     def tokens_per_second_per_rank(self, step: StepShape) -> float:
         """Return tokens per second and rank; padding is counted, and a row is counted once."""
@@ -76,7 +80,6 @@ def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Predic
                     [
                         prediction
                         for mesh in meshes
-                        if mesh.layout.mesh_rows > 1
                         for prediction in _predictions(
                             replace(step, slices=mesh.slices),
                             (mesh.layout.mesh_columns, mesh.layout.mesh_rows, context, data),
@@ -92,7 +95,8 @@ def _predictions(
     step: StepShape, degrees: tuple[int, int, int, int], hardware: Hardware
 ) -> Iterator[Prediction]:
     for row, layout, algorithm in _ways(step, degrees, hardware):
-        yield Prediction(layout, row, step_time(step, layout, algorithm, hardware))
+        time = step_time(step, layout, algorithm, hardware)
+        yield Prediction(layout, row, time, step.slices is not None)
 
 
 def _ways(

@@ -76,7 +76,8 @@ def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Predicti
     window = windows.pop() if len(windows) == 1 else None
     algorithm = of_recipe(found.recipe, found.layout, window)
     row = row_of(found.recipe.parallel_config.context_parallel_algo, found.layout.context)
-    return Prediction(found.layout, row, step_time(step, found.layout, algorithm, hardware))
+    time = step_time(step, found.layout, algorithm, hardware)
+    return Prediction(found.layout, row, time, step.slices is not None)
 
 
 def stage_of(recipe: Recipe) -> int:
