@@ -35,6 +35,7 @@ LAYOUTS = {
     "hybrid": "hybrid_cp",
     "planned": "planned_cp",
     "tensor": "megatron",
+    "mesh": "meshslice",
 }
 QUICKSTART = "quickstart.yaml"
 
@@ -62,6 +63,11 @@ WANTED = {
     "llama3.1-70b-lora-tensor-32k.yaml": Wanted(
         8,
         "each matrix split over 8 (tensor 8), each row whole on each of them, 1 row at a time; "
+        "ZeRO-1, bfloat16 on cuda",
+    ),
+    "llama3.1-70b-lora-mesh-32k.yaml": Wanted(
+        8,
+        "each matrix split over 8 (mesh 4 × 2), each row shared by 4 (exchange), 1 row at a time; "
         "ZeRO-1, bfloat16 on cuda",
     ),
     "llama3.1-70b-text-tensor-128k-64gpu.yaml": Wanted(
