@@ -135,7 +135,7 @@ def test_the_files_are_found() -> None:
     assert set(RECIPES) == set(WANTED)
     assert set(MODELS) == {*PARAMETERS, "quickstart.json"}
     assert len(MODELS) == 17
-    assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 7 + ["zero"] * 4
+    assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 8 + ["zero"] * 4
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

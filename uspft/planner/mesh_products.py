@@ -99,7 +99,8 @@ class MeshProduct:
     ) -> list[FlowTime]:
         """Return the times of its flows: forward, of the input's gradient, of the weight's.
 
-        tokens: those of a mesh row.
+        tokens: those of a mesh row. Where the input is kept, both gradients' flows share what they
+        gather along mesh rows, which counts once.
         """
         in_row = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
         in_column = Spread.of(layout, ("mesh_rows",), hardware.ranks_per_host)
@@ -109,8 +110,12 @@ class MeshProduct:
         for flow in FLOWS[self.kept]:
             scattered = GRADIENT_BYTES if flow == "right" else element_bytes
             row_bytes, column_bytes = element_bytes * tokens * hidden, scattered * hidden * features
+            there = self.kept == "input" and flow == "right"
+            row_bytes = 0.0 if there else row_bytes
             one = Slice(
-                hardware.collective_seconds(
+                0.0
+                if there
+                else hardware.collective_seconds(
                     "reduce_scatter" if flow == "left" else "all_gather", row_bytes, in_row
                 ),
                 hardware.collective_seconds(

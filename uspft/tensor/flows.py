@@ -110,6 +110,41 @@ def right_stationary(a: Tensor, b: Tensor, grid: Grid, slices: int) -> Tensor:
     return out
 
 
+def output_and_right_stationary(
+    a: Tensor, b: Tensor, c: Tensor, grid: Grid, slices: int
+) -> tuple[Tensor, Tensor]:
+    """Return a · b and aᵀ · c as the two flows do, of a [m, k/C], b [k/R, n/C] and c [m, n/C].
+
+    Slices of a are gathered once for both. Raises ValueError for slices that do not divide.
+    """
+    ranks = grid.columns.size
+    cut = Slices.of(a.shape[1], len(b), slices)
+
+    def start(number: int) -> tuple[Waited, Waited]:
+        return (
+            start_gather(cut.columns(a, number), grid.columns, KIND),
+            start_gather(cut.rows(b, number).contiguous(), grid.rows, KIND),
+        )
+
+    wide = torch.promote_types(a.dtype, torch.float32)
+    out = a.new_zeros((len(a), b.shape[1]), dtype=wide)
+    right = a.new_empty((len(b), c.shape[1]))
+    ahead, leaving = start(0), None
+    for number in range(slices):
+        (wait_a, wait_b), ahead = ahead, start(number + 1) if number + 1 < slices else ahead
+        panels, rows = wait_a().unflatten(0, (ranks, -1)), wait_b().chunk(ranks)
+        made = a.new_zeros((ranks, panels.shape[-1], c.shape[1]), dtype=wide)
+        for panel, row, place in zip(panels, rows, made, strict=True):
+            _add_product(place, panel.t(), c)
+            _add_product(out, panel, row)
+        if leaving:
+            cut.place_rows(leaving(), right, number - 1)
+        leaving = start_sum_parts(made.flatten(0, 1), grid.rows, KIND)
+    if leaving:
+        cut.place_rows(leaving(), right, slices - 1)
+    return out.to(a.dtype), right
+
+
 @dataclass(frozen=True)
 class Slices:
     """How a dimension is sliced that one matrix has over mesh columns and another over mesh rows.

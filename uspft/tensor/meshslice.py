@@ -29,6 +29,7 @@ from uspft.tensor.flows import (
     KIND,
     left_stationary,
     next_divisor,
+    output_and_right_stationary,
     output_stationary,
     right_stationary,
 )
@@ -82,6 +83,9 @@ class _Outward(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, _, _, needs = ctx.needs_input_grad
+        if needs_x and needs:
+            both = output_and_right_stationary(dy, weight, x, ctx.grid, ctx.slices)
+            return both[0], None, None, both[1]
         dx = output_stationary(dy, weight, ctx.grid, ctx.slices) if needs_x else None
         dw = right_stationary(dy, x, ctx.grid, ctx.slices) if needs else None
         return dx, None, None, dw

@@ -113,7 +113,7 @@ def test_slices_hide_transfers_and_cost_launches(tmp_path: Path) -> None:
 
 def test_what_moves_in_each_flow(tmp_path: Path) -> None:
     """Activations move along mesh rows and weights along mesh columns, whichever is kept; the
-    gradient of a weight moves in float32."""
+    gradient of a weight moves in float32, and of a kept input with what is there already."""
     layout, tokens = Layout(mesh_columns=2, ring=2, mesh_rows=2), 100
     for product, wide in ((QKV, 6144), (OUT, 4096), (GATE_UP, 28672), (DOWN, 14336)):
         assert product.features(2) == wide / 2
@@ -123,7 +123,7 @@ def test_what_moves_in_each_flow(tmp_path: Path) -> None:
         assert sent == {
             "output": activations + weight,
             "left": activations + weight,
-            "right": activations + 2 * weight,
+            "right": (product.kept == "output") * activations + 2 * weight,
         }
 
 
