@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,24 @@ def test_a_block_moves_what_the_specification_lists(setting: tuple[Path, Data]) 
                 one = [activations, weights, weights, sums, gradients]
                 want.update(4 * (one if out else [*one, activations]))
         assert Counter(sent) == want
+
+
+def in_bfloat16(rank: int, folder: Path, data: Data) -> list[Any]:
+    every = [MeshCase("llama", (1, 1), zero, False, False, (1, 4)) for zero in STAGES]
+    blocks = {"model": {"dtype": "bfloat16"}}
+    found = [
+        (case, run_recipe(recipe(case, folder, data, **blocks), folder / case.zero))
+        for case in every
+    ]
+    with replaced(Shards, "is_first", lambda self, name, rank: True):
+        case = replace(every[1], mesh=(4, 1))
+        found.append((None, run_recipe(recipe(case, folder, data, **blocks), folder / "twice")))
+    return found
+
+
+def test_norms_in_bfloat16_are_right(setting: tuple[Path, Data]) -> None:
+    """The norm that clips, with key-value heads held twice; counted twice it is off."""
+    want = wanted(Case("llama", (1, 1), "zero1", False, False), setting).grad_norms
+    for case, (records, _) in spawn(4, in_bfloat16, *setting)[0]:
+        off = [record["grad_norm"] / norm - 1 for record, norm in zip(records, want, strict=True)]
+        assert (max(map(abs, off)) > 0.02) == (case is None), (case, off)
