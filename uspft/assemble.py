@@ -69,13 +69,19 @@ class Run:
 
 
 def assemble(
-    job: Job, device: torch.device, groups: Groups, weights: WeightsOf = weights_of
+    job: Job,
+    device: torch.device,
+    groups: Groups,
+    weights: WeightsOf = weights_of,
+    *,
+    tensor_of_rows: int = 1,
 ) -> Run:
     """Build every part of a job's run on this rank; collective.
 
     torch.distributed and DeepSpeed must be up. groups: the process groups of this process, to which
-    the run adds those that it needs. weights: gives the source of the model's weights. Raises
-    RunFailed where another rank has another job.
+    the run adds those that it needs. weights: gives the source of the model's weights.
+    tensor_of_rows: the largest tensor degree that rows will run at, where some have more than the
+    recipe's. Raises RunFailed where another rank has another job.
     """
     same_job(job)
     recipe = job.here
@@ -99,7 +105,9 @@ def assemble(
     model = empty_model(config, dtype)
     choose_trained(model, recipe.model, recipe.seed)
     how = import_module(TENSOR[recipe.parallel_config.tensor_parallel_algo].model)
-    shards = how.shards_of(model, layout, splits_tokens=tensor.splits_tokens)
+    shards = how.shards_of(
+        model, layout, splits_tokens=tensor.splits_tokens, tensor_of_rows=tensor_of_rows
+    )
     holders = Holders.of(shards, world.mesh.rank, groups)
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, partitioner(recipe, holders))
@@ -110,7 +118,8 @@ def assemble(
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
     passes = micro_batches(recipe, layout)
-    engine = ZeroEngine(CausalLoss(model, tile), recipe, holders, device, passes=passes)
+    module = CausalLoss(model, tile, layout.mesh_columns)
+    engine = ZeroEngine(module, recipe, holders, device, passes=passes)
     if checkpoint:
         empty = loader.batch([EMPTY] * recipe.training.micro_batch_size)
         load_state(engine, checkpoint, empty)

@@ -120,10 +120,11 @@ def in_one_process(rank: int, folder: Path) -> list[Any]:
 
     def last_first(engine: Any, batches: Any, scales: Any) -> Tensor:
         """Every forward pass, then every backward one, as a pipeline would."""
-        losses = [engine.forward(batch, scales) for batch in reversed(batches)]
-        for number, loss in enumerate(losses, 1):
-            engine.backward(loss.sum(), last=number == len(losses))
-        return torch.stack([loss.detach().double() for loss in losses]).sum(0)
+        passes = [(engine.forward(batch, scales), batch) for batch in reversed(batches)]
+        for number, (loss, batch) in enumerate(passes, 1):
+            engine.backward(loss.sum(), batch, last=number == len(passes))
+        first = engine.holders.tensor.index == 0
+        return torch.stack([loss.detach().double() * first for loss, _ in passes]).sum(0)
 
     groups, found = Groups(), []
     for layout, runner in ((FOUR, None), (Layout(data=4), None), (FOUR, last_first)):

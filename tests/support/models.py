@@ -143,7 +143,8 @@ def make_documents(path: Path, lengths: list[int], *, masked: list[float]) -> Do
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process of plain transformers gives; start and end of what trains."""
+    """What one process of plain transformers gives; start and end of what trains, and the mean of
+    its clipped gradients that Adam keeps."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -151,6 +152,7 @@ class Reference:
     rates: Sequence[float]
     start: dict[str, torch.Tensor]
     end: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
 
 
 def reference(
@@ -208,7 +210,8 @@ def reference(
         counts.append(targets)
         adam.step()
     end = {name: p.detach().clone() for name, p in trained.items()}
-    return Reference(losses, norms, counts, rates, start, end)
+    moments = {name: adam.state[p]["exp_avg"] for name, p in trained.items() if p in adam.state}
+    return Reference(losses, norms, counts, rates, start, end, moments)
 
 
 def mismatch(got: Any, want: Reference) -> list[str]:

@@ -17,6 +17,7 @@ from uspft.config.recipe import Recipe
 from uspft.layout import Layout
 from uspft.mesh import Groups, make_mesh
 from uspft.parameters.shards import Holders, MatrixSplit, Shards
+from uspft.tensor.megatron import Megatron
 
 WIDE, INNER, HEADS, TOKENS, STEPS = 12, 20, 4, 7, 3
 # Five matrices in the fused one: no sum of neighbours' parts then is as large as a whole matrix.
@@ -39,7 +40,7 @@ FOUR, LAST = Layout(mesh_columns=2, data=2), {"step": STEPS, "rate": 1e-2}
 
 
 def shards(layout: Layout) -> Shards:
-    return Shards(layout, SPLITS, PIECES)
+    return Shards(layout, SPLITS, PIECES, inside=PIECES)
 
 
 class _Enter(torch.autograd.Function):
@@ -168,7 +169,7 @@ def alive(zero: str, layout: Layout, groups: Groups, source: Any, runner: Any = 
     engine = ZeroEngine(
         module, recipe(zero), holders, device, passes=passes, runner=runner or in_turn
     )
-    return Alive(engine, holders, SimpleNamespace(mesh=mesh))
+    return Alive(engine, holders, SimpleNamespace(mesh=mesh, tensor=Megatron(layout.tensor)))
 
 
 def one_process(

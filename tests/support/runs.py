@@ -50,12 +50,15 @@ def probe_once(kernel: Kernel, heads: HeadShape, dtype: torch.dtype, device: tor
         BELIEVED.add(question)
 
 
-def prepared(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any:
+def prepared(
+    recipe: dict[str, Any], output: Path, *, resume: bool = False, tensor_of_rows: int = 1
+) -> Any:
     """A Run of this rank, ready to train into output; collective."""
     from uspft.assemble import assemble
 
     choose.probe = probe_once  # a tenth of a short run
-    return assemble(job_of(recipe, output, resume=resume), torch.device("cpu"), GROUPS)
+    job = job_of(recipe, output, resume=resume)
+    return assemble(job, torch.device("cpu"), GROUPS, tensor_of_rows=tensor_of_rows)
 
 
 def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any:

@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"kind": "qwen2", "heads": 4, "kv_heads": 2},
     "qwen3": {"kind": "qwen3", "heads": 8, "kv_heads": 2},
     "mistral": {"kind": "mistral", "sliding_window": 11},
-    "phi3": {"kind": "phi3", "heads": 8, "kv_heads": 4},
+    "phi3": {"kind": "phi3", "heads": 8, "kv_heads": 2},
     "olmo2": {"kind": "olmo2", "heads": 8, "kv_heads": 2},
     "smollm3": {"kind": "smollm3", "heads": 4, "kv_heads": 1},
     "granite": {"kind": "granite"},

@@ -17,15 +17,21 @@ from torch import Tensor
 from uspft.comm.group import Group
 
 
-def all_to_all(x_s: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+def all_to_all(
+    x_s: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: Group,
+    kind: str = "all_to_all",
+) -> Tensor:
     """Send piece i of x_s to member i, and return the pieces that arrive: an uneven all-to-all.
 
     x_s is contiguous and flat, and `send` has the number of elements of each piece. The result has
-    the pieces that arrive, of `receive` elements, in member order.
+    the pieces that arrive, of `receive` elements, in member order. kind: what it counts as.
     """
     out_r = x_s.new_empty(sum(receive))
     others = [n for member, n in enumerate(send) if n and member != group.index]
-    group.books.add("all_to_all", sum(others) * x_s.element_size(), len(others))
+    group.books.add(kind, sum(others) * x_s.element_size(), len(others))
     dist.all_to_all_single(out_r, x_s, list(receive), list(send), group=group.handle)
     return out_r
 

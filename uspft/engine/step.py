@@ -63,7 +63,7 @@ class LossModule(Protocol):
 Runner = Callable[["ZeroEngine", Sequence["Batch"], Scales], Tensor]
 """A function that takes a step's micro-batches forward and backward.
 
-It returns the losses summed over them, [2] float64.
+It returns the losses summed over those whose first tensor rank this is, [2] float64.
 """
 
 
@@ -74,5 +74,5 @@ def in_turn(engine: ZeroEngine, batches: Sequence[Batch], scales: Scales) -> Ten
         losses = engine.forward(batch, scales)
         if batch.world.mesh.columns.index == 0:  # the others have the same tokens
             sums += losses.detach()
-        engine.backward(losses.sum(), last=number == len(batches))
+        engine.backward(losses.sum(), batch, last=number == len(batches))
     return sums

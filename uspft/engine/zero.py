@@ -22,10 +22,11 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from uspft.comm import sum_over, total
+from uspft.comm import total
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.mpu import mpu_of
 from uspft.engine.quarantine import forget_mpu
+from uspft.engine.replicas import Replicas
 from uspft.engine.state import Fragments
 from uspft.engine.step import LossModule, NotFinite, Runner, Scales, StepResult, in_turn
 
@@ -76,7 +77,7 @@ class ZeroEngine:
         """Every parameter by its Hugging Face name, kept because a walk over the whole module for
         each parameter would take too long."""
         self._parameters = list(self.named.values())
-        self._hooks = list(self._sum_pieces())
+        self._replicas = Replicas(self.named, holders)
         options = recipe.optimizer
         optimizer = torch.optim.AdamW(
             _groups(self._parameters, options.weight_decay),
@@ -96,18 +97,6 @@ class ZeroEngine:
         self.masters = self._masters()
         if self.stage < 3:
             self._make_moments()
-
-    def _sum_pieces(self) -> Iterator[Any]:
-        """Mark what DeepSpeed's norm counts on this rank; yield hooks that sum gradient pieces."""
-        holders = self.holders
-        for name, parameter in self.named.items():
-            if holders.tensor.size > 1 and holders.shards.is_first(name, holders.rank):
-                parameter.model_parallel = True  # type: ignore[attr-defined]
-            if holders.shards.is_piece(name) and parameter.requires_grad:
-                same = holders.replicas(name)
-                yield parameter.register_hook(
-                    lambda gradient, same=same: sum_over(gradient.clone(), same, "tensor")
-                )
 
     def _masters(self) -> dict[int, nn.Parameter]:
         """Return what AdamW holds for each parameter at stage 0, by the parameter's id.
@@ -195,8 +184,9 @@ class ZeroEngine:
         losses: Tensor = self.deepspeed(batch, *scales)
         return losses
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss. last: whether it ends the step."""
+        self._replicas.world = batch.world
         # Set each time, since steps may differ in how many micro-batches they have.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
@@ -277,8 +267,7 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Remove what DeepSpeed has hooked into the module, and what it keeps for the process."""
-        for hook in self._hooks:
-            hook.remove()
+        self._replicas.close()
         self.deepspeed.destroy()
         forget_mpu()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,14 +25,21 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def parameter_count(model: nn.Module, *, embedding: bool = True, trained_only: bool = False) -> int:
+def parameter_count(
+    model: nn.Module,
+    *,
+    embedding: bool = True,
+    trained_only: bool = False,
+    sizes: Mapping[int, int] | None = None,
+) -> int:
     """Count a model's parameters, tied ones once.
 
     embedding: False leaves out the embedding look-up where it is not tied, and counts only those
     experts that a token meets. trained_only: whether only parameters that train are counted.
+    sizes: those of whole parameters by identity, where ranks hold parts.
     """
     counts = {
-        id(p): getattr(p, "ds_numel", p.numel())
+        id(p): sizes[id(p)] if sizes else getattr(p, "ds_numel", p.numel())
         for p in model.parameters()
         if p.requires_grad or not trained_only
     }

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class CausalLoss(nn.Module):
     """A Hugging Face causal language model with its loss, over this rank's share of the tokens."""
 
-    def __init__(self, model: Any, tile: int | None) -> None:
+    def __init__(self, model: Any, tile: int | None, held: int = 1) -> None:
+        """tile: as of Head. held: the degree at which the model's matrices are held."""
         super().__init__()
-        self.model = model
+        self.model, self._held = model, held
         self.head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
         self.routed: bool = getattr(model.config, "output_router_logits", False)
 
@@ -39,7 +40,7 @@ class CausalLoss(nn.Module):
             wanted["output_router_logits"] = router_scale is not None
         twice = self.training and recomputes(self.model)
         bound = Bound(batch.world, batch.share, batch.tokens, twice=twice)
-        vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size)
+        vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
         if batch.world.layout.tensor > 1:
             wanted["inputs_embeds"] = self._embedded(batch, vocabulary, bound)
         else:
@@ -65,7 +66,7 @@ class CausalLoss(nn.Module):
             found: Tensor = embedding(batch.input_ids, *of_call)
             return found
         places, others = vocabulary.local(batch.input_ids)
-        own: Tensor = embedding(places, *of_call)
+        own: Tensor = embedding(places + vocabulary.offset, *of_call)
         return bound.leave(own.masked_fill(others[..., None], 0.0))
 
     def _router_loss(self, logits: tuple[Tensor, ...], batch: Batch, scale: float) -> Tensor:

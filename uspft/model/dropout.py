@@ -13,13 +13,13 @@ Shapes: T tokens of this rank, d features.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+Ranges = tuple[tuple[int, int], ...]
 FACTOR = 0xD6E8FEB86659FD93 - (1 << 64)
 """The factor of a mixing function by degski, which takes x ^= x >> 32 and x *= FACTOR in turn."""
 DRAWS, LEVELS = 4, 1 << 16
@@ -68,10 +68,9 @@ class TokenDropout(nn.Module):
         self._below, self._scale = dropped - LEVELS // 2, LEVELS / (LEVELS - dropped)
         digest = hashlib.blake2b(f"dropout:{seed}:{name}".encode(), digest_size=8).digest()
         self._key = int.from_bytes(digest, "little", signed=True)
-        self._features, self._width = torch.empty(0, dtype=torch.int64), -1
-        self._columns: slice | Tensor = slice(0, 0)
+        self._features: dict[tuple[Ranges, torch.device], tuple[Tensor, slice | Tensor]] = {}
         self.words: Tensor | None = None
-        self.ranges: Sequence[tuple[int, int]] | None = None
+        self.ranges: Ranges | None = None
         """The features that x has of all, where a rank has some of them; None: x has all."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,32 +80,32 @@ class TokenDropout(nn.Module):
         words = self.words
         if words is None or words.shape != x.shape[1:2]:
             raise RuntimeError("dropout was called without the words of its tokens")
-        out: Tensor = _Dropped.apply(x, words, self)
+        out: Tensor = _Dropped.apply(x, words, self.ranges or ((0, x.shape[-1]),), self)
         return out
 
-    def dropped(self, x: Tensor, words: Tensor) -> Tensor:
+    def dropped(self, x: Tensor, words: Tensor, ranges: Ranges) -> Tensor:
         """Return x with features dropped and the rest scaled; the same map serves gradients."""
         out, width = torch.empty_like(x), x.shape[-1]
-        features = self._feature_words(width, x.device)
+        features, columns = self._feature_words(ranges, x)
         step = max(1, (TILE_CPU if x.device.type == "cpu" else TILE) // width)
         for start in range(0, len(words), step):
             part = slice(start, start + step)
             products = fold(words[part, None] * features).mul_(FACTOR)
-            draws = fold(products).view(torch.int16)[:, self._columns]
+            draws = fold(products).view(torch.int16)[:, columns]
             kept = torch.mul(x[0, part], self._scale, out=out[0, part])
             kept.masked_fill_(draws < self._below, 0.0)
         return out
 
-    def _feature_words(self, width: int, device: torch.device) -> Tensor:
-        """Return the words of x's features [n] int64; made at the first call.
+    def _feature_words(self, ranges: Ranges, x: Tensor) -> tuple[Tensor, slice | Tensor]:
+        """Return the words of x's features [n] int64, and which of what they draw is x's.
 
-        What they draw is x's features in `_columns`.
+        They are made at the first call with these ranges.
         """
-        if self._features.device == device and self._width == width:
-            return self._features
-        ranges = self.ranges or [(0, width)]
+        device, width = x.device, x.shape[-1]
+        if (ranges, device) in self._features:
+            return self._features[ranges, device]
         words = [range(a // DRAWS, -(-b // DRAWS)) for a, b in ranges]
-        columns: list[int] = []  # which of the draws are those of x, on the host
+        columns: list[int] = []  # on the host
         drawn = 0
         for (a, b), each in zip(ranges, words, strict=True):
             columns += range(drawn + a - each.start * DRAWS, drawn + b - each.start * DRAWS)
@@ -114,21 +113,22 @@ class TokenDropout(nn.Module):
         if len(columns) != width:
             raise RuntimeError(f"dropout was made for features {ranges} and has {width}")
         plain = columns == [*range(width)]
-        self._columns = slice(0, width) if plain else torch.tensor(columns, device=device)
+        chosen = slice(0, width) if plain else torch.tensor(columns, device=device)
         numbers = [torch.arange(each.start, each.stop, device=device) for each in words]
-        self._features, self._width = mixed(torch.cat(numbers) ^ self._key), width
-        return self._features
+        found = mixed(torch.cat(numbers) ^ self._key), chosen
+        self._features[ranges, device] = found
+        return found
 
 
 class _Dropped(torch.autograd.Function):
     """The differentiable function of TokenDropout; no mask is kept, the backward draws it again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, words: Tensor, how: TokenDropout) -> Tensor:
-        ctx.words, ctx.how = words, how
-        return how.dropped(x, words)
+    def forward(ctx: Any, x: Tensor, words: Tensor, ranges: Ranges, how: TokenDropout) -> Tensor:
+        ctx.drawn, ctx.how = (words, ranges), how
+        return how.dropped(x, words, ranges)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.how.dropped(dout, ctx.words), None, None
+        return ctx.how.dropped(dout, *ctx.drawn), None, None, None

@@ -16,14 +16,13 @@ from torch.func import functional_call
 
 from uspft.families.projections import COLUMNS, KV, ROWS, Projection
 from uspft.families.table import FAMILIES
+from uspft.model.divided import Call, SplitNorm
 from uspft.model.dropout import TokenDropout
 from uspft.model.parallel import (
-    Call,
-    SplitNorm,
-    blocks_of,
-    count_own_heads,
     move_padding,
     projection_of,
+    share_heads,
+    split_along,
     table_of,
 )
 from uspft.parameters.fill import places
@@ -39,12 +38,17 @@ if TYPE_CHECKING:
     from uspft.tensor import MeshAlgorithm
 
 
-def shards_of(model: Any, layout: Layout, *, splits_tokens: bool = False) -> Shards:
+def shards_of(
+    model: Any, layout: Layout, *, splits_tokens: bool = False, tensor_of_rows: int = 1
+) -> Shards:
     """Return who holds what of a model on meta under a layout.
 
     Each of the ranks that hold the same has a piece of its gradient. Raises RuntimeError for a
-    parameter of which the family's table says nothing.
+    parameter of which the family's table says nothing, and where tensor_of_rows asks for rows that
+    divide matrices over more ranks than the layout.
     """
+    if tensor_of_rows > layout.tensor:
+        raise RuntimeError("matrices on a mesh serve rows of one mesh")
     if layout.tensor == 1:
         return Shards(layout)
     columns: dict[str, MatrixSplit] = {}
@@ -63,7 +67,7 @@ def shards_of(model: Any, layout: Layout, *, splits_tokens: bool = False) -> Sha
                 rows[name] = over_rows
     held = Shards(layout, columns, row_splits=rows)
     several = frozenset(name for name in every if len(held.replicas(name)) < layout.tensor)
-    return Shards(layout, columns, several, rows)
+    return Shards(layout, columns, several, rows, inside=several)
 
 
 def _splits(
@@ -76,10 +80,8 @@ def _splits(
     """
     if found is None:
         return _features(config, COLUMNS), None
-    stacked = [blocks_of(config)[block] for block in found.blocks]
-    sizes, counts = tuple(one.rows for one in stacked), tuple(one.number for one in stacked)
     dim = {"weight": found.dim, "bias": COLUMNS, "A": ROWS, "B": COLUMNS}[kind]
-    blocks = MatrixSplit(dim, sizes, counts)
+    blocks = split_along(config, found, dim)
     if kind == "weight":
         return blocks, _features(config, ROWS + COLUMNS - dim)
     return (blocks if dim == found.dim else _features(config, dim)), None
@@ -105,16 +107,16 @@ def split_model(model: Any, holders: Holders) -> None:
     inside = _features(config, ROWS).ranges_of(*here)
     vocabulary = part_range(config.vocab_size, part_index(*here), layout.mesh_columns)
     move_padding(model, vocabulary)
-    call = Call()
+    call = Call(layout.mesh_columns)
     base.register_forward_pre_hook(call.begin, with_kwargs=True)
-    base.norm = SplitNorm(base.norm, 1, call, added)
+    base.norm = SplitNorm(base.norm, _features(config, COLUMNS), call, added)
     model.set_input_embeddings(SplitEmbedding(model.get_input_embeddings()))
     for layer in base.layers:
-        call = Call()
+        call = Call(layout.mesh_columns)
         layer.register_forward_pre_hook(call.begin, with_kwargs=True)
         for name, norm in [*layer.named_children()]:
             if "norm" in name:
-                setattr(layer, name, SplitNorm(norm, 1, call, added))
+                setattr(layer, name, SplitNorm(norm, _features(config, COLUMNS), call, added))
         for name, found in table_of(model).items():
             block, _, last = name.rpartition(".")
             if not block or not found.blocks:
@@ -122,14 +124,13 @@ def split_model(model: Any, holders: Holders) -> None:
             owner = layer.get_submodule(block)
             part, _ = _splits(config, found, "weight")
             if "norm" in last:
-                sharing = -(-layout.mesh_columns // min(part.units))
-                setattr(owner, last, SplitNorm(getattr(owner, last), sharing, call))
+                setattr(owner, last, SplitNorm(getattr(owner, last), part, call))
             elif found.dim == COLUMNS:
                 if not hasattr(owner, "uspft_inward"):
                     owner.uspft_inward = Inward(PRODUCT[block, COLUMNS], call)
                 _replace(owner, last, partial(owner.uspft_inward.part, last), inside, call)
                 if len(found.blocks) > 1 and KV in found.blocks:
-                    count_own_heads(owner, layout.mesh_columns)
+                    share_heads(owner, last, part, call)
             else:
                 number = PRODUCT[block, ROWS]
                 _replace(owner, last, partial(Outward, number, call), part.ranges_of(*here), call)

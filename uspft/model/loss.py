@@ -68,6 +68,8 @@ class Vocabulary(NamedTuple):
     rows: int
     group: Group
     """The ranks that together have all of them."""
+    offset: int = 0
+    """Where they begin among those whose weights are here, which may be more."""
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the places of tokens among those here, 0 for what others have, and which those
@@ -143,10 +145,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
         how: How,
     ) -> Tensor:
         scale, tile, form, vocabulary = how
+        here = (vocabulary.offset, vocabulary.rows) if vocabulary else (0, len(weight))
         wide = torch.promote_types(rows.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=rows.device)
         needed = ctx.needs_input_grad[:3]
-        grads = Gradients((rows, weight, bias), needed, wide) if any(needed) else None
+        grads = Gradients((rows, weight, bias), needed, wide, here) if any(needed) else None
+        weight, bias = weight.narrow(0, *here), None if bias is None else bias.narrow(0, *here)
         for start in range(0, len(rows), tile):
             part, target = rows[start : start + tile], labels[start : start + tile]
             logits = form.apply(nn.functional.linear(part, weight, bias).to(wide))
@@ -184,7 +188,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
 class Gradients:
     """The gradients of rows, weight and bias, those of weight and bias summed in float32 or wider.
 
-    There is only what is needed: a frozen head's gradient would be as large as its weight.
+    There is only what is needed: a frozen head's gradient would be as large as its weight. Those of
+    tokens that the logits leave out are 0.
     """
 
     def __init__(
@@ -192,10 +197,13 @@ class Gradients:
         inputs: tuple[Tensor, Tensor, Tensor | None],
         needed: Sequence[bool],
         wide: torch.dtype,
+        here: tuple[int, int],
     ) -> None:
-        rows, self._weight, bias = inputs
+        """here: the first of the vocabulary's tokens here that have logits, and how many do."""
+        rows, weight, bias = inputs
+        self._weight, self._here = weight.narrow(0, *here), here
         self._d_rows = torch.empty_like(rows) if needed[0] else None
-        self._d_weight = torch.zeros_like(self._weight, dtype=wide) if needed[1] else None
+        self._d_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
         self._d_bias = (
             torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
         )
@@ -208,9 +216,9 @@ class Gradients:
         if self._d_rows is not None:
             self._d_rows[start : start + len(part)] = slope @ self._weight
         if self._d_weight is not None:
-            self._d_weight += slope.t() @ part
+            self._d_weight.narrow(0, *self._here).add_(slope.t() @ part)
         if self._d_bias is not None:
-            self._d_bias += slope.sum(0)
+            self._d_bias.narrow(0, *self._here).add_(slope.sum(0))
 
     def result(self) -> tuple[Tensor | None, ...]:
         kind = self._weight.dtype

@@ -8,11 +8,10 @@ features. What a layer is called with says how its row is split; nothing is kept
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from uspft.families.projections import (
     COLUMNS,
@@ -24,34 +23,37 @@ from uspft.families.projections import (
     Projection,
 )
 from uspft.families.table import FAMILIES
+from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
 from uspft.model.loss import Vocabulary
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
-from uspft.tensor.megatron import summed
+from uspft.parameters.used import used_of_held, used_ranges
 from uspft.tensor.parts import Range, part_index, part_range
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
-    from uspft.model.attention import Bound
     from uspft.parameters.shards import Holders
     from uspft.world import World
 
 
-def shards_of(model: Any, layout: Layout, *, splits_tokens: bool) -> Shards:
+def shards_of(
+    model: Any, layout: Layout, *, splits_tokens: bool, tensor_of_rows: int = 1
+) -> Shards:
     """Return who holds what of a model on meta under a layout.
 
     splits_tokens: whether tensor ranks see different tokens between blocks, so that what is whole
-    there has a piece of its gradient on each. Raises RuntimeError for a parameter inside a block of
-    which the family's table says nothing.
+    there has a piece of its gradient on each. tensor_of_rows: the largest tensor degree of rows,
+    where some divide matrices over more ranks than the layout. Raises RuntimeError for a parameter
+    inside a block of which the family's table says nothing.
     """
-    if layout.tensor == 1:
+    if max(layout.tensor, tensor_of_rows) == 1:
         return Shards(layout)
-    blocks = blocks_of(model.config)
     inside = {name.partition(".")[0] for name in table_of(model) if "." in name}
     splits: dict[str, MatrixSplit] = {}
     pieces: set[str] = set()
+    whole_inside: set[str] = set()
     for name in places(model):
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
@@ -61,15 +63,14 @@ def shards_of(model: Any, layout: Layout, *, splits_tokens: bool) -> Shards:
             raise RuntimeError(f"families/projections.py does not say how {kind} divides {name}")
         along = _dim(found, kind, adapter) if found else None
         if found and along is not None:
-            stacked = [blocks[block] for block in found.blocks]
-            sizes, counts = tuple(one.rows for one in stacked), tuple(one.number for one in stacked)
-            splits[name] = MatrixSplit(along, sizes, counts)
-            shared = min(counts) < layout.tensor
+            splits[name] = split_along(model.config, found, along)
+            shared = min(splits[name].units) < layout.tensor
         else:
             shared = found is not None or splits_tokens
+            whole_inside |= {name} if found else set()
         if shared:
             pieces.add(name)
-    return Shards(layout, splits, frozenset(pieces))
+    return Shards(layout, splits, frozenset(pieces), inside=frozenset(whole_inside))
 
 
 class _Block(NamedTuple):
@@ -79,8 +80,20 @@ class _Block(NamedTuple):
     rows: int
 
 
-def blocks_of(config: Any) -> dict[str, _Block]:
-    """Return what a projection's blocks are, by their names in families/projections.py."""
+def split_along(config: Any, found: Projection, dim: int) -> MatrixSplit:
+    """Return how a parameter of a projection is divided along a dimension.
+
+    Of key-value heads in one matrix with others each row is held once, also where ranks share them.
+    """
+    blocks = _blocks(config)
+    stacked = [blocks[block] for block in found.blocks]
+    sizes, counts = tuple(one.rows for one in stacked), tuple(one.number for one in stacked)
+    if len(stacked) > 1:
+        counts = counts[:1] + sizes[1:]
+    return MatrixSplit(dim, sizes, counts)
+
+
+def _blocks(config: Any) -> dict[str, _Block]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
@@ -119,13 +132,18 @@ def _dim(found: Projection, kind: str, adapter: str) -> int | None:
     return found.dim
 
 
-def vocabulary_of(world: World, tokens: int) -> Vocabulary | None:
-    """Return which of a vocabulary's tokens this rank has; None where it has all of them."""
+def vocabulary_of(world: World, tokens: int, held: int) -> Vocabulary | None:
+    """Return which of a vocabulary's tokens rows use on this rank; None where it has all of them.
+
+    held: the degree at which matrices are held.
+    """
     group = world.mesh.columns
     if group.size == 1:
         return None
-    first, stop = part_range(tokens, part_index(group.index, group.size), group.size)
-    return Vocabulary(first, stop - first, group)
+    split = MatrixSplit(COLUMNS, (tokens,))
+    ((first, stop),) = used_ranges(split, group.index, group.size, held)
+    part = used_of_held(split, group.index, group.size, held)
+    return Vocabulary(first, stop - first, group, part[0][0] if part else 0)
 
 
 def split_model(model: Any, holders: Holders) -> None:
@@ -134,32 +152,39 @@ def split_model(model: Any, holders: Holders) -> None:
     Its layers and its head must then be called with the world of their rows.
     """
     shards = holders.shards
-    degree = shards.layout.tensor
-    if degree == 1:
+    if not shards.splits:
         return
-    here = part_index(shards.tensor_index(holders.rank), degree), degree
-    move_padding(model, part_range(model.config.vocab_size, *here))
-    kv_heads = model.config.num_key_value_heads
-    names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    table = table_of(model)
+    held = shards.layout.tensor
+    index = part_index(shards.tensor_index(holders.rank), held)
+    move_padding(model, part_range(model.config.vocab_size, index, held))
+    splits = {
+        id(module): split
+        for name, module in model.named_modules()
+        if (split := shards.splits.get(f"{plain_name(name)}.weight"))
+    }
     for layer in model.base_model.layers:
-        call = Call()
+        call = Call(held)
         layer.register_forward_pre_hook(call.begin, with_kwargs=True)
-        for name, projection in table.items():
+        for name, projection in table_of(model).items():
             block, _, last = name.rpartition(".")
             if not block:
                 continue
             owner = layer.get_submodule(block)
-            module = owner.get_submodule(last)
+            module: Any = owner.get_submodule(last)
+            split = splits.get(id(module))
+            if split is None:  # a norm of each head alone
+                continue
+            if "norm" in last:
+                setattr(owner, last, SplitNorm(module, split, call))
+                continue
+            _divide(owner, last, splits, call)
             if projection.dim == ROWS:
-                ranges = shards.splits[f"{names[id(module)]}.weight"].ranges(*here)
                 owner.register_forward_pre_hook(call.enter, with_kwargs=True)
-                _end_block(owner, last, ranges, call)
-            elif projection.blocks and "norm" in last:
-                sharing = -(-degree // kv_heads) if KV in projection.blocks else 1
-                setattr(owner, last, SplitNorm(module, sharing, call))
+                dropouts = [m for m in module.modules() if isinstance(m, TokenDropout)]
+                call.dropouts += [(dropout, split) for dropout in dropouts]
+                owner.get_submodule(last).register_forward_hook(call.leave)
             elif len(projection.blocks) > 1 and KV in projection.blocks:
-                count_own_heads(owner, degree)
+                share_heads(owner, last, split, call)
 
 
 def move_padding(model: Any, here: Range) -> None:
@@ -170,83 +195,24 @@ def move_padding(model: Any, here: Range) -> None:
         embedding.padding_idx = padding - first if first <= padding < stop else None
 
 
-def count_own_heads(attention: Any, degree: int) -> None:
-    """Tell an attention that cuts its fused projection by the config's heads how many are here."""
-    attention.config = copy.copy(attention.config)
-    attention.config.num_attention_heads //= degree
-    attention.num_key_value_heads //= degree
+def share_heads(attention: Any, name: str, split: MatrixSplit, call: Call) -> None:
+    """Make an attention that cuts its fused projection by the config's heads do so by those here.
 
-
-def _end_block(owner: nn.Module, name: str, ranges: Sequence[Range], call: Call) -> None:
-    """Make a row-split projection, which may have an adapter around it, the end of its block.
-
-    ranges: the features that are here of what it takes.
+    name: of the projection, whose hooks come last. split: how its rows are divided.
     """
-    module: Any = getattr(owner, name)
-    for dropout in module.modules():
-        if isinstance(dropout, TokenDropout):
-            dropout.ranges = tuple(ranges)
-    if getattr(module, "base_layer", module).bias is not None:
-        if hasattr(module, "base_layer"):
-            module.base_layer = RowLinear(module.base_layer, call)
-        else:
-            setattr(owner, name, RowLinear(module, call))
-    getattr(owner, name).register_forward_hook(call.leave)
+    attention.config = copy.copy(attention.config)  # transformers' own is the whole model's
+    heads = FusedHeads(attention, split, call)
+    attention.register_forward_pre_hook(heads.count)
+    attention.get_submodule(name).register_forward_hook(heads.complete)
 
 
-class Call:
-    """What a layer was last called with; when it is recomputed, it is called again."""
+def _divide(owner: nn.Module, name: str, splits: Mapping[int, MatrixSplit], call: Call) -> None:
+    """Make a projection, and the thin ones of an adapter around it, compute with what a call uses.
 
-    bound: Bound
-
-    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Remember it, before the layer runs."""
-        self.bound = kwargs["uspft"]
-
-    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Give a block all tokens, before it runs."""
-        if args:
-            return (self.bound.enter(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.bound.enter(kwargs["hidden_states"])}
-
-    def leave(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        """Sum what the ranks' row-split projections have made."""
-        return self.bound.leave(out)
-
-
-class RowLinear(nn.Module):
-    """A row-split projection whose bias is added on one rank alone, before ranks are summed."""
-
-    def __init__(self, linear: nn.Linear, call: Call) -> None:
-        super().__init__()
-        self.weight, self.bias, self._call = linear.weight, linear.bias, call
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the projection; on the others the bias has a gradient of 0."""
-        counts = self._call.bound.world.mesh.columns.index == 0
-        return nn.functional.linear(x, self.weight, self.bias if counts else self.bias * 0.0)
-
-
-class SplitNorm(nn.Module):
-    """An RMS norm over features of which each rank has some, as OLMo 2's over all heads."""
-
-    def __init__(self, norm: Any, sharing: int, call: Call, added: float = 0.0) -> None:
-        """Take transformers' own norm.
-
-        sharing: how many ranks have the same features. added: what its weight stands on, 1 where a
-        new one is 0.
-        """
-        super().__init__()
-        self.weight = norm.weight
-        self._eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-        self._sharing, self._call, self._added = sharing, call, added
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x [1, T, features here], normed over the features of all ranks, in its type."""
-        group = self._call.bound.world.mesh.columns
-        wide = x.to(torch.float32)
-        squares = summed(wide.pow(2).sum(-1, keepdim=True), group) / self._sharing
-        features = x.shape[-1] * group.size // self._sharing
-        wide = wide * torch.rsqrt(squares / features + self._eps)
-        weight = self.weight + self._added if self._added else self.weight
-        return (weight * wide).to(x.dtype)
+    splits: by the identity of a module.
+    """
+    for path, module in list(owner.get_submodule(name).named_modules(prefix=name)):
+        if isinstance(module, nn.Linear) and id(module) in splits:
+            parent, _, last = path.rpartition(".")
+            part = PartLinear(module, splits[id(module)], call)
+            setattr(owner.get_submodule(parent), last, part)

@@ -69,6 +69,9 @@ class Shards:
     rest each computes all."""
     row_splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
     """The parameters that are divided over mesh rows, too or alone."""
+    inside: frozenset[str] = frozenset()
+    """Those not divided of which ranks compute pieces however rows are split, such as what is whole
+    between a block's matrices."""
 
     def part(self, name: str, shape: Sequence[int], rank: int) -> Part:
         """Return what a rank holds of a parameter, whose whole shape this is."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from uspft.config.algorithms import CONTEXT, WHOLE, AlgorithmRow, Splits
 from uspft.families import FAMILIES, ModelShape
-from uspft.families.projections import FUSED
 from uspft.layout import Layout, ring_ranks_of_a_host
 from uspft.planner.hardware import Hardware
 from uspft.planner.mesh_tuner import tune
@@ -56,8 +55,7 @@ def splits_over(model: ModelShape, tensor: int) -> bool:
     family = FAMILIES[model.model_type]
     if family.routed:
         return tensor == 1
-    fused = family.projections is FUSED
-    return divide_heads(model.heads, model.kv_heads, tensor, fused=fused)
+    return divide_heads(model.heads, model.kv_heads, tensor)
 
 
 def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Prediction]:

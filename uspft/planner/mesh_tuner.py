@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from uspft.families import FAMILIES, ModelShape
-from uspft.families.projections import FUSED
 from uspft.layout import Layout
 from uspft.planner.hardware import Hardware
 from uspft.planner.mesh_products import MeshProduct, mesh_products, why_not_kept
@@ -113,8 +112,7 @@ def why_no_mesh(
         return "experts are not split"
     qkv, out, gate_up, down = slices
     algorithm = MeshSlice(rows * columns, (rows, columns), (qkv, out, gate_up, down))
-    fused = family.projections is FUSED
-    wrong = algorithm.problems(model.heads, model.kv_heads, model.hidden_size, fused=fused)
+    wrong = algorithm.problems(model.heads, model.kv_heads, model.hidden_size)
     return wrong[0][1] if wrong else None
 
 

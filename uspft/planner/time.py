@@ -23,7 +23,7 @@ from uspft.planner.products import (
 )
 from uspft.planner.spread import Spread
 from uspft.planner.steps import GRADIENT_BYTES, StepPart, StepShape, StepTime
-from uspft.planner.wire import wire_of
+from uspft.planner.wire import gathered_elements, wire_of
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import everyones
@@ -189,7 +189,7 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
     Each layer sums activations over the tensor ranks twice forward (again when it is recomputed)
     and twice backward, the embedding once forward, the head's input gradient once; the loss makes
     three sums of a number for each token. Under use_seq_parallel a sum is a reduce-scatter and an
-    all-gather of the same bytes.
+    all-gather of the same bytes. Ranks that share a head of a fused projection gather it.
     """
     if layout.tensor == 1:
         return
@@ -203,6 +203,10 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
     each = sum(hardware.collective_seconds(kind, activations, spread) for kind in kinds)
     of_loss = hardware.collective_seconds("all_reduce", 4 * tokens, spread)
     yield StepPart("tensor", count * each + 3 * of_loss, bytes=count * activations + 12 * tokens)
+    if heads := tokens * step.element_bytes * gathered_elements(model, layout.tensor):
+        seconds = hardware.collective_seconds("all_to_all", heads, spread)
+        ways = model.layers * (step.forwards + 1)
+        yield StepPart("tensor", ways * seconds, bytes=ways * heads)
 
 
 def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) -> Iterator[StepPart]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from uspft.families import ModelShape
+from uspft.families.projections import FUSED
+from uspft.families.table import FAMILIES
 from uspft.layout import Layout
 from uspft.planner.hardware import Hardware
 from uspft.planner.spread import Spread
@@ -34,3 +37,12 @@ def wire_of(cost: Cost, layout: Layout, hardware: Hardware) -> Wire:
     ring = hardware.messages_seconds(*cost.ring, tokens, to_next=True)
     gather = hardware.messages_seconds(*cost.gather, tokens, to_next=False)
     return Wire(exchanged, ring, gather)
+
+
+def gathered_elements(model: ModelShape, tensor: int) -> float:
+    """Return how many elements of a token a tensor rank sends to those that share its key-value
+    head, one way; 0 where a head's matrices are not fused with others and thus held by each."""
+    if FAMILIES[model.model_type].projections is not FUSED or tensor <= model.kv_heads:
+        return 0.0
+    sharing = tensor / model.kv_heads
+    return 2 * model.head_dim * (sharing - 1) / sharing

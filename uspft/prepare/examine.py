@@ -14,7 +14,6 @@ from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, Re
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, check_length, read_shape
-from uspft.families.projections import FUSED
 from uspft.layout import Layout, layout_of
 from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_name
@@ -218,8 +217,7 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
         what = f"splits matrices {layout.tensor} ways, which is not available for `{kind}` yet"
         return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
     algorithm = tensor_algorithm(recipe.parallel_config, layout)
-    fused = FAMILIES[kind].projections is FUSED
-    return algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size, fused=fused)
+    return algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size)
 
 
 def _hosts(layout: Layout, hosts: int) -> list[Finding]:

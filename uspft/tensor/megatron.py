@@ -36,20 +36,14 @@ class Megatron:
     """Whether norms and residuals between blocks see a rank's own tokens alone: an all-reduce is
     then an all-gather into a block and a reduce-scatter out of it."""
 
-    def problems(
-        self, query_heads: int, kv_heads: int, hidden: int, *, fused: bool
-    ) -> list[Finding]:
-        """Return why heads cannot be split: (recipe key, what is wrong, remedy) each.
-
-        fused: whether query, key and value heads stand in one matrix.
-        """
+    def problems(self, query_heads: int, kv_heads: int, hidden: int) -> list[Finding]:
+        """Return why heads cannot be split: (recipe key, what is wrong, remedy) each."""
         every = range(1, query_heads + 1)
-        legal = [n for n in every if divide_heads(query_heads, kv_heads, n, fused=fused)]
+        legal = [n for n in every if divide_heads(query_heads, kv_heads, n)]
         if self.degree in legal:
             return []
-        together = " (in one matrix)" if fused else ""
         what = (
-            f"{query_heads} query heads and {kv_heads} key-value heads{together} do not split over "
+            f"{query_heads} query heads and {kv_heads} key-value heads do not split over "
             f"{self.degree} ranks"
         )
         remedy = f"write one of {', '.join(map(str, legal))}"

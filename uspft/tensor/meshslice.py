@@ -146,30 +146,26 @@ class MeshSlice:
         """Whether a rank sees its own tokens alone between blocks: no more than inside of them."""
         return False
 
-    def problems(
-        self, query_heads: int, kv_heads: int, hidden: int, *, fused: bool
-    ) -> list[Finding]:
+    def problems(self, query_heads: int, kv_heads: int, hidden: int) -> list[Finding]:
         """Return why a model cannot be split: (recipe key, what is wrong, remedy) each.
 
-        hidden: features between blocks. fused: whether query, key and value heads stand in one
-        matrix.
+        hidden: features between blocks.
         """
         key = "parallel_config.tensor_mesh"
         shapes = [(r, self.degree // r) for r in range(1, self.degree + 1) if self.degree % r == 0]
         legal = [
             f"[{r}, {c}]"
             for r, c in shapes
-            if hidden % r == hidden % c == 0 and divide_heads(query_heads, kv_heads, c, fused=fused)
+            if hidden % r == hidden % c == 0 and divide_heads(query_heads, kv_heads, c)
         ]
         rows, columns = self.mesh
         remedy = f"write one of {', '.join(legal)}" if legal else "write another model_parallel"
         if hidden % rows or hidden % columns:
             what = f"hidden_size {hidden} does not split over a mesh of {rows} × {columns}"
             return [(key, what, remedy)]
-        if not divide_heads(query_heads, kv_heads, columns, fused=fused):
-            together = " (in one matrix)" if fused else ""
+        if not divide_heads(query_heads, kv_heads, columns):
             what = (
-                f"{query_heads} query heads and {kv_heads} key-value heads{together} do not split "
+                f"{query_heads} query heads and {kv_heads} key-value heads do not split "
                 f"over {columns} mesh columns"
             )
             return [(key, what, remedy)]

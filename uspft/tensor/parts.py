@@ -50,11 +50,9 @@ def part_range(units: int, index: int, degree: int) -> Range:
     return index * units // degree, (index + 1) * units // degree
 
 
-def divide_heads(query_heads: int, kv_heads: int, ranks: int, *, fused: bool = False) -> bool:
+def divide_heads(query_heads: int, kv_heads: int, ranks: int) -> bool:
     """Tell whether tensor ranks can divide the heads of attention.
 
-    With more ranks than key-value heads, several ranks hold the same. fused: whether those stand in
-    one matrix with query heads, of which then all rows must be divided.
+    With more ranks than key-value heads, several ranks share one.
     """
-    shared = ranks % kv_heads == 0 and not fused
-    return query_heads % ranks == 0 and (kv_heads % ranks == 0 or shared)
+    return query_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)

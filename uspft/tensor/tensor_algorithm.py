@@ -38,13 +38,10 @@ class TensorAlgorithm(Protocol):
         """Whether a rank sees its own tokens alone between the blocks of split matrices."""
         ...
 
-    def problems(
-        self, query_heads: int, kv_heads: int, hidden: int, *, fused: bool
-    ) -> list[Finding]:
+    def problems(self, query_heads: int, kv_heads: int, hidden: int) -> list[Finding]:
         """Return why a model cannot be split: (recipe key, what is wrong, remedy) each.
 
-        hidden: features between blocks. fused: whether its query, key and value projections are one
-        matrix.
+        hidden: features between blocks.
         """
         ...
 

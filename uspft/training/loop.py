@@ -8,7 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from uspft.model.build import parameter_count
 from uspft.model.hf_config import layer_windows
 from uspft.parameters.names import is_adapter
 from uspft.planner.flops import peak_flops, step_flops
+from uspft.sequence import Heads
 from uspft.sequence.rows.heads import split_heads
 from uspft.training.evaluate import evaluate, record_of
 from uspft.training.guards import Guards
@@ -216,8 +219,10 @@ class Meter:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._parameters = parameter_count(run.model, embedding=False)
-        trained = parameter_count(run.model, embedding=False, trained_only=True)
+        named, part_of = run.engine.named, run.engine.part_of
+        sizes = {id(parameter): prod(part_of(name).shape) for name, parameter in named.items()}
+        count = partial(parameter_count, run.model, embedding=False, sizes=sizes)
+        self._parameters, trained = count(), count(trained_only=True)
         self._frozen = self._parameters - trained
         device = run.engine.device
         self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
@@ -271,8 +276,9 @@ class Meter:
     def _heads_here(self, world: World) -> float:
         """Return the share of the query heads that this rank computes."""
         config, place = self._run.config, world.mesh.ulysses
-        heads = split_heads(config.num_attention_heads, config.num_key_value_heads, place.size)
-        first, last = heads.query[place.index]
+        every = Heads(config.num_attention_heads, config.num_key_value_heads, 1)
+        here = every.on(world.layout.tensor)
+        first, last = split_heads(here.query, here.kv, place.size).query[place.index]
         return (last - first) / config.num_attention_heads
 
     def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:

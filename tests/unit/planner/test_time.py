@@ -108,6 +108,17 @@ def test_bytes_of_tensor_parallelism() -> None:
     assert halves.bytes_of("tensor") == pytest.approx(found.bytes_of("tensor") / 2)
 
 
+def test_ranks_that_share_a_head_of_a_fused_projection_gather_it() -> None:
+    """Half of the keys and values of 8 heads of 128, there and back, where two ranks share one."""
+    phi = replace(LLAMA, model_type="phi3")
+    for tensor, elements in ((8, 0.0), (16, 128.0)):
+        plain, fused = (
+            timed(Layout(tensor), model=model, step_rows=1).bytes_of("tensor")
+            for model in (LLAMA, phi)
+        )
+        assert fused - plain == pytest.approx(2 * 32 * elements * 2 * (1 << 15))
+
+
 def test_activations_that_are_sharded_take_as_many_bytes_and_less_memory(tmp_path: Path) -> None:
     plain = made(tmp_path)  # whose all-reduce is a reduce-scatter and an all-gather
     whole, sharded = (

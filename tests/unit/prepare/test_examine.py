@@ -47,13 +47,7 @@ def said(folder: Path, model: dict[str, Any], **parallel: Any) -> list[str]:
     [
         ({"model_type": "llama"}, 8, None),
         ({"model_type": "llama"}, 3, "do not split over 3 ranks; write one of 1, 2, 4, 8"),
-        ({"model_type": "phi3"}, 4, None),
-        (
-            {"model_type": "phi3"},
-            8,
-            "8 query heads and 4 key-value heads (in one matrix) do not split over 8 ranks; "
-            "write one of 1, 2, 4",
-        ),
+        ({"model_type": "phi3"}, 8, None),
         (
             {"model_type": "mixtral", "num_local_experts": 4},
             2,

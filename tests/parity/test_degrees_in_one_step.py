@@ -1,0 +1,197 @@
+"""One step whose rows divide matrices over 4, 2 and 1 ranks, beside one process of transformers.
+
+Weights are held whole (all ranks are one ZeRO group) or over two ranks; each row uses its part of
+what its ranks hold. Each family at both, with ZeRO, tokens split or not, recomputation and LoRA
+with dropout by turns (`--full`: every pair).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.adapters import peft_adapter
+from tests.support.degrees import (
+    ALPHA,
+    CLIP,
+    DROPOUT,
+    MODELS,
+    RANK,
+    RATE,
+    ROW,
+    ROWS_PER_STEP,
+    SEED,
+    STEPS,
+    TRAINS,
+    TURNS,
+    Case,
+    cases,
+    train,
+)
+from tests.support.dropout import written_out_dropout
+from tests.support.models import (
+    Documents,
+    Reference,
+    make_documents,
+    make_model,
+    mismatch,
+    reference,
+)
+from tests.support.ranks import spawn
+from tests.support.stages import FULLY
+from uspft.model.parallel import vocabulary_of
+from uspft.parameters.used import used_of_held, used_ranges
+from uspft.planner.flops import step_flops
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
+    folder = tmp_path_factory.mktemp("degrees")
+    for name, kind in MODELS.items():
+        make_model(folder / name, **kind)
+    lengths = [ROW] * (STEPS * ROWS_PER_STEP)
+    return folder, make_documents(folder / "d.jsonl", lengths, masked=[0.0, 0.9, 0.4])
+
+
+def work(rank: int, every: list[Case], folder: Path, data: Documents) -> dict[Case, Any]:
+    found = {}
+    for number, case in enumerate(every):
+        found[case] = train(case, folder, data, folder / f"run-{len(every)}-{number}")
+    return found if rank == 0 else {}
+
+
+def wanted(case: Case, setting: tuple[Path, Documents]) -> Reference:
+    """The same steps of one process, with plain peft where there is an adapter."""
+    from uspft.model.adapter import AdapterStart
+
+    folder, data = setting
+    every = [[document] for document in data.documents]
+    steps = [data.documents[i * ROWS_PER_STEP : (i + 1) * ROWS_PER_STEP] for i in range(STEPS)]
+    no_base: Any = None
+    adapter = peft_adapter(
+        AdapterStart(no_base, SEED).read,
+        masks=written_out_dropout(every, ROW, DROPOUT, SEED),
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules="all-linear",
+    )
+    prepare = {"all": None, "adapter": adapter, "norms": norms_alone}[case.trains]
+    return reference(folder / case.model, steps, rate=RATE, clip=CLIP, prepare=prepare)
+
+
+def norms_alone(net: Any) -> dict[str, Any]:
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+
+def wrong_of(got: Any, want: Reference) -> list[str]:
+    """What differs of losses, norms, weights and the gradients themselves."""
+    records, end, moments = got
+    found = mismatch((records, {name: end[name] for name in want.end}), want)
+    for name, value in want.moments.items():
+        off = (moments[name] - value).norm() / value.norm()
+        if not off <= 1e-3:
+            found.append(f"the gradient of {name} is off by {off:.1e}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("full", "count"), [(False, 14), pytest.param(True, 35, marks=pytest.mark.full)]
+)
+def test_rows_of_several_tensor_degrees_are_one_step(
+    full: bool, count: int, setting: tuple[Path, Documents]
+) -> None:
+    every = cases(full=full)
+    assert len(every) == count
+    answers = spawn(4, work, every, *setting)[0]
+    wrong = {case: wrong_of(got, wanted(case, setting)) for case, got in answers.items()}
+    wrong = {case: found for case, found in wrong.items() if found}
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+    counted = [case for case in every if case.trains == "all" and "gemma" not in case.model]
+    assert len(counted) >= 3
+    for case in counted:
+        for record in answers[case][0]:
+            assert 4 * record["mfu"] == pytest.approx(flops(wanted(case, setting), case))
+
+
+def flops(want: Reference, case: Case) -> float:
+    """Of a step: each row once, whatever its degree, and each parameter but a look-up's."""
+    met = [value.numel() for name, value in want.end.items() if not is_look_up(name, want)]
+    pairs = ROWS_PER_STEP * ROW * (ROW + 1) // 2
+    heads = MODELS[case.model]["heads"]
+    dim = len(want.end["model.layers.0.self_attn.o_proj.weight"][0]) // heads
+    return step_flops(sum(met), ROWS_PER_STEP * ROW, pairs, (2, heads, dim))
+
+
+def is_look_up(name: str, want: Reference) -> bool:
+    return "embed_tokens" in name and "lm_head.weight" in want.end
+
+
+FAULTS: dict[str, tuple[Case, str, Callable[..., Any]]] = {
+    "what each rank computes whole is counted by all": (
+        Case("llama", 1, "zero1", trains="norms"),
+        "uspft.engine.replicas.copies",
+        lambda *_, **__: 1,
+    ),
+    "pieces are divided by the ranks": (
+        Case("llama", 1, "zero2", tokens=True, trains="norms"),
+        "uspft.engine.replicas.copies",
+        lambda shards, name, degree, **_: degree // shards.layout.tensor,
+    ),
+    "ranks use the same part": (
+        Case("llama", 2, "zero1"),
+        "uspft.model.divided.used_of_held",
+        lambda split, rank, degree, held: used_of_held(split, rank % held, degree, held),
+    ),
+    "the vocabulary's part begins where what is held does": (
+        Case("llama", 2, "zero3"),
+        "uspft.model.causal.vocabulary_of",
+        lambda *args: (found := vocabulary_of(*args)) and found._replace(offset=0),
+    ),
+    "dropout draws for the first rank's features": (
+        Case("llama", 1, "zero1", trains="adapter"),
+        "uspft.model.divided.used_ranges",
+        lambda split, rank, degree, held: used_ranges(split, 0, degree, held),
+    ),
+    "a rank takes its rows of a shared head for all": (
+        Case("phi3", 1, "zero1"),
+        "uspft.model.divided.whole_head",
+        lambda kv, makers, group: kv.repeat_interleave(len(makers), -1),
+    ),
+}
+
+
+def broken(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
+    found = {}
+    for number, (name, (case, where, fault)) in enumerate(FAULTS.items()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, fault)
+            found[name] = train(case, folder, data, folder / f"broken-{number}")
+    return found if rank == 0 else {}
+
+
+def test_each_fault_is_found(setting: tuple[Path, Documents]) -> None:
+    """The comparison's own control: in losses, norms, or gradients."""
+    answers = spawn(4, broken, *setting)[0]
+    assert answers.keys() == FAULTS.keys()
+    for name, got in answers.items():
+        found = wrong_of(got, wanted(FAULTS[name][0], setting))
+        assert any("gradient" in line for line in found), name
+        assert any("grad_norm" in line for line in found), name
+
+
+def test_every_trait_is_met() -> None:
+    every = cases()
+    assert {(case.model, case.held) for case in every} == {(m, h) for m in MODELS for h in TURNS}
+    for degree in TURNS:
+        mine = [case for case in every if case.held == degree]
+        assert {case.zero for case in mine} == set(FULLY)
+        for trait in ("tokens", "checkpointed"):
+            assert {getattr(case, trait) for case in mine} == {False, True}
+        assert {case.trains for case in mine} == set(TRAINS)

@@ -1,0 +1,62 @@
+"""The gradients of parameters that several tensor ranks hold, made one inside the backward pass.
+
+DeepSpeed averages over the ranks that hold the same part of every parameter. What else is to be
+summed is summed here, and what several ranks have computed whole is divided by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from uspft.comm import sum_over
+from uspft.parameters.used import copies
+
+if TYPE_CHECKING:
+    from uspft.comm import Group
+    from uspft.parameters.shards import Holders
+    from uspft.world import World
+
+
+class Replicas:
+    """The hooks of an engine on the gradients of what tensor ranks hold or compute alike.
+
+    world: that of the micro-batch whose backward pass is to come; set before each.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], holders: Holders) -> None:
+        """Hook the parameters, and mark those that DeepSpeed's norm counts on this rank."""
+        self.world: World | None = None
+        self._shards = shards = holders.shards
+        self._hooks: list[Any] = []
+        divided = {*shards.splits, *shards.inside}
+        for name, parameter in named.items():
+            if holders.tensor.size > 1 and shards.is_first(name, holders.rank):
+                parameter.model_parallel = True  # type: ignore[attr-defined]
+            same = holders.replicas(name) if shards.is_piece(name) else None
+            whole = bool(shards.splits) and name not in divided
+            if parameter.requires_grad and (same or whole):
+                hook = self._hook(name, same)
+                self._hooks.append(parameter.register_hook(hook))
+
+    def _hook(self, name: str, same: Group | None) -> Any:
+        """Return the hook of a parameter. same: the ranks whose gradients are summed, if any."""
+
+        def count_once(gradient: Tensor) -> Tensor:
+            over = self._copies(name)
+            gradient = gradient / over if over > 1 else gradient
+            return sum_over(gradient.clone(), same, "tensor") if same else gradient
+
+        return count_once
+
+    def _copies(self, name: str) -> int:
+        assert self.world
+        rows = self.world.tensor
+        return copies(self._shards, name, rows.degree, splits_tokens=rows.splits_tokens)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()

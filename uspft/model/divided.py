@@ -1,0 +1,212 @@
+"""Modules of which a rank holds some rows or columns, and which compute with those that the row's
+layout uses: all of them, or the part that the rank would hold if its matrices were divided further.
+
+They ask the call for the layout. Under ZeRO-3 a module's weight is taken away after it has run: no
+part of it is kept for the backward pass, which cuts the part again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from uspft.families.projections import COLUMNS, ROWS
+from uspft.parameters.used import used_of_held, used_ranges
+from uspft.tensor.megatron import summed
+from uspft.tensor.parts import Range
+from uspft.tensor.shared_heads import Maker, whole_head
+
+if TYPE_CHECKING:
+    from uspft.comm import Group
+    from uspft.model.attention import Bound
+    from uspft.model.dropout import TokenDropout
+    from uspft.parameters.shards import MatrixSplit
+
+
+class Call:
+    """What a layer was last called with; when it is recomputed, it is called again.
+
+    held: the degree at which matrices are held.
+    """
+
+    bound: Bound
+
+    def __init__(self, held: int) -> None:
+        self._held = held
+        self.dropouts: list[tuple[TokenDropout, MatrixSplit]] = []
+        """Those that see features of which each rank has some, with the split of the features."""
+
+    @property
+    def group(self) -> Group:
+        """The ranks over which the rows of this call divide matrices."""
+        return self.bound.world.mesh.columns
+
+    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Remember it, before the layer runs."""
+        self.bound = kwargs["uspft"]
+        for dropout, split in self.dropouts:
+            dropout.ranges = used_ranges(split, self.group.index, self.group.size, self._held)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Give a block all tokens, before it runs."""
+        if args:
+            return (self.bound.enter(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.bound.enter(kwargs["hidden_states"])}
+
+    def leave(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        """Sum what the ranks' row-split projections have made."""
+        return self.bound.leave(out)
+
+    def used(self, split: MatrixSplit) -> tuple[Range, ...] | None:
+        """Return which of what this rank holds of a parameter the call uses; None for all of it."""
+        return used_of_held(split, self.group.index, self.group.size, self._held)
+
+    def makers(self, split: MatrixSplit, dim: int) -> tuple[Maker, ...]:
+        """Return the ranks that make a part of this rank's key-value head, in order of its rows.
+
+        split: of the fused projection. dim: the rows of a head.
+        """
+        return _makers(split, dim, (self.group.index, self.group.size, self._held))
+
+
+@cache
+def _makers(split: MatrixSplit, dim: int, place: tuple[int, int, int]) -> tuple[Maker, ...]:
+    rank, degree, held = place
+    keys = {m: used_ranges(split, m, degree, held)[1] for m in range(degree)}
+    head = keys[rank][0] // dim
+    own = sorted((rows, m) for m, rows in keys.items() if rows[0] // dim == head)
+    return tuple(Maker(m, stop - start) for (start, stop), m in own)
+
+
+class PartLinear(nn.Module):
+    """A projection, or one of an adapter's thin ones, that is divided along one dimension.
+
+    The bias of a row-split one is whole, and added on one rank alone before ranks are summed.
+    """
+
+    def __init__(self, linear: nn.Linear, split: MatrixSplit, call: Call) -> None:
+        super().__init__()
+        self.weight, self._split, self._call = linear.weight, split, call
+        self.register_parameter("bias", linear.bias)
+        self.bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the projection of x, whose features are those used here."""
+        ranges, bias = self._call.used(self._split), self.bias
+        if bias is not None and self._split.dim == ROWS and self._call.group.index:
+            bias = bias * 0.0  # not left out, since a gradient of 0 is one too
+        if ranges is None:
+            return nn.functional.linear(x, self.weight, bias)
+        if bias is not None and self._split.dim == COLUMNS:
+            bias = _cut(bias, COLUMNS, ranges)
+        out: Tensor = _PartProduct.apply(x, self.weight, bias, self._split.dim, ranges)
+        return out
+
+
+class SplitNorm(nn.Module):
+    """An RMS norm over features of which each rank has some, as OLMo 2's over all heads."""
+
+    def __init__(self, norm: Any, split: MatrixSplit, call: Call, added: float = 0.0) -> None:
+        """Take transformers' own norm.
+
+        split: of its features, in heads where several ranks may have the same. added: what its
+        weight stands on, 1 where a new one is 0.
+        """
+        super().__init__()
+        self.weight = norm.weight
+        self._eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        self._split, self._call, self._added = split, call, added
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [1, T, features here], normed over the features of all ranks, in its type."""
+        group, (units,) = self._call.group, self._split.units or self._split.stacked
+        wide, sharing = x.to(torch.float32), -(-group.size // units)
+        if group.size == 1:
+            mean = wide.pow(2).mean(-1, keepdim=True)
+        else:
+            squares = summed(wide.pow(2).sum(-1, keepdim=True), group)
+            mean = squares / sharing / (x.shape[-1] * group.size // sharing)
+        wide = wide * torch.rsqrt(mean + self._eps)
+        ranges = self._call.used(self._split)
+        weight = self.weight if ranges is None else _cut(self.weight, COLUMNS, ranges)
+        return ((weight + self._added if self._added else weight) * wide).to(x.dtype)
+
+
+class FusedHeads:
+    """The heads of an attention whose query, key and value heads stand in one projection.
+
+    Which are here, transformers asks the config and the module.
+    """
+
+    def __init__(self, attention: Any, split: MatrixSplit, call: Call) -> None:
+        self._config, self._dim = attention.config, attention.head_dim
+        self._heads, self._kv_heads = (
+            self._config.num_attention_heads,
+            attention.num_key_value_heads,
+        )
+        self._split, self._call = split, call
+
+    def count(self, attention: Any, args: Any) -> None:
+        """Tell the attention how many heads this call has here, before it runs."""
+        degree = self._call.group.size
+        self._config.num_attention_heads = self._heads // degree
+        attention.num_key_value_heads = max(1, self._kv_heads // degree)
+
+    def complete(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        """Return the projection's output [1, T, features] with whole key-value heads, of which this
+        rank may have made some rows."""
+        group = self._call.group
+        if group.size <= self._kv_heads:
+            return out
+        makers = self._call.makers(self._split, self._dim)
+        queries = self._heads // group.size * self._dim
+        q_Tn, kv_T2n = out[0, :, :queries], out[0, :, queries:].unflatten(-1, (2, -1))
+        kv_T2D = whole_head(kv_T2n, makers, group)
+        return torch.cat([q_Tn, kv_T2D.flatten(1)], -1)[None]
+
+
+def _cut(x: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
+    """Return ranges of a tensor along a dimension; one of them is a view."""
+    pieces = [x.narrow(dim, start, stop - start) for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+class _PartProduct(torch.autograd.Function):
+    """A linear product with some ranges of a weight, the rest of whose gradient is 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dim: int,
+        ranges: Sequence[Range],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dim, ctx.ranges = dim, ranges
+        return nn.functional.linear(x, _cut(weight, dim, ranges), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_x = d_weight = d_bias = None
+        rows = dout.flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            d_x = dout @ _cut(weight, ctx.dim, ctx.ranges)
+        if ctx.needs_input_grad[1]:
+            part, at = rows.t() @ x.flatten(0, -2), 0
+            d_weight = torch.zeros_like(weight)
+            for start, stop in ctx.ranges:
+                size = stop - start
+                d_weight.narrow(ctx.dim, start, size).copy_(part.narrow(ctx.dim, at, size))
+                at += size
+        if ctx.needs_input_grad[2]:
+            d_bias = rows.sum(0)
+        return d_x, d_weight, d_bias, None, None

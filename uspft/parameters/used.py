@@ -1,0 +1,54 @@
+"""What rows use of what a rank holds, where rows divide matrices over more ranks than hold them.
+
+Rows of several tensor degrees may run on the same weights, held at a degree that divides them all:
+each rank uses the part that it would hold at the rows' degree, which lies inside what it holds.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from uspft.parameters.part import Part
+from uspft.parameters.shards import MatrixSplit, Shards
+from uspft.tensor.parts import Range, part_index
+
+
+@cache
+def used_ranges(split: MatrixSplit, rank: int, degree: int, held: int) -> tuple[Range, ...]:
+    """Return what rows use of a parameter along its dimension, in coordinates of the whole.
+
+    rank: the rank's place among the `degree` ranks over which the rows divide matrices. held: the
+    degree at which they are held. Raises ValueError where it does not divide the rows' degree.
+    """
+    if degree % held:
+        raise ValueError(f"matrices are held {held} ways: rows cannot divide them {degree} ways")
+    return split.ranges(part_index(rank, degree, (held,)), degree)
+
+
+@cache
+def used_of_held(split: MatrixSplit, rank: int, degree: int, held: int) -> tuple[Range, ...] | None:
+    """Return `used_ranges` in coordinates of the part that the rank holds; None for all of it."""
+    size = (sum(split.stacked),)
+    used = Part(size, (used_ranges(split, rank, degree, held),))
+    mine = Part(size, (split.ranges(part_index(rank % held, held), held),))
+    return None if used == mine else tuple(box[0] for box, _ in mine.meets(used))
+
+
+def copies(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
+    """Return how often the gradient of rows is in the sum over the ranks that hold a parameter.
+
+    degree: over how many ranks the rows divide matrices. splits_tokens: whether those see different
+    tokens between blocks. Each then computes a part or a piece of a gradient, as of all that is
+    divided or inside a block; else all, which is summed over the ranks that hold the same part of
+    every parameter, and over the other holders too where their own layout makes pieces. Raises
+    ValueError where rows make pieces that nobody sums.
+    """
+    held = shards.layout.tensor
+    if name in shards.splits or name in shards.inside:
+        return 1
+    summed_by_all = held == 1 or shards.is_piece(name)
+    if splits_tokens and not summed_by_all:
+        raise ValueError(f"rows split tokens, and the layout that holds {name} does not")
+    if splits_tokens:
+        return 1
+    return degree if shards.is_piece(name) else degree // held
