@@ -36,18 +36,6 @@ RECIPES: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
         f"{PARALLEL}.context_parallel",
         ("3 processes", "a multiple of 2"),
     ),
-    "tensor ranks": (
-        {PARALLEL: {"model_parallel": 3}, "launch.processes": 3},
-        "",
-        f"{PARALLEL}.model_parallel",
-        ("4 query heads and 2 key-value heads do not split over 3 ranks", "write one of 1, 2, 4"),
-    ),
-    "tokens between whole matrices": (
-        {PARALLEL: {"use_seq_parallel": True}},
-        "",
-        f"{PARALLEL}.use_seq_parallel",
-        ("is true, and model_parallel is 1", "write false, or model_parallel above 1"),
-    ),
     "missing data": ({"data.train": "no.jsonl"}, "", "data.train.path", ("no.jsonl",)),
     "unknown format": ({"data.format": "csv"}, "", "data.format", ("csv", "prompt_completion")),
     "tag": (

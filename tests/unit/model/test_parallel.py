@@ -11,6 +11,7 @@ import transformers
 from uspft.families.projections import SEPARATE
 from uspft.families.table import FAMILIES
 from uspft.layout import Layout
+from uspft.model import grid
 from uspft.model.build import empty_model
 from uspft.model.parallel import shards_of
 
@@ -58,3 +59,33 @@ def test_a_parameter_that_the_table_leaves_out_is_named(
     told = r"does not say how qwen3 divides model\.layers\.0\.self_attn\.q_norm\.weight"
     with pytest.raises(RuntimeError, match=told):
         shards_of(model, FOUR, splits_tokens=False)
+
+
+def test_on_a_mesh_every_matrix_is_divided_both_ways_and_what_is_held_twice_has_pieces(
+    model: Any,
+) -> None:
+    """Mesh 2 × 4 and two copies: of eight ranks' places mesh columns are the last digit."""
+    mesh = Layout(mesh_columns=4, ring=4, mesh_rows=2)
+    shards = grid.shards_of(model, mesh)
+    layer = "model.layers.0"
+    size = {
+        "model.embed_tokens.weight": (24, 32),
+        "lm_head.weight": (24, 32),
+        f"{layer}.self_attn.q_proj.weight": (16, 32),
+        f"{layer}.self_attn.k_proj.weight": (8, 32),
+        f"{layer}.self_attn.o_proj.weight": (32, 16),
+        f"{layer}.mlp.up_proj.weight": (24, 32),
+        f"{layer}.mlp.down_proj.weight": (32, 24),
+        f"{layer}.input_layernorm.weight": (16,),
+        f"{layer}.self_attn.q_norm.weight": (8,),
+        "model.norm.weight": (16,),
+    }
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {name: shards.part(name, shapes[name], 0).size for name in size} == size
+    part = shards.part("model.norm.weight", (64,), 5)  # mesh row 1, column 1
+    assert part.ranges == (((16, 32),),)
+    assert shards.part(f"{layer}.mlp.down_proj.weight", (64, 96), 5).ranges[0] == ((32, 64),)
+    shared = {name for name in shapes if "norm" in name or "k_proj" in name or "v_proj" in name}
+    assert shards.pieces == shared
+    every = {len(held) for name in shapes for held in shards.parts(name, shapes[name]).values()}
+    assert every == {2, 4, 16}, "copies; key-value heads; rows of norms; norms of each head"
