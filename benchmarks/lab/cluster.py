@@ -29,7 +29,7 @@ def hosts_of(number: int, mbit: int) -> Iterator[list[list[str]]]:
     """This makes hosts with links of a rate both ways, and yields for each of them the words to put
     before a command that is to run there.
 
-    The hosts are taken down at the end. Raises NoCluster.
+    Host i has `address_of(i)`. The hosts are taken down at the end. Raises NoCluster.
     """
     if os.geteuid():
         raise NoCluster("network namespaces need root")
@@ -42,12 +42,17 @@ def hosts_of(number: int, mbit: int) -> Iterator[list[list[str]]]:
         _run(f"ip link add {own} type bridge")
         _run(f"ip link set {own} up")
         for i, host in enumerate(hosts):
-            _add(host, own, f"10.78.0.{i + 1}/24", mbit)
+            _add(host, own, f"{address_of(i)}/24", mbit)
         yield [["ip", "netns", "exec", host] for host in hosts]
     finally:
         for host in hosts:  # its end of the link goes with it
             subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", own], capture_output=True, check=False)
+
+
+def address_of(host: int) -> str:
+    """This returns the address of a host by its number, from 0."""
+    return f"10.78.0.{host + 1}"
 
 
 def _add(host: str, bridge: str, address: str, mbit: int) -> None:

@@ -112,7 +112,7 @@ def saved_and_resumed(rank: int, folder: Path, data: Data) -> Any:
     from uspft.training.loop import train
 
     chain_of = [
-        MeshCase("phi3", (1, 1), "zero1", False, False, (2, 2)),
+        MeshCase("phi3", (1, 1), "zero1", False, False, (1, 4)),
         Case("phi3", (4, 1), "zero3", False, True),
         MeshCase("phi3", (1, 1), "zero3 whole", False, False, (4, 1)),
         MeshCase("phi3", (2, 1), "zero0", False, False, (1, 2)),

@@ -17,6 +17,7 @@ from uspft.planner.mesh_products import MeshProduct, mesh_products
 from uspft.planner.products import head_projection
 from uspft.planner.spread import Spread
 from uspft.planner.steps import StepShape
+from uspft.planner.wire import gathered_elements
 
 NORMS, NUMBER_BYTES, LOSS_SUMS = 2, 4, 3
 """A layer has so many norms; each sums a float32 number a token over the mesh columns, forward and
@@ -69,7 +70,8 @@ def product_part(
 
 
 def _sums(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:
-    """Yield the sums over mesh columns of a number a token: of the norms, and of the loss."""
+    """Yield the sums over mesh columns of a number a token: of the norms, and of the loss; and what
+    ranks gather that share a head of a fused projection."""
     spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
     if spread.ranks == 1:
         return
@@ -78,6 +80,11 @@ def _sums(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshP
     norms = NORMS * step.model.layers * (step.forwards + 1) + 2
     for name, count in (("norms", norms), ("loss", LOSS_SUMS)):
         yield MeshPart(name, count * each, bytes=count * sent)
+    elements = gathered_elements(step.model, layout.mesh_columns)
+    if heads := step.element_bytes * step.tokens(layout) * elements:
+        seconds = hardware.collective_seconds("all_to_all", heads, spread)
+        count = step.model.layers * (step.forwards + 1)
+        yield MeshPart("heads", count * seconds, bytes=count * heads)
 
 
 def _tables(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[MeshPart]:

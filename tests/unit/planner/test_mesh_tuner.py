@@ -87,7 +87,7 @@ def test_heads_and_features_decide_which_meshes_there_are() -> None:
     assert legal(LLAMA, 64) == [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)]
     assert legal(QWEN, 8) == [(2, 4), (4, 2), (8, 1)]  # 28 heads
     assert legal(LLAMA, 3) == []
-    assert legal(PHI, 16) == [(2, 8), (4, 4), (8, 2), (16, 1)], "8 key-value heads in one matrix"
+    assert legal(PHI, 16) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
     assert why_no_mesh(MIXTRAL, 2, 2) == "experts are not split"
     assert "hidden_size 4096 does not split over a mesh of 3 × 1" in str(why_no_mesh(LLAMA, 3, 1))
 
