@@ -33,6 +33,7 @@ from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.meshslice import report as meshslice
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
+from benchmarks.tensor import figures as orders
 from uspft.kernels import Block, Mask
 from uspft.kernels.dense import dense_attention
 from uspft.segments import Segments
@@ -197,10 +198,26 @@ def test_the_figures_of_a_step() -> None:
     assert lines[3] == "| half of one process's step, Trainer | 5.00 | 1.25 | 5.00 |"
 
 
+def test_the_orders_of_layouts() -> None:
+    """A pair in the other order is named; two layouts that plan puts together are in none."""
+    found: dict[str, Any] = {
+        "a": {"steps": [1.0, 9.0, 2.0], "predicted": 1.0},
+        "b": {"steps": [3.0], "predicted": 0.5},
+        "c": {"steps": [4.0], "predicted": 1.0},
+    }
+    assert orders.disagreements(found) == [("a", "b", 1.5)]
+    rates = {"100": found, "50": {**found, "b": {"steps": [3.0], "predicted": 1.5}}}
+    assert orders.table(rates).splitlines()[2] == "| a | 2.00 / 1.00 | 2.00 / 1.00 |"
+    assert orders.verdict(rates).splitlines() == [
+        "100 Mbit/s: 2 of 3 pairs in order, but not a and b (1.50 times apart)",
+        "50 Mbit/s: 2 of 3 pairs in order, but not b and c (1.33 times apart)",
+    ]
+
+
 def test_results_are_one_file_a_benchmark_and_three_pictures_at_most() -> None:
     names = {path.name for path in RESULTS.iterdir()}
     benchmarks = {path.parent.name for path in RESULTS.parent.glob("*/__main__.py")}
-    assert len(benchmarks) == 4
+    assert len(benchmarks) == 5
     assert {name for name in names if name.endswith(".json")} == {f"{b}.json" for b in benchmarks}
     pictures = {name for name in names if name.endswith(".svg")}
     assert len(pictures) <= 3 and len(names) == len(pictures) + len(benchmarks) + len(["README.md"])
@@ -242,6 +259,7 @@ def test_the_readme_of_the_results_says_what_the_files_say() -> None:
         figures.table(step),
         comparison.table(compared),
         *meshslice.tables(read(RESULTS, "meshslice")),
+        orders.table(read(RESULTS, "tensor")["by_mbit"]),
     ]
     said = (RESULTS / "README.md").read_text()
     assert [table for table in tables if table not in said] == []
