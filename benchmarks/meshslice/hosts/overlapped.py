@@ -1,0 +1,56 @@
+"""How much of its transfers a flow has hidden, and how much it could have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from uspft.planner.mesh_products import Flow, Slice, flow_seconds
+
+PRODUCTS, TRANSFERS = "products alone", "transfers alone"
+"""What takes turns with the slices, and bounds them."""
+WANTED = {0.7: 1.25, 1.0: 1.3, 1.5: 1.3}
+"""How many times faster than Collective, by the share of its transfers in its products' time."""
+WANTED_OF_BLOCK = 1.25
+NEAR = 1.05
+"""How many times the bound, or the best, still counts as reaching it."""
+
+
+class Overlap(NamedTuple):
+    """What one flow gained, in seconds, and what it could have gained."""
+
+    products: float
+    transfers: float
+    collective: float
+    best: float
+    slices: int
+    """Those of the best."""
+    bound: float
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than Collective the best slices are."""
+        return self.collective / self.best
+
+    def reached(self, wanted: float) -> bool:
+        """Tell whether the gain is as wanted, or where the bound forbids it, the bound is near."""
+        forbidden = self.collective / self.bound < wanted
+        return self.gain >= wanted or (forbidden and self.best <= NEAR * self.bound)
+
+
+def bound_of(flow: Flow, products: float, transfers: float, slices: int) -> float:
+    """Return the least seconds of a flow whose transfers share one link: the larger of both parts,
+    with a first and a last slice of what the other one cannot hide."""
+    one = Slice(transfers / slices, 0.0, products / slices)
+    return flow_seconds(flow, one, slices, shared=True)
+
+
+def overlap_of(flow: Flow, seconds: Mapping[str, Sequence[float]]) -> Overlap:
+    """Return what one flow gained, of the seconds of each round by what took turns."""
+    middle = {name: median(each) for name, each in seconds.items()}
+    products, transfers = middle.pop(PRODUCTS), middle.pop(TRANSFERS)
+    collective = middle.pop("1")
+    best = min(middle, key=lambda name: middle[name])
+    bound = min(bound_of(flow, products, transfers, int(name)) for name in middle)
+    return Overlap(products, transfers, collective, middle[best], int(best), bound)
