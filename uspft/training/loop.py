@@ -277,7 +277,7 @@ class Meter:
         """Return the share of the query heads that this rank computes."""
         config, place = self._run.config, world.mesh.ulysses
         every = Heads(config.num_attention_heads, config.num_key_value_heads, 1)
-        here = every.on(world.layout.tensor)
+        here = every.on(world.layout.mesh_columns)
         first, last = split_heads(here.query, here.kv, place.size).query[place.index]
         return (last - first) / config.num_attention_heads
 
