@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import row_of
@@ -156,10 +156,15 @@ def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
 
 
 def context_degrees(parallel: ParallelBlock) -> tuple[int, int]:
-    """Return the (Ulysses, ring) degrees of a `parallel_config` that names its algorithm."""
-    ranks = parallel.row_ranks
+    """Return the (Ulysses, ring) degrees of a `parallel_config` that names its algorithm.
+
+    While the mesh is open, its rows are not among the ranks that Ulysses may divide.
+    """
+    ranks, ulysses = parallel.row_ranks, parallel.ulysses_degree_in_cp
+    if parallel.mesh_is_open and ulysses:
+        ulysses = gcd(ulysses, ranks)
     row = row_of(parallel.context_parallel_algo, ranks)
-    return row.degrees(ranks, parallel.ulysses_degree_in_cp)
+    return row.degrees(ranks, ulysses)
 
 
 def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:

@@ -49,6 +49,26 @@ RECIPES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         f"{PARALLEL}.use_seq_parallel",
         ("meshslice splits tokens between matrices already, over mesh rows", "write false"),
     ),
+    "Ulysses on no mesh": (
+        {PARALLEL: MESH | {"ulysses_degree_in_cp": 3}},
+        f"{PARALLEL}.ulysses_degree_in_cp",
+        ("is 3, which does not divide model_parallel: 4 × context_parallel: 1", "of 1, 2, 4"),
+    ),
+    "Ulysses that the mesh decides": (
+        {PARALLEL: MESH | {"context_parallel_algo": "ulysses_cp", "ulysses_degree_in_cp": 4}},
+        f"{PARALLEL}.ulysses_degree_in_cp",
+        ("is 4, and with ulysses_cp the mesh that is chosen decides it", "write tensor_mesh"),
+    ),
+    "Ulysses in a ring of mesh rows": (
+        {PARALLEL: MESH | {"context_parallel_algo": "ring_cp", "ulysses_degree_in_cp": 2}},
+        f"{PARALLEL}.ulysses_degree_in_cp",
+        ("is 2, and with ring_cp it is 1", "leave it out"),
+    ),
+    "no Ulysses degree among mesh rows": (
+        {PARALLEL: MESH | {"context_parallel_algo": "hybrid_cp"}},
+        f"{PARALLEL}.ulysses_degree_in_cp",
+        ("is missing, and context_parallel_algo is hybrid_cp", "write one of 1, 2, 4"),
+    ),
     "a mesh under megatron": (
         {PARALLEL: {"model_parallel": 2, "tensor_slices": 2}},
         f"{PARALLEL}.tensor_slices",

@@ -107,6 +107,11 @@ class Degrees(RecipeBlock):
         return blocks and self.model_parallel > 1
 
     @property
+    def mesh_is_open(self) -> bool:
+        """Whether how many mesh rows there are is yet to be chosen."""
+        return self.on_a_mesh and not isinstance(self.tensor_mesh, tuple)
+
+    @property
     def row_ranks(self) -> int:
         """The number of ranks that share a row of tokens: the mesh's rows are among them."""
         return self.mesh_rows * self.context_parallel

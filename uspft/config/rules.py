@@ -103,9 +103,14 @@ def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
     key = "parallel_config.ulysses_degree_in_cp"
     parallel = recipe.parallel_config
     degree, ulysses = parallel.row_ranks, parallel.ulysses_degree_in_cp
+    product = f"context_parallel: {parallel.context_parallel}"
+    if parallel.mesh_is_open:  # the mesh decides how many ranks share a row: so many at most
+        degree = parallel.model_parallel * parallel.context_parallel
+        product = f"model_parallel: {parallel.model_parallel} × {product}"
+    elif parallel.mesh_rows > 1:
+        product = f"{parallel.mesh_rows} mesh rows × {product}"
     algorithm = parallel.context_parallel_algo
-    undecided = parallel.on_a_mesh and not isinstance(parallel.tensor_mesh, tuple)
-    if degree == 1 or undecided:  # the mesh that is chosen decides how many ranks share a row
+    if degree == 1:
         return
     if algorithm == AUTO:
         if ulysses is not None:
@@ -120,14 +125,14 @@ def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
             yield key, f"is missing, and context_parallel_algo is {algorithm}", fitting
         return
     implied = row.implied_ulysses(degree) if row else None
-    if implied is not None and ulysses != implied:
+    if row and row.splits is Splits.HEADS and parallel.mesh_is_open:
+        what = f"is {ulysses}, and with {algorithm} the mesh that is chosen decides it"
+        yield key, what, "leave it out, or write tensor_mesh"
+    elif implied is not None and ulysses != implied:
         what = f"is {ulysses}, and with {algorithm} it is {implied}"
         free = [other.name for other in CONTEXT.values() if other.splits is Splits.BOTH]
         yield key, what, f"leave it out, or write context_parallel_algo: {' or '.join(free)}"
     elif degree % ulysses:
-        product = f"context_parallel: {parallel.context_parallel}"
-        if parallel.mesh_rows > 1:
-            product = f"{parallel.mesh_rows} mesh rows × {product}"
         yield key, f"is {ulysses}, which does not divide {product}", fitting
 
 
@@ -217,6 +222,8 @@ RULES = (
             "parallel_config.context_parallel",
             "parallel_config.context_parallel_algo",
             "parallel_config.ulysses_degree_in_cp",
+            "parallel_config.model_parallel",
+            "parallel_config.tensor_parallel_algo",
             "parallel_config.tensor_mesh",
         ),
         _ulysses_degree,

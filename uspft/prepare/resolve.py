@@ -227,8 +227,8 @@ def _options(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _mesh(recipe: Recipe, known: Known) -> Recipe:
-    """Settle mesh and slices: tuned, or a square in one slice where model or cluster is not known
-    yet, or where no mesh fits."""
+    """Settle mesh and slices: tuned, or the middle one of those that Ulysses divides, in one slice,
+    where the cluster is not known yet or no mesh fits."""
     parallel = recipe.parallel_config
     if not parallel.on_a_mesh or known.shape is None:
         return recipe
@@ -237,7 +237,11 @@ def _mesh(recipe: Recipe, known: Known) -> Recipe:
         best = found and found.on(mesh)
     else:
         best = found.tried[0] if found and found.tried else None
-        shapes = shapes_of(parallel.model_parallel)
+        shapes = [
+            (rows, columns)
+            for rows, columns in shapes_of(parallel.model_parallel)
+            if rows * parallel.context_parallel % (parallel.ulysses_degree_in_cp or 1) == 0
+        ]
         mesh = best.shape if best else shapes[(len(shapes) - 1) // 2]
     slices = slices_of(parallel) or (best.slices if best else (1,) * 4)
     return _with(recipe, "parallel_config", tensor_mesh=mesh, tensor_slices=slices)

@@ -137,6 +137,12 @@ def test_attention_decides_how_many_mesh_rows_there_can_be(folder: Path) -> None
     assert both and {one.shape for one in both.tried} == {(2, 2), (4, 1)}
     (line,) = both.refused
     assert line == "1 × 4: a row is shared by 1, which Ulysses 2 does not divide"
+    four = on_a_mesh(folder, **{**hybrid, "ulysses_degree_in_cp": 4})
+    assert mesh_of(four, replace(known, cluster=None)) == ((4, 1), (1, 1, 1, 1))
+    assert mesh_of(four, known)[0] == (4, 1)
+    eight = on_a_mesh(folder, **{**hybrid, "ulysses_degree_in_cp": 8, "context_parallel": 2})
+    assert mesh_of(eight, Known(gpus=8)) == ("auto", "auto"), "the model is not here"
+    assert mesh_of(eight, known)[0] == (4, 1)
     none = on_a_mesh(folder, 4093, context_parallel=2, context_parallel_algo="planned_cp")
     assert mesh_of(none, known) == ((2, 2), (1, 1, 1, 1)), "what is wrong is told of this"
 
