@@ -132,3 +132,24 @@ def test_products_on_a_mesh_are_dense_products(ranks: int, meshes: list[tuple[in
         assert {key[:2] for key in found} == set(meshes)
         assert max(key[2] for key in found) >= 6
         assert not {key: value for key, value in found.items() if not value < 1e-12}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_only_weights_that_train_keep_what_they_took(trains: bool) -> None:
+    alone = Group(None, (0,), 0, Books())
+    grid, algorithm, kept = Grid(alone, alone), MeshSlice(1, (1, 1), (2,) * 4), []
+    x = torch.ones(5, HIDDEN, requires_grad=True)
+    weights = [torch.ones(8, HIDDEN, requires_grad=trains) for _ in range(2)]
+    outward = torch.ones(HIDDEN, 8, requires_grad=trains)
+
+    def pack(saved: Tensor) -> Tensor:
+        kept.append(tuple(saved.shape))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        made, _ = algorithm.inward(x, weights, grid, 0)
+        end = algorithm.outward(made, outward, grid, 1)
+    end.sum().backward()
+    assert ((5, HIDDEN) in kept, (5, 8) in kept) == (trains, trains)
+    assert x.grad is not None and float(x.grad[0, 0]) == 8 * HIDDEN
+    assert (outward.grad is not None) == trains

@@ -188,7 +188,7 @@ class _PartProduct(torch.autograd.Function):
         dim: int,
         ranges: Sequence[Range],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.dim, ctx.ranges = dim, ranges
         return nn.functional.linear(x, _cut(weight, dim, ranges), bias)
 

@@ -47,7 +47,9 @@ class _Inward(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, grid: Grid, slices: int, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        kept = weights if needs_x else ()
+        ctx.save_for_backward(x if any(needs) else None, *kept)  # of a frozen weight, no input
         ctx.grid, ctx.slices = grid, slices
         made = output_stationary(x, [w.t() for w in weights], grid, slices)
         return tuple(part.contiguous() for part in made.split([len(w) for w in weights], 1))
@@ -57,7 +59,7 @@ class _Inward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, _, _, *needs = ctx.needs_input_grad
-        dx, found = None, [None] * len(weights)
+        dx, found = None, [None] * len(needs)
         if needs_x:
             dy = torch.cat(grads, 1)
             dx = left_stationary(dy, [w.t() for w in weights], ctx.grid, ctx.slices)
@@ -74,7 +76,8 @@ class _Outward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: Grid, slices: int, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        needs_x, _, _, needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs else None, weight if needs_x else None)
         ctx.grid, ctx.slices = grid, slices
         return left_stationary(x, weight, grid, slices)
 
