@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
-from uspft.config.algorithms import AUTO, CONTEXT, TENSOR, Splits, every_option, having, names
+from uspft.config.algorithms import (
+    AUTO,
+    CONTEXT,
+    ON_A_MESH,
+    TENSOR,
+    Splits,
+    every_option,
+    having,
+    names,
+)
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
 
@@ -139,8 +148,9 @@ def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
 def _own_options(recipe: Recipe) -> Iterator[Finding]:
     """Refuse options that only other algorithms have, instead of dropping them."""
     parallel = recipe.parallel_config
+    shared = ON_A_MESH if parallel.on_a_mesh else None
     for table, name in (
-        (CONTEXT, parallel.context_parallel_algo),
+        (CONTEXT, parallel.context_parallel_algo or shared),
         (TENSOR, parallel.tensor_parallel_algo),
     ):
         row = table.get(name or "")

@@ -93,8 +93,8 @@ class Examined:
     def knowing_model(self, places: dict[str, str]) -> Examined:
         """Return the examination with the model in these folders of this host, by key of `model`.
 
-        The model may not have been on this host before. Raises Fault where it cannot be trained, or
-        where rows are longer than it can take.
+        The model may not have been on this host before. Raises Fault where it cannot be trained,
+        where rows are longer than it can take, or where the layout does not split it.
         """
         local = replace(self.known, places=places).here(self.loaded.recipe)
         shape = read_shape(local.model, CONFIGS)
@@ -103,7 +103,10 @@ class Examined:
             findings = check_length(shape, local.model, local.data.sequence_length)
         if findings or not isinstance(shape, ModelShape):
             raise Fault(findings)
-        return self.knowing(shape=shape, places=places)
+        found = self.knowing(shape=shape, places=places)
+        if findings := layout_findings(found.recipe, found.layout, shape):
+            raise Fault(findings)
+        return found
 
     def problem(self, finding: Finding) -> Problem:
         return self.loaded.origins.problem(*finding)

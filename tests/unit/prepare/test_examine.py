@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from uspft.config import RecipeError
+from uspft.config.problems import Fault
 from uspft.prepare.examine import examine
 
 SIZES: dict[str, Any] = {
@@ -90,3 +91,22 @@ def test_a_mesh_that_was_chosen_is_told_with_the_others(tmp_path: Path) -> None:
     assert both.mesh is None and both.tuning, "nothing was left to choose"
     other = examine(tmp_path / "r.yaml", [f"{key}_parallel_algo=megatron"], 1, None)
     assert other.mesh is None and other.tuning is None
+
+
+def test_a_model_that_came_later_is_held_to_the_layout_too(tmp_path: Path) -> None:
+    """Of a hub model that is not on this machine yet, the heads are known once it has come."""
+    assert said(tmp_path, {"model_type": "llama"}) == []
+    model = ["model.config=null", "model.name_or_path=some/model"]
+    ranks = ["parallel_config.model_parallel=3", "launch.processes=3"]
+    found = examine(tmp_path / "r.yaml", [*model, *ranks], 1, None)
+    with pytest.raises(Fault) as raised:
+        found.knowing_model({"name_or_path": str(tmp_path)})
+    ((key, what, _),) = raised.value.findings
+    assert key == "parallel_config.model_parallel" and "do not split over 3 ranks" in what
+
+
+def test_steps_of_an_exchange_may_be_said_of_a_mesh_that_exchanges(tmp_path: Path) -> None:
+    mesh = {"model_parallel": 4, "tensor_parallel_algo": "meshslice", "tensor_mesh": [2, 2]}
+    assert said(tmp_path, {"model_type": "llama"}, **mesh, exchange_stages=1) == []
+    (line,) = said(tmp_path, {"model_type": "llama"}, model_parallel=4, exchange_stages=2)
+    assert "exchange_stages: is 2, and only planned_cp has it" in line
