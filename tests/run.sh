@@ -12,7 +12,7 @@ compgen -G '/dev/nvidia[0-9]*' >/dev/null || chosen="($chosen) and not gpu"
 ./launch.sh --install --dev || exit $?
 python=${USPFT_PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # ranks are many, cores few
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS nproc)   # which would answer 1 for one thread
 workers=$((cores < 7 ? cores + 1 : 8))   # files side by side: tests of ranks wait more than they compute
 
 # with_transformers VERSION TESTS...: everything else stays as it is, and transformers itself says what it cannot work with.
