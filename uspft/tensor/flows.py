@@ -99,9 +99,9 @@ def right_stationary(a: Tensor, b: Tensor, grid: Grid, slices: int) -> Tensor:
         panels = wait().unflatten(0, (ranks, -1))
         if number + 1 < slices:
             ahead = start_gather(cut.columns(a, number + 1), grid.columns, KIND)
-        made = a.new_zeros((ranks, panels.shape[-1], b.shape[1]), dtype=wide)
+        made = a.new_empty((ranks, panels.shape[-1], b.shape[1]), dtype=wide)
         for panel, place in zip(panels, made, strict=True):
-            _add_product(place, panel.t(), b)
+            _write_product(place, panel.t(), b)
         if leaving:
             cut.place_rows(leaving(), out, number - 1)
         leaving = start_sum_parts(made.flatten(0, 1), grid.rows, KIND)
@@ -201,3 +201,13 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(torch.mm(a, b, out_dtype=out.dtype))
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
+
+
+def _write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write a · b to `out`, in its type."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        out.copy_(torch.mm(a, b, out_dtype=out.dtype))
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
