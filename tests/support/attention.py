@@ -134,7 +134,7 @@ class Bench:
     @classmethod
     def alone(cls, kernel: Kernel | None = None) -> Bench:
         """One process that no process group is needed for."""
-        mesh = Mesh(Layout(), 0, Group(), Group(), Group(), Group())
+        mesh = Mesh(Layout(), 0, *[Group()] * 5)
         return cls(named("whole", 1, 1), mesh, Books(), kernel or TorchCpu())
 
 

@@ -58,7 +58,7 @@ def attend(name: str, ranks: int, **options: int | bool) -> tuple[list[tuple[Pas
 
     def work(rank: Rank) -> None:
         group = Group(rank, tuple(range(ranks)), rank.index)  # type: ignore[arg-type]
-        mesh = Mesh(Layout(ring=ranks), rank.index, Group(), Group(), group, group)
+        mesh = Mesh(Layout(ring=ranks), rank.index, *[Group()] * 3, group, group)
         layer = Layer(Bench(algorithm, mesh, Books(), Recorder(rank)), [ROW], None)
         index = layer.index()
         want = dense(inputs, layer, SCALE)
