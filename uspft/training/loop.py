@@ -271,15 +271,9 @@ class Meter:
             count * batch.share.with_window(window).area / layers
             for window, count in self._windows.items()
         )
-        return pairs * self._heads_here(batch.world)
-
-    def _heads_here(self, world: World) -> float:
-        """Return the share of the query heads that this rank computes."""
-        config, place = self._run.config, world.mesh.ulysses
+        config = self._run.config
         every = Heads(config.num_attention_heads, config.num_key_value_heads, 1)
-        here = every.on(world.layout.mesh_columns)
-        first, last = split_heads(here.query, here.kv, place.size).query[place.index]
-        return (last - first) / config.num_attention_heads
+        return pairs * share_of_heads(every, batch.world)
 
     def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
         if self._peak is None:
@@ -289,3 +283,10 @@ class Meter:
         shape = (config.num_hidden_layers, config.num_attention_heads, dim)
         flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
         return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
+
+
+def share_of_heads(every: Heads, world: World) -> float:
+    """Return the share of a model's query heads that this rank of a world computes."""
+    here, place = every.on(world.layout.mesh_columns), world.mesh.ulysses
+    first, last = split_heads(here.query, here.kv, place.size).query[place.index]
+    return (last - first) / every.query

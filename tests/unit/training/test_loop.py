@@ -1,4 +1,4 @@
-"""What the meter counts of a rank."""
+"""What the loop counts of a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from uspft.layout import Layout
-from uspft.training.loop import Meter
+from uspft.sequence import Heads
+from uspft.training.loop import share_of_heads
 
 
 @pytest.mark.parametrize(
@@ -23,9 +24,6 @@ from uspft.training.loop import Meter
 )
 def test_mesh_rows_do_not_divide_heads(layout: Layout, share: float) -> None:
     """Tensor ranks, mesh columns and Ulysses do; 8 query heads with 2 key-value heads."""
-    heads: Any = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2)
-    meter: Any = object.__new__(Meter)
-    meter._run = SimpleNamespace(config=heads)
     place = SimpleNamespace(size=layout.ulysses, index=0)
-    world = SimpleNamespace(layout=layout, mesh=SimpleNamespace(ulysses=place))
-    assert meter._heads_here(world) == share
+    world: Any = SimpleNamespace(layout=layout, mesh=SimpleNamespace(ulysses=place))
+    assert share_of_heads(Heads(8, 2, 16), world) == share
