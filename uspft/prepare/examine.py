@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, load
+from uspft.config.strategies import KEY, layouts_of, row_lengths, strategies_of, under
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, check_length, read_shape
@@ -77,6 +78,18 @@ class Examined:
         layout = self.layout.sentence(self.recipe.parallel_config.context_parallel_algo)
         return f"{layout}; ZeRO-{stage}, {self.recipe.model.dtype} on {self.recipe.launch.device}"
 
+    @property
+    def strategies(self) -> list[str]:
+        """A line for each strategy, where the recipe has several: its rows, and their layout."""
+        lines, shortest = [], 1
+        for length, alone in zip(row_lengths(self.recipe), layouts_of(self.recipe), strict=False):
+            layout = layout_of(alone.parallel_config, self.layout.ranks)
+            assert isinstance(layout, Layout)
+            how = layout.sentence(alone.parallel_config.context_parallel_algo)
+            lines.append(f"{shortest:,} to {length:,} tokens: {how}")
+            shortest = length + 1
+        return lines
+
     def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
         """Return the examination of another recipe, which `change` makes from the user's own."""
         loaded = replace(self.loaded, recipe=change(self.loaded.recipe))
@@ -104,7 +117,7 @@ class Examined:
         if findings or not isinstance(shape, ModelShape):
             raise Fault(findings)
         found = self.knowing(shape=shape, places=places)
-        if findings := layout_findings(found.recipe, found.layout, shape):
+        if findings := run_findings(found.recipe, found.layout, shape):
             raise Fault(findings)
         return found
 
@@ -163,7 +176,7 @@ def examine(
     findings += _precision(recipe, recipe.launch.device)
     layout = layout_of(recipe.parallel_config, ranks_of(recipe, known))
     if isinstance(layout, Layout):
-        findings += layout_findings(recipe, layout, known.shape) + _hosts(layout, hosts)
+        findings += run_findings(recipe, layout, known.shape) + _hosts(layout, hosts)
         if known.shape:
             findings += check_length(known.shape, asked.model, asked.data.sequence_length)
     else:
@@ -196,6 +209,29 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
             )
         ]
     return []
+
+
+def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """Return the findings that speak against a recipe's layout, and those of its strategies on as
+    many ranks."""
+    every = len(strategies_of(recipe))
+    if not every:
+        return layout_findings(recipe, layout, shape)
+    findings: list[Finding] = []
+    for number in range(every):
+        alone = under(recipe, number)
+        found = layout_of(alone.parallel_config, layout.ranks)
+        wrong = [found] if not isinstance(found, Layout) else layout_findings(alone, found, shape)
+        findings += [_of_strategy(one, number) for one in wrong]
+    return findings
+
+
+def _of_strategy(finding: Finding, number: int) -> Finding:
+    """Return a finding about the recipe of one strategy's rows in the terms of the whole recipe."""
+    key, what, remedy = finding
+    if key == "data.sequence_length":
+        return f"{KEY}[{number}].max_length", what, remedy
+    return key.replace("parallel_config.", f"{KEY}[{number}].", 1), what, remedy
 
 
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:

@@ -21,6 +21,7 @@ from uspft.prepare.files import not_whole
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import output_of
+from uspft.prepare.prices import prices_of
 from uspft.prepare.space import space_needed
 
 
@@ -57,6 +58,7 @@ def prepare_job(
         tokenizer=_with_tokenizer(found.here),
         command=place.command,
         places=found.known.places,
+        prices=prices_of(found, found.known.hosts),
     )
     return found, job, checkpoint, needed
 

@@ -64,6 +64,7 @@ parallel_config:
   seq_split_num: 1
   fine_grain_interleave: 1
   strategies: null
+  switching: auto
 deepspeed:
   zero_optimization: {stage: 3}
 optimizer: {type: adamw, learning_rate: 1e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1}
@@ -122,7 +123,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 76
+    assert len(keys) == len(set(keys)) == 77
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 10,
@@ -130,7 +131,7 @@ def test_the_contract_has_this_many_keys() -> None:
         "data": 11,
         "data.train[]": 5,
         "data.eval[]": 5,
-        "parallel_config": 16,
+        "parallel_config": 17,
         "parallel_config.strategies[]": 16,
         "deepspeed": 5,
         "deepspeed.aio": 6,
