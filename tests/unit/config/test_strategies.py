@@ -81,7 +81,9 @@ def test_a_wrong_strategy_is_one_problem_that_names_it(tmp_path: Path, text: str
 
 
 def test_one_optimizer_over_all_ranks_needs_zero(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="zero_optimization.stage: is 0, and layouts that switch"):
+    with pytest.raises(
+        RecipeError, match=r"zero_optimization\.stage: is 0, and layouts that switch"
+    ):
         loaded(tmp_path, f"strategies: [{RING}]", 0)
 
 
