@@ -66,8 +66,6 @@ LATER = (
             for key in ("pipeline_stage", "micro_batch_num", "pp_interleave_num", "seq_split_num")
         },
     ),
-    Later("choosing strategies", {"parallel_config.strategies": (_is("auto"), "null")}),
-    Later("moving weights between layouts", {"parallel_config.switching": (_is("move"), "auto")}),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
     Later("weighting sources", {"data.train[].weight": (_given, "")}),
     Later("offloading activations", {"memory.offload_activations": (_is("cpu"), "none")}),

@@ -46,19 +46,22 @@ def one_layout(recipe: Recipe) -> Iterator[Finding]:
         for key in Degrees.model_fields if beside else ():
             here, there = getattr(parallel, key), getattr(longest, key)
             if here != there and not _open(here, there):
-                what = f"is {shown(here)}, and {KEY}[{len(every) - 1}], whose rows are the longest,"
-                yield f"parallel_config.{key}", f"{what} has {shown(there)}", _REMEDY
+                what = (
+                    f"is {_plain(here)}, and {KEY}[{len(every) - 1}], whose rows are the longest,"
+                )
+                yield f"parallel_config.{key}", f"{what} has {_plain(there)}", _REMEDY
     elif parallel.strategies == AUTO:
-        for key in beside:
-            if getattr(parallel, key) != Degrees.model_fields[key].default:
-                what = f"stands beside strategies: {AUTO}, which chooses it"
-                yield f"parallel_config.{key}", what, "leave it out, or list the strategies"
+        yield KEY, f"is {AUTO}, and choosing them is not available yet", "list them, or write null"
     elif parallel.switching not in (AUTO, None):
         what = f"is {parallel.switching}, and there are no strategies to switch between"
         yield "parallel_config.switching", what, f"write {AUTO}, or list parallel_config.strategies"
 
 
 _REMEDY = "leave out the degrees beside the strategies, or write those of the longest rows"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
 
 
 def _open(*values: object) -> bool:
@@ -73,6 +76,9 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
     if recipe.deepspeed.zero_optimization.get("stage", 1) == 0:
         what = "is 0, and layouts that switch share one optimizer over all ranks"
         yield "deepspeed.zero_optimization.stage", what, f"write 1, 2 or 3, or leave {KEY} out"
+    if recipe.parallel_config.switching == "move":
+        what = "is move, and moving weights between layouts is not available yet"
+        yield "parallel_config.switching", what, f"write in_place or {AUTO}"
     every = strategies_of(recipe)
     held = min((one.model_parallel for one in every), default=1)
     for number, one in enumerate(every):

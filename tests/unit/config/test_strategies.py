@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from uspft.config import RecipeError, load
+from uspft.config import RecipeError, dump, load
 from uspft.config.strategies import alike, each_alone, layouts_of, row_lengths, under
 
 BASE = """
@@ -67,6 +67,8 @@ WRONG = {
     "strategies: [{max_length: 16, model_parallel: 2}, "
     "{max_length: 64, model_parallel: 4, use_seq_parallel: true}]": KEY
     + "[1].use_seq_parallel: is true, and parallel_config.strategies[0] has the other",
+    "strategies: auto": f"{KEY}: is auto, and choosing them is not available yet",
+    f"switching: move, strategies: [{RING}]": "parallel_config.switching: is move, and moving",
     "switching: in_place": "parallel_config.switching: is in_place, and there are no strategies",
 }
 
@@ -85,6 +87,16 @@ def test_one_optimizer_over_all_ranks_needs_zero(tmp_path: Path) -> None:
         RecipeError, match=r"zero_optimization\.stage: is 0, and layouts that switch"
     ):
         loaded(tmp_path, f"strategies: [{RING}]", 0)
+
+
+def test_a_recipe_that_is_written_keeps_its_strategies(tmp_path: Path) -> None:
+    beside = "context_parallel: 4, context_parallel_algo: ring_cp, switching: in_place"
+    recipe = loaded(tmp_path, f"{beside}, strategies: [{{max_length: 8}}, {RING}]")
+    (tmp_path / "again.yaml").write_text(dump(recipe))
+    again = load(tmp_path / "again.yaml").recipe
+    assert again.parallel_config.switching == "in_place"
+    assert layouts_of(again)[0] == layouts_of(recipe)[0]
+    assert row_lengths(again) == (8, 64)
 
 
 def test_the_longest_rows_layout_may_stand_beside(tmp_path: Path) -> None:
