@@ -23,7 +23,7 @@ from uspft.data.loader import RowLoader, StepLoader, StepRows
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.engine.zero import ZeroEngine, partitioner
 from uspft.job import Job, Prices
-from uspft.kernels import Kernel, believed_kernel
+from uspft.kernels import believed_kernel
 from uspft.layout import Layout, layout_of
 from uspft.mesh import Groups
 from uspft.model.build import empty_model
@@ -36,9 +36,12 @@ from uspft.parameters.fill import fill
 from uspft.parameters.shards import Holders
 from uspft.sequence import Heads, make_algorithm, of_recipe
 from uspft.sequence.rows.heads import split_heads
-from uspft.switching.loader import Strategies, SwitchingLoader
+from uspft.switching.dealing import Strategies, SwitchingLoader
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world
+
+SOFTCAP = "attn_logit_softcapping"
+"""The field of a model's config that bounds its attention scores, where it has one."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +94,10 @@ def assemble(
     recipe = job.here
     config = model_config(recipe.model, recipe.data.sequence_length)
     dtype = getattr(torch, recipe.model.dtype)
-    every = layouts_of(recipe)
-    layouts = [this_layout(one) for one in every]
-
-    shapes = sorted({shape for layout in layouts for shape in head_shapes(config, layout)})
-    wish, softcap = recipe.model.attention, getattr(config, "attn_logit_softcapping", None)
-    kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
-    windows = set(layer_windows(config))
-    window = windows.pop() if len(windows) == 1 else None
-    worlds = [
-        live(one, layout, window, kernel, device, groups)
-        for one, layout in zip(every, layouts, strict=True)
-    ]
+    worlds, refused = live_worlds(recipe, config, device, groups)
     world = worlds[-1]  # of the longest rows
     holder = min(worlds, key=lambda one: one.layout.tensor)
-    tensor_of_rows = max(tensor_of_rows, *(layout.tensor for layout in layouts))
+    tensor_of_rows = max(tensor_of_rows, *(one.layout.tensor for one in worlds))
 
     loader = make_loader(job, worlds, holder, groups)
 
@@ -137,22 +129,27 @@ def assemble(
     return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
 
 
-def live(
-    recipe: Recipe,
-    layout: Layout,
-    window: int | None,
-    kernel: Kernel,
-    device: torch.device,
-    groups: Groups,
-) -> World:
-    """Make the layout of a recipe live; collective.
+def live_worlds(
+    recipe: Recipe, config: Any, device: torch.device, groups: Groups
+) -> tuple[list[World], list[str]]:
+    """Make the layout of each strategy live, or the one that there is; collective.
 
-    window: the sliding window that all layers have, if any.
+    Returns them with a line for each attention kernel that was tried first, and refused.
     """
-    row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
-    tensor = tensor_algorithm(recipe.parallel_config, layout)
-    named = row, of_recipe(recipe, layout, window), tensor
-    return make_world(layout, named, kernel, device, groups)
+    every = [(one, this_layout(one)) for one in layouts_of(recipe)]
+    dtype, softcap = getattr(torch, recipe.model.dtype), getattr(config, SOFTCAP, None)
+    shapes = sorted({shape for _, layout in every for shape in head_shapes(config, layout)})
+    wish = recipe.model.attention
+    kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
+    windows = set(layer_windows(config))
+    window = windows.pop() if len(windows) == 1 else None
+    worlds = []
+    for one, layout in every:
+        row = row_of(one.parallel_config.context_parallel_algo, layout.context)
+        tensor = tensor_algorithm(one.parallel_config, layout)
+        named = row, of_recipe(one, layout, window), tensor
+        worlds.append(make_world(layout, named, kernel, device, groups))
+    return worlds, refused
 
 
 def most_passes(recipe: Recipe, layout: Layout) -> int:

@@ -153,7 +153,7 @@ def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
     ended = recipe(CASES[0], folder, data, epochs=1)
     found["epochs"] = run_recipe(ended, folder / "epochs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("uspft.switching.loader.SwitchingLoader._batch", first_row_twice)
+        patch.setattr("uspft.switching.dealing.SwitchingLoader.of_group", first_row_twice)
         patch.setattr("uspft.training.guards.Guards.rows", lambda *_: None)
         found["wrong"] = run_recipe(recipe(CASES[0], folder, data), folder / "wrong")
     return found if rank == 0 else {}

@@ -20,8 +20,9 @@ from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.known import Known
 from uspft.prepare.paths import find_paths
-from uspft.prepare.resolve import Known, choice, ranks_of, resolve, slices_of, tuning
+from uspft.prepare.resolve import choice, ranks_of, resolve, slices_of, tuning
 from uspft.sequence import Heads, of_recipe
 from uspft.tensor import tensor_algorithm
 

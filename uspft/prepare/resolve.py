@@ -7,51 +7,23 @@ and of algorithms' options whose `auto` means what no value says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, every_option, row_of
 from uspft.config.strategies import degrees_of, strategies_of, under
-from uspft.families import ModelShape, with_factor
-from uspft.job import placed
+from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
 from uspft.model.loss import tile_tokens
 from uspft.planner.auto import Choice, Work, recommend
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
 from uspft.planner.steps import StepShape
-from uspft.prepare.cluster import Cluster
+from uspft.prepare.known import Known
 from uspft.segments import Segments
 from uspft.sequence import Heads, of_recipe
-
-
-@dataclass(frozen=True)
-class Known:
-    """The facts that are known beside the recipe; there are more of them as preparation goes on."""
-
-    hosts: int = 1
-    gpus: int = 0
-    """How many GPUs this host has."""
-    ranks: int | None = None
-    """How many processes all hosts have together, where the command says so."""
-    shape: ModelShape | None = None
-    """The sizes of the model."""
-    work: Work | None = None
-    """The documents of the run's first rows, and the attention windows of the model's layers."""
-    cluster: Cluster | None = None
-    """The hardware file that the run is planned by, and why."""
-    formats: Sequence[str] = ()
-    """The format of each source of training and then of evaluation data, in their order."""
-    kernel: str | None = None
-    """The attention kernel that ranks have chosen."""
-    places: Mapping[str, str] = field(default_factory=dict)
-    """The folder on this host that each key of `model` with a hub id stands for."""
-
-    def here(self, recipe: Recipe) -> Recipe:
-        """Return the recipe as this host reads it, with folders in place of hub ids."""
-        return placed(recipe, self.places)
 
 
 def resolve(recipe: Recipe, known: Known) -> Recipe:

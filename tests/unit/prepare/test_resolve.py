@@ -16,7 +16,8 @@ from uspft.config.available import LATER
 from uspft.families import ModelShape, read_shape
 from uspft.planner.auto import Work
 from uspft.prepare.cluster import cluster_of
-from uspft.prepare.resolve import SETTLED, Known, resolve, tuning
+from uspft.prepare.known import Known
+from uspft.prepare.resolve import SETTLED, resolve, tuning
 from uspft.segments import Segments
 
 STAYS = {"checkpoint.resume"}

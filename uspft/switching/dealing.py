@@ -85,7 +85,7 @@ class SwitchingLoader(RowLoader):
         for groups in plan.groups:
             mine = self._mine(groups)
             if mine:
-                found.append(self._batch(plan, mine))
+                found.append(self.of_group(plan, mine))
             elif self._strategies.together:
                 found.append(self.empty())
         self._ahead = self._pool.submit(self._look_ahead, step + 1)
@@ -132,7 +132,8 @@ class SwitchingLoader(RowLoader):
                 return group
         return None
 
-    def _batch(self, plan: StepPlan, group: RankGroup) -> Batch:
+    def of_group(self, plan: StepPlan, group: RankGroup) -> Batch:
+        """Return this rank's share of the rows of its group."""
         world = self._strategies.worlds[group.bucket]
         return self.batch_of(world, [plan.numbers[row] for row in group.rows])
 
