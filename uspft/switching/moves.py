@@ -1,0 +1,184 @@
+"""HotSPa's plan of what moves between ranks when what they hold of a set of parameters changes.
+
+A parameter is cut where parts begin or end before or after the switch. Each piece stays where a
+rank has it already; whoever else needs it is sent it by a rank of the same host, if one has it, and
+by the one that has sent least so far (SOSP'24, 10.1145/3694715.3695969; the NEW_GREEDY algorithm of
+Hetu's hetu/graph/switch_exec_graph.cc). Beyond it, a piece may be sent into a host once, and handed
+on inside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from uspft.parameters.part import Box, Part
+
+if TYPE_CHECKING:
+    from uspft.parameters.shards import Shards
+
+Parts = Sequence[Part]
+"""What a rank has of a parameter: parts that share nothing, one after another in memory."""
+Stock = Mapping[str, Sequence[Parts]]
+"""What each rank has of each parameter, by the parameter's name and in rank order; the parameters
+of a rank lie one after another in memory too."""
+
+
+def stock_of(shards: Shards, shapes: Mapping[str, Sequence[int]]) -> Stock:
+    """Return what each rank of a layout holds. shapes: of the whole parameters, by name."""
+    ranks = range(shards.layout.ranks)
+    return {
+        name: tuple((shards.part(name, shape, rank),) for rank in ranks)
+        for name, shape in shapes.items()
+    }
+
+
+class Message(NamedTuple):
+    """A box of a parameter that goes from one rank to another."""
+
+    name: str
+    box: Box
+    """Where it lies in the whole parameter."""
+    sender: int
+    receiver: int
+    handed_on: bool = False
+    """Whether the sender gets it in this switch too, and so has it where it is to be after it."""
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return prod(stop - start for start, stop in self.box)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a switch moves, in an order that is the same on every rank."""
+
+    messages: Sequence[Message]
+    stays: Sequence[Message]
+    """What a rank has already and needs, whose sender and receiver are the same."""
+
+    def sent(self) -> Counter[int]:
+        """Return how many elements each rank sends."""
+        found: Counter[int] = Counter()
+        for message in self.messages:
+            found[message.sender] += message.count
+        return found
+
+    def into_hosts(self, hosts: Sequence[int]) -> int:
+        """Return how many elements cross from one host to another. hosts: of each rank."""
+        crossing = (m for m in self.messages if hosts[m.sender] != hosts[m.receiver])
+        return sum(message.count for message in crossing)
+
+
+def plan_moves(
+    before: Stock, after: Stock, hosts: Sequence[int], *, once_into_hosts: bool = False
+) -> Moves:
+    """Plan a switch of the parameters in `after`.
+
+    hosts: a number of each rank's host. once_into_hosts: whether a piece that no rank of a host has
+    is sent there once, to the rank that has got least so far, which hands it on; else, as HotSPa
+    does, to each rank that needs it. Raises ValueError where nobody has what a rank needs.
+    """
+    planner = _Planner(hosts, once_into_hosts=once_into_hosts)
+    cells: dict[tuple[Sequence[Parts], Sequence[Parts]], list[_Cell]] = {}
+    for name, needed in after.items():
+        key = before[name], needed  # layers are alike
+        if key not in cells:
+            cells[key] = list(_cells(*key))
+        for cell in cells[key]:
+            if not cell.owners:
+                raise ValueError(f"nobody has {name}{list(cell.box)}, which {cell.needers} need")
+            planner.place(name, cell)
+    return Moves(tuple(planner.messages), tuple(planner.stays))
+
+
+class _Cell(NamedTuple):
+    """A box that no part's edge goes through, who has it, and who needs it, in rank order."""
+
+    box: Box
+    owners: Sequence[int]
+    needers: Sequence[int]
+
+
+def _cells(before: Sequence[Parts], after: Sequence[Parts]) -> Iterator[_Cell]:
+    """Yield the cells that somebody needs of one parameter, in row-major order."""
+    every = [part for parts in (*before, *after) for part in parts]
+    edges = [
+        sorted({edge for part in every for bounds in part.ranges[dim] for edge in bounds})
+        for dim in range(len(every[0].shape))
+    ]
+    places = [{edge: i for i, edge in enumerate(along)} for along in edges]
+
+    def by_cell(held: Sequence[Parts]) -> dict[tuple[int, ...], list[int]]:
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, parts in enumerate(held):
+            for part in parts:
+                along = [
+                    [i for a, b in ranges for i in range(at[a], at[b])]
+                    for ranges, at in zip(part.ranges, places, strict=True)
+                ]
+                for cell in product(*along):
+                    found.setdefault(cell, []).append(rank)
+        return found
+
+    owners, needers = by_cell(before), by_cell(after)
+    for cell in sorted(needers):
+        box = tuple((along[i], along[i + 1]) for along, i in zip(edges, cell, strict=True))
+        yield _Cell(box, owners.get(cell, ()), needers[cell])
+
+
+@dataclass
+class _Planner:
+    """The choice of senders, which remembers how much each rank has sent of all parameters."""
+
+    hosts: Sequence[int]
+    once_into_hosts: bool
+    messages: list[Message] = field(default_factory=list)
+    stays: list[Message] = field(default_factory=list)
+    _sent: dict[bool, Counter[int]] = field(
+        default_factory=lambda: {True: Counter(), False: Counter()}
+    )
+    """By whether it stays on the host: how many elements each rank has sent."""
+    _got: Counter[int] = field(default_factory=Counter)
+    """How many elements each rank has got from other hosts, to hand on."""
+
+    def place(self, name: str, cell: _Cell) -> None:
+        """Plan how all who need a cell get it."""
+        into: dict[int, int] = {}
+        for needer in cell.needers:
+            host = self.hosts[needer]
+            near = [rank for rank in cell.owners if self.hosts[rank] == host]
+            if needer in cell.owners:
+                self.stays.append(Message(name, cell.box, needer, needer))
+            elif near:
+                self._send(Message(name, cell.box, self._least(near, here=True), needer))
+            elif not self.once_into_hosts:
+                self._send(Message(name, cell.box, self._least(cell.owners, here=False), needer))
+            else:
+                if host not in into:
+                    into[host] = self._into(name, cell, host)
+                if needer != into[host]:
+                    self._send(Message(name, cell.box, into[host], needer, handed_on=True))
+
+    def _into(self, name: str, cell: _Cell, host: int) -> int:
+        """Send a cell into a host; return the rank there that gets it and hands it on."""
+        here = [rank for rank in cell.needers if self.hosts[rank] == host]
+        first = min(here, key=lambda rank: self._got[rank])
+        message = Message(name, cell.box, self._least(cell.owners, here=False), first)
+        self._got[first] += message.count
+        self._send(message)
+        return first
+
+    def _least(self, ranks: Sequence[int], *, here: bool) -> int:
+        """Return the rank that has sent least; the first of several."""
+        return min(ranks, key=lambda rank: self._sent[here][rank])
+
+    def _send(self, message: Message) -> None:
+        here = self.hosts[message.sender] == self.hosts[message.receiver]
+        self._sent[here][message.sender] += message.count
+        self.messages.append(message)
