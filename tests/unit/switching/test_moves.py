@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -181,8 +182,7 @@ def flat_quarters(shape: tuple[int, ...], dice: random.Random) -> tuple[tuple[Pa
     whole = Part.whole(shape)
     cuts = [0, *sorted(dice.randint(0, whole.count) for _ in range(3)), whole.count]
     return tuple(
-        tuple(whole.within(box) for box in flat_boxes(shape, a, b))
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        tuple(whole.within(box) for box in flat_boxes(shape, a, b)) for a, b in pairwise(cuts)
     )
 
 

@@ -1,0 +1,124 @@
+"""Switches on four ranks: what each gets is its part of the whole, to the bit, and the way back
+sums what all have made of it."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.ranks import spawn
+from tests.support.stocks import LAYOUTS, SHAPES, shards
+from uspft.comm import Books
+from uspft.mesh import Groups
+from uspft.switching import messages
+from uspft.switching.messages import Switch
+from uspft.switching.moves import Moves, Stock, plan_moves, stock_of
+
+pytestmark = pytest.mark.timeout(200)
+HOSTS = (0, 0, 1, 1)
+EVERY = list(product(LAYOUTS, LAYOUTS))
+
+
+def whole(name: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    draws = torch.Generator().manual_seed(100 * seed + list(SHAPES).index(name))
+    return torch.randn(SHAPES[name], generator=draws).to(dtype)
+
+
+def flat(stock: Stock, rank: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """What a rank is to hold, one after another, cut out of whole parameters."""
+    pieces = [
+        part.cut(whole(name, dtype, seed)).flatten()
+        for name, held in stock.items()
+        for part in held[rank]
+    ]
+    return torch.cat(pieces)
+
+
+def switched(rank: int, elements: int | None) -> list[Any]:
+    """What is wrong on this rank, and the bytes it sent of those that the plan says."""
+    group, wrong = Groups().of([range(4)], rank, Books()), []
+    messages.BATCH_ELEMENTS = elements or messages.BATCH_ELEMENTS
+    counted = 0
+    for before, after in EVERY:
+        stocks = [stock_of(shards(LAYOUTS[name]), SHAPES) for name in (before, after)]
+        for once, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+            moves = plan_moves(*stocks, HOSTS, once_into_hosts=once)
+            switch = Switch(moves, *stocks, group)
+            have, want = (flat(stock, rank, dtype) for stock in stocks)
+            got = torch.full_like(want, torch.nan)
+            switch.copy(have, got)
+            if not torch.equal(got, want):
+                wrong.append((before, after, once, "copy"))
+            sent = group.books.close().get("switch", 0)
+            if sent != moves.sent()[rank] * dtype.itemsize:
+                wrong.append((before, after, once, "books"))
+            counted += sent
+        wrong += [
+            (before, after, once, "add") for once in (False, True) if not added(stocks, once, group)
+        ]
+    return [wrong, counted]
+
+
+def added(stocks: list[Stock], once: bool, group: Any) -> bool:
+    """Whether what each rank has made of its part is summed where the part came from."""
+    rank = group.index
+    moves = plan_moves(*stocks, HOSTS, once_into_hosts=once)
+    switch = Switch(moves, *stocks, group)
+    sums = torch.zeros(switch.count_before)
+    switch.add(flat(stocks[1], rank, torch.float32, seed=1 + rank), sums)
+    group.books.close()
+    want = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for message in (*moves.messages, *moves.stays):
+        if owner(moves, message.name, message.box, message.receiver) == rank:
+            box = tuple(slice(*bounds) for bounds in message.box)
+            want[message.name][box] += whole(message.name, torch.float32, 1 + message.receiver)[box]
+    pieces = [
+        part.cut(want[name]).flatten() for name, held in stocks[0].items() for part in held[rank]
+    ]
+    return torch.allclose(sums, torch.cat(pieces), atol=1e-6)
+
+
+def owner(moves: Moves, name: str, box: Any, receiver: int) -> int:
+    """Who has what a rank gets, also where another hands it on."""
+    for message in (*moves.messages, *moves.stays):
+        if (message.name, message.box, message.receiver) == (name, box, receiver):
+            if message.handed_on:
+                return owner(moves, name, box, message.sender)
+            return message.sender
+    raise AssertionError("nobody")
+
+
+@pytest.mark.parametrize("elements", [None, 20], ids=["at once", "in batches"])
+def test_each_rank_gets_its_part_to_the_bit_and_gives_its_sums_back(elements: int | None) -> None:
+    answers = spawn(4, switched, elements)
+    assert [wrong for wrong, _ in answers] == [[]] * 4
+    assert len(EVERY) == 25 and all(counted > 0 for _, counted in answers)
+
+
+def broken(rank: int) -> dict[str, bool]:
+    """Faults, each seen or not by the comparison above."""
+    group, found = Groups().of([range(4)], rank, Books()), {}
+    stocks = [stock_of(shards(LAYOUTS[name]), SHAPES) for name in ("tensor 4", "data 4")]
+    own, seen = messages._spot, []
+
+    def first(places: Any, box: Any) -> Any:
+        spot = own(places, box)
+        seen.append(spot)
+        return spot._replace(start=0) if len(spot.size) == 2 else spot
+
+    for fault, spot in (("none", own), ("a stale place", first)):
+        messages._spot = spot
+        switch = Switch(plan_moves(*stocks, HOSTS), *stocks, group)
+        got = torch.zeros(switch.count_after)
+        switch.copy(flat(stocks[0], rank, torch.float32), got)
+        found[fault] = torch.equal(got, flat(stocks[1], rank, torch.float32))
+    messages._spot = own
+    return found
+
+
+def test_a_stale_part_is_seen() -> None:
+    assert spawn(4, broken) == [{"none": True, "a stale place": False}] * 4
