@@ -30,6 +30,7 @@ from tests.support.degrees import (
     Case,
     cases,
     train,
+    wrong_of,
 )
 from tests.support.dropout import written_out_dropout
 from tests.support.models import (
@@ -37,7 +38,6 @@ from tests.support.models import (
     Reference,
     make_documents,
     make_model,
-    mismatch,
     reference,
 )
 from tests.support.ranks import spawn
@@ -88,17 +88,6 @@ def norms_alone(net: Any) -> dict[str, Any]:
     for name, parameter in net.named_parameters():
         parameter.requires_grad_("norm" in name)
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
-
-
-def wrong_of(got: Any, want: Reference) -> list[str]:
-    """What differs of losses, norms, weights and the gradients themselves."""
-    records, end, moments = got
-    found = mismatch((records, {name: end[name] for name in want.end}), want)
-    for name, value in want.moments.items():
-        off = (moments[name] - value).norm() / value.norm()
-        if not off <= 1e-3:
-            found.append(f"the gradient of {name} is off by {off:.1e}")
-    return found
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import Documents
+from tests.support.models import Documents, Reference, mismatch
 from tests.support.pairwise import pairwise
 from tests.support.runs import GROUPS, close, held, prepared, small_recipe
 from tests.support.stages import FULLY, ZERO
@@ -153,3 +153,14 @@ def train(case: Case, folder: Path, data: Documents, output: Path) -> Any:
     answer = records, held(run.engine), held(run.engine, "exp_avg")
     close(run)
     return answer
+
+
+def wrong_of(got: Any, want: Reference) -> list[str]:
+    """What differs of losses, norms, weights and the gradients themselves."""
+    records, end, moments = got
+    found = mismatch((records, {name: end[name] for name in want.end}), want)
+    for name, value in want.moments.items():
+        off = (moments[name] - value).norm() / value.norm()
+        if not off <= 1e-3:
+            found.append(f"the gradient of {name} is off by {off:.1e}")
+    return found

@@ -22,7 +22,7 @@ from uspft.durable import partial_of, publish, save_tensors, start_partial, sync
 from uspft.engine.state import KINDS, Wanted, adam_steps, gather
 
 if TYPE_CHECKING:
-    from uspft.engine.zero import ZeroEngine
+    from uspft.engine.step import Engine
     from uspft.parameters.part import Part
 
 Describe = Callable[[Path], dict[str, Any]]
@@ -60,7 +60,7 @@ class _Parts:
 
 
 def save_checkpoint(
-    engine: ZeroEngine, output: Path, step: int, keep_last: int, describe: Describe
+    engine: Engine, output: Path, step: int, keep_last: int, describe: Describe
 ) -> Path:
     """Write weights and Adam moments of what trains, by name, as the checkpoint of a step.
 
@@ -98,7 +98,7 @@ def save_checkpoint(
     return final
 
 
-def _dealt_out(engine: ZeroEngine) -> tuple[list[Wanted], dict[str, list[Part]]]:
+def _dealt_out(engine: Engine) -> tuple[list[Wanted], dict[str, list[Part]]]:
     """Return which rank writes which part of everything, and the parts of what is held in several.
 
     Each rank writes some of what it holds, and all write about as much.

@@ -1,4 +1,4 @@
-"""Access to weights and Adam moments by parameter name, wherever the ZeRO stage has put them.
+"""Access to weights and Adam moments by parameter name, wherever an engine has put them.
 
 A parameter's part (parameters/shards.py), flattened, lies in fragments [start, stop) on the ranks
 that hold the part. Each fragment is read where it lies; `gather` brings fragments to the ranks that
@@ -15,19 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import (
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
-from torch import Tensor, nn
+from torch import Tensor
 
 from uspft.parameters.part import Part, as_slices
 
 if TYPE_CHECKING:
-    from uspft.batch import Batch
-    from uspft.engine.zero import ZeroEngine
+    from uspft.engine.step import Engine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
@@ -50,78 +43,16 @@ class Wanted(NamedTuple):
     to: int
 
 
-def fragment(engine: ZeroEngine, parameter: nn.Parameter, kind: str) -> tuple[int, Tensor]:
-    """Return (start, flat values) of what this rank keeps of its part of a parameter.
-
-    It is the whole part where each rank that holds the part keeps all of it. Nothing is moved. A
-    frozen parameter has its weight alone, in the compute type.
-    """
-    if not parameter.requires_grad:
-        if kind != "weight":
-            shape = tuple(parameter.shape)
-            raise RuntimeError(f"a frozen parameter of shape {shape} has no {kind}")
-        if not hasattr(parameter, "ds_id"):
-            return 0, parameter.detach().flatten()
-        return _unpadded(parameter, parameter.ds_tensor.detach(), engine)  # type: ignore[attr-defined]
-    master = engine.masters.get(id(parameter))
-    if master is not None:
-        held: Tensor = master.detach() if kind == "weight" else engine.adam.state[master][kind]
-        return 0, held.flatten()
-    if hasattr(parameter, "ds_id"):
-        if kind == "weight":
-            value = safe_get_local_fp32_param(parameter)
-        else:
-            value = safe_get_local_optimizer_state(parameter, kind)
-        return _unpadded(parameter, value, engine)
-    mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-    if mapping is None:
-        return 0, parameter.detach().new_empty(0, dtype=torch.float32)
-    values: Tensor = mapping.get_hp_fragment(None if kind == "weight" else kind)
-    return mapping.lp_fragment_address.start, values.detach()
-
-
-def _unpadded(parameter: Any, values: Tensor, engine: ZeroEngine) -> tuple[int, Tensor]:
-    """Return (start, flat values) of this rank's fragment under ZeRO-3, without its padding.
-
-    ZeRO-3 cuts a parameter in equal fragments; the last may be longer than what is left.
-    """
-    start = min(values.numel() * engine.holders.zero.index, parameter.ds_numel)
-    return start, values.flatten()[: parameter.ds_numel - start]
-
-
-def write_fragment(
-    engine: ZeroEngine, parameter: nn.Parameter, kind: str, read: Callable[[int, int], Tensor]
-) -> None:
-    """Set the values that `fragment` reads. read: returns values [start, stop) of the flat part.
-
-    The compute weight itself is set when the model is built.
-    """
-    master = engine.masters.get(id(parameter))
-    if master is None and hasattr(parameter, "ds_id"):
-        size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-        start, held = fragment(engine, parameter, kind)
-        padded = torch.zeros(size, dtype=torch.float32, device=held.device)
-        padded[: held.numel()] = read(start, start + held.numel())
-        if kind == "weight":
-            safe_set_local_fp32_param(parameter, padded)
-        else:
-            safe_set_local_optimizer_state(parameter, padded, kind)
-        return
-    start, held = fragment(engine, parameter, kind)
-    if held.numel():
-        held.copy_(read(start, start + held.numel()))
-
-
 class Fragments:
     """A table of which rank keeps which values of each parameter's part.
 
     All ranks are asked once, when it is made; collective.
     """
 
-    def __init__(self, engine: ZeroEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         own: dict[str, Interval] = {}
-        for name, parameter in engine.named.items():
-            start, values = fragment(engine, parameter, "weight")
+        for name in engine.named:
+            start, values = engine.fragment(name, "weight")
             if values.numel():
                 own[name] = (start, start + values.numel())
         everyone = engine.holders.everyone
@@ -150,7 +81,7 @@ class Fragments:
         return found
 
 
-def gather(engine: ZeroEngine, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Tensor]]:
+def gather(engine: Engine, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Tensor]]:
     """Yield each part that this rank wants, float32 on the engine's device, in order; collective.
 
     Every rank calls it with the same list and takes all that comes. Parts come in batches of at
@@ -168,7 +99,7 @@ def gather(engine: ZeroEngine, wanted: Iterable[Wanted]) -> Iterator[tuple[Wante
 
 @contextmanager
 def on_first_rank(
-    engine: ZeroEngine, names: Sequence[str], kind: str = "weight"
+    engine: Engine, names: Sequence[str], kind: str = "weight"
 ) -> Iterator[Callable[[str], Tensor] | None]:
     """Yield on the first rank a function that reads whole float32 values; collective.
 
@@ -198,21 +129,21 @@ def _numbered(wanted: Iterable[Wanted]) -> Iterator[tuple[int, Wanted]]:
         yield number, one
 
 
-def _exchange(engine: ZeroEngine, items: Sequence[Wanted]) -> dict[int, list[tuple[int, Tensor]]]:
+def _exchange(engine: Engine, items: Sequence[Wanted]) -> dict[int, list[tuple[int, Tensor]]]:
     """Exchange the values of one batch over all ranks.
 
     Returns, for each item that this rank wants, by its number, each source in turn with the flat
     values from it.
     """
     everyone, device = engine.holders.everyone, engine.device
-    named, rank = engine.named, everyone.index
+    rank = everyone.index
     sources = [engine.fragments.sources(one) for one in items]
     leaving: list[list[Tensor]] = [[] for _ in range(everyone.size)]
     coming = [0] * everyone.size
     for one, each in zip(items, sources, strict=True):
         for source, (start, stop) in each:
             if source == rank:
-                at, values = fragment(engine, named[one.name], one.kind)
+                at, values = engine.fragment(one.name, one.kind)
                 leaving[one.to].append(values[start - at : stop - at].to(device, torch.float32))
             if one.to == rank:
                 coming[source] += stop - start
@@ -234,7 +165,7 @@ def _exchange(engine: ZeroEngine, items: Sequence[Wanted]) -> dict[int, list[tup
 
 
 def _all_to_all(
-    leaving: Sequence[Sequence[Tensor]], coming: Sequence[int], engine: ZeroEngine
+    leaving: Sequence[Sequence[Tensor]], coming: Sequence[int], engine: Engine
 ) -> list[Tensor]:
     """Send each rank its pieces, and return the float32 values that came from each rank."""
     group, device = engine.holders.everyone, engine.device
@@ -248,7 +179,7 @@ def _all_to_all(
     return list(out.split(list(coming)))
 
 
-def _assembled(engine: ZeroEngine, one: Wanted, came: Sequence[tuple[int, Tensor]]) -> Tensor:
+def _assembled(engine: Engine, one: Wanted, came: Sequence[tuple[int, Tensor]]) -> Tensor:
     """Assemble a wanted part from what its sources sent."""
     shards = engine.holders.shards
     whole = one.part
@@ -265,21 +196,13 @@ def _assembled(engine: ZeroEngine, one: Wanted, came: Sequence[tuple[int, Tensor
     return out
 
 
-def make_moments(engine: ZeroEngine, empty: Batch) -> None:
-    """Make Adam's states, by a step over one batch without targets, at learning rate 0.
-
-    DeepSpeed makes them only in its own first step; nothing else changes.
-    """
-    engine.step([empty], 0.0, stop=False)
-
-
-def adam_steps(engine: ZeroEngine) -> int:
+def adam_steps(engine: Engine) -> int:
     """Return how many updates Adam's bias correction has counted."""
     counts = {int(state["step"]) for state in engine.adam.state.values() if "step" in state}
     return counts.pop() if counts else 0
 
 
-def set_adam_steps(engine: ZeroEngine, steps: int) -> None:
+def set_adam_steps(engine: Engine, steps: int) -> None:
     for state in engine.adam.state.values():
         count: Any = state["step"]
         if isinstance(count, torch.Tensor):

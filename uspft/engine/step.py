@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -11,11 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from uspft.comm import total
 from uspft.config.problems import RunFailed
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
-    from uspft.engine.zero import ZeroEngine
+    from uspft.comm import Group
+    from uspft.engine.state import Fragments
+    from uspft.parameters.part import Part
+    from uspft.parameters.shards import Holders
 
 
 class NotFinite(RunFailed):
@@ -88,14 +94,113 @@ class LossModule(Protocol):
         ...
 
 
-Runner = Callable[["ZeroEngine", Sequence["Batch"], Scales], Tensor]
+class Engine(Protocol):
+    """What trains a module: it holds the weights and Adam's states, and takes steps."""
+
+    module: LossModule
+    holders: Holders
+    """Who holds the parameters between steps."""
+    device: torch.device
+    stage: int
+    """The ZeRO stage."""
+    named: dict[str, nn.Parameter]
+    """Every parameter by its Hugging Face name; what is here of its values may change."""
+
+    @property
+    def adam(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def fragments(self) -> Fragments:
+        """The table of which rank keeps which values; collective at its first use."""
+        ...
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return every parameter that trains, by its Hugging Face name."""
+        ...
+
+    def part_of(self, name: str) -> Part:
+        """Return the part of a parameter that this rank, with those of `holders.zero`, holds."""
+        ...
+
+    def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
+        """Return (start, flat values) of what this rank keeps of its part of a parameter.
+
+        It is the whole part where each rank that holds the part keeps all of it. Nothing is moved.
+        A frozen parameter has its weight alone, in the compute type.
+        """
+        ...
+
+    def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
+        """Set the values that `fragment` reads. read: returns values [start, stop) of the part."""
+        ...
+
+    def make_moments(self, empty: Batch) -> None:
+        """Make Adam's states, if they are not there yet; collective.
+
+        empty: a batch without targets.
+        """
+        ...
+
+    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+        """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
+
+        Raises NotFinite before anything is updated.
+        """
+        ...
+
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
+        ...
+
+    def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
+        """Compute the gradients of a micro-batch's scaled loss.
+
+        last: whether it ends the step, or what the engine runs of it at a time.
+        """
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Allow forward passes alone, without gradients; collective.
+
+        Afterwards everything is as it was.
+        """
+        ...
+
+    def loss_sum(self, batch: Batch) -> float:
+        """Return the cross-entropy summed over this rank's targets, in `evaluating`; collective."""
+        ...
+
+    def close(self) -> None:
+        """Remove what the engine has hooked into the module, and what it keeps elsewhere."""
+        ...
+
+
+def counted(batches: Sequence[Batch], everyone: Group, device: torch.device) -> tuple[float, float]:
+    """Return how many target tokens and rows a step has, each counted once; collective."""
+    targets = rows = 0
+    for batch in batches:
+        mesh = batch.world.mesh
+        if mesh.columns.index == 0:
+            targets += batch.targets
+            rows += sum(index >= 0 for index in batch.rows) if mesh.context.index == 0 else 0
+    all_targets, all_rows = total([targets, rows], everyone, device)
+    return all_targets, all_rows
+
+
+def require_finite(what: str, value: float) -> None:
+    """Require that a number is one. Raises NotFinite."""
+    if not math.isfinite(value):
+        raise NotFinite(f"the {what} is {value}")
+
+
+Runner = Callable[["Engine", Sequence["Batch"], Scales], Tensor]
 """A function that takes a step's micro-batches forward and backward.
 
 It returns the losses summed over those whose first tensor rank this is, [2] float64.
 """
 
 
-def in_turn(engine: ZeroEngine, batches: Sequence[Batch], scales: Scales) -> Tensor:
+def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
     """Run one micro-batch after another, each forward and at once backward, as a `Runner` does."""
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):

@@ -11,7 +11,7 @@ stage. The routers' loss likewise is each rank's parts of its rows' losses × Z 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cached_property
 from io import StringIO
@@ -23,12 +23,23 @@ import torch
 from torch import Tensor, nn
 
 from uspft.comm import total
+from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.mpu import mpu_of
+from uspft.engine.partitions import fragment, write_fragment
 from uspft.engine.quarantine import forget_mpu
 from uspft.engine.replicas import Replicas
 from uspft.engine.state import Fragments
-from uspft.engine.step import Laps, LossModule, NotFinite, Runner, Scales, StepResult, in_turn
+from uspft.engine.step import (
+    Laps,
+    LossModule,
+    Runner,
+    Scales,
+    StepResult,
+    counted,
+    in_turn,
+    require_finite,
+)
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -80,14 +91,7 @@ class ZeroEngine:
         each parameter would take too long."""
         self._parameters = list(self.named.values())
         self._replicas = Replicas(self.named, holders)
-        options = recipe.optimizer
-        optimizer = torch.optim.AdamW(
-            _groups(self._parameters, options.weight_decay),
-            lr=options.learning_rate,
-            betas=options.betas,
-            eps=options.eps,
-            fused=True,  # else every step allocates 4 or 8 bytes more for each parameter here
-        )
+        optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module,
@@ -98,7 +102,9 @@ class ZeroEngine:
         self._require_float32_buffers()
         self.masters = self._masters()
         if self.stage < 3:
-            self._make_moments()
+            # DeepSpeed finds moments by parameter only for those groups that have them after the
+            # first group's first step (stages 1 and 2, 0.19.8).
+            start_moments(self.adam)
 
     def _masters(self) -> dict[int, nn.Parameter]:
         """Return what AdamW holds for each parameter at stage 0, by the parameter's id.
@@ -122,19 +128,6 @@ class ZeroEngine:
             if buffer.is_floating_point() and buffer.dtype != torch.float32:
                 raise RuntimeError(f"buffer {name} is {buffer.dtype}: DeepSpeed has rounded it")
 
-    def _make_moments(self) -> None:
-        """Give Adam its states before the first step.
-
-        DeepSpeed finds moments by parameter only for those groups that have them after the first
-        group's first step (stages 1 and 2, 0.19.8).
-        """
-        for group in self.adam.param_groups:
-            for parameter in group["params"]:
-                zeros = [torch.zeros_like(parameter) for _ in range(2)]
-                count = torch.zeros((), device=parameter.device)
-                state = {"step": count, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
-                self.adam.state[parameter] = state
-
     @property
     def adam(self) -> torch.optim.Optimizer:
         """torch's AdamW, whose states DeepSpeed may hold in flat partitions."""
@@ -151,6 +144,19 @@ class ZeroEngine:
         held = self.named[name]
         size = tuple(getattr(held, "ds_shape", held.shape))
         return self.holders.part(name, self.holders.shards.whole_shape(name, size))
+
+    def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
+        return fragment(self, self.named[name], kind)
+
+    def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
+        write_fragment(self, self.named[name], kind, read)
+
+    def make_moments(self, empty: Batch) -> None:
+        """Make Adam's states, by a step over one batch without targets, at learning rate 0.
+
+        DeepSpeed makes them only in its own first step; nothing else changes.
+        """
+        self.step([empty], 0.0, stop=False)
 
     @cached_property
     def fragments(self) -> Fragments:
@@ -171,13 +177,7 @@ class ZeroEngine:
 
     def _begin(self, batches: Sequence[Batch]) -> tuple[int, Scales]:
         """Return (target tokens of the step, scales), where each row and token counts once."""
-        targets = rows = 0
-        for batch in batches:
-            mesh = batch.world.mesh
-            if mesh.columns.index == 0:
-                targets += batch.targets
-                rows += sum(index >= 0 for index in batch.rows) if mesh.context.index == 0 else 0
-        all_targets, all_rows = total([targets, rows], self.holders.everyone, self.device)
+        all_targets, all_rows = counted(batches, self.holders.everyone, self.device)
         replicas = self.holders.zero.size
         router = replicas / max(all_rows, 1.0) if self.module.routed else None
         return int(all_targets), Scales(replicas / max(all_targets, 1.0), router)
@@ -200,8 +200,7 @@ class ZeroEngine:
         """Check loss and gradient norm, update the weights, return the result. Raises NotFinite."""
         *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
         mean, router = (value / self.holders.zero.size for value in totals)
-        if not math.isfinite(mean):
-            raise NotFinite(f"the loss is {mean}")
+        require_finite("loss", mean)
         grad_norm, skipped = self._update()
         router_loss = router if self.module.routed else None
         seconds = self.laps.seconds()
@@ -213,7 +212,7 @@ class ZeroEngine:
         norm = None
         if self.stage == 0 and optimizer is self.adam:
             norm = self._norm()
-            self._must_be_finite(norm)
+            require_finite("gradient norm", norm)
         self._mark_gradients()
         self.deepspeed.step()
         if norm is None:
@@ -222,7 +221,7 @@ class ZeroEngine:
             if self.deepspeed.fp16_enabled():
                 return norm, True
             norm = math.inf
-        self._must_be_finite(norm)
+        require_finite("gradient norm", norm)
         return norm, False
 
     def _mark_gradients(self) -> None:
@@ -244,11 +243,6 @@ class ZeroEngine:
             return norm
         (squares,) = total([norm * norm], holders.tensor, self.device)
         return math.sqrt(squares)
-
-    @staticmethod
-    def _must_be_finite(norm: float) -> None:
-        if not math.isfinite(norm):
-            raise NotFinite(f"the gradient norm is {norm}")
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -276,18 +270,12 @@ class ZeroEngine:
         forget_mpu()
 
 
-def _groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups of the parameters that train; 1-D parameters are not decayed.
+def _by_decay(parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters that train: those that are decayed, and those of one dimension.
 
     A partitioned parameter looks 1-D, so its whole shape is asked for.
     """
-    decay: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for parameter in filter(lambda p: p.requires_grad, parameters):
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        (decay if len(shape) > 1 else plain).append(parameter)
-    groups = [
-        {"params": decay, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    trained = [p for p in parameters if p.requires_grad]
+    dims = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
+    pairs = list(zip(trained, dims, strict=True))
+    return [p for p, n in pairs if n > 1], [p for p, n in pairs if n <= 1]

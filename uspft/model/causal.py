@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 class CausalLoss(nn.Module):
     """A Hugging Face causal language model with its loss, over this rank's share of the tokens."""
 
-    def __init__(self, model: Any, tile: int | None, held: int = 1) -> None:
-        """tile: as of Head. held: the degree at which the model's matrices are held."""
+    def __init__(self, model: Any, tile: int | None, held: int | None = 1) -> None:
+        """tile: as of Head. held: the degree at which the model's matrices are held; None where it
+        is that of each call's rows."""
         super().__init__()
         self.model, self._held = model, held
+        self._padding: int | None = model.get_input_embeddings().padding_idx if not held else None
         self.head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
         self.routed: bool = getattr(model.config, "output_router_logits", False)
 
@@ -40,7 +42,10 @@ class CausalLoss(nn.Module):
             wanted["output_router_logits"] = router_scale is not None
         twice = self.training and recomputes(self.model)
         bound = Bound(batch.world, batch.share, batch.tokens, twice=twice)
-        vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
+        tokens, held = self.model.config.vocab_size, self._held or batch.world.mesh.columns.size
+        vocabulary = vocabulary_of(batch.world, tokens, held)
+        if not self._held:
+            self._place_padding(vocabulary)
         # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
         # since ranks with rows of other layouts fetch together with this one.
         wanted["inputs_embeds"] = self._embedded(batch, vocabulary, bound)
@@ -67,6 +72,14 @@ class CausalLoss(nn.Module):
         places, others = vocabulary.local(batch.input_ids)
         own: Tensor = embedding(places + vocabulary.offset, *of_call)
         return bound.leave(own.masked_fill(others[..., None], 0.0))
+
+    def _place_padding(self, vocabulary: Vocabulary | None) -> None:
+        """Tell the embedding which of its rows in this call, if any, is the padding token's, which
+        has no gradient."""
+        here, padding = (vocabulary.first, vocabulary.rows) if vocabulary else None, self._padding
+        if here and padding is not None:
+            padding = padding - here[0] if 0 <= padding - here[0] < here[1] else None
+        self.model.get_input_embeddings().padding_idx = padding
 
     def _router_loss(self, logits: tuple[Tensor, ...], batch: Batch, scale: float) -> Tensor:
         config, rows = self.model.config, len(batch.rows)

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 class Call:
     """What a layer was last called with; when it is recomputed, it is called again.
 
-    held: the degree at which matrices are held.
+    held: the degree at which matrices are held; None where it is that of each call's rows.
     """
 
     bound: Bound
 
-    def __init__(self, held: int) -> None:
-        self._held = held
+    def __init__(self, held: int | None) -> None:
+        self._held_always = held
         self.dropouts: list[tuple[TokenDropout, MatrixSplit]] = []
         """Those that see features of which each rank has some, with the split of the features."""
 
@@ -45,6 +45,10 @@ class Call:
     def group(self) -> Group:
         """The ranks over which the rows of this call divide matrices."""
         return self.bound.world.mesh.columns
+
+    @property
+    def _held(self) -> int:
+        return self._held_always or self.group.size
 
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Remember it, before the layer runs."""

@@ -146,17 +146,19 @@ def vocabulary_of(world: World, tokens: int, held: int) -> Vocabulary | None:
     return Vocabulary(first, stop - first, group, part[0][0] if part else 0)
 
 
-def split_model(model: Any, holders: Holders) -> None:
+def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
     """Make a model that is filled with this rank's parts compute with them.
 
-    Its layers and its head must then be called with the world of their rows.
+    Its layers and its head must then be called with the world of their rows. moves: whether what is
+    held changes, to be what each call's rows use.
     """
     shards = holders.shards
     if not shards.splits:
         return
-    held = shards.layout.tensor
-    index = part_index(shards.tensor_index(holders.rank), held)
-    move_padding(model, part_range(model.config.vocab_size, index, held))
+    held = None if moves else shards.layout.tensor
+    if held:
+        index = part_index(shards.tensor_index(holders.rank), held)
+        move_padding(model, part_range(model.config.vocab_size, index, held))
     splits = {
         id(module): split
         for name, module in model.named_modules()

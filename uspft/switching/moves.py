@@ -21,9 +21,9 @@ from uspft.parameters.part import Box, Part
 if TYPE_CHECKING:
     from uspft.parameters.shards import Shards
 
-Parts = Sequence[Part]
+Parts = tuple[Part, ...]
 """What a rank has of a parameter: parts that share nothing, one after another in memory."""
-Stock = Mapping[str, Sequence[Parts]]
+Stock = Mapping[str, tuple[Parts, ...]]
 """What each rank has of each parameter, by the parameter's name and in rank order; the parameters
 of a rank lie one after another in memory too."""
 
@@ -85,7 +85,7 @@ def plan_moves(
     does, to each rank that needs it. Raises ValueError where nobody has what a rank needs.
     """
     planner = _Planner(hosts, once_into_hosts=once_into_hosts)
-    cells: dict[tuple[Sequence[Parts], Sequence[Parts]], list[_Cell]] = {}
+    cells: dict[tuple[tuple[Parts, ...], tuple[Parts, ...]], list[_Cell]] = {}
     for name, needed in after.items():
         key = before[name], needed  # layers are alike
         if key not in cells:

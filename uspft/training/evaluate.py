@@ -12,7 +12,7 @@ from uspft.comm import total
 
 if TYPE_CHECKING:
     from uspft.assemble import EvalSet
-    from uspft.engine.zero import ZeroEngine
+    from uspft.engine.step import Engine
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Score:
 
 
 def evaluate(
-    engine: ZeroEngine, sets: Sequence[EvalSet], stop: Callable[[], bool]
+    engine: Engine, sets: Sequence[EvalSet], stop: Callable[[], bool]
 ) -> dict[str, Score] | None:
     """Return the score of each set by title, or None where a rank asked to stop before the end;
     collective.
@@ -53,7 +53,7 @@ def evaluate(
     return scores
 
 
-def _score(engine: ZeroEngine, one: EvalSet, stop: Callable[[], bool]) -> Score | None:
+def _score(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Score | None:
     everyone, device = engine.holders.everyone, engine.device
     score = Score()
     for number in range(1, one.passes + 1):

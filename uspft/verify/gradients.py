@@ -17,14 +17,14 @@ from uspft.verify.result import Difference, group_of
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
-    from uspft.engine.zero import ZeroEngine
+    from uspft.engine.step import Engine
 
 FLOOR = 1e-3
 See = Callable[[str, Tensor], None]
 """A function that is called with each parameter's name and gradient."""
 
 
-def gradients(engine: ZeroEngine, recipe: Recipe, norm: float) -> Iterator[tuple[str, Tensor]]:
+def gradients(engine: Engine, recipe: Recipe, norm: float) -> Iterator[tuple[str, Tensor]]:
     """Yield each trained parameter's whole gradient of the first step, before clipping, on the
     first rank; collective.
 

@@ -1,0 +1,205 @@
+"""One step under layouts of tensor degree 4, 2 and 1, between which weights move, beside one
+process of transformers.
+
+Each family, by owners and straight, with tokens split or not, recomputation, LoRA with dropout and
+frozen parameters by turns; the most sharded layout has one copy of each part or two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.adapters import peft_adapter
+from tests.support.degrees import (
+    ALPHA,
+    CLIP,
+    DROPOUT,
+    RANK,
+    RATE,
+    ROW,
+    ROWS_PER_STEP,
+    SEED,
+    STEPS,
+    wrong_of,
+)
+from tests.support.dropout import written_out_dropout
+from tests.support.models import Documents, Reference, make_documents, make_model, reference
+from tests.support.moving import MOVED, Moving, recipe, started, train, with_padding
+from tests.support.ranks import spawn
+from tests.support.runs import held, prepared
+from tests.support.stages import ZERO
+from uspft.switching.routes import ByOwners
+
+pytestmark = pytest.mark.timeout(900)
+TWO_HOSTS = (0, 0, 1, 1)
+CASES = [
+    Moving("llama", hosts=TWO_HOSTS),
+    Moving("llama", "tensor 2", straight=True, hosts=TWO_HOSTS),
+    Moving("llama", straight=True, tokens=True),
+    Moving("llama", trains="adapter", tokens=True, checkpointed=True),
+    Moving("qwen3", "tensor 2", tokens=True, checkpointed=True),
+    Moving("qwen3", trains="norms"),
+    Moving("phi3", checkpointed=True),
+    Moving("phi3", "tensor 2", straight=True, trains="adapter"),
+    Moving("tied", tokens=True),
+]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
+    folder = tmp_path_factory.mktemp("moving")
+    for name, kind in MOVED.items():
+        make_model(folder / name, **kind)
+    lengths = [ROW] * (2 * STEPS * ROWS_PER_STEP)
+    documents = make_documents(folder / "d.jsonl", lengths, masked=[0.0, 0.9, 0.4])
+    return folder, with_padding(documents)
+
+
+def wanted(case: Moving, setting: tuple[Path, Documents], count: int = STEPS) -> Reference:
+    """The same steps of one process, with plain peft where there is an adapter."""
+    from uspft.model.adapter import AdapterStart
+
+    folder, data = setting
+    every = [[document] for document in data.documents]
+    steps = [data.documents[i * ROWS_PER_STEP : (i + 1) * ROWS_PER_STEP] for i in range(count)]
+    no_base: Any = None
+    adapter = peft_adapter(
+        AdapterStart(no_base, SEED).read,
+        masks=written_out_dropout(every, ROW, DROPOUT, SEED),
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules="all-linear",
+    )
+    prepare = {"all": None, "adapter": adapter, "norms": norms_alone}[case.trains]
+    return reference(folder / case.model, steps, rate=RATE, clip=CLIP, prepare=prepare)
+
+
+def norms_alone(net: Any) -> dict[str, Any]:
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+
+def work(rank: int, every: list[Moving], folder: Path, data: Documents) -> dict[Moving, Any]:
+    found = {}
+    for number, case in enumerate(every):
+        found[case] = train(case, folder, data, folder / f"run-{number}")
+    return found if rank == 0 else {}
+
+
+def test_weights_move_between_layouts_of_one_step(setting: tuple[Path, Documents]) -> None:
+    answers = spawn(4, work, CASES, *setting)[0]
+    assert len(answers) == 9
+    wrong = {case: wrong_of(got, wanted(case, setting)) for case, got in answers.items()}
+    wrong = {case: found for case, found in wrong.items() if found}
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+
+def once_fetched(fetch: Callable[..., Any]) -> Callable[..., Any]:
+    """Weights of a layout that are those of its first time."""
+    kept: dict[Any, Any] = {}
+
+    def stale(self: Any, shards: Any) -> Any:
+        found = fetch(self, shards)
+        return kept.setdefault((id(self), shards.layout.mesh_columns), found.clone())
+
+    return stale
+
+
+def piece_for_whole(shards: Any, name: str, rank: int) -> int:
+    return sum(len(same) for same in shards.replicas(name) if shards.tensor_index(rank) in same)
+
+
+FAULTS: dict[str, tuple[Moving, str, Callable[..., Any]]] = {
+    "what each rank computes whole is counted by all": (
+        Moving("llama", trains="norms"),
+        "uspft.switching.moving._times",
+        lambda *_: 1,
+    ),
+    "pieces are divided by the ranks": (
+        Moving("llama", tokens=True, trains="norms"),
+        "uspft.switching.moving._times",
+        piece_for_whole,
+    ),
+    "weights are those of the step before": (
+        Moving("llama"),
+        "uspft.switching.routes.ByOwners.fetch",
+        once_fetched(ByOwners.fetch),
+    ),
+    "the padding token is where it was": (
+        Moving("llama"),
+        "uspft.model.causal.CausalLoss._place_padding",
+        lambda *_: None,
+    ),
+    "sums are not brought to the next layout": (
+        Moving("llama", straight=True),
+        "uspft.switching.routes.Straight.finish",
+        lambda self: (self.fetch(self._home), self.begin()),
+    ),
+}
+
+
+def broken(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
+    found = {}
+    for number, (name, (case, where, fault)) in enumerate(FAULTS.items()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, fault)
+            found[name] = train(case, folder, data, folder / f"broken-{number}")
+    return found if rank == 0 else {}
+
+
+def test_each_fault_is_found(setting: tuple[Path, Documents]) -> None:
+    """The comparison's own control: in losses, norms, or gradients."""
+    answers = spawn(4, broken, *setting)[0]
+    assert answers.keys() == FAULTS.keys()
+    for name, got in answers.items():
+        found = wrong_of(got, wanted(FAULTS[name][0], setting))
+        assert any("gradient" in line for line in found), name
+        assert any("grad_norm" in line for line in found), name
+
+
+def in_turn(rank: int, folder: Path, data: Documents) -> Any:
+    """Engines that take a step each and save it: moving, ZeRO-3, moving straight, ZeRO-1."""
+    from uspft.checkpoint.save import save_checkpoint
+    from uspft.training.loop import train as train_on
+
+    output, records = folder / "in-turn", []
+    cases = [Moving("tied"), Moving("tied", "tensor 2", straight=True)]
+    for number, case in enumerate(cases):
+        one = started(case, folder, data, output, resume=number > 0)
+        assert one.first_step == 2 * number
+        records.append(one.step(one.first_step))
+        save_checkpoint(one.engine, output, one.first_step + 1, 1, partial(describe, one))
+        one.engine.close()
+        layout = {"model_parallel": 2} if number else {}
+        blocks = recipe(case, folder, data, steps=2 * number + 2) | {
+            "parallel_config": layout,
+            "deepspeed": {"zero_optimization": ZERO["zero1" if number else "zero3 whole"]},
+            "checkpoint": {"every_steps": 1},
+        }
+        run = prepared(blocks, output, resume=True)
+        assert run.first_step == 2 * number + 1
+        train_on(run, lambda: False)
+        answer = held(run.engine), held(run.engine, "exp_avg")
+        run.engine.close()
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    zero = [line for line in lines if "loss" in line]
+    return [records[0], zero[0], records[1], zero[1]], *answer
+
+
+def describe(run: Any, folder: Path) -> dict[str, Any]:
+    run.config.save_pretrained(folder / "model")
+    return {}
+
+
+def test_a_checkpoint_goes_from_moving_weights_to_zero_and_back(
+    setting: tuple[Path, Documents],
+) -> None:
+    got = spawn(4, in_turn, *setting)[0]
+    assert not wrong_of(got, wanted(Moving("tied"), setting, count=4))

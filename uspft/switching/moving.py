@@ -1,0 +1,252 @@
+"""An engine whose weights move between layouts inside a step, as a ZeRO-1 engine otherwise.
+
+Masters, Adam's moments and gradients are owned, each element by one rank. The layouts of a step run
+one after another, from the least to the most sharded, each on weights brought in its turn: the
+module's parameters are views of one flat tensor, which lives as long as the layout runs. Gradients
+of its micro-batches add up in float32, beside it, and then go to the owners.
+
+Bytes on a rank, for p parameters that train, of which it holds h under a layout, with b bytes of
+the compute type and n ranks: 16·p/n always, and (b + 4)·h while the layout runs; of frozen ones
+b·p/n and b·h. Straight it also keeps b·h of the most sharded layout between steps, and from the
+second layout on another 4·h, the reduced sums. What is under way comes on top, of at most
+BATCH_ELEMENTS of the parameters at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from uspft.comm import total
+from uspft.engine.state import Fragments
+from uspft.engine.step import LossModule, Scales, StepResult, counted, in_turn, require_finite
+from uspft.switching.owners import Owners
+from uspft.switching.routes import ByOwners, Route, Straight, Switches, holds
+
+if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.config import Recipe
+    from uspft.parameters.part import Part
+    from uspft.parameters.shards import Holders, Shards
+
+
+class MovingEngine:
+    """An engine of owners, whose steps take micro-batches of several layouts."""
+
+    stage = 1
+
+    def __init__(
+        self,
+        module: LossModule,
+        recipe: Recipe,
+        holders: Holders,
+        every: Sequence[Shards],
+        device: torch.device,
+        *,
+        hosts: Sequence[int] | None = None,
+        once_into_hosts: bool = True,
+        straight: bool = False,
+    ) -> None:
+        """Take over a module that is filled with what ranks hold under the most sharded layout;
+        collective.
+
+        holders: of that layout. every: who holds what under each of the layouts. hosts: a number of
+        each rank's host; None for one host. once_into_hosts: as of `plan_moves`. straight: whether
+        weights go straight from layout to layout. Raises ValueError for float16.
+        """
+        if recipe.model.dtype == "float16":
+            raise ValueError("weights that move are float32 or bfloat16, not float16")
+        self.module, self.holders, self.device = module, holders, device
+        self.named = module.named()
+        self._owners = Owners(self.named, holders, recipe, device)
+        self.adam: torch.optim.Optimizer = self._owners.adam
+        switches = Switches(self._owners, holders.everyone, hosts, once_into_hosts=once_into_hosts)
+        route = Straight if straight else ByOwners
+        self._route: Route = route(self._owners, switches, holders.shards)
+        self._every = {holds(shards.layout): shards for shards in every}
+        self._nothing = torch.empty(0, dtype=getattr(torch, recipe.model.dtype), device=device)
+        self._here: Shards | None = None
+        """The layout whose parts the module's parameters are."""
+        self._sums: dict[str, tuple[Tensor, float]] = {}
+        """Where each gradient is added up while a layout trains, and what it is multiplied by."""
+        self._hooks = [
+            self.named[name].register_post_accumulate_grad_hook(self._adder(name))
+            for name in self._owners.trained
+        ]
+        self._release()
+        nn.Module.to(module, device)  # type: ignore[arg-type]
+
+    def _adder(self, name: str) -> Callable[[Tensor], None]:
+        """Return what takes a parameter's gradient away as soon as a backward pass has made it."""
+
+        def add(parameter: Tensor) -> None:
+            place, share = self._sums[name]
+            assert parameter.grad is not None
+            place.add_(parameter.grad, alpha=share)
+            parameter.grad = None
+
+        return add
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return every parameter that trains, by its Hugging Face name."""
+        return {name: p for name, p in self.named.items() if p.requires_grad}
+
+    def part_of(self, name: str) -> Part:
+        """Return the part of a parameter that this rank, with those of `holders.zero`, owns."""
+        return self.holders.part(name, self._owners.shapes[name])
+
+    def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
+        return self._owners.fragment(name, kind)
+
+    def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
+        start, held = self.fragment(name, kind)
+        if held.numel():
+            held.copy_(read(start, start + held.numel()))
+
+    def make_moments(self, empty: Batch) -> None:
+        """Do nothing, since owners have them from the beginning."""
+
+    @cached_property
+    def fragments(self) -> Fragments:
+        """The table of which rank keeps which values; collective at its first use."""
+        return Fragments(self)
+
+    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+        """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
+
+        All ranks must have micro-batches in the same layouts, or in layouts under which ranks hold
+        the same. Raises NotFinite before anything is updated.
+        """
+        turns = self._turns(batches)
+        targets, rows = counted(batches, self.holders.everyone, self.device)
+        scales = Scales(1 / max(targets, 1.0), 1 / max(rows, 1.0) if self.module.routed else None)
+        self._owners.begin(learning_rate)
+        self._route.begin()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for shards, own in turns:
+            with self._training(shards):
+                sums += in_turn(self, own, scales)
+        *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
+        mean, router = totals
+        require_finite("loss", mean)
+        self._route.finish()
+        norm = self._owners.update()
+        self._route.updated()
+        router_loss = router if self.module.routed else None
+        return StepResult(mean, norm, int(targets), stops > 0, False, router_loss)
+
+    def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[Batch]]]:
+        """Return the micro-batches of each layout, the least sharded first; collective.
+
+        Raises RuntimeError where another rank has other layouts, ValueError for one that the engine
+        was not made with.
+        """
+        for batch in batches:
+            if holds(batch.world.layout) not in self._every:
+                known = ", ".join(shards.layout.name() for shards in self._every.values())
+                raise ValueError(f"weights move between {known}, not to {batch.world.name}")
+        order = sorted(self._every, key=lambda key: (prod(key), key))
+        place = {key: number for number, key in enumerate(order)}
+        in_order = sorted(batches, key=lambda batch: place[holds(batch.world.layout)])
+        turns = [
+            (self._every[key], list(own))
+            for key, own in groupby(in_order, key=lambda batch: holds(batch.world.layout))
+        ]
+        mine = float(sum(1 << place[holds(shards.layout)] for shards, _ in turns))
+        everyone = self.holders.everyone
+        numbers, squares = total([mine, mine * mine], everyone, self.device)
+        if numbers * numbers != squares * everyone.size:  # equal just where all numbers are
+            raise RuntimeError("ranks run micro-batches in different layouts: an error in uspft")
+        return turns
+
+    @contextmanager
+    def _training(self, shards: Shards) -> Iterator[None]:
+        """Have the module's parameters be a layout's parts, whose gradients then go to owners."""
+        self._bind(shards)
+        sums, at = torch.zeros(self._count(shards), device=self.device), 0
+        for name in self._owners.trained:
+            part = self._part(shards, name)
+            place = sums[at : at + part.count].view(part.size)
+            self._sums[name] = place, 1 / _times(shards, name, self.holders.rank)
+            at += part.count
+        try:
+            yield
+        finally:
+            self._release()
+        self._route.give(shards, sums)
+
+    def _count(self, shards: Shards) -> int:
+        """Return how many elements this rank holds of what trains under a layout."""
+        return sum(self._part(shards, name).count for name in self._owners.trained)
+
+    def _part(self, shards: Shards, name: str) -> Part:
+        return shards.part(name, self._owners.shapes[name], self.holders.rank)
+
+    def _bind(self, shards: Shards) -> None:
+        weights, at = self._route.fetch(shards), 0
+        for name in self._owners.shapes:
+            part = self._part(shards, name)
+            self.named[name].data = weights[at : at + part.count].view(part.size)
+            at += part.count
+        self._here = shards
+
+    def _release(self) -> None:
+        """Have the module's parameters be nothing, so that no layout's weights outlive it."""
+        for parameter in self.named.values():
+            parameter.data, parameter.grad = self._nothing, None
+        self._here = None
+        self._sums.clear()
+
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
+        return self.module(batch, *scales)
+
+    def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
+        """Compute the gradients of a micro-batch's scaled loss, and add them up."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Allow forward passes alone, without gradients; collective.
+
+        Afterwards everything is as it was.
+        """
+        nn.Module.eval(self.module)  # type: ignore[arg-type]
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._release()
+            nn.Module.train(self.module)  # type: ignore[arg-type]
+            self.holders.everyone.books.close()  # what came for this is of no training step
+
+    def loss_sum(self, batch: Batch) -> float:
+        """Return the cross-entropy summed over this rank's targets, in `evaluating`; collective."""
+        shards = self._every[holds(batch.world.layout)]
+        if self._here is not shards:
+            self._release()
+            self._bind(shards)
+        return float(self.module(batch, 1.0)[0])
+
+    def close(self) -> None:
+        """Remove what the engine has hooked into the module."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _times(shards: Shards, name: str, rank: int) -> int:
+    """Return how often a gradient is in the sum over all ranks that hold the same part.
+
+    Each of the tensor ranks among them computes all of it, or a piece.
+    """
+    if shards.is_piece(name):
+        return 1
+    index = shards.tensor_index(rank)
+    return next(len(same) for same in shards.replicas(name) if index in same)
