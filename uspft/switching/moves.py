@@ -49,8 +49,8 @@ class Message(NamedTuple):
     """Whether the sender gets it in this switch too, and so has it where it is to be after it."""
 
     @property
-    def count(self) -> int:
-        """The number of elements."""
+    def elements(self) -> int:
+        """How many there are in it."""
         return prod(stop - start for start, stop in self.box)
 
 
@@ -66,13 +66,13 @@ class Moves:
         """Return how many elements each rank sends."""
         found: Counter[int] = Counter()
         for message in self.messages:
-            found[message.sender] += message.count
+            found[message.sender] += message.elements
         return found
 
     def into_hosts(self, hosts: Sequence[int]) -> int:
         """Return how many elements cross from one host to another. hosts: of each rank."""
         crossing = (m for m in self.messages if hosts[m.sender] != hosts[m.receiver])
-        return sum(message.count for message in crossing)
+        return sum(message.elements for message in crossing)
 
 
 def plan_moves(
@@ -170,7 +170,7 @@ class _Planner:
         here = [rank for rank in cell.needers if self.hosts[rank] == host]
         first = min(here, key=lambda rank: self._got[rank])
         message = Message(name, cell.box, self._least(cell.owners, here=False), first)
-        self._got[first] += message.count
+        self._got[first] += message.elements
         self._send(message)
         return first
 
@@ -180,5 +180,5 @@ class _Planner:
 
     def _send(self, message: Message) -> None:
         here = self.hosts[message.sender] == self.hosts[message.receiver]
-        self._sent[here][message.sender] += message.count
+        self._sent[here][message.sender] += message.elements
         self.messages.append(message)

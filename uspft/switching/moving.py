@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class MovingEngine:
         if recipe.model.dtype == "float16":
             raise ValueError("weights that move are float32 or bfloat16, not float16")
         self.module, self.holders, self.device = module, holders, device
+        self._net = cast("nn.Module", module).to(device)
         self.named = module.named()
         self._owners = Owners(self.named, holders, recipe, device)
         self.adam: torch.optim.Optimizer = self._owners.adam
@@ -81,7 +82,6 @@ class MovingEngine:
             for name in self._owners.trained
         ]
         self._release()
-        nn.Module.to(module, device)  # type: ignore[arg-type]
 
     def _adder(self, name: str) -> Callable[[Tensor], None]:
         """Return what takes a parameter's gradient away as soon as a backward pass has made it."""
@@ -210,7 +210,7 @@ class MovingEngine:
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss, and add them up."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -218,13 +218,13 @@ class MovingEngine:
 
         Afterwards everything is as it was.
         """
-        nn.Module.eval(self.module)  # type: ignore[arg-type]
+        self._net.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
             self._release()
-            nn.Module.train(self.module)  # type: ignore[arg-type]
+            self._net.train()
             self.holders.everyone.books.close()  # what came for this is of no training step
 
     def loss_sum(self, batch: Batch) -> float:

@@ -31,7 +31,7 @@ class _Place(NamedTuple):
 
     start: int
     at: int
-    count: int
+    elements: int
 
 
 class Owners:
@@ -72,13 +72,13 @@ class Owners:
             pieces.append(values.flatten()[start:stop].clone())
             at += stop - start
         flat = torch.cat(pieces)
-        trained = sum(self._places[name].count for name in self.trained)
+        trained = sum(self._places[name].elements for name in self.trained)
         self.masters = flat[:trained].to(torch.float32, copy=True)
         self._frozen = flat[trained:].clone()
         self.gradients = torch.zeros_like(self.masters)
         """The sum of what all ranks have made of this rank's piece of the gradient."""
         decayed = [name for name in self.trained if len(self.shapes[name]) > 1]
-        self._decayed = sum(self._places[name].count for name in decayed)
+        self._decayed = sum(self._places[name].elements for name in decayed)
         self._groups = [
             _with_gradient(self.masters[among], self.gradients[among])
             for among in (slice(0, self._decayed), slice(self._decayed, trained))

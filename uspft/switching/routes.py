@@ -155,6 +155,8 @@ class Straight:
 
     def __init__(self, owners: Owners, switches: Switches, home: Shards) -> None:
         self._owners, self._switches, self._home = owners, switches, home
+        self._gather = switches.from_owners(home, home, trained=False)
+        self._at, self._weights = home, owners.weights().new_empty(self._gather.count_after)
         self._sums: Tensor | None = None
         self.updated()
 
@@ -196,7 +198,4 @@ class Straight:
         self._sums = None
 
     def updated(self) -> None:
-        switch = self._switches.from_owners(self._home, self._home, trained=False)
-        weights = self._owners.weights()
-        self._at, self._weights = self._home, weights.new_empty(switch.count_after)
-        switch.copy(weights, self._weights)
+        self._gather.copy(self._owners.weights(), self._weights)

@@ -48,7 +48,7 @@ def sent(messages: Sequence[Message], hosts: Sequence[int], *, inside: bool) -> 
     found: Counter[int] = Counter()
     for m in messages:
         if (hosts[m.sender] == hosts[m.receiver]) == inside:
-            found[m.sender] += m.count
+            found[m.sender] += m.elements
     return dict(found)
 
 
@@ -57,8 +57,8 @@ def test_the_plan_is_hotspas(name: str) -> None:
     before, after, messages, moved, kept, inside, between = GOLDEN[name]
     moves = plan_moves(in_order(before), in_order(after), TWO_HOSTS)
     assert len(moves.messages) == messages
-    assert sum(m.count for m in moves.messages) == sum(moves.sent().values()) == moved
-    assert sum(m.count for m in moves.stays) == kept
+    assert sum(m.elements for m in moves.messages) == sum(moves.sent().values()) == moved
+    assert sum(m.elements for m in moves.stays) == kept
     assert sent(moves.messages, TWO_HOSTS, inside=True) == inside
     assert sent(moves.messages, TWO_HOSTS, inside=False) == between
     assert moves.into_hosts(TWO_HOSTS) == sum(between.values())
@@ -68,7 +68,7 @@ def test_a_piece_enters_a_host_once_and_is_handed_on() -> None:
     """From tensor 4 to data 4 it halves what goes between hosts, and spreads it evenly."""
     before, after = in_order(TP4), in_order(DP4)
     moves = plan_moves(before, after, TWO_HOSTS, once_into_hosts=True)
-    assert sum(m.count for m in moves.messages) == 384
+    assert sum(m.elements for m in moves.messages) == 384
     assert sent(moves.messages, TWO_HOSTS, inside=False) == dict.fromkeys(range(4), 32)
     handed = [m for m in moves.messages if m.handed_on]
     assert sent(handed, TWO_HOSTS, inside=True) == dict.fromkeys(range(4), 32)
@@ -120,7 +120,7 @@ def check(before: Stock, after: Stock, hosts: Sequence[int]) -> None:
         assert moves == plan_moves(before, after, hosts, once_into_hosts=once)
         needed = sum(part.count for held in after.values() for parts in held for part in parts)
         every = [*moves.messages, *moves.stays]
-        assert sum(m.count for m in every) == needed
+        assert sum(m.elements for m in every) == needed
         assert all(m.sender == m.receiver for m in moves.stays)
         carried_out(moves, before, after)
         if all(is_whole_on(before, host, hosts) for host in hosts):
