@@ -3,6 +3,7 @@ sums what all have made of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tests.support.ranks import spawn
-from tests.support.stocks import LAYOUTS, SHAPES, shards
+from tests.support.stocks import LAYOUTS, SHAPES, SPLITS, shards
 from uspft.comm import Books
 from uspft.mesh import Groups
-from uspft.switching import messages
-from uspft.switching.messages import Switch
+from uspft.switching import switch as switching
 from uspft.switching.moves import Moves, Stock, plan_moves, stock_of
+from uspft.switching.switch import Switch
 
 pytestmark = pytest.mark.timeout(200)
 HOSTS = (0, 0, 1, 1)
@@ -41,7 +42,7 @@ def flat(stock: Stock, rank: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def switched(rank: int, elements: int | None) -> list[Any]:
     """What is wrong on this rank, and the bytes it sent of those that the plan says."""
     group, wrong = Groups().of([range(4)], rank, Books()), []
-    messages.BATCH_ELEMENTS = elements or messages.BATCH_ELEMENTS
+    switching.BATCH_ELEMENTS = elements or switching.BATCH_ELEMENTS
     counted = 0
     for before, after in EVERY:
         stocks = [stock_of(shards(LAYOUTS[name]), SHAPES) for name in (before, after)]
@@ -72,7 +73,7 @@ def added(stocks: list[Stock], once: bool, group: Any) -> bool:
     switch.add(flat(stocks[1], rank, torch.float32, seed=1 + rank), sums)
     group.books.close()
     want = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for message in (*moves.messages, *moves.stays):
+    for message in (*moves.deliveries, *moves.stays):
         if owner(moves, message.name, message.box, message.receiver) == rank:
             box = tuple(slice(*bounds) for bounds in message.box)
             want[message.name][box] += whole(message.name, torch.float32, 1 + message.receiver)[box]
@@ -84,7 +85,7 @@ def added(stocks: list[Stock], once: bool, group: Any) -> bool:
 
 def owner(moves: Moves, name: str, box: Any, receiver: int) -> int:
     """Who has what a rank gets, also where another hands it on."""
-    for message in (*moves.messages, *moves.stays):
+    for message in (*moves.deliveries, *moves.stays):
         if (message.name, message.box, message.receiver) == (name, box, receiver):
             if message.handed_on:
                 return owner(moves, name, box, message.sender)
@@ -100,25 +101,19 @@ def test_each_rank_gets_its_part_to_the_bit_and_gives_its_sums_back(elements: in
 
 
 def broken(rank: int) -> dict[str, bool]:
-    """Faults, each seen or not by the comparison above."""
+    """What comes where a rank is taken to hold another part than it does."""
     group, found = Groups().of([range(4)], rank, Books()), {}
-    stocks = [stock_of(shards(LAYOUTS[name]), SHAPES) for name in ("tensor 4", "data 4")]
-    own, seen = messages._spot, []
-
-    def first(places: Any, box: Any) -> Any:
-        spot = own(places, box)
-        seen.append(spot)
-        return spot._replace(start=0) if len(spot.size) == 2 else spot
-
-    for fault, spot in (("none", own), ("a stale place", first)):
-        messages._spot = spot
-        switch = Switch(plan_moves(*stocks, HOSTS), *stocks, group)
+    held = [shards(LAYOUTS[name]) for name in ("tensor 4", "data 4")]
+    stocks = [stock_of(one, SHAPES) for one in held]
+    in_order = {name: replace(split, in_order=True) for name, split in SPLITS.items()}
+    stale = stock_of(replace(held[0], splits=in_order), SHAPES)
+    for fault, before in (("none", stocks[0]), ("a stale part", stale)):
+        switch = Switch(plan_moves(before, stocks[1], HOSTS), before, stocks[1], group)
         got = torch.zeros(switch.count_after)
         switch.copy(flat(stocks[0], rank, torch.float32), got)
         found[fault] = torch.equal(got, flat(stocks[1], rank, torch.float32))
-    messages._spot = own
     return found
 
 
 def test_a_stale_part_is_seen() -> None:
-    assert spawn(4, broken) == [{"none": True, "a stale place": False}] * 4
+    assert spawn(4, broken) == [{"none": True, "a stale part": False}] * 4

@@ -88,6 +88,8 @@ class Started:
 
     engine: Any
     config: Any
+    every: list[Any]
+    """Who holds what under each layout."""
     loaders: list[tuple[Any, World, list[list[int]]]]
     first_step: int
 
@@ -171,7 +173,7 @@ def started(
     if checkpoint:
         loader, *_ = loaders[0]
         load_state(engine, checkpoint, loader.batch([EMPTY]))
-    return Started(engine, config, loaders, checkpoint.step if checkpoint else 0)
+    return Started(engine, config, every, loaders, checkpoint.step if checkpoint else 0)
 
 
 def train(case: Moving, folder: Path, data: Documents, output: Path) -> Any:

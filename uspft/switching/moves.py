@@ -21,9 +21,9 @@ from uspft.parameters.part import Box, Part
 if TYPE_CHECKING:
     from uspft.parameters.shards import Shards
 
-Parts = tuple[Part, ...]
+Lot = tuple[Part, ...]
 """What a rank has of a parameter: parts that share nothing, one after another in memory."""
-Stock = Mapping[str, tuple[Parts, ...]]
+Stock = Mapping[str, tuple[Lot, ...]]
 """What each rank has of each parameter, by the parameter's name and in rank order; the parameters
 of a rank lie one after another in memory too."""
 
@@ -37,7 +37,7 @@ def stock_of(shards: Shards, shapes: Mapping[str, Sequence[int]]) -> Stock:
     }
 
 
-class Message(NamedTuple):
+class Delivery(NamedTuple):
     """A box of a parameter that goes from one rank to another."""
 
     name: str
@@ -58,21 +58,21 @@ class Message(NamedTuple):
 class Moves:
     """What a switch moves, in an order that is the same on every rank."""
 
-    messages: Sequence[Message]
-    stays: Sequence[Message]
+    deliveries: Sequence[Delivery]
+    stays: Sequence[Delivery]
     """What a rank has already and needs, whose sender and receiver are the same."""
 
     def sent(self) -> Counter[int]:
         """Return how many elements each rank sends."""
         found: Counter[int] = Counter()
-        for message in self.messages:
-            found[message.sender] += message.elements
+        for delivery in self.deliveries:
+            found[delivery.sender] += delivery.elements
         return found
 
     def into_hosts(self, hosts: Sequence[int]) -> int:
         """Return how many elements cross from one host to another. hosts: of each rank."""
-        crossing = (m for m in self.messages if hosts[m.sender] != hosts[m.receiver])
-        return sum(message.elements for message in crossing)
+        crossing = (m for m in self.deliveries if hosts[m.sender] != hosts[m.receiver])
+        return sum(delivery.elements for delivery in crossing)
 
 
 def plan_moves(
@@ -85,7 +85,7 @@ def plan_moves(
     does, to each rank that needs it. Raises ValueError where nobody has what a rank needs.
     """
     planner = _Planner(hosts, once_into_hosts=once_into_hosts)
-    cells: dict[tuple[tuple[Parts, ...], tuple[Parts, ...]], list[_Cell]] = {}
+    cells: dict[tuple[tuple[Lot, ...], tuple[Lot, ...]], list[_Cell]] = {}
     for name, needed in after.items():
         key = before[name], needed  # layers are alike
         if key not in cells:
@@ -94,7 +94,7 @@ def plan_moves(
             if not cell.owners:
                 raise ValueError(f"nobody has {name}{list(cell.box)}, which {cell.needers} need")
             planner.place(name, cell)
-    return Moves(tuple(planner.messages), tuple(planner.stays))
+    return Moves(tuple(planner.deliveries), tuple(planner.stays))
 
 
 class _Cell(NamedTuple):
@@ -105,7 +105,7 @@ class _Cell(NamedTuple):
     needers: Sequence[int]
 
 
-def _cells(before: Sequence[Parts], after: Sequence[Parts]) -> Iterator[_Cell]:
+def _cells(before: Sequence[Lot], after: Sequence[Lot]) -> Iterator[_Cell]:
     """Yield the cells that somebody needs of one parameter, in row-major order."""
     every = [part for parts in (*before, *after) for part in parts]
     edges = [
@@ -114,7 +114,7 @@ def _cells(before: Sequence[Parts], after: Sequence[Parts]) -> Iterator[_Cell]:
     ]
     places = [{edge: i for i, edge in enumerate(along)} for along in edges]
 
-    def by_cell(held: Sequence[Parts]) -> dict[tuple[int, ...], list[int]]:
+    def by_cell(held: Sequence[Lot]) -> dict[tuple[int, ...], list[int]]:
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, parts in enumerate(held):
             for part in parts:
@@ -138,8 +138,8 @@ class _Planner:
 
     hosts: Sequence[int]
     once_into_hosts: bool
-    messages: list[Message] = field(default_factory=list)
-    stays: list[Message] = field(default_factory=list)
+    deliveries: list[Delivery] = field(default_factory=list)
+    stays: list[Delivery] = field(default_factory=list)
     _sent: dict[bool, Counter[int]] = field(
         default_factory=lambda: {True: Counter(), False: Counter()}
     )
@@ -154,31 +154,31 @@ class _Planner:
             host = self.hosts[needer]
             near = [rank for rank in cell.owners if self.hosts[rank] == host]
             if needer in cell.owners:
-                self.stays.append(Message(name, cell.box, needer, needer))
+                self.stays.append(Delivery(name, cell.box, needer, needer))
             elif near:
-                self._send(Message(name, cell.box, self._least(near, here=True), needer))
+                self._send(Delivery(name, cell.box, self._least(near, here=True), needer))
             elif not self.once_into_hosts:
-                self._send(Message(name, cell.box, self._least(cell.owners, here=False), needer))
+                self._send(Delivery(name, cell.box, self._least(cell.owners, here=False), needer))
             else:
                 if host not in into:
                     into[host] = self._into(name, cell, host)
                 if needer != into[host]:
-                    self._send(Message(name, cell.box, into[host], needer, handed_on=True))
+                    self._send(Delivery(name, cell.box, into[host], needer, handed_on=True))
 
     def _into(self, name: str, cell: _Cell, host: int) -> int:
         """Send a cell into a host; return the rank there that gets it and hands it on."""
         here = [rank for rank in cell.needers if self.hosts[rank] == host]
         first = min(here, key=lambda rank: self._got[rank])
-        message = Message(name, cell.box, self._least(cell.owners, here=False), first)
-        self._got[first] += message.elements
-        self._send(message)
+        delivery = Delivery(name, cell.box, self._least(cell.owners, here=False), first)
+        self._got[first] += delivery.elements
+        self._send(delivery)
         return first
 
     def _least(self, ranks: Sequence[int], *, here: bool) -> int:
         """Return the rank that has sent least; the first of several."""
         return min(ranks, key=lambda rank: self._sent[here][rank])
 
-    def _send(self, message: Message) -> None:
-        here = self.hosts[message.sender] == self.hosts[message.receiver]
-        self._sent[here][message.sender] += message.elements
-        self.messages.append(message)
+    def _send(self, delivery: Delivery) -> None:
+        here = self.hosts[delivery.sender] == self.hosts[delivery.receiver]
+        self._sent[here][delivery.sender] += delivery.elements
+        self.deliveries.append(delivery)

@@ -66,11 +66,11 @@ class MovingEngine:
         self.module, self.holders, self.device = module, holders, device
         self._net = cast("nn.Module", module).to(device)
         self.named = module.named()
-        self._owners = Owners(self.named, holders, recipe, device)
-        self.adam: torch.optim.Optimizer = self._owners.adam
-        switches = Switches(self._owners, holders.everyone, hosts, once_into_hosts=once_into_hosts)
+        self.owners = Owners(self.named, holders, recipe, device)
+        self.adam: torch.optim.Optimizer = self.owners.adam
+        switches = Switches(self.owners, holders.everyone, hosts, once_into_hosts=once_into_hosts)
         route = Straight if straight else ByOwners
-        self._route: Route = route(self._owners, switches, holders.shards)
+        self._route: Route = route(self.owners, switches, holders.shards)
         self._every = {holds(shards.layout): shards for shards in every}
         self._nothing = torch.empty(0, dtype=getattr(torch, recipe.model.dtype), device=device)
         self._here: Shards | None = None
@@ -79,7 +79,7 @@ class MovingEngine:
         """Where each gradient is added up while a layout trains, and what it is multiplied by."""
         self._hooks = [
             self.named[name].register_post_accumulate_grad_hook(self._adder(name))
-            for name in self._owners.trained
+            for name in self.owners.trained
         ]
         self._release()
 
@@ -100,10 +100,10 @@ class MovingEngine:
 
     def part_of(self, name: str) -> Part:
         """Return the part of a parameter that this rank, with those of `holders.zero`, owns."""
-        return self.holders.part(name, self._owners.shapes[name])
+        return self.holders.part(name, self.owners.shapes[name])
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        return self._owners.fragment(name, kind)
+        return self.owners.fragment(name, kind)
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
         start, held = self.fragment(name, kind)
@@ -127,7 +127,7 @@ class MovingEngine:
         turns = self._turns(batches)
         targets, rows = counted(batches, self.holders.everyone, self.device)
         scales = Scales(1 / max(targets, 1.0), 1 / max(rows, 1.0) if self.module.routed else None)
-        self._owners.begin(learning_rate)
+        self.owners.begin(learning_rate)
         self._route.begin()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for shards, own in turns:
@@ -137,7 +137,7 @@ class MovingEngine:
         mean, router = totals
         require_finite("loss", mean)
         self._route.finish()
-        norm = self._owners.update()
+        norm = self.owners.update()
         self._route.updated()
         router_loss = router if self.module.routed else None
         return StepResult(mean, norm, int(targets), stops > 0, False, router_loss)
@@ -171,7 +171,7 @@ class MovingEngine:
         """Have the module's parameters be a layout's parts, whose gradients then go to owners."""
         self._bind(shards)
         sums, at = torch.zeros(self._count(shards), device=self.device), 0
-        for name in self._owners.trained:
+        for name in self.owners.trained:
             part = self._part(shards, name)
             place = sums[at : at + part.count].view(part.size)
             self._sums[name] = place, 1 / _times(shards, name, self.holders.rank)
@@ -184,14 +184,14 @@ class MovingEngine:
 
     def _count(self, shards: Shards) -> int:
         """Return how many elements this rank holds of what trains under a layout."""
-        return sum(self._part(shards, name).count for name in self._owners.trained)
+        return sum(self._part(shards, name).count for name in self.owners.trained)
 
     def _part(self, shards: Shards, name: str) -> Part:
-        return shards.part(name, self._owners.shapes[name], self.holders.rank)
+        return shards.part(name, self.owners.shapes[name], self.holders.rank)
 
     def _bind(self, shards: Shards) -> None:
         weights, at = self._route.fetch(shards), 0
-        for name in self._owners.shapes:
+        for name in self.owners.shapes:
             part = self._part(shards, name)
             self.named[name].data = weights[at : at + part.count].view(part.size)
             at += part.count

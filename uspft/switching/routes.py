@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from uspft.parameters.owned import owned_parts
-from uspft.switching.messages import Switch
 from uspft.switching.moves import Stock, plan_moves, stock_of
+from uspft.switching.switch import Switch
 
 if TYPE_CHECKING:
     from uspft.comm import Group

@@ -15,7 +15,7 @@ from tests.support.stocks import LAYOUTS, SHAPES, SPLITS, mesh_shards, shards, s
 from uspft.layout import Layout
 from uspft.parameters.part import Part, as_slices
 from uspft.parameters.shards import MatrixSplit, Shards
-from uspft.switching.moves import Message, Moves, Stock, plan_moves, stock_of
+from uspft.switching.moves import Delivery, Moves, Stock, plan_moves, stock_of
 
 TWO_HOSTS = (0, 0, 1, 1)
 DP4, TP4, DP2_TP2 = Layout(data=4), Layout(mesh_columns=4), Layout(mesh_columns=2, data=2)
@@ -44,7 +44,7 @@ def in_order(layout: Layout) -> Stock:
     return stock_of(Shards(layout, dict.fromkeys(EIGHT, split)), EIGHT)
 
 
-def sent(messages: Sequence[Message], hosts: Sequence[int], *, inside: bool) -> dict[int, int]:
+def sent(messages: Sequence[Delivery], hosts: Sequence[int], *, inside: bool) -> dict[int, int]:
     found: Counter[int] = Counter()
     for m in messages:
         if (hosts[m.sender] == hosts[m.receiver]) == inside:
@@ -56,11 +56,11 @@ def sent(messages: Sequence[Message], hosts: Sequence[int], *, inside: bool) -> 
 def test_the_plan_is_hotspas(name: str) -> None:
     before, after, messages, moved, kept, inside, between = GOLDEN[name]
     moves = plan_moves(in_order(before), in_order(after), TWO_HOSTS)
-    assert len(moves.messages) == messages
-    assert sum(m.elements for m in moves.messages) == sum(moves.sent().values()) == moved
+    assert len(moves.deliveries) == messages
+    assert sum(m.elements for m in moves.deliveries) == sum(moves.sent().values()) == moved
     assert sum(m.elements for m in moves.stays) == kept
-    assert sent(moves.messages, TWO_HOSTS, inside=True) == inside
-    assert sent(moves.messages, TWO_HOSTS, inside=False) == between
+    assert sent(moves.deliveries, TWO_HOSTS, inside=True) == inside
+    assert sent(moves.deliveries, TWO_HOSTS, inside=False) == between
     assert moves.into_hosts(TWO_HOSTS) == sum(between.values())
 
 
@@ -68,9 +68,9 @@ def test_a_piece_enters_a_host_once_and_is_handed_on() -> None:
     """From tensor 4 to data 4 it halves what goes between hosts, and spreads it evenly."""
     before, after = in_order(TP4), in_order(DP4)
     moves = plan_moves(before, after, TWO_HOSTS, once_into_hosts=True)
-    assert sum(m.elements for m in moves.messages) == 384
-    assert sent(moves.messages, TWO_HOSTS, inside=False) == dict.fromkeys(range(4), 32)
-    handed = [m for m in moves.messages if m.handed_on]
+    assert sum(m.elements for m in moves.deliveries) == 384
+    assert sent(moves.deliveries, TWO_HOSTS, inside=False) == dict.fromkeys(range(4), 32)
+    handed = [m for m in moves.deliveries if m.handed_on]
     assert sent(handed, TWO_HOSTS, inside=True) == dict.fromkeys(range(4), 32)
 
 
@@ -87,7 +87,7 @@ def carried_out(moves: Moves, before: Stock, after: Stock) -> None:
         for rank in ranks
     }
     pulled: set[tuple[str, int, object]] = set()
-    for m in sorted([*moves.stays, *moves.messages], key=lambda m: m.handed_on):
+    for m in sorted([*moves.stays, *moves.deliveries], key=lambda m: m.handed_on):
         whole, box = numbered(shape_of(before, m.name)), as_slices(m.box)
         if m.handed_on:
             assert (m.name, m.sender, m.box) in pulled, "handed on before it has come"
@@ -105,7 +105,7 @@ def carried_out(moves: Moves, before: Stock, after: Stock) -> None:
             assert (got[name, rank] >= 0).sum() == count, "what is not needed does not come"
 
 
-def covers(parts: Sequence[Part], whole: Tensor, m: Message) -> bool:
+def covers(parts: Sequence[Part], whole: Tensor, m: Delivery) -> bool:
     mine = set(torch.cat([part.cut(whole).flatten() for part in parts]).tolist())
     return set(whole[as_slices(m.box)].flatten().tolist()) <= mine
 
@@ -119,14 +119,14 @@ def check(before: Stock, after: Stock, hosts: Sequence[int]) -> None:
         moves = plan_moves(before, after, hosts, once_into_hosts=once)
         assert moves == plan_moves(before, after, hosts, once_into_hosts=once)
         needed = sum(part.count for held in after.values() for parts in held for part in parts)
-        every = [*moves.messages, *moves.stays]
+        every = [*moves.deliveries, *moves.stays]
         assert sum(m.elements for m in every) == needed
         assert all(m.sender == m.receiver for m in moves.stays)
         carried_out(moves, before, after)
         if all(is_whole_on(before, host, hosts) for host in hosts):
             assert moves.into_hosts(hosts) == 0
         if once:
-            crossing = [m for m in moves.messages if hosts[m.sender] != hosts[m.receiver]]
+            crossing = [m for m in moves.deliveries if hosts[m.sender] != hosts[m.receiver]]
             into = Counter((m.name, m.box, hosts[m.receiver]) for m in crossing)
             assert all(count == 1 for count in into.values())
 
@@ -155,13 +155,13 @@ def test_every_plan_moves_each_piece_once(before: str, after: str, hosts: tuple[
     stocks = [stock_of(shards(LAYOUTS[name]), SHAPES) for name in (before, after)]
     check(*stocks, hosts)
     if before == after:
-        assert not plan_moves(*stocks, hosts).messages
+        assert not plan_moves(*stocks, hosts).deliveries
 
 
 def test_from_more_sharded_to_less_nothing_that_lies_inside_moves() -> None:
     for more, less in (("tensor 2", "tensor 4"), ("data 4", "tensor 2"), ("data 4", "mesh 2x2")):
         stocks = [stock_of(shards(LAYOUTS[name]), SHAPES) for name in (more, less)]
-        assert not plan_moves(*stocks, TWO_HOSTS).messages, (more, less)
+        assert not plan_moves(*stocks, TWO_HOSTS).deliveries, (more, less)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -192,9 +192,9 @@ def test_senders_are_chosen_by_what_all_parameters_sent() -> None:
     whole, none = (Part.whole((4,)),), ()
     before = {name: (whole, whole, none) for name in shapes}
     after = {name: (whole, whole, whole) for name in shapes}
-    senders = [m.sender for m in plan_moves(before, after, (0, 0, 0)).messages]
+    senders = [m.sender for m in plan_moves(before, after, (0, 0, 0)).deliveries]
     assert senders == [0, 1]
-    near_first = plan_moves(before, after, (0, 1, 1)).messages
+    near_first = plan_moves(before, after, (0, 1, 1)).deliveries
     assert [m.sender for m in near_first] == [1, 1]
 
 

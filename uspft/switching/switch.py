@@ -18,7 +18,7 @@ from torch import Tensor
 from uspft.comm import Group, shift
 from uspft.comm.collectives import Move
 from uspft.parameters.part import Box, Part, as_slices
-from uspft.switching.moves import Message, Moves, Stock
+from uspft.switching.moves import Delivery, Moves, Stock
 
 KIND = "switch"
 """What its transfers count as."""
@@ -72,7 +72,7 @@ class Switch:
         self._batches = [
             _batch(each, (old, new), group.index) for each in _in_batches(moves, sizes)
         ]
-        self._relays = any(message.handed_on for message in moves.messages)
+        self._relays = any(one.handed_on for one in moves.deliveries)
 
     def copy(self, before: Tensor, after: Tensor) -> None:
         """Fill `after` with what this rank is to have; collective.
@@ -154,40 +154,40 @@ def _offsets(stock: Stock, rank: int) -> tuple[dict[str, list[tuple[int, Part]]]
     return found, at
 
 
-def _in_batches(moves: Moves, sizes: Mapping[str, int]) -> Iterator[list[Message]]:
-    """Yield the messages of a plan, and what stays, by the batch of parameters that they are of."""
+def _in_batches(moves: Moves, sizes: Mapping[str, int]) -> Iterator[list[Delivery]]:
+    """Yield a plan's deliveries, and what stays, by the batch of parameters that they are of."""
     number = total = 0
     numbers = {}
     for name, size in sizes.items():
         if total and total + size > BATCH_ELEMENTS:
             number, total = number + 1, 0
         numbers[name], total = number, total + size
-    found: dict[int, list[Message]] = {n: [] for n in range(number + 1)}
-    for message in chain(moves.stays, moves.messages):
-        found[numbers[message.name]].append(message)
+    found: dict[int, list[Delivery]] = {n: [] for n in range(number + 1)}
+    for one in chain(moves.stays, moves.deliveries):
+        found[numbers[one.name]].append(one)
     yield from found.values()
 
 
 def _batch(
-    messages: Sequence[Message],
+    deliveries: Sequence[Delivery],
     places: Sequence[Mapping[str, Sequence[tuple[int, Part]]]],
     rank: int,
 ) -> _Batch:
-    """Return this rank's side of messages. places: where its parts lie, before and after."""
+    """Return this rank's side of deliveries. places: where its parts lie, before and after."""
     found = _Batch([], {}, {}, {}, {})
     old, new = places
-    for message in messages:
-        box, mine = message.box, old[message.name]
-        if message.sender == message.receiver == rank:
-            found.stays.append((_spot(mine, box), _spot(new[message.name], box)))
-        elif message.sender == rank:
+    for one in deliveries:
+        box, mine = one.box, old[one.name]
+        if one.sender == one.receiver == rank:
+            found.stays.append((_spot(mine, box), _spot(new[one.name], box)))
+        elif one.sender == rank:
             to, where = found.sends, mine
-            if message.handed_on:
-                to, where = found.hands_on, new[message.name]
-            to.setdefault(message.receiver, []).append(_spot(where, box))
-        elif message.receiver == rank:
-            by = found.is_handed if message.handed_on else found.receives
-            by.setdefault(message.sender, []).append(_spot(new[message.name], box))
+            if one.handed_on:
+                to, where = found.hands_on, new[one.name]
+            to.setdefault(one.receiver, []).append(_spot(where, box))
+        elif one.receiver == rank:
+            by = found.is_handed if one.handed_on else found.receives
+            by.setdefault(one.sender, []).append(_spot(new[one.name], box))
     for each in (found.sends, found.receives, found.hands_on, found.is_handed):
         each.update({peer: _joined(spots) for peer, spots in each.items()})
     return found

@@ -1,0 +1,95 @@
+"""What an engine whose weights move does beside steps that go well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.degrees import CLIP, RATE, ROW, ROWS_PER_STEP
+from tests.support.models import Documents, make_documents, make_model, mismatch, reference
+from tests.support.moving import MOVED, Moving, started
+from tests.support.ranks import spawn
+from tests.support.runs import held
+from uspft.comm import total
+from uspft.engine.step import NotFinite
+from uspft.layout import Layout
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
+    folder = tmp_path_factory.mktemp("engine")
+    make_model(folder / "llama", **MOVED["llama"])
+    return folder, make_documents(folder / "d.jsonl", [ROW] * ROWS_PER_STEP, masked=[0.0, 0.9])
+
+
+def behaves(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
+    """Refusals, an evaluation, a step after all that, and steps in bfloat16."""
+    case, found = Moving("llama"), {}
+    run = started(case, folder, data, folder / "behaves")
+    engine, batches = run.engine, run.batches(0)
+    owners, split = engine.owners, [one for one in batches if one.world.layout.tensor > 1]
+    masters = owners.masters.clone()
+
+    def refused(error: type[Exception], some: list[Any]) -> str:
+        with pytest.raises(error) as told:
+            engine.step(some, RATE, stop=False)
+        owners.masters.nan_to_num_(nan=float(masters[-1]))
+        same = torch.equal(owners.masters, masters)
+        moments = all(not state["exp_avg"].any() for state in owners.adam.state.values())
+        return f"{told.value} {same and moments} {engine.adam.param_groups[0]['lr'] == RATE}"
+
+    found["other layouts"] = refused(RuntimeError, split if rank == 0 else batches)
+    if rank == 0:
+        owners.masters[-1] = torch.nan
+    found["not finite"] = refused(NotFinite, batches)
+    with pytest.raises(ValueError, match="not to mesh2x2-ring2") as unknown:
+        mesh = Layout(mesh_columns=2, ring=2, mesh_rows=2)
+        world: Any = SimpleNamespace(layout=mesh, name=mesh.name())
+        engine.step([SimpleNamespace(world=world)], RATE, stop=False)
+    found["unknown"] = str(unknown.value)
+    with engine.evaluating():
+        sums = [(batch.world.mesh.columns.index, engine.loss_sum(batch)) for batch in batches]
+        assert not engine.module.training
+    once = sum(value for index, value in sums if index == 0)
+    (loss,) = total([once], engine.holders.everyone, engine.device)
+    found["books"] = engine.holders.everyone.books.close()
+    record = run.step(0)
+    found["evaluated"] = loss / record["target_tokens"], record["loss"]
+    assert engine.module.training
+    found["step"] = [record], held(engine)
+    engine.close()
+    for straight in (False, True):
+        run = started(
+            Moving("llama", straight=straight, dtype="bfloat16"),
+            folder,
+            data,
+            folder / f"half-{straight}",
+        )
+        found[f"half {straight}"] = run.step(0)
+        run.engine.close()
+    return found
+
+
+def test_an_engine_refuses_evaluates_and_rounds_as_zero_does(
+    setting: tuple[Path, Documents],
+) -> None:
+    folder, data = setting
+    want = reference(folder / "llama", [data.documents], rate=RATE, clip=CLIP)
+    for rank, found in enumerate(spawn(4, behaves, *setting)):
+        other, lost = found["other layouts"], found["not finite"]
+        assert other.startswith("ranks run micro-batches in different layouts") and "True" in other
+        assert lost.startswith("the loss is nan True True"), (rank, lost)
+        assert "weights move between" in found["unknown"]
+        assert found["books"] == {}, "an evaluation's transfers are of no step"
+        assert found["evaluated"][0] == pytest.approx(found["evaluated"][1], rel=1e-6)
+        assert not mismatch(found["step"], want), "after all that the step is as if it were first"
+        for straight in (False, True):
+            got = found[f"half {straight}"]
+            assert got["loss"] == pytest.approx(want.losses[0], rel=1e-2)
+            assert got["grad_norm"] == pytest.approx(want.grad_norms[0], rel=2e-2)
