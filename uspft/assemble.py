@@ -21,6 +21,7 @@ from uspft.config.strategies import layouts_of, row_lengths, strategies_of
 from uspft.data import Corpus, RowStream, training_rows
 from uspft.data.loader import RowLoader, StepLoader, StepRows
 from uspft.engine.deepspeed_config import micro_batches
+from uspft.engine.step import Engine
 from uspft.engine.zero import ZeroEngine, partitioner
 from uspft.job import Job, Prices
 from uspft.kernels import believed_kernel
@@ -68,7 +69,7 @@ class Run:
     evaluation: list[EvalSet]
     model: Any
     """The transformers model whose parameters the engine trains."""
-    engine: ZeroEngine
+    engine: Engine
     config: Any
     first_step: int
     refused: list[str]

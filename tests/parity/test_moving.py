@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.support.degrees import (
 )
 from tests.support.dropout import written_out_dropout
 from tests.support.models import Documents, Reference, make_documents, make_model, reference
-from tests.support.moving import MOVED, Moving, recipe, started, train, with_padding
+from tests.support.moving import MOVED, PASSES, Moving, recipe, started, train, with_padding
 from tests.support.ranks import spawn
 from tests.support.runs import held, prepared
 from tests.support.stages import ZERO
@@ -48,6 +49,11 @@ CASES = [
     Moving("phi3", checkpointed=True),
     Moving("phi3", "tensor 2", straight=True, trains="adapter"),
     Moving("tied", tokens=True),
+]
+
+EVERY = [
+    Moving(model, home, number % 2 > 0, number % 3 > 0, number % 4 > 1, trains)
+    for number, (model, home, trains) in enumerate(product(MOVED, PASSES, ("all", "adapter")))
 ]
 
 
@@ -93,9 +99,16 @@ def work(rank: int, every: list[Moving], folder: Path, data: Documents) -> dict[
     return found if rank == 0 else {}
 
 
-def test_weights_move_between_layouts_of_one_step(setting: tuple[Path, Documents]) -> None:
-    answers = spawn(4, work, CASES, *setting)[0]
-    assert len(answers) == 9
+@pytest.mark.parametrize(
+    ("every", "count"),
+    [(CASES, 9), pytest.param(EVERY, 32, marks=pytest.mark.full)],
+    ids=["some", "every"],
+)
+def test_weights_move_between_layouts_of_one_step(
+    every: list[Moving], count: int, setting: tuple[Path, Documents]
+) -> None:
+    answers = spawn(4, work, every, *setting)[0]
+    assert len(answers) == count
     wrong = {case: wrong_of(got, wanted(case, setting)) for case, got in answers.items()}
     wrong = {case: found for case, found in wrong.items() if found}
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())

@@ -17,6 +17,8 @@ from tests.support.runs import held
 from uspft.comm import total
 from uspft.engine.step import NotFinite
 from uspft.layout import Layout
+from uspft.parameters.shards import Shards
+from uspft.switching.moving import MovingEngine
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -26,6 +28,20 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
     folder = tmp_path_factory.mktemp("engine")
     make_model(folder / "llama", **MOVED["llama"])
     return folder, make_documents(folder / "d.jsonl", [ROW] * ROWS_PER_STEP, masked=[0.0, 0.9])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "told"),
+    [
+        ("float16", Layout(data=4), "float32 or bfloat16, not float16"),
+        ("float32", Layout(ring=4, mesh_rows=4), "to or from a mesh: mesh4x1-ring4"),
+    ],
+)
+def test_what_does_not_move_is_refused(dtype: str, layout: Layout, told: str) -> None:
+    nothing: Any = None
+    recipe: Any = SimpleNamespace(model=SimpleNamespace(dtype=dtype))
+    with pytest.raises(ValueError, match=told):
+        MovingEngine(nothing, recipe, nothing, [Shards(layout)], nothing)
 
 
 def behaves(rank: int, folder: Path, data: Documents) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tests.support.degrees import (
 from tests.support.models import Documents
 from tests.support.runs import GROUPS, held, job_of, small_recipe
 from uspft.config.algorithms import CONTEXT, WHOLE
+from uspft.kernels.capped import TorchCapped
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.sequence import make_algorithm
@@ -35,7 +36,7 @@ from uspft.tensor.megatron import Megatron
 from uspft.world import World, make_world
 
 MOVED: dict[str, dict[str, Any]] = {
-    **{name: MODELS[name] for name in ("llama", "qwen3", "phi3")},
+    **MODELS,
     "tied": {"kind": "llama", "heads": 8, "kv_heads": 2, "tie_word_embeddings": True},
 }
 PASSES: dict[str, list[tuple[Layout, list[list[int]]]]] = {
@@ -111,11 +112,12 @@ class Started:
         }
 
 
-def world_of(layout: Layout, tokens: bool) -> World:
+def world_of(layout: Layout, tokens: bool, softcap: float | None) -> World:
     row = CONTEXT["ring_cp"] if layout.ring > 1 else WHOLE
     algorithm = make_algorithm(row, layout.ulysses, layout.ring, keep=False)
     named = row, algorithm, Megatron(layout.tensor, splits_tokens=tokens)
-    return make_world(layout, named, TorchCpu(), torch.device("cpu"), GROUPS)
+    kernel = TorchCapped(softcap) if softcap else TorchCpu()
+    return make_world(layout, named, kernel, torch.device("cpu"), GROUPS)
 
 
 def started(
@@ -145,7 +147,8 @@ def started(
     job = job_of(recipe(case, folder, data), output, resume=resume)
     block, dtype = job.here.model, getattr(torch, job.here.model.dtype)
     config = model_config(block, ROW)
-    worlds = [(world_of(layout, case.tokens), rows) for layout, rows in PASSES[case.home]]
+    cap = getattr(config, "attn_logit_softcapping", None)
+    worlds = [(world_of(layout, case.tokens, cap), rows) for layout, rows in PASSES[case.home]]
     stream = training_rows(job.recipe.data, job.corpus, job.recipe.seed)
     sizes = {"row_tokens": ROW, "rows_per_step": ROWS_PER_STEP, "rows_per_batch": 1}
     loaders = [(StepLoader(stream, world, **sizes), world, rows) for world, rows in worlds]

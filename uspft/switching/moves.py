@@ -2,9 +2,9 @@
 
 A parameter is cut where parts begin or end before or after the switch. Each piece stays where a
 rank has it already; whoever else needs it is sent it by a rank of the same host, if one has it, and
-by the one that has sent least so far (SOSP'24, 10.1145/3694715.3695969; the NEW_GREEDY algorithm of
-Hetu's hetu/graph/switch_exec_graph.cc). Beyond it, a piece may be sent into a host once, and handed
-on inside.
+by the one that has sent least so far (HotSPa, SOSP'24; NEW_GREEDY in its implementation, Hetu's
+hetu/graph/switch_exec_graph.cc). Beyond it, a piece may be sent into a host once, and handed on
+inside.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
-from math import prod
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -59,10 +58,13 @@ class MovingEngine:
 
         holders: of that layout. every: who holds what under each of the layouts. hosts: a number of
         each rank's host; None for one host. once_into_hosts: as of `plan_moves`. straight: whether
-        weights go straight from layout to layout. Raises ValueError for float16.
+        weights go straight from layout to layout. Raises ValueError for float16, which needs a loss
+        scale, and for meshes, on which a model computes with the blocks of one.
         """
         if recipe.model.dtype == "float16":
             raise ValueError("weights that move are float32 or bfloat16, not float16")
+        if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
+            raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
         self.module, self.holders, self.device = module, holders, device
         self._net = cast("nn.Module", module).to(device)
         self.named = module.named()
@@ -152,7 +154,7 @@ class MovingEngine:
             if holds(batch.world.layout) not in self._every:
                 known = ", ".join(shards.layout.name() for shards in self._every.values())
                 raise ValueError(f"weights move between {known}, not to {batch.world.name}")
-        order = sorted(self._every, key=lambda key: (prod(key), key))
+        order = sorted(self._every, key=lambda key: self._every[key].layout.tensor)
         place = {key: number for number, key in enumerate(order)}
         in_order = sorted(batches, key=lambda batch: place[holds(batch.world.layout)])
         turns = [

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from uspft.comm import total
 from uspft.engine.adam import adamw, start_moments
 from uspft.engine.step import require_finite
-from uspft.parameters.owned import owned, owned_parts
+from uspft.parameters.owned import owned
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
     from uspft.parameters.part import Shape
     from uspft.parameters.shards import Holders
-    from uspft.switching.moves import Stock
 
 
 class _Place(NamedTuple):
@@ -58,9 +57,6 @@ class Owners:
         """The whole shape of every parameter, in the order in which they lie."""
         self.trained = {name: None for name in self.shapes if named[name].requires_grad}
         """The names of those that train, in order."""
-        self.stock: Stock = {
-            name: owned_parts(shards, name, shape) for name, shape in self.shapes.items()
-        }
         self._places: dict[str, _Place] = {}
         pieces, at = [], 0
         for name, shape in self.shapes.items():
