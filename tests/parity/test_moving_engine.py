@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,9 @@ def behaves(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     once = sum(value for index, value in sums if index == 0)
     (loss,) = total([once], engine.holders.everyone, engine.device)
     found["books"] = engine.holders.everyone.books.close()
+    began = time.perf_counter()
     record = run.step(0)
+    found["clock"] = time.perf_counter() - began, record["switch_seconds"], record["seconds"]
     found["evaluated"] = loss / record["target_tokens"], record["loss"]
     assert engine.module.training
     found["step"] = [record], held(engine)
@@ -102,6 +105,8 @@ def test_an_engine_refuses_evaluates_and_rounds_as_zero_does(
         assert other.startswith("ranks run micro-batches in different layouts") and "True" in other
         assert lost.startswith("the loss is nan True True"), (rank, lost)
         assert "weights move between" in found["unknown"]
+        whole, switching, each = found["clock"]
+        assert 0 < switching < whole - sum(each) and len(each) == 6 and min(each) > 0
         assert found["books"] == {}, "an evaluation's transfers are of no step"
         assert found["evaluated"][0] == pytest.approx(found["evaluated"][1], rel=1e-6)
         assert not mismatch(found["step"], want), "after all that the step is as if it were first"

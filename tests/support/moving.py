@@ -109,6 +109,8 @@ class Started:
             "grad_norm": result.grad_norm,
             "target_tokens": result.targets,
             "learning_rate": RATE,
+            "seconds": result.seconds,
+            "switch_seconds": result.switch_seconds,
         }
 
 

@@ -46,6 +46,8 @@ class StepResult:
     """The routers' mean loss over the step's rows, or None where none is computed."""
     seconds: tuple[float, ...] = ()
     """What each of this rank's micro-batches took, on the device's clock where it has one."""
+    switch_seconds: float = 0.0
+    """What it took beside them to move weights and gradients from layout to layout."""
 
 
 class Scales(NamedTuple):
@@ -73,8 +75,9 @@ class Laps:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> tuple[float, ...]:
-        """Return how long each lap was; a device must have ended its work."""
+        """Return how long each lap was, once a device has ended its work."""
         if self._on_device:
+            self._marks[-1].synchronize()
             return tuple(a.elapsed_time(b) / 1000 for a, b in pairwise(self._marks))
         return tuple(b - a for a, b in pairwise(self._marks))
 
@@ -105,6 +108,8 @@ class Engine(Protocol):
     """The ZeRO stage."""
     named: dict[str, nn.Parameter]
     """Every parameter by its Hugging Face name; what is here of its values may change."""
+    laps: Laps
+    """The clock of the step's micro-batches."""
 
     @property
     def adam(self) -> torch.optim.Optimizer: ...

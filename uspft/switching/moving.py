@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,7 +24,15 @@ from torch import Tensor, nn
 
 from uspft.comm import total
 from uspft.engine.state import Fragments
-from uspft.engine.step import LossModule, Scales, StepResult, counted, in_turn, require_finite
+from uspft.engine.step import (
+    Laps,
+    LossModule,
+    Scales,
+    StepResult,
+    counted,
+    in_turn,
+    require_finite,
+)
 from uspft.switching.owners import Owners
 from uspft.switching.routes import ByOwners, Route, Straight, Switches, holds
 
@@ -34,6 +41,10 @@ if TYPE_CHECKING:
     from uspft.config import Recipe
     from uspft.parameters.part import Part
     from uspft.parameters.shards import Holders, Shards
+
+
+SWITCH, UPDATE = -1, -2
+"""What a lap of the clock is of, if not of a micro-batch."""
 
 
 class MovingEngine:
@@ -79,6 +90,8 @@ class MovingEngine:
         """The layout whose parts the module's parameters are."""
         self._sums: dict[str, tuple[Tensor, float]] = {}
         """Where each gradient is added up while a layout trains, and what it is multiplied by."""
+        self.laps = Laps(device)
+        """The clock of the step's micro-batches, and of the switches between them."""
         self._hooks = [
             self.named[name].register_post_accumulate_grad_hook(self._adder(name))
             for name in self.owners.trained
@@ -132,20 +145,31 @@ class MovingEngine:
         self.owners.begin(learning_rate)
         self._route.begin()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.laps, order = Laps(self.device), list[int]()  # what each lap is of
         for shards, own in turns:
             with self._training(shards):
-                sums += in_turn(self, own, scales)
+                self.laps.mark()
+                sums += in_turn(self, [batches[number] for number in own], scales)
+            self.laps.mark()
+            order += [SWITCH, *own, SWITCH]
         *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
         mean, router = totals
         require_finite("loss", mean)
         self._route.finish()
         norm = self.owners.update()
+        self.laps.mark()
         self._route.updated()
+        self.laps.mark()
+        took = dict.fromkeys([SWITCH, UPDATE, *range(len(batches))], 0.0)
+        for of, seconds in zip([*order, UPDATE, SWITCH], self.laps.seconds(), strict=True):
+            took[of] += seconds
+        each = tuple(took[number] for number in range(len(batches)))
         router_loss = router if self.module.routed else None
-        return StepResult(mean, norm, int(targets), stops > 0, False, router_loss)
+        said = mean, norm, int(targets), stops > 0, False, router_loss
+        return StepResult(*said, seconds=each, switch_seconds=took[SWITCH])
 
-    def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[Batch]]]:
-        """Return the micro-batches of each layout, the least sharded first; collective.
+    def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[int]]]:
+        """Return the numbers of each layout's micro-batches, the least sharded first; collective.
 
         Raises RuntimeError where another rank has other layouts, ValueError for one that the engine
         was not made with.
@@ -156,10 +180,10 @@ class MovingEngine:
                 raise ValueError(f"weights move between {known}, not to {batch.world.name}")
         order = sorted(self._every, key=lambda key: self._every[key].layout.tensor)
         place = {key: number for number, key in enumerate(order)}
-        in_order = sorted(batches, key=lambda batch: place[holds(batch.world.layout)])
+        keys = [holds(batch.world.layout) for batch in batches]
         turns = [
-            (self._every[key], list(own))
-            for key, own in groupby(in_order, key=lambda batch: holds(batch.world.layout))
+            (self._every[key], [number for number, one in enumerate(keys) if one == key])
+            for key in sorted(set(keys), key=order.index)
         ]
         mine = float(sum(1 << place[holds(shards.layout)] for shards, _ in turns))
         everyone = self.holders.everyone
