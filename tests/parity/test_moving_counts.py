@@ -25,7 +25,6 @@ pytestmark = pytest.mark.timeout(400)
 SMALL = 1024
 """Bytes of a tensor that is left out of what is counted: scalars, batches, rotary frequencies."""
 CASES = [
-    Moving("llama"),
     Moving("llama", "tensor 2", dtype="bfloat16"),
     Moving("llama", trains="adapter"),
     Moving("llama", straight=True),
@@ -194,7 +193,7 @@ def kept(rank: int, folder: Path, data: Documents) -> Any:
     found: dict[str, list[bool]] = {}
     fetch = ByOwners.fetch
     for fault in ("none", "one parameter's"):
-        run = started(CASES[0], folder, data, folder / f"kept-{fault}")
+        run = started(Moving("llama"), folder, data, folder / f"kept-{fault}")
         refs: list[StorageWeakRef] = []
         leaked: list[Tensor] = []
 
