@@ -20,7 +20,8 @@ from uspft.switching.moves import Moves, Stock, plan_moves, stock_of
 from uspft.switching.switch import Switch
 
 pytestmark = pytest.mark.timeout(200)
-HOSTS = (0, 0, 1, 1)
+HOSTS = (0, 0, 1, 1), (0, 1, 1, 1)
+DTYPES = torch.float32, torch.bfloat16
 EVERY = list(product(LAYOUTS, LAYOUTS))
 
 
@@ -46,8 +47,8 @@ def switched(rank: int, elements: int | None) -> list[Any]:
     counted = 0
     for before, after in EVERY:
         stocks = [stock_of(shards(LAYOUTS[name]), SHAPES) for name in (before, after)]
-        for once, dtype in ((False, torch.float32), (True, torch.bfloat16)):
-            moves = plan_moves(*stocks, HOSTS, once_into_hosts=once)
+        for hosts, once, dtype in zip(HOSTS, (False, True), DTYPES, strict=True):
+            moves = plan_moves(*stocks, hosts, once_into_hosts=once)
             switch = Switch(moves, *stocks, group)
             have, want = (flat(stock, rank, dtype) for stock in stocks)
             got = torch.full_like(want, torch.nan)
@@ -67,7 +68,7 @@ def switched(rank: int, elements: int | None) -> list[Any]:
 def added(stocks: list[Stock], once: bool, group: Any) -> bool:
     """Whether what each rank has made of its part is summed where the part came from."""
     rank = group.index
-    moves = plan_moves(*stocks, HOSTS, once_into_hosts=once)
+    moves = plan_moves(*stocks, HOSTS[once], once_into_hosts=once)
     switch = Switch(moves, *stocks, group)
     sums = torch.zeros(switch.count_before)
     switch.add(flat(stocks[1], rank, torch.float32, seed=1 + rank), sums)
@@ -108,7 +109,7 @@ def broken(rank: int) -> dict[str, bool]:
     in_order = {name: replace(split, in_order=True) for name, split in SPLITS.items()}
     stale = stock_of(replace(held[0], splits=in_order), SHAPES)
     for fault, before in (("none", stocks[0]), ("a stale part", stale)):
-        switch = Switch(plan_moves(before, stocks[1], HOSTS), before, stocks[1], group)
+        switch = Switch(plan_moves(before, stocks[1], HOSTS[0]), before, stocks[1], group)
         got = torch.zeros(switch.count_after)
         switch.copy(flat(stocks[0], rank, torch.float32), got)
         found[fault] = torch.equal(got, flat(stocks[1], rank, torch.float32))

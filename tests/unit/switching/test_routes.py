@@ -11,6 +11,7 @@ from uspft.layout import Layout
 from uspft.parameters.owned import owned, owned_parts, piece_of
 from uspft.parameters.part import Part
 from uspft.parameters.shards import MatrixSplit, Shards
+from uspft.planner.moving_bytes import sent_by_owners, sent_straight
 from uspft.switching.moves import Stock, plan_moves, stock_of
 
 SHAPES = {"up": (16, 8), "down": (8, 16)}
@@ -57,13 +58,10 @@ def straight(degrees: Sequence[int], n: int, b: int, *, once: bool) -> float:
 def test_bytes_are_those_of_the_closed_forms(
     n: int, degrees: tuple[int, ...], b: int, once: bool
 ) -> None:
-    last = degrees[-1]
-    want = sum((1 / t - 1 / n) * (b + 4) for t in degrees)
-    assert by_owners(degrees, n, b, once=once) == pytest.approx(want)
-    copies = [n // t for t in degrees]
-    want = (1 / degrees[0] - 1 / last) * b + (1 / last - 1 / n) * (4 + b)
-    want += sum(2 * (c - 1) / c / t * 4 for t, c in zip(degrees, copies, strict=True) if t < last)
-    assert straight(degrees, n, b, once=once) == pytest.approx(want)
+    got = by_owners(degrees, n, b, once=once)
+    assert got == pytest.approx(sent_by_owners(degrees, n, b))
+    got = straight(degrees, n, b, once=once)
+    assert got == pytest.approx(sent_straight(degrees, n, b))
 
 
 def test_four_ranks_in_three_layouts() -> None:
