@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,18 +32,26 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
     return folder, make_documents(folder / "d.jsonl", [ROW] * ROWS_PER_STEP, masked=[0.0, 0.9])
 
 
+TWO = Layout(mesh_columns=2, data=2)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "layout", "told"),
+    ("dtype", "every", "told"),
     [
-        ("float16", Layout(data=4), "float32 or bfloat16, not float16"),
-        ("float32", Layout(ring=4, mesh_rows=4), "to or from a mesh: mesh4x1-ring4"),
+        ("float16", [Shards(TWO)], "float32 or bfloat16, not float16"),
+        ("float32", [Shards(Layout(ring=4, mesh_rows=4))], "to or from a mesh: mesh4x1-ring4"),
+        (
+            "float32",
+            [Shards(TWO), Shards(replace(TWO, ring=2, data=1), pieces=frozenset({"norm"}))],
+            "with tensor degree 2 some have use_seq_parallel, not all",
+        ),
     ],
 )
-def test_what_does_not_move_is_refused(dtype: str, layout: Layout, told: str) -> None:
+def test_what_does_not_move_is_refused(dtype: str, every: list[Shards], told: str) -> None:
     nothing: Any = None
     recipe: Any = SimpleNamespace(model=SimpleNamespace(dtype=dtype))
     with pytest.raises(ValueError, match=told):
-        MovingEngine(nothing, recipe, nothing, [Shards(layout)], nothing)
+        MovingEngine(nothing, recipe, nothing, every, nothing)
 
 
 def behaves(rank: int, folder: Path, data: Documents) -> dict[str, Any]:

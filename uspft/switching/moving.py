@@ -70,12 +70,18 @@ class MovingEngine:
         holders: of that layout. every: who holds what under each of the layouts. hosts: a number of
         each rank's host; None for one host. once_into_hosts: as of `plan_moves`. straight: whether
         weights go straight from layout to layout. Raises ValueError for float16, which needs a loss
-        scale, and for meshes, on which a model computes with the blocks of one.
+        scale, for meshes, on which a model computes with the blocks of one, and for layouts of one
+        degree of which some split tokens.
         """
         if recipe.model.dtype == "float16":
             raise ValueError("weights that move are float32 or bfloat16, not float16")
         if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
+        self._every = {holds(shards.layout): shards for shards in every}
+        for shards in every:
+            if self._every[holds(shards.layout)].pieces != shards.pieces:
+                twice = f"tensor degree {shards.layout.tensor}"
+                raise ValueError(f"of the layouts with {twice} some have use_seq_parallel, not all")
         self.module, self.holders, self.device = module, holders, device
         self._net = cast("nn.Module", module).to(device)
         self.named = module.named()
@@ -84,7 +90,6 @@ class MovingEngine:
         switches = Switches(self.owners, holders.everyone, hosts, once_into_hosts=once_into_hosts)
         route = Straight if straight else ByOwners
         self._route: Route = route(self.owners, switches, holders.shards)
-        self._every = {holds(shards.layout): shards for shards in every}
         self._nothing = torch.empty(0, dtype=getattr(torch, recipe.model.dtype), device=device)
         self._here: Shards | None = None
         """The layout whose parts the module's parameters are."""
