@@ -116,6 +116,14 @@ class Mix:
             found.append((away * (weights + gradients), seconds))
         return found
 
+    @property
+    def padding_bytes(self) -> float:
+        """Bytes of zeros in the gradient that a rank sums, where the most sharded layout uses a
+        part of what it holds."""
+        most = max(one.layout.tensor for one in self.buckets)
+        step, held = self.setting.step, _parameters(self.setting.step, self.tensor)
+        return GRADIENT_BYTES * step.trained * (held - _parameters(step, most))
+
     def _works(self, rows: Sequence[PackedRow], pass_seconds: float) -> list[RowWork]:
         """Return the rows' work; what a bucket's pass takes beyond `pass_seconds` goes with it."""
         found = []
