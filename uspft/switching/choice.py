@@ -11,7 +11,13 @@ from itertools import combinations
 
 from uspft.switching.drawn_steps import DrawnSteps, lower_bounds
 from uspft.switching.mix import Mix, Static
-from uspft.switching.priced import PricedLayout, best_of_degrees, priced_layouts
+from uspft.switching.priced import (
+    Among,
+    PricedLayout,
+    best_of_degrees,
+    every_layout,
+    priced_layouts,
+)
 from uspft.switching.setting import Setting
 
 AS_FAST = 1.05
@@ -69,9 +75,16 @@ class SwitchingChoice:
         return f"{static}, and switching {self.mix_seconds:.3g} s, which is not clearly less"
 
 
-def choose(setting: Setting, drawn: DrawnSteps) -> SwitchingChoice:
-    """Return the mix that is predicted to take least, and every static layout's step."""
-    longest = _priced(setting, drawn, drawn.row_tokens, most=None)
+def choose(setting: Setting, drawn: DrawnSteps, among: Among = every_layout) -> SwitchingChoice:
+    """Return the mix that is predicted to take least, and every static layout's step.
+
+    among: which layouts count, static and in a mix.
+    """
+
+    def priced_at(length: int, most: int | None) -> list[PricedLayout]:
+        return priced_layouts(setting, length, drawn.typical(length), most, among)
+
+    longest = priced_at(drawn.row_tokens, None)
     static = []
     for one in longest:
         alone = Static(setting, one)
@@ -79,7 +92,7 @@ def choose(setting: Setting, drawn: DrawnSteps) -> SwitchingChoice:
     static.sort(key=lambda one: (one.seconds is None, one.seconds or 0.0))
     options = {drawn.row_tokens: best_of_degrees(longest)}
     for bound in lower_bounds(drawn):
-        options[bound] = best_of_degrees(_priced(setting, drawn, bound, most=2))
+        options[bound] = best_of_degrees(priced_at(bound, 2))
     best: tuple[float, Mix | None] = float("inf"), None
     for kind in _kinds(setting, options):
         listed = sorted(kind, key=lambda mix: mix.least_seconds(drawn))[:SHORTLIST]
@@ -87,12 +100,6 @@ def choose(setting: Setting, drawn: DrawnSteps) -> SwitchingChoice:
     if best[1] is not None:
         best = _refined(best[0], best[1], drawn, options)
     return SwitchingChoice(best[1], best[0], tuple(static))
-
-
-def _priced(
-    setting: Setting, drawn: DrawnSteps, length: int, most: int | None
-) -> list[PricedLayout]:
-    return priced_layouts(setting, length, drawn.typical(length), most)
 
 
 def _seconds(found: tuple[float, Mix | None]) -> float:

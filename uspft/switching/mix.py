@@ -182,10 +182,9 @@ class Static:
         setting, one = self.setting, self.layout
         mix = Mix(setting, (one,), one.layout.tensor)
         rows = [one.row_seconds(pairs_of(row)) for row in drawn.together]
-        most, at_once, found = int(mix.room(one) / one.row_bytes), 1, []
-        while at_once <= most:
-            found.append(self._passes(rows, at_once, len(drawn.steps)))
-            at_once *= 2
+        most = min(int(mix.room(one) / one.row_bytes), -(-len(rows) // one.layout.data))
+        steps = len(drawn.steps)
+        found = (self._passes(rows, at_once, steps) for at_once in range(1, max(1, most) + 1))
         return min(found) + mix.once_seconds
 
     def _passes(self, rows: Sequence[float], at_once: int, steps: int) -> float:

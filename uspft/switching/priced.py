@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from uspft.config.algorithms import AlgorithmRow
@@ -54,14 +54,26 @@ class PricedLayout:
         return (self.seconds[0] + self.beside) * self.group_ranks
 
 
+Among = Callable[[Layout], bool]
+"""A function that tells whether a layout is among those that may be chosen."""
+
+
+def every_layout(_: Layout) -> bool:
+    return True
+
+
 def priced_layouts(
-    setting: Setting, length: int, typical: Segments, most: int | None
+    setting: Setting,
+    length: int,
+    typical: Segments,
+    most: int | None,
+    among: Among = every_layout,
 ) -> list[PricedLayout]:
     """Return every layout in which rows of so many tokens can run, at each algorithm's degrees.
 
     Matrices are split in Megatron's way alone. typical: a row with the documents that rows have.
     most: of each tensor and context degree, how many ways to share a row are looked at closely,
-    those that take least for a single document; None: all.
+    those that take least for a single document; None: all. among: which layouts count.
     """
     step, ranks, hardware = setting.step, setting.ranks, setting.hardware
     whole = Segments.single(length)
@@ -75,6 +87,7 @@ def priced_layouts(
             ways = [
                 (row_time(shape, layout, algorithm, hardware, whole), row, layout, algorithm)
                 for row, layout, algorithm in ways_to_share(shape, degrees, hardware)
+                if among(layout)
             ]
             ways.sort(key=lambda way: way[0].alone)
             found += [priced(setting, way[1:], length, typical) for way in ways[:most]]
