@@ -85,11 +85,6 @@ def choose(setting: Setting, drawn: DrawnSteps, among: Among = every_layout) -> 
         return priced_layouts(setting, length, drawn.typical(length), most, among)
 
     longest = priced_at(drawn.row_tokens, None)
-    static = []
-    for one in longest:
-        alone = Static(setting, one)
-        static.append(StaticTime(one, alone.seconds(drawn) if alone.fits else None))
-    static.sort(key=lambda one: (one.seconds is None, one.seconds or 0.0))
     options = {drawn.row_tokens: best_of_degrees(longest)}
     for bound in lower_bounds(drawn):
         options[bound] = best_of_degrees(priced_at(bound, 2))
@@ -99,7 +94,23 @@ def choose(setting: Setting, drawn: DrawnSteps, among: Among = every_layout) -> 
         best = min((best, *((mix.seconds(drawn), mix) for mix in listed)), key=_seconds)
     if best[1] is not None:
         best = _refined(best[0], best[1], drawn, options)
-    return SwitchingChoice(best[1], best[0], tuple(static))
+    return SwitchingChoice(best[1], best[0], _static(setting, drawn, longest))
+
+
+def beside_static(mix: Mix, drawn: DrawnSteps) -> SwitchingChoice:
+    """Return a mix that a recipe names, with every static layout's step."""
+    length = drawn.row_tokens
+    longest = priced_layouts(mix.setting, length, drawn.typical(length), most=None)
+    return SwitchingChoice(mix, mix.seconds(drawn), _static(mix.setting, drawn, longest))
+
+
+def _static(
+    setting: Setting, drawn: DrawnSteps, longest: Sequence[PricedLayout]
+) -> tuple[StaticTime, ...]:
+    """Return each layout of the longest rows as the only one, the fastest first."""
+    every = [(one, Static(setting, one)) for one in longest]
+    found = [StaticTime(one, alone.seconds(drawn) if alone.fits else None) for one, alone in every]
+    return tuple(sorted(found, key=lambda one: (one.seconds is None, one.seconds or 0.0)))
 
 
 def _seconds(found: tuple[float, Mix | None]) -> float:

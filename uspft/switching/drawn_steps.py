@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from uspft.data.packing import best_fit
 from uspft.segments import Segments
+from uspft.switching.buckets import rows_of_samples
 
 LEAST_TOKENS = 64
 """Tokens of the shortest rows that a bucket is for."""
@@ -36,8 +35,8 @@ class DrawnSteps:
     """Samples of one step."""
     row_tokens: int
     """Tokens of the longest row."""
-    packs: bool = True
-    """Whether a row holds as many samples as fit, or one."""
+    packing: str = "best_fit"
+    """The recipe's `data.packing`."""
 
     @cached_property
     def steps(self) -> list[list[int]]:
@@ -52,38 +51,32 @@ class DrawnSteps:
     @cached_property
     def together(self) -> list[list[int]]:
         """The rows of all drawn steps packed as one, as a static layout may have them."""
-        return self._pack([length for step in self.steps for length in step], self.row_tokens)
+        return self._packed([length for step in self.steps for length in step], self.row_tokens)
 
     @cached_property
-    def _packed(self) -> dict[tuple[int, int, int], list[list[int]]]:
+    def _made(self) -> dict[tuple[int, ...], list[PackedRow]]:
         return {}
 
     def rows(self, step: int, bounds: Sequence[int]) -> list[PackedRow]:
         """Return the rows of a step in buckets of these row lengths, which rise."""
-        return [
-            PackedRow(bucket, pairs_of(row))
-            for bucket, (above, bound) in enumerate(pairwise((0, *bounds)))
-            for row in self._of_bucket(step, above, bound)
-        ]
+        if (key := (step, *bounds)) not in self._made:
+            lengths = self.steps[step]
+            self._made[key] = [
+                PackedRow(row.bucket, pairs_of(lengths[place] for place in row.samples))
+                for row in rows_of_samples(dict(enumerate(lengths)), bounds, self.packing)
+            ]
+        return self._made[key]
 
     def typical(self, tokens: int) -> Segments:
         """Return a row of so many tokens with the documents that rows have here: of those
         that hold every sample that fits, the one with the median of pairs."""
         fitting = [length for length in self.steps[0] if length <= tokens]
-        rows = sorted(self._pack(fitting, tokens), key=lambda row: (pairs_of(row), row))
+        rows = sorted(self._packed(fitting, tokens), key=lambda row: (pairs_of(row), row))
         return segments_of(rows[len(rows) // 2], tokens) if rows else Segments.single(tokens)
 
-    def _of_bucket(self, step: int, above: int, bound: int) -> list[list[int]]:
-        key = step, above, bound
-        if key not in self._packed:
-            inside = [length for length in self.steps[step] if above < length <= bound]
-            self._packed[key] = self._pack(inside, bound)
-        return self._packed[key]
-
-    def _pack(self, lengths: list[int], tokens: int) -> list[list[int]]:
-        if not self.packs:
-            return [[length] for length in lengths]
-        return [[lengths[at] for at in row] for row in best_fit(lengths, tokens)]
+    def _packed(self, lengths: list[int], tokens: int) -> list[list[int]]:
+        rows = rows_of_samples(dict(enumerate(lengths)), (tokens,), self.packing)
+        return [[lengths[place] for place in row.samples] for row in rows]
 
 
 def pairs_of(lengths: Iterable[int]) -> int:

@@ -17,7 +17,7 @@ from uspft.planner.hardware import Hardware
 from uspft.planner.row_time import micro_step_seconds
 from uspft.planner.steps import StepShape
 from uspft.segments import Segments
-from uspft.switching.choice import AS_FAST, SwitchingChoice, choose
+from uspft.switching.choice import AS_FAST, SwitchingChoice, beside_static, choose
 from uspft.switching.drawn_steps import DrawnSteps, lower_bounds, pairs_of
 from uspft.switching.mix import Mix, Static
 from uspft.switching.priced import PricedLayout, priced_layouts
@@ -93,9 +93,12 @@ def test_without_a_tail_one_layout_stays() -> None:
 
 
 def test_rows_of_one_sample_are_switched_since_short_rows_have_less_padding() -> None:
-    found = choose(setting(400e9), DrawnSteps(tail(), 256, ROW, packs=False))
-    assert found.switches and found.best_static and found.best_static.seconds
+    found = choose(setting(400e9), DrawnSteps(tail(), 256, ROW, packing="none"))
+    assert found.mix and found.switches and found.best_static and found.best_static.seconds
     assert found.best_static.seconds > 3 * found.mix_seconds
+    drawn = DrawnSteps(tail(), 256, ROW, packing="none")
+    again = beside_static(found.mix, drawn)
+    assert (again.mix_seconds, again.best_static) == (found.mix_seconds, found.best_static)
 
 
 def test_more_memory_and_faster_links_are_never_slower() -> None:
