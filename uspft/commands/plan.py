@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from uspft.commands.aligned import aligned
 from uspft.launcher import hosts_from
 from uspft.layout import Layout
 from uspft.metrics import as_size
@@ -91,7 +92,7 @@ def _parts(own: Prediction) -> str:
             cells = [_seconds(seconds), _seconds(hidden), as_size(int(moved)) if moved else "–"]
             rows.append([name.replace("_", "-"), *cells])
     rows.append(["step", _seconds(own.time.seconds), _seconds(own.time.hidden), ""])
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _meshes(found: Tuning, own: Layout) -> str:
@@ -102,7 +103,7 @@ def _meshes(found: Tuning, own: Layout) -> str:
         times = _seconds(one.seconds), _seconds(one.whole_seconds)
         name = one.name + (" (the recipe's)" if recipes else "")
         rows.append([name, *times, *map(str, one.slices)])
-    lines = [_aligned(rows), MESH_LEGEND]
+    lines = [aligned(rows), MESH_LEGEND]
     lines += [f"no mesh: {why}" for why in found.refused]
     return "\n".join([*lines, *(f"not by the rule: {what}" for what in found.not_kept)])
 
@@ -127,18 +128,8 @@ def _table(
                 "–" if mfu is None else f"{mfu:.2f}",
             ]
         )
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _seconds(value: float) -> str:
     return f"{value:.3g}" if value else "–"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return lines whose first column stands to the left and whose numbers stand to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)

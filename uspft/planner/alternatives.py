@@ -92,15 +92,15 @@ def alternatives(step: StepShape, ranks: int, hardware: Hardware) -> list[Predic
 def _predictions(
     step: StepShape, degrees: tuple[int, int, int, int], hardware: Hardware
 ) -> Iterator[Prediction]:
-    for row, layout, algorithm in _ways(step, degrees, hardware):
+    for row, layout, algorithm in ways_to_share(step, degrees, hardware):
         time = step_time(step, layout, algorithm, hardware)
         yield Prediction(layout, row, time, step.slices is not None)
 
 
-def _ways(
+def ways_to_share(
     step: StepShape, degrees: tuple[int, int, int, int], hardware: Hardware
 ) -> Iterator[tuple[AlgorithmRow, Layout, Algorithm]]:
-    """Yield the algorithms that `auto` may choose, at every Ulysses degree.
+    """Yield the algorithms that `auto` may choose for the step's row, at every Ulysses degree.
 
     degrees: mesh columns, mesh rows, context_parallel and data.
     """

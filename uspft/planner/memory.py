@@ -14,6 +14,7 @@ from uspft.config import Fault
 from uspft.model.build import empty_model
 from uspft.model.hf_config import attention_of, layer_windows
 from uspft.model.loss import tile_tokens
+from uspft.planner.room import USABLE_SHARE
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -26,8 +27,6 @@ the two moments of Adam.
 """
 MAX_PLAIN_TOKENS = 4096
 """The longest row in tokens for which plain transformers runs: its float32 logits are whole."""
-USABLE_SHARE = 0.85
-"""The share of the memory at hand that a run can use: libraries and fragmentation take the rest."""
 GIB = 1 << 30
 _LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
 _ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({count})))"

@@ -7,7 +7,9 @@ most tokens, most heads and most pairs of query and key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
+from typing import cast
 
 from uspft.families import ModelShape
 from uspft.layout import COPIES, Layout
@@ -24,6 +26,7 @@ from uspft.planner.products import (
 from uspft.planner.spread import Spread
 from uspft.planner.steps import GRADIENT_BYTES, StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
+from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import everyones
@@ -157,15 +160,15 @@ def _attention(
     heads = local_heads(model, layout.mesh_columns)
     shares = split_heads(heads.query, heads.kv, layout.ulysses).query
     most = max(last - first for first, last in shares)
-    order = algorithm.token_order(step.row)
     for window, layers in Counter(step.windows).items():
-        ranks = everyones(step.row, order, layout.ulysses, window)
-        pairs = step.rows * max(share.area for share in ranks)
+        frozen = cast("Hashable", algorithm)  # a dataclass that is
+        most_pairs, sent = _of_one_row(frozen, step.row, heads, step.element_bytes, window)
+        pairs = step.rows * most_pairs
         both = sum(
             hardware.attention_seconds(pairs, most, heads.dim, backward=way)
             for way in (False, True)
         )
-        cost = _times(algorithm.cost(step.row, heads, step.element_bytes, window), step.rows)
+        cost = _times(sent, step.rows)
         joined = JOIN_BYTES * step.tokens(layout) * heads.query * heads.dim
         launches = 2 * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
         yield StepPart("attention", layers * (both + cost.arrivals * launches))
@@ -179,6 +182,15 @@ def _attention(
             yield StepPart(name, layers * seconds, layers * hidden, layers * traffic.bytes)
         exchanged = layers * cost.all_to_all.bytes
         yield StepPart("all_to_all", layers * wire.all_to_all, bytes=exchanged)
+
+
+@lru_cache(maxsize=1024)  # a row of many documents takes a second on 32 ranks
+def _of_one_row(
+    algorithm: Algorithm, row: Segments, heads: Heads, element_bytes: int, window: int | None
+) -> tuple[int, Cost]:
+    """Return the pairs of the rank with most of them, and what one layer sends."""
+    shares = everyones(row, algorithm.token_order(row), algorithm.ulysses, window)
+    return max(share.area for share in shares), algorithm.cost(row, heads, element_bytes, window)
 
 
 def local_heads(model: ModelShape, tensor: int) -> Heads:

@@ -1,0 +1,1 @@
+"""Hot switching beside one layout for all rows."""

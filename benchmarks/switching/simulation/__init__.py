@@ -1,0 +1,1 @@
+"""Hot switching on 32 GPUs, modelled."""

@@ -1,0 +1,69 @@
+"""The modelled steps of hot switching: what lengths are drawn, what is compared, the tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.lab.results import RESULTS, read
+from benchmarks.switching.simulation.cases import A800, LONG, PAPERS, SEARCHED, WAYS, Case
+from benchmarks.switching.simulation.lengths import CORPORA, lengths, share_above
+from benchmarks.switching.simulation.report import PAPER, line, tables
+
+SMALL = Case("LLaMA-2 7B", CORPORA[1], 8192, 1, 8)
+
+
+def test_lengths_have_a_long_tail_and_are_drawn_alike() -> None:
+    for shape in CORPORA:
+        drawn = lengths(shape, 32_768)
+        assert drawn[:9] == lengths.__wrapped__(shape, 32_768)[:9]
+        assert max(drawn) <= 32_768 and sorted(drawn)[len(drawn) // 2] < 1_200
+        assert 0 < share_above(shape, 32_768, 16_384) < share_above(shape, 32_768, 8_192) < 0.1
+    code, web = (share_above(shape, 32_768, 8_192) for shape in CORPORA)
+    assert code > 3 * web
+
+
+def test_cases_cover_the_papers_corpora_and_both_stages() -> None:
+    assert {case.corpus.name for case in PAPERS} == set(PAPER)
+    assert {case.stage for case in PAPERS} == {1, 3} and len(PAPERS) == 8 and len(LONG) == 2
+    assert all(case.setting.ranks == 32 for case in (*PAPERS, *LONG))
+    assert len({(c.stage, c.memory_bytes, c.between) for c in SEARCHED}) == len(SEARCHED) == 24
+
+
+def test_slower_links_are_slower_between_hosts_alone() -> None:
+    slow = replace(SMALL, between=1 / 8).hardware
+    assert slow.inside == A800.inside
+    assert slow.between.bytes_per_second == A800.between.bytes_per_second / 8
+    assert slow.between.all_to_all and A800.between.all_to_all
+    share = slow.between.all_to_all.bytes_per_second / A800.between.all_to_all.bytes_per_second
+    assert share == 1 / 8
+
+
+@pytest.mark.parametrize("way", ["matrices alone", "Ulysses alone"])
+def test_a_way_keeps_to_its_layouts(way: str) -> None:
+    found = SMALL.chosen(way)
+    assert found.static
+    for one in found.static:
+        alone = one.priced.layout.context if way == "matrices alone" else one.priced.layout.tensor
+        assert alone == 1
+
+
+def test_a_line_and_its_tables() -> None:
+    found = line(SMALL, WAYS)
+    shown = tables({"papers": [found], "searched": [found]})
+    assert len(shown) == 2 and all(len(each.splitlines()) == 3 for each in shown)
+    for each in shown:
+        heads, *_, cells = each.splitlines()
+        assert heads.count("|") == cells.count("|")
+    assert "LLaMA-2 7B, 8k, 1 | CommonCrawl | 2.99 ×" in shown[0]
+    static = found["ways"]["any layout"]["static"]
+    assert f"| {static[0]} | {static[1]:.3g} |" in shown[1]
+
+
+def test_results_are_called_modelled_and_are_what_the_planner_says() -> None:
+    kept = read(RESULTS, "switching-simulation")
+    assert "modelled" in kept and len(tables(kept)) == 2
+    assert len(kept["papers"]) == len(PAPERS) + len(LONG) and len(kept["searched"]) == len(SEARCHED)
+    again = line(PAPERS[0], ["matrices alone"])
+    assert kept["papers"][0]["ways"]["matrices alone"] == again["ways"]["matrices alone"]

@@ -1,0 +1,136 @@
+"""Layouts with what rows of one length cost under them, by their pairs of query and key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from uspft.config.algorithms import AlgorithmRow
+from uspft.layout import Layout
+from uspft.planner.alternatives import TENSOR, splits_over, ways_to_share
+from uspft.planner.room import token_bytes
+from uspft.planner.row_time import row_time
+from uspft.segments import Segments
+from uspft.sequence import Algorithm
+from uspft.switching.drawn_steps import pairs_of
+from uspft.switching.setting import Setting
+
+
+@dataclass(frozen=True)
+class PricedLayout:
+    """A layout of all ranks with its algorithm, for rows of one length.
+
+    Seconds grow in a straight line between a row of typical documents and one of a single document.
+    """
+
+    length: int
+    layout: Layout
+    row: AlgorithmRow
+    pairs: tuple[int, int]
+    """Of the typical row, and of the single document."""
+    seconds: tuple[float, float]
+    """What these two rows add to a pass."""
+    beside: float
+    """Seconds of a pass beside its rows."""
+    row_bytes: float
+    """Of activations on the fullest rank of the group that runs a row."""
+
+    @property
+    def group_ranks(self) -> int:
+        return self.layout.ranks // self.layout.data
+
+    @property
+    def name(self) -> str:
+        return self.layout.name(self.row.name)
+
+    def row_seconds(self, pairs: int) -> float:
+        (few, many), (short, long) = self.pairs, self.seconds
+        slope = (long - short) / (many - few) if many > few else 0.0
+        return max(short + slope * (pairs - few), 0.5 * short)
+
+    @property
+    def work(self) -> float:
+        """The seconds that a typical row takes, times the ranks that take it."""
+        return (self.seconds[0] + self.beside) * self.group_ranks
+
+
+Among = Callable[[Layout], bool]
+"""A function that tells whether a layout is among those that may be chosen."""
+
+
+def every_layout(_: Layout) -> bool:
+    return True
+
+
+def priced_layouts(
+    setting: Setting,
+    length: int,
+    typical: Segments,
+    most: int | None,
+    among: Among = every_layout,
+) -> list[PricedLayout]:
+    """Return every layout in which rows of so many tokens can run, at each algorithm's degrees.
+
+    Matrices are split in Megatron's way alone. typical: a row with the documents that rows have.
+    most: of each tensor and context degree, how many ways to share a row are looked at closely,
+    those that take least for a single document; None: all. among: which layouts count.
+    """
+    step, ranks, hardware = setting.step, setting.ranks, setting.hardware
+    whole = Segments.single(length)
+    shape = replace(step, row=whole, rows=1, slices=None)
+    found = []
+    for tensor in TENSOR:
+        if ranks % tensor or not splits_over(step.model, tensor):
+            continue
+        for context in _divisors(ranks // tensor):
+            degrees = (tensor, 1, context, ranks // (tensor * context))
+            ways = [
+                (row_time(shape, layout, algorithm, hardware, whole), row, layout, algorithm)
+                for row, layout, algorithm in ways_to_share(shape, degrees, hardware)
+                if among(layout)
+            ]
+            ways.sort(key=lambda way: way[0].alone)
+            found += [priced(setting, way[1:], length, typical) for way in ways[:most]]
+    return found
+
+
+def priced(
+    setting: Setting,
+    way: tuple[AlgorithmRow, Layout, Algorithm],
+    length: int,
+    typical: Segments,
+) -> PricedLayout:
+    """Return a layout with its algorithm, priced for rows of so many tokens.
+
+    typical: a row with the documents that rows have.
+    """
+    (row, layout, algorithm), whole = way, Segments.single(length)
+    shape = replace(setting.step, row=whole, rows=1, slices=None)
+    short, long = (
+        row_time(shape, layout, algorithm, setting.hardware, one) for one in (typical, whole)
+    )
+    return PricedLayout(
+        length,
+        layout,
+        row,
+        (_pairs(typical), _pairs(whole)),
+        (short.row, long.row),
+        max(short.beside, long.beside),
+        length / layout.context * token_bytes(shape, layout),
+    )
+
+
+def _pairs(row: Segments) -> int:
+    return pairs_of([stop - start for start, stop in row])
+
+
+def best_of_degrees(found: Sequence[PricedLayout]) -> list[PricedLayout]:
+    """Return the layout of least work of each tensor and context degree, the least work first."""
+    best: dict[tuple[int, int], PricedLayout] = {}
+    for one in sorted(found, key=lambda one: one.work):
+        best.setdefault((one.layout.tensor, one.layout.context), one)
+    return list(best.values())
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

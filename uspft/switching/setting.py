@@ -1,0 +1,23 @@
+"""What a run is given, before its layouts are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from uspft.planner.hardware import Hardware
+from uspft.planner.steps import StepShape
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run is given: its model and batch, the cluster, and the memory of a rank."""
+
+    step: StepShape
+    hardware: Hardware
+    ranks: int
+    memory_bytes: float
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks run as many passes, since each is a collective of all of them."""
+        return self.step.stage > 1
