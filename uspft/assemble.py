@@ -113,12 +113,11 @@ def assemble(
     fill(model, dtype, source, holders, partitioner(recipe, holders))
     how.split_model(model, holders)
     model.train()
-    if recipe.memory.gradient_checkpointing:
-        recompute_layers(model)
+    recompute = recompute_layers(model, recipe.memory)
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
     passes = micro_batches(recipe, layout)
-    module = CausalLoss(model, tile, layout.mesh_columns)
+    module = CausalLoss(model, tile, layout.mesh_columns, recompute)
     engine = ZeroEngine(module, recipe, holders, device, passes=passes)
     if checkpoint:
         empty = loader.batch([EMPTY] * recipe.training.micro_batch_size)

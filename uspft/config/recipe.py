@@ -130,6 +130,12 @@ class MemoryBlock(RecipeBlock):
 
     gradient_checkpointing: Flag = True
     """Whether layers are computed again in the backward, so that activations need not be kept."""
+    recompute: Annotated[
+        Literal["attention", "exchange", "nothing", "auto"],
+        _is(choice("attention", "exchange", "nothing", "auto")),
+    ] = "auto"
+    """What of attention is made again too: all, the `exchange` of heads, or `nothing`, which keeps
+    most; `auto` is the least work that is predicted to fit the GPU, and on CPU `nothing`."""
     offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
     """Where checkpointed activations wait for the backward: the device (`none`) or host (`cpu`)."""
     loss_tile_tokens: Annotated[

@@ -196,6 +196,18 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
         yield "model.attention", what, "write auto or torch, or dtype: bfloat16"
 
 
+def _recomputed(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse what asks for checkpointed layers where there are none."""
+    memory = recipe.memory
+    if memory.gradient_checkpointing:
+        return
+    for key, off in (("recompute", AUTO), ("offload_activations", "none")):
+        value = getattr(memory, key)
+        if value != off:
+            what = f"is {value}, and memory.gradient_checkpointing is false"
+            yield f"memory.{key}", what, f"write {off}, or gradient_checkpointing: true"
+
+
 RULES = (
     KeyRule(
         (
@@ -243,4 +255,12 @@ RULES = (
     ),
     KeyRule(("data.eval",), _evaluation_sets),
     KeyRule(("model.dtype", "model.attention", "launch.device"), _device),
+    KeyRule(
+        (
+            "memory.gradient_checkpointing",
+            "memory.recompute",
+            "memory.offload_activations",
+        ),
+        _recomputed,
+    ),
 )

@@ -11,7 +11,7 @@ from uspft.model.attention import Bound
 from uspft.model.grid import SplitEmbedding, products
 from uspft.model.loss import Head, Logits, Vocabulary
 from uspft.model.parallel import vocabulary_of
-from uspft.model.recompute import recomputes
+from uspft.model.recompute import Recompute
 from uspft.model.router import router_loss
 from uspft.parameters.names import plain_name
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 class CausalLoss(nn.Module):
     """A Hugging Face causal language model with its loss, over this rank's share of the tokens."""
 
-    def __init__(self, model: Any, tile: int | None, held: int = 1) -> None:
-        """tile: as of Head. held: the degree at which the model's matrices are held."""
+    def __init__(
+        self, model: Any, tile: int | None, held: int = 1, recompute: Recompute | None = None
+    ) -> None:
+        """tile: as of Head. held: the degree at which the model's matrices are held. recompute:
+        what of attention checkpointed layers make again; None where layers are not checkpointed."""
         super().__init__()
-        self.model, self._held = model, held
+        self.model, self._held, self._recompute = model, held, recompute
         self.head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
         self.routed: bool = getattr(model.config, "output_router_logits", False)
 
@@ -38,8 +41,8 @@ class CausalLoss(nn.Module):
         wanted: dict[str, Any] = {}
         if self.routed:
             wanted["output_router_logits"] = router_scale is not None
-        twice = self.training and recomputes(self.model)
-        bound = Bound(batch.world, batch.share, batch.tokens, twice=twice)
+        recompute = self._recompute if self.training else None
+        bound = Bound(batch.world, batch.share, batch.tokens, recompute=recompute)
         vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
         if batch.world.layout.tensor > 1:
             wanted["inputs_embeds"] = self._embedded(batch, vocabulary, bound)

@@ -1,22 +1,27 @@
-"""Attention that gradient checkpointing recomputes neither on the device nor on the wire.
+"""What gradient checkpointing remembers of attention, so that it is not computed or sent again.
 
-A checkpointed layer runs twice. The first time attention runs on a graph of its own, which keeps
-what its backward needs (out, lse, what an exchange brought) but not its inputs. The second run
-makes those again, and the graph takes them from there (selective checkpointing, arXiv 2406.18485).
-Under Ulysses what is kept includes q, k and v of this rank's heads: 3.6 tensors of q's size at 8/2
-heads on 2 ranks, where a ring keeps 1.1.
+A checkpointed layer runs twice. What is remembered runs the first time on a graph of its own, which
+keeps what its backward needs (out, lse, what an exchange brought) but not its inputs. The second
+run makes those again, and the graph takes them from there (selective checkpointing, arXiv
+2406.18485). `memory.recompute` says what is made again instead: `nothing` of attention, the
+`exchange` of heads around it, or all of `attention`. With every query head a KV head, the first
+keeps 5 tensors of q's size under Ulysses and 1 in a ring, the second 1, the last none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Attend = Callable[[tuple[Tensor, ...]], Tensor]
+if TYPE_CHECKING:
+    from uspft.config.recipe import MemoryBlock
+    from uspft.sequence import Attend
+
+Recompute = Literal["attention", "exchange", "nothing"]
 
 
 class Kept:
@@ -87,13 +92,15 @@ def attend_once(
     return out
 
 
-def recompute_layers(model: Any) -> None:
-    """Switch gradient checkpointing on, by the method that transformers renamed in 5.23."""
+def recompute_layers(model: Any, block: MemoryBlock) -> Recompute | None:
+    """Switch gradient checkpointing on where the recipe asks for it.
+
+    Return what of attention is made again, or None where layers are not checkpointed. What is not
+    settled is nothing.
+    """
+    if not block.gradient_checkpointing:
+        return None
+    # The method that transformers renamed in 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def recomputes(model: Any) -> bool:
-    """Tell whether a model's layers are checkpointed."""
-    found = getattr(model, "is_activation_checkpointing", None)
-    return bool(model.is_gradient_checkpointing if found is None else found)
+    return "nothing" if block.recompute == "auto" else block.recompute

@@ -134,7 +134,7 @@ def _attention(
 ) -> Iterator[StepPart]:
     """Yield the attention of one forward and backward, and what it moves.
 
-    Attention is never recomputed. Keys come while attention to those that are there goes on: all of
+    Keys come while attention to those that are there goes on: all of
     it hides them but what waits for the last to arrive. Heads are exchanged before and after, and
     nothing hides that.
     """
@@ -146,15 +146,19 @@ def _attention(
     for window, layers in Counter(step.windows).items():
         ranks = everyones(step.row, order, layout.ulysses, window)
         pairs = step.rows * max(share.area for share in ranks)
-        both = sum(
+        there, back = (
             hardware.attention_seconds(pairs, most, heads.dim, backward=way)
             for way in (False, True)
         )
-        cost = _times(algorithm.cost(step.row, heads, step.element_bytes, window), step.rows)
+        again = step.attention
+        both = again.keys * there + back
+        cost = algorithm.cost(step.row, heads, step.element_bytes, window, again)
+        cost = _times(cost, step.rows)
         joined = JOIN_BYTES * step.tokens(layout) * heads.query * heads.dim
-        launches = 2 * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
+        launches = (again.keys + 1) * hardware.attention.launch_seconds
+        launches += hardware.memory_seconds(joined) * (again.keys + 1) / 2
         yield StepPart("attention", layers * (both + cost.arrivals * launches))
-        wire = wire_of(cost, layout, hardware)
+        wire = wire_of(cost, layout, hardware, again)
         last = (layout.ring - 1) / (layout.ring * max(1, cost.arrivals))
         for name, seconds, traffic in (
             ("ring", wire.ring, cost.ring),

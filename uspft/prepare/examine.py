@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, load
+from uspft.config.algorithms import AUTO
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, check_length, read_shape
@@ -164,6 +165,8 @@ def examine(
     layout = layout_of(recipe.parallel_config, ranks_of(recipe, known))
     if isinstance(layout, Layout):
         findings += layout_findings(recipe, layout, known.shape) + _hosts(layout, hosts)
+        if asked.parallel_config.context_parallel_algo != AUTO:  # else data may change what it is
+            findings += exchange_findings(recipe, layout)
         if known.shape:
             findings += check_length(known.shape, asked.model, asked.data.sequence_length)
     else:
@@ -210,6 +213,14 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
     problems = algorithm.problems(recipe.data.sequence_length, wide)
     return problems + _accumulation(recipe, layout)
+
+
+def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
+    """Return what is wrong with making the exchange of heads again where there is none."""
+    if recipe.memory.recompute != "exchange" or layout.ulysses > 1:
+        return []
+    what = "is exchange, and no heads are exchanged: the Ulysses degree is 1"
+    return [("memory.recompute", what, f"write {AUTO}, nothing or attention")]
 
 
 def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:

@@ -16,7 +16,7 @@ from uspft.model.hf_config import layer_windows
 from uspft.parameters.digest import base_digest
 from uspft.planner.auto import Work
 from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of, tokenizer_of
-from uspft.prepare.examine import Examined
+from uspft.prepare.examine import Examined, exchange_findings
 from uspft.prepare.files import not_whole
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
@@ -47,6 +47,8 @@ def prepare_job(
     _same(checkpoint, identity)
     work = Work(first_rows(found.here, corpus), layer_windows(model.config))
     found = found.knowing(work=work, formats=formats_of(recipe.data))
+    if wrong := exchange_findings(found.recipe, found.layout):
+        raise Fault(wrong)
     job = Job(
         found.recipe,
         corpus,

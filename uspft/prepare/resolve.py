@@ -23,7 +23,7 @@ from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
 from uspft.planner.steps import StepShape
 from uspft.prepare.cluster import Cluster
 from uspft.segments import Segments
-from uspft.sequence import Heads, of_recipe
+from uspft.sequence import Heads, forwards_of, of_recipe
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
     if work is None and recipe.data.packing == "none":  # each row holds one sample
         work = Work([Segments.single(recipe.data.sequence_length)])
     if work:
-        work = work._replace(keep=not recipe.memory.gradient_checkpointing)
+        keep = not recipe.memory.gradient_checkpointing
+        work = work._replace(keep=keep, forwards=forwards_of(recipe))
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     heads = heads.on(parallel.model_parallel // parallel.mesh_rows) if heads else None
     here = (ranks_of(recipe, known) or 0) // known.hosts
@@ -267,6 +268,12 @@ def _loss_tile(recipe: Recipe, known: Known) -> Recipe:
     return _with(recipe, "memory", loss_tile_tokens=tile_tokens(AUTO, known.shape.vocab_size))
 
 
+def _recompute(recipe: Recipe, known: Known) -> Recipe:
+    if recipe.memory.recompute != AUTO or not recipe.memory.gradient_checkpointing:
+        return recipe
+    return _with(recipe, "memory", recompute="nothing")
+
+
 SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "launch.device": _device,
     "launch.hardware": _hardware,
@@ -280,5 +287,6 @@ SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "launch.processes": _processes,
     "parallel_config.exchange_stages": _options,
     "memory.loss_tile_tokens": _loss_tile,
+    "memory.recompute": _recompute,
 }
 """The function that settles each key, in the order in which one needs another."""

@@ -78,6 +78,7 @@ training:
   debug: false
 memory:
   gradient_checkpointing: true
+  recompute: auto
   offload_activations: none
   loss_tile_tokens: auto
   mlp_tile_tokens: none
