@@ -28,7 +28,9 @@ from uspft.model.build import empty_model
 from uspft.model.causal import CausalLoss
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
+from uspft.model.offload import offload_inputs
 from uspft.model.recompute import recompute_layers
+from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
 from uspft.model.trained import choose_trained
 from uspft.parameters.fill import fill
 from uspft.parameters.shards import Holders
@@ -114,10 +116,15 @@ def assemble(
     how.split_model(model, holders)
     model.train()
     recompute = recompute_layers(model, recipe.memory)
+    offload = recipe.memory.offload_activations == "cpu"
+    if offload:
+        offload_inputs(model)
+    if at_once := mlp_tile_tokens(recipe.memory.mlp_tile_tokens, inner_features(config)):
+        work_in_tiles(model, at_once)
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
     passes = micro_batches(recipe, layout)
-    module = CausalLoss(model, tile, layout.mesh_columns, recompute)
+    module = CausalLoss(model, tile, layout.mesh_columns, recompute, offload=offload)
     engine = ZeroEngine(module, recipe, holders, device, passes=passes)
     if checkpoint:
         empty = loader.batch([EMPTY] * recipe.training.micro_batch_size)

@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def forgetful(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     """As if layers that are recomputed attended again."""
     hook = import_module("uspft.model.attention")
-    hook.attend_once = lambda _memory, _layer, attend, inputs: attend(inputs)  # type: ignore[attr-defined]
+    hook.attend_once = lambda _memory, _layer, attend, inputs, **_more: attend(inputs)  # type: ignore[attr-defined]
     return work(rank, folder, data, ("ring", "planned"))
 
 
@@ -70,14 +70,16 @@ def letting_go(rank: int, folder: Path, data: Documents, keeps: bool) -> dict[st
     inputs: list[Any] = []
     attend_once = room.attend_once
 
-    def watched(memory: Any, layer: int, attend: Any, given: tuple[torch.Tensor, ...]) -> Any:
+    def watched(
+        memory: Any, layer: int, attend: Any, given: tuple[torch.Tensor, ...], **more: Any
+    ) -> Any:
         if layer not in memory:
             inputs.extend(StorageWeakRef(x.untyped_storage()) for x in given)
-        return attend_once(memory, layer, attend, given)
+        return attend_once(memory, layer, attend, given, **more)
 
     hook.attend_once = watched  # type: ignore[attr-defined]
     if keeps:
-        room.hooks = lambda leaves, inputs: (torch.Tensor.detach, lambda x: x)  # type: ignore[attr-defined]
+        room.hooks = lambda leaves, inputs, shelf: (torch.Tensor.detach, lambda x: x)  # type: ignore[attr-defined]
     found = {}
     for name, parallel in LAYOUTS.items():
         recipe = small_recipe(folder / "model", data.path, 64, parallel_config=parallel)

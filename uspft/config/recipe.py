@@ -137,7 +137,8 @@ class MemoryBlock(RecipeBlock):
     """What of attention is made again too: all, the `exchange` of heads, or `nothing`, which keeps
     most; `auto` is the least work that is predicted to fit the GPU, and on CPU `nothing`."""
     offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
-    """Where checkpointed activations wait for the backward: the device (`none`) or host (`cpu`)."""
+    """Where what checkpointed layers keep waits for the backward: on the device (`none`), or in the
+    host's pinned memory (`cpu`; not yet run on a GPU)."""
     loss_tile_tokens: Annotated[
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "auto"
@@ -145,7 +146,8 @@ class MemoryBlock(RecipeBlock):
     mlp_tile_tokens: Annotated[
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "none"
-    """Number of tokens that an MLP takes at a time; `none` takes all tokens."""
+    """Number of tokens that MLPs, experts and norms take at a time; what they made of them is made
+    again in the backward; `auto` fits the GPU's products, `none` takes all tokens."""
 
 
 class CheckpointBlock(RecipeBlock):

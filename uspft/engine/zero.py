@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from uspft.comm import total
 from uspft.engine.deepspeed_config import deepspeed_config
+from uspft.engine.leaves import gather_at_once
 from uspft.engine.mpu import mpu_of
 from uspft.engine.quarantine import forget_mpu
 from uspft.engine.replicas import Replicas
@@ -86,6 +87,7 @@ class ZeroEngine:
             eps=options.eps,
             fused=True,  # else every step allocates 4 or 8 bytes more for each parameter here
         )
+        gather_at_once(module)  # type: ignore[arg-type]
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module,

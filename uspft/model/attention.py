@@ -20,6 +20,7 @@ from uspft.sequence import Rule
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from uspft.model.offload import Shelf
     from uspft.sequence import Share
     from uspft.world import World
 
@@ -33,13 +34,20 @@ class Bound:
     """What one forward call of the model hands to the attention of every layer.
 
     tokens: as in Batch. recompute: what of attention is made again by checkpointed layers, each of
-    which is called again before its backward; None where layers are not checkpointed.
+    which is called again before its backward; None where layers are not checkpointed. shelf: where
+    what these keep waits on the host; None: it stays on the device.
     """
 
     def __init__(
-        self, world: World, share: Share, tokens: Tensor, *, recompute: Recompute | None
+        self,
+        world: World,
+        share: Share,
+        tokens: Tensor,
+        *,
+        recompute: Recompute | None,
+        shelf: Shelf | None = None,
     ) -> None:
-        self.world, self._share, self.tokens = world, share, tokens
+        self.world, self._share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}
         self._forgets = recompute in (None, "attention")
         # Where no heads are exchanged, there is nothing around what is remembered.
@@ -55,7 +63,7 @@ class Bound:
         once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
         if once or self._forgets:  # a layer without a backward is never called again
             return self.world.attend(qkv, self._share, rule)
-        remembered = partial(attend_once, self.memory, layer)
+        remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)
         if self._inside:
             return self.world.attend(qkv, self._share, rule, remembered)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from uspft.model.attention import Bound
 from uspft.model.grid import SplitEmbedding, products
 from uspft.model.loss import Head, Logits, Vocabulary
+from uspft.model.offload import Shelf
 from uspft.model.parallel import vocabulary_of
 from uspft.model.recompute import Recompute
 from uspft.model.router import router_loss
@@ -23,12 +24,20 @@ class CausalLoss(nn.Module):
     """A Hugging Face causal language model with its loss, over this rank's share of the tokens."""
 
     def __init__(
-        self, model: Any, tile: int | None, held: int = 1, recompute: Recompute | None = None
+        self,
+        model: Any,
+        tile: int | None,
+        held: int = 1,
+        recompute: Recompute | None = None,
+        *,
+        offload: bool = False,
     ) -> None:
         """tile: as of Head. held: the degree at which the model's matrices are held. recompute:
-        what of attention checkpointed layers make again; None where layers are not checkpointed."""
+        what of attention checkpointed layers make again; None where layers are not checkpointed.
+        offload: whether what these keep waits on the host."""
         super().__init__()
         self.model, self._held, self._recompute = model, held, recompute
+        self._offload = offload
         self.head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
         self.routed: bool = getattr(model.config, "output_router_logits", False)
 
@@ -42,7 +51,8 @@ class CausalLoss(nn.Module):
         if self.routed:
             wanted["output_router_logits"] = router_scale is not None
         recompute = self._recompute if self.training else None
-        bound = Bound(batch.world, batch.share, batch.tokens, recompute=recompute)
+        shelf = Shelf(batch.input_ids.device) if recompute and self._offload else None
+        bound = Bound(batch.world, batch.share, batch.tokens, recompute=recompute, shelf=shelf)
         vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
         if batch.world.layout.tensor > 1:
             wanted["inputs_embeds"] = self._embedded(batch, vocabulary, bound)

@@ -203,6 +203,8 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
 
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
     """Return the findings that speak against a recipe's `parallel_config` under its layout."""
+    if layout.tensor > 1 and (wrong := _tiles(recipe)):
+        return wrong
     algorithm = of_recipe(recipe, layout)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     if shape and heads and layout.tensor > 1:
@@ -232,6 +234,16 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
         return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
     algorithm = tensor_algorithm(recipe.parallel_config, layout)
     return algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size)
+
+
+def _tiles(recipe: Recipe) -> list[Finding]:
+    """Return why MLPs whose matrices lie on a mesh cannot work in tiles."""
+    asked = recipe.memory.mlp_tile_tokens
+    if asked == "none" or not recipe.parallel_config.on_a_mesh:
+        return []
+    algorithm = recipe.parallel_config.tensor_parallel_algo
+    what = f"is {asked}, and {algorithm} would move its matrices again for every tile"
+    return [("memory.mlp_tile_tokens", what, "write none, or tensor_parallel_algo: megatron")]
 
 
 def _hosts(layout: Layout, hosts: int) -> list[Finding]:

@@ -17,11 +17,11 @@ from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, ever
 from uspft.families import ModelShape, with_factor
 from uspft.job import placed
 from uspft.layout import Layout, context_degrees, layout_of
-from uspft.model.loss import tile_tokens
 from uspft.planner.auto import Choice, Work, recommend
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
 from uspft.planner.steps import StepShape
 from uspft.prepare.cluster import Cluster
+from uspft.prepare.memory import settled_memory
 from uspft.segments import Segments
 from uspft.sequence import Heads, forwards_of, of_recipe
 
@@ -262,16 +262,11 @@ def _why_not(recipe: Recipe, known: Known, shape: tuple[int, int]) -> str | None
     return wrong[0][1] if wrong else None
 
 
-def _loss_tile(recipe: Recipe, known: Known) -> Recipe:
-    if recipe.memory.loss_tile_tokens != AUTO or known.shape is None:
+def _memory(recipe: Recipe, known: Known) -> Recipe:
+    """Settle what is made again or done in tiles, so that a run fits."""
+    if known.shape is None:
         return recipe
-    return _with(recipe, "memory", loss_tile_tokens=tile_tokens(AUTO, known.shape.vocab_size))
-
-
-def _recompute(recipe: Recipe, known: Known) -> Recipe:
-    if recipe.memory.recompute != AUTO or not recipe.memory.gradient_checkpointing:
-        return recipe
-    return _with(recipe, "memory", recompute="nothing")
+    return recipe.model_copy(update={"memory": settled_memory(recipe.memory, known.shape)})
 
 
 SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
@@ -286,7 +281,8 @@ SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "parallel_config.data_parallel": _replicas,
     "launch.processes": _processes,
     "parallel_config.exchange_stages": _options,
-    "memory.loss_tile_tokens": _loss_tile,
-    "memory.recompute": _recompute,
+    "memory.loss_tile_tokens": _memory,
+    "memory.mlp_tile_tokens": _memory,
+    "memory.recompute": _memory,
 }
 """The function that settles each key, in the order in which one needs another."""

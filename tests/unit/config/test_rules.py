@@ -97,6 +97,10 @@ COMBINATIONS = {
     "memory: {gradient_checkpointing: false, recompute: attention}": "memory.recompute: is "
     "attention, and memory.gradient_checkpointing is false; "
     "write auto, or gradient_checkpointing: true",
+    "memory: {gradient_checkpointing: false, offload_activations: cpu}": (
+        "memory.offload_activations: is cpu, and memory.gradient_checkpointing is false; "
+        "write none, or gradient_checkpointing: true"
+    ),
     "model: {rope_scaling: {factor: 2}}": "model.rope_scaling: has no `rope_type`; "
     "write {rope_type: yarn, factor: 4.0} or null",
     "model: {rope_scaling: {rope_type: yarm, factor: 2}}": "model.rope_scaling.rope_type: unknown "
