@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.model.causal import CausalLoss
 from uspft.model.loss import tile_tokens
-from uspft.model.offload import offload_inputs
+from uspft.model.offload import _Copies, offload_inputs
 from uspft.model.recompute import recompute_layers
 from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
 from uspft.segments import Segments
@@ -43,8 +44,10 @@ class Counted:
 
     kept_bytes: int
     """What is alive between forward and backward."""
+    host_bytes: int
+    """What waits on the host."""
     most_bytes: dict[str, int] = field(default_factory=dict)
-    """The most that is alive in the forward and in the backward."""
+    """The most that is alive at once, in the forward, and in the backward."""
 
 
 def returns() -> VarlenKernel:
@@ -101,13 +104,25 @@ def _counted(config: Any, memory: MemoryBlock, world: World, share: Any) -> Coun
     with ExitStack() as stack:
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(_let_go)
+        stack.enter_context(patch.object(_Copies, "to_host", _apart(counting)))
         stack.enter_context(counting)
         with counting.during("forward"):
             loss = module(batch, 1.0).sum()
         kept = counting.live
         with counting.during("backward"):
             loss.backward()
-    return Counted(kept, dict(counting.most))
+    return Counted(kept, counting.host, dict(counting.most))
+
+
+def _apart(counting: LiveBytes) -> Any:
+    """Return what copies to the host, and is counted apart."""
+    plain = _Copies.to_host
+
+    def to_host(copies: Any, flat: Tensor) -> Tensor:
+        with counting.on_host():
+            return plain(copies, flat)
+
+    return to_host
 
 
 def _let_go(parameter: Tensor) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,6 +30,9 @@ class LiveBytes(TorchDispatchMode):
         self.most: Counter[str] = Counter()
         """The most bytes alive in each part of the step."""
         self.part = "all"
+        self.host = 0
+        """The bytes of all storages that came during `on_host`."""
+        self._on_host = False
         self._sizes: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._before: dict[int, weakref.ref[Any]] = {}
 
@@ -39,6 +41,15 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._before[storage._cdata] = weakref.ref(storage)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count what comes within the `with` block apart, as the host's."""
+        self._on_host = True
+        try:
+            yield
+        finally:
+            self._on_host = False
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
@@ -71,6 +82,10 @@ class LiveBytes(TorchDispatchMode):
             self._sizes[key] = size, known[1]
             return
         self._drop(key)
+        if self._on_host:
+            self.host += size
+            self._before[key] = weakref.ref(storage)
+            return
         self._sizes[key] = size, weakref.ref(storage, lambda _: self._drop(key))
         self.live += size
 

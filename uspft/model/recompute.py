@@ -10,7 +10,7 @@ keeps 5 tensors of q's size under Ulysses and 1 in a ring, the second 1, the las
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +32,8 @@ class Kept:
 
     def __init__(self, inputs: tuple[Tensor, ...], shelf: Shelf | None) -> None:
         """shelf: where what is kept waits for the backward pass; None: on the device."""
-        self.inputs: list[Tensor] = []
+        self._inputs: dict[int, Tensor] = {}
+        self._wanted: set[int] = set()
         self._leaves = tuple(x.detach().requires_grad_() for x in inputs)
         self._shelf = shelf
         self._out: Tensor | Item
@@ -41,7 +42,7 @@ class Kept:
     def first(self, attend: Attend) -> Tensor:
         """Return attend(inputs) at the first run, and keep what its backward needs."""
         # The hooks hold no self, or self and the graph would hold each other and never be freed.
-        pack, unpack = hooks(self._leaves, self.inputs, self._shelf)
+        pack, unpack = hooks(self._leaves, self._wanted, self._inputs, self._shelf)
         with self._shelf.together() if self._shelf else nullcontext():
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = attend(self._leaves)
@@ -53,8 +54,9 @@ class Kept:
         return value
 
     def second(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Take the inputs of the second run, and return what the first one returned."""
-        self.inputs[:] = [x.detach() for x in inputs]
+        """Take those inputs of the second run that the graph needs, and return what the first one
+        returned."""
+        self._inputs |= {number: inputs[number].detach() for number in self._wanted}
         if isinstance(self._out, Tensor):
             return self._out
         assert self._shelf
@@ -65,17 +67,21 @@ class Kept:
 
 
 def hooks(
-    leaves: tuple[Tensor, ...], inputs: list[Tensor], shelf: Shelf | None
+    leaves: tuple[Tensor, ...],
+    wanted: set[int],
+    inputs: Mapping[int, Tensor],
+    shelf: Shelf | None,
 ) -> tuple[Callable[[Tensor], Tensor | Item | int], Callable[[Tensor | Item | int], Tensor]]:
     """Return how the graph packs and unpacks what it keeps.
 
-    An input is packed as its number, since the second run has it again.
+    An input is packed as its number, which is then wanted, since the second run has it again.
     """
 
     def pack(saved: Tensor) -> Tensor | Item | int:
         for number, leaf in enumerate(leaves):
             same = saved.untyped_storage()._cdata == leaf.untyped_storage()._cdata
             if same and _place(saved) == _place(leaf):
+                wanted.add(number)
                 return number
         return shelf.keep(saved) if shelf else saved
 

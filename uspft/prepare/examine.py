@@ -20,6 +20,7 @@ from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.memory import memory_sentence
 from uspft.prepare.paths import find_paths
 from uspft.prepare.resolve import Known, choice, ranks_of, resolve, slices_of, tuning
 from uspft.sequence import Heads, of_recipe
@@ -65,6 +66,15 @@ class Examined:
         """What `launch.hardware` became, for a person."""
         assert self.known.cluster  # found, or the recipe would have been refused
         return self.known.cluster.sentence
+
+    @property
+    def memory(self) -> str | None:
+        """What a rank needs of its card's memory, for a person; None where nothing predicts it."""
+        if self.shape is None or self.known.cluster is None:
+            return None
+        free = self.loaded.recipe.memory.recompute == AUTO
+        hardware = self.known.cluster.hardware
+        return memory_sentence(self.recipe, self.shape, self.layout, hardware, free=free)
 
     @property
     def here(self) -> Recipe:

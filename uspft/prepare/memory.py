@@ -1,4 +1,4 @@
-"""What `auto` means among the keys of `memory`."""
+"""What `auto` means among the keys of `memory`, and what of a card's memory a recipe needs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from typing import TYPE_CHECKING, Any
 from uspft.config.algorithms import AUTO
 from uspft.model.loss import tile_tokens
 from uspft.model.tiles import mlp_tile_tokens
+from uspft.planner.need import least_work, longest_row, need_of
 from uspft.planner.products import layer_projections
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import MemoryBlock
+    from uspft.config import Recipe
     from uspft.families import ModelShape
+    from uspft.layout import Layout
+    from uspft.planner.hardware import Hardware
 
 
-def settled_memory(block: MemoryBlock, shape: ModelShape) -> MemoryBlock:
-    """Return the block with every `auto` settled.
+def settled_memory(
+    recipe: Recipe, shape: ModelShape, layout: Layout | None, hardware: Hardware | None
+) -> Recipe:
+    """Return the recipe with every `auto` of `memory` settled.
 
-    Where no layer is checkpointed, `recompute` stays as it is.
+    Where no layer is checkpointed, `recompute` stays as it is; where the card is not known, and on
+    CPUs, nothing of attention is made again.
     """
+    block = recipe.memory
     found: dict[str, Any] = {}
     if block.loss_tile_tokens == AUTO:
         found["loss_tile_tokens"] = tile_tokens(AUTO, shape.vocab_size)
@@ -26,5 +33,49 @@ def settled_memory(block: MemoryBlock, shape: ModelShape) -> MemoryBlock:
         last = layer_projections(shape)[-1]
         found["mlp_tile_tokens"] = mlp_tile_tokens(AUTO, last.per_token * last.inputs)
     if block.recompute == AUTO and block.gradient_checkpointing:
-        found["recompute"] = "nothing"
-    return block.model_copy(update=found)
+        tiled = recipe.model_copy(update={"memory": block.model_copy(update=found)})
+        card = hardware.memory.bytes if hardware and hardware.device else None
+        known = card is not None and layout is not None
+        found["recompute"] = least_work(tiled, shape, layout, card) if known else "nothing"
+    return recipe.model_copy(update={"memory": block.model_copy(update=found)})
+
+
+def memory_sentence(
+    recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware, *, free: bool
+) -> str | None:
+    """Return what a rank needs beside what its card has, for a person; None where the formula
+    does not know.
+
+    free: whether longer rows may have more of attention made again.
+    """
+    need = need_of(recipe, shape, layout)
+    if need is None:
+        return None
+    parts = (
+        f"activations {_gib(need.activations.peak_bytes)}, "
+        f"weights, gradients and optimizer {_gib(need.state_bytes)}"
+    )
+    if need.activations.offloaded:
+        parts += f"; on the host {_gib(need.activations.host_bytes)}"
+    if not hardware.device:
+        return f"about {_gib(need.bytes)} GiB a rank ({parts})"
+    card = hardware.memory.bytes
+    said = [f"about {_gib(need.bytes)} of {_gib(card)} GiB a rank ({parts})"]
+    most = {"recompute": "attention"} if free else {}
+    longest = longest_row(recipe, shape, layout, card, **most)
+    said.append(f"the longest row that fits is {_tokens(longest)}")
+    more = longest_row(recipe, shape, layout, card, offload_activations="cpu", **most)
+    if not need.activations.offloaded and more != longest:
+        said.append(f"with offload_activations: cpu {_tokens(more)}")
+    return "; ".join(said)
+
+
+def _gib(byte_count: float) -> str:
+    return f"{byte_count / (1 << 30):.3g}"
+
+
+def _tokens(count: int | None) -> str:
+    """Return a number of tokens with a recipe's suffix."""
+    if count is None:
+        return "none"
+    return f"{count / (1 << 20):.3g}m" if count >= 1 << 20 else f"{count >> 10}k"

@@ -266,7 +266,8 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
     """Settle what is made again or done in tiles, so that a run fits."""
     if known.shape is None:
         return recipe
-    return recipe.model_copy(update={"memory": settled_memory(recipe.memory, known.shape)})
+    hardware = known.cluster and known.cluster.hardware
+    return settled_memory(recipe, known.shape, _layout(recipe, known), hardware)
 
 
 SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
