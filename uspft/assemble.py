@@ -16,6 +16,7 @@ from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.config import Recipe
 from uspft.config.algorithms import TENSOR, row_of
 from uspft.config.problems import RunFailed
+from uspft.config.recipe import MemoryBlock
 from uspft.data import Corpus, RowStream, training_rows
 from uspft.data.loader import EMPTY, StepLoader
 from uspft.engine.deepspeed_config import micro_batches
@@ -29,7 +30,7 @@ from uspft.model.causal import CausalLoss
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
 from uspft.model.offload import offload_inputs
-from uspft.model.recompute import recompute_layers
+from uspft.model.recompute import Recompute, recompute_layers
 from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
 from uspft.model.trained import choose_trained
 from uspft.parameters.fill import fill
@@ -115,12 +116,7 @@ def assemble(
     fill(model, dtype, source, holders, partitioner(recipe, holders))
     how.split_model(model, holders)
     model.train()
-    recompute = recompute_layers(model, recipe.memory)
-    offload = recipe.memory.offload_activations == "cpu"
-    if offload:
-        offload_inputs(model)
-    if at_once := mlp_tile_tokens(recipe.memory.mlp_tile_tokens, inner_features(config)):
-        work_in_tiles(model, at_once)
+    recompute, offload = save_memory(model, recipe.memory)
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
     passes = micro_batches(recipe, layout)
@@ -132,6 +128,19 @@ def assemble(
     first_step = checkpoint.step if checkpoint else 0
     evaluation = evaluation_sets(job, world)
     return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
+
+
+def save_memory(model: Any, block: MemoryBlock) -> tuple[Recompute | None, bool]:
+    """Make a model's layers keep less, as the recipe says.
+
+    Returns what of attention they make again, and whether what they keep waits on the host.
+    """
+    recompute, offload = recompute_layers(model, block), block.offload_activations == "cpu"
+    if offload:
+        offload_inputs(model)
+    if tile := mlp_tile_tokens(block.mlp_tile_tokens, inner_features(model.config)):
+        work_in_tiles(model, tile)
+    return recompute, offload
 
 
 def said_by_all(mine: str) -> list[str]:

@@ -8,7 +8,7 @@ allocates what it returns: what one needs beside that is to be measured on a GPU
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory.livebytes import LiveBytes
+from uspft.assemble import save_memory
 from uspft.batch import Batch
 from uspft.config import ParallelBlock
 from uspft.config.algorithms import row_of
@@ -29,9 +30,7 @@ from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.model.causal import CausalLoss
 from uspft.model.loss import tile_tokens
-from uspft.model.offload import _Copies, offload_inputs
-from uspft.model.recompute import recompute_layers
-from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
+from uspft.model.offload import Copies
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.tensor import tensor_algorithm
@@ -72,17 +71,20 @@ def count(
     memory: MemoryBlock,
     layout: Layout | None = None,
     algorithm: str = "ulysses_cp",
+    *,
+    fake: bool = True,
 ) -> Counted:
-    """Count one row of one document, on fake tensors, as the first of the layout's ranks holds it.
+    """Count one row of one document as the first of the layout's ranks holds it.
 
-    config: of transformers, with the compute type. tokens: of the whole row.
+    config: of transformers, with the compute type. tokens: of the whole row. fake: on fake tensors,
+    which need neither memory nor much time; else on real ones, into which nothing arrives.
     """
     layout = layout or Layout()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
     try:
         world = _world(layout, algorithm)
         share = world.share([Segments.single(tokens)])
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
             return _counted(config, memory, world, share)
     finally:
         dist.destroy_process_group()
@@ -104,7 +106,7 @@ def _counted(config: Any, memory: MemoryBlock, world: World, share: Any) -> Coun
     with ExitStack() as stack:
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(_let_go)
-        stack.enter_context(patch.object(_Copies, "to_host", _apart(counting)))
+        stack.enter_context(patch.object(Copies, "to_host", _apart(counting)))
         stack.enter_context(counting)
         with counting.during("forward"):
             loss = module(batch, 1.0).sum()
@@ -116,7 +118,7 @@ def _counted(config: Any, memory: MemoryBlock, world: World, share: Any) -> Coun
 
 def _apart(counting: LiveBytes) -> Any:
     """Return what copies to the host, and is counted apart."""
-    plain = _Copies.to_host
+    plain = Copies.to_host
 
     def to_host(copies: Any, flat: Tensor) -> Tensor:
         with counting.on_host():
@@ -137,12 +139,7 @@ def _module(config: Any, memory: MemoryBlock) -> CausalLoss:
     model = AutoModelForCausalLM.from_config(
         config, dtype=config.dtype, attn_implementation=NAME
     ).train()
-    recompute = recompute_layers(model, memory)
-    offload = memory.offload_activations == "cpu"
-    if offload:
-        offload_inputs(model)
-    if tile := mlp_tile_tokens(memory.mlp_tile_tokens, inner_features(config)):
-        work_in_tiles(model, tile)
+    recompute, offload = save_memory(model, memory)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
     return CausalLoss(model, loss, 1, recompute, offload=offload).train()
 

@@ -134,11 +134,9 @@ class MemoryBlock(RecipeBlock):
         Literal["attention", "exchange", "nothing", "auto"],
         _is(choice("attention", "exchange", "nothing", "auto")),
     ] = "auto"
-    """What of attention is made again too: all, the `exchange` of heads, or `nothing`, which keeps
-    most; `auto` is the least work that is predicted to fit the GPU, and on CPU `nothing`."""
+    """What of attention is made again: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
     offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
-    """Where what checkpointed layers keep waits for the backward: on the device (`none`), or in the
-    host's pinned memory (`cpu`; not yet run on a GPU)."""
+    """Where what checkpointed layers keep waits meanwhile: the device (`none`) or host (`cpu`)."""
     loss_tile_tokens: Annotated[
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "auto"
@@ -146,8 +144,7 @@ class MemoryBlock(RecipeBlock):
     mlp_tile_tokens: Annotated[
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "none"
-    """Number of tokens that MLPs, experts and norms take at a time; what they made of them is made
-    again in the backward; `auto` fits the GPU's products, `none` takes all tokens."""
+    """Number of tokens that MLPs, experts and norms take at a time; `none` takes all tokens."""
 
 
 class CheckpointBlock(RecipeBlock):

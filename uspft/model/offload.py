@@ -25,7 +25,7 @@ class Shelf:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._copies = _Copies(device)
+        self._copies = Copies(device)
         self._parcels: list[weakref.ref[Parcel]] = []
         self._layers: list[int] = []
         """The place of each layer's first parcel."""
@@ -60,7 +60,7 @@ class Shelf:
             known = parcel, flat
             if again:
                 self._here[address] = known
-        return Item(known[0], tuple(x.shape), x.stride(), x.storage_offset())
+        return Item(known[0], tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     def get(self, item: Item) -> Tensor:
         """Return a tensor as it was, on the device, and let those that are used next come."""
@@ -101,10 +101,15 @@ class Parcel:
     again: whether it is asked for more than once, and then stays on the device.
     """
 
-    def __init__(self, copies: _Copies, flat: Tensor, place: int, *, again: bool) -> None:
+    def __init__(self, copies: Copies, flat: Tensor, place: int, *, again: bool) -> None:
         self.place, self._again = place, again
         self._copies, self._host = copies, copies.to_host(flat)
         self._back: tuple[Tensor, Callable[[], None]] | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether it has begun to come back, and has not been taken for good."""
+        return self._back is not None
 
     def fetch(self) -> None:
         """Let it begin to come back."""
@@ -122,7 +127,7 @@ class Parcel:
         return flat
 
 
-class _Copies:
+class Copies:
     """Copies between a device and the host, in the order in which they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -161,10 +166,10 @@ def _nothing() -> None:
 def offload_inputs(model: Any) -> None:
     """Make checkpointed layers keep their inputs on the host, where a call has a shelf for it."""
     for layer in model.base_model.layers:
-        layer.forward = _Offloaded(layer.forward)
+        layer.forward = Offloaded(layer.forward)
 
 
-class _Offloaded:
+class Offloaded:
     """What stands in for a layer's forward."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:

@@ -87,14 +87,14 @@ class Tiled:
             whole: Tensor = self._plain(*inputs)
             return whole
         parameters = [p for p in self._module.parameters() if p.requires_grad]
-        call = _Call(self._module, self._plain, self._tile, parameters)
+        call = TiledCall(self._module, self._plain, self._tile, parameters)
         out: Tensor = _Tiles.apply(call, len(inputs), *inputs, *parameters)
         with torch.no_grad():
             call.fill(out.detach(), inputs)
         return out
 
 
-class _Call:
+class TiledCall:
     """One call of a module: what its tiles take beside tensors, also in the backward."""
 
     def __init__(
@@ -165,7 +165,7 @@ class _Tiles(torch.autograd.Function):
     """The differentiable function of Tiled, whose output is filled in afterwards."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: TiledCall, count: int, *tensors: Tensor) -> Tensor:
         """count: how many of the tensors are inputs; the others are parameters."""
         ctx.call = call
         ctx.save_for_backward(*tensors[:count])

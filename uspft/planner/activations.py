@@ -9,7 +9,7 @@ Sizes are numbers of elements in 16 bits that a token has; float32 counts twice,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from uspft.families import ModelShape
@@ -17,6 +17,7 @@ from uspft.planner.products import head_projection
 from uspft.sequence.rows.heads import split_heads
 
 if TYPE_CHECKING:
+    from uspft.config.algorithms import AlgorithmRow
     from uspft.config.recipe import MemoryBlock
     from uspft.layout import Layout
 
@@ -44,6 +45,10 @@ class Activations:
     offloaded: bool = False
     """Whether what layers keep waits on the host."""
 
+    def of_layers(self, layers: int) -> Activations:
+        """Return what a model of so many layers needs."""
+        return replace(self, layers=layers)
+
     @property
     def peak_bytes(self) -> float:
         """The most that is on the device."""
@@ -60,16 +65,17 @@ class Activations:
 
 
 def activations(
-    shape: ModelShape, layout: Layout, tokens: int, memory: MemoryBlock, algorithm: str | None
+    shape: ModelShape, layout: Layout, tokens: int, memory: MemoryBlock, row: AlgorithmRow
 ) -> Activations | None:
     """Return what a rank with so many tokens in one forward needs, where all weights train.
 
-    memory: `auto` among its values counts as what it is without a need to save memory. Returns None
+    memory: `auto` among its values counts as what it is without a need to save memory. row: of the
+    table, for the algorithm that shares rows. Returns None
     where the formula does not know: layers that are not checkpointed or not LLaMA's, matrices that
     ranks divide, keys that all come at once.
     """
     known = memory.gradient_checkpointing and shape.model_type in KNOWN and layout.tensor == 1
-    if not known or (algorithm == "allgather_cp" and layout.ring > 1):
+    if not known or (row.all_at_once and layout.ring > 1):
         return None
     d, inner = shape.hidden_size, shape.intermediate_size
     attention = _attention(shape, layout, memory.recompute)

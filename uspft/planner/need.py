@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from uspft.config.algorithms import row_of
 from uspft.families import ModelShape
 from uspft.planner.activations import Activations, activations
 from uspft.planner.products import head_projection, parameters_of
@@ -41,11 +42,12 @@ class Need:
 
 def need_of(recipe: Recipe, shape: ModelShape, layout: Layout) -> Need | None:
     """Return what a rank needs for a recipe; None where the formula does not know."""
-    parallel, rows = recipe.parallel_config, recipe.training.micro_batch_size
+    row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
+    rows = recipe.training.micro_batch_size
     if recipe.model.dtype == "float32" or recipe.model.adapter or recipe.model.freeze:
         return None
     tokens = -(-rows * recipe.data.sequence_length // layout.context)
-    found = activations(shape, layout, tokens, recipe.memory, parallel.context_parallel_algo)
+    found = activations(shape, layout, tokens, recipe.memory, row)
     return Need(state_bytes(recipe, shape, layout), found) if found else None
 
 

@@ -20,7 +20,7 @@ from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.invocation import CONFIGS
-from uspft.prepare.memory import memory_sentence
+from uspft.prepare.memory_need import memory_sentence
 from uspft.prepare.paths import find_paths
 from uspft.prepare.resolve import Known, choice, ranks_of, resolve, slices_of, tuning
 from uspft.sequence import Heads, of_recipe

@@ -21,7 +21,7 @@ from uspft.planner.auto import Choice, Work, recommend
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
 from uspft.planner.steps import StepShape
 from uspft.prepare.cluster import Cluster
-from uspft.prepare.memory import settled_memory
+from uspft.prepare.memory_need import settled_memory
 from uspft.segments import Segments
 from uspft.sequence import Heads, forwards_of, of_recipe
 

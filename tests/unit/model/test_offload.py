@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from uspft.model.offload import Shelf, _Offloaded
+from uspft.model.offload import Offloaded, Shelf
 from uspft.model.recompute import attend_once
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def run(layers: list[Any], shelf: Shelf | None) -> list[Tensor]:
 def made(number: int, given: list[Any], *, offloads: bool) -> list[Layer]:
     layers = [Layer(n, given) for n in range(number)]
     for layer in layers if offloads else []:
-        layer.forward = _Offloaded(layer.forward)  # type: ignore[method-assign]
+        layer.forward = Offloaded(layer.forward)  # type: ignore[method-assign]
     return layers
 
 
@@ -111,7 +111,7 @@ def test_what_is_used_next_comes_first() -> None:
             layers.append([first, shelf.keep(torch.ones(3)), shelf.keep(torch.ones(4))])
 
     def here() -> list[list[bool]]:
-        return [[item.parcel._back is not None for item in layer] for layer in layers]
+        return [[item.parcel.here for item in layer] for layer in layers]
 
     shelf.get(layers[2][0])
     assert here() == [[False] * 3, [False] * 3, [False, True, True]]
@@ -123,7 +123,7 @@ def test_what_is_used_next_comes_first() -> None:
     alone = Shelf(CPU)
     inputs = [alone.input(torch.ones(2)) for _ in range(2)]
     alone.get(inputs[1])
-    assert inputs[0].parcel._back is not None and inputs[1].parcel._back is None
+    assert inputs[0].parcel.here and not inputs[1].parcel.here
 
 
 def test_an_empty_tensor_is_kept_too() -> None:

@@ -83,10 +83,10 @@ def test_every_family_is_the_same_in_tiles(kind: str) -> None:
 def test_a_tile_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, model = gradients(model_of("llama")), model_of("llama")
     work_in_tiles(model, 16)
-    call = importlib.import_module("uspft.model.tiles")._Call
+    call = importlib.import_module("uspft.model.tiles").TiledCall
     spans = call.spans
     monkeypatch.setattr(call, "spans", lambda self, x: [*spans(self, x)][:-1])
-    assert apart(gradients(model), whole) > 1e-3
+    assert not apart(gradients(model), whole) < 1e-3  # what was not filled in may be nan
 
 
 def test_a_layer_that_is_recomputed_makes_its_last_work_twice_and_not_thrice() -> None:

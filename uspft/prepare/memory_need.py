@@ -35,8 +35,9 @@ def settled_memory(
     if block.recompute == AUTO and block.gradient_checkpointing:
         tiled = recipe.model_copy(update={"memory": block.model_copy(update=found)})
         card = hardware.memory.bytes if hardware and hardware.device else None
-        known = card is not None and layout is not None
-        found["recompute"] = least_work(tiled, shape, layout, card) if known else "nothing"
+        found["recompute"] = "nothing"
+        if card is not None and layout is not None:
+            found["recompute"] = least_work(tiled, shape, layout, card)
     return recipe.model_copy(update={"memory": block.model_copy(update=found)})
 
 
