@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -14,14 +15,15 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
 from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.config import Recipe
-from uspft.config.algorithms import TENSOR, row_of
+from uspft.config.algorithms import TENSOR, WHOLE, row_of
 from uspft.config.problems import RunFailed
 from uspft.config.recipe import MemoryBlock
+from uspft.config.strategies import layouts_of, row_lengths, strategies_of
 from uspft.data import Corpus, RowStream, training_rows
-from uspft.data.loader import EMPTY, StepLoader
+from uspft.data.loader import RowLoader, StepLoader, StepRows
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.engine.zero import ZeroEngine, partitioner
-from uspft.job import Job
+from uspft.job import Job, Prices
 from uspft.kernels import believed_kernel
 from uspft.layout import Layout, layout_of
 from uspft.mesh import Groups
@@ -35,10 +37,14 @@ from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
 from uspft.model.trained import choose_trained
 from uspft.parameters.fill import fill
 from uspft.parameters.shards import Holders
-from uspft.sequence import Heads, of_recipe
+from uspft.sequence import Heads, make_algorithm, of_recipe
 from uspft.sequence.rows.heads import split_heads
+from uspft.switching.dealing import Strategies, SwitchingLoader
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world
+
+SOFTCAP = "attn_logit_softcapping"
+"""The field of a model's config that bounds its attention scores, where it has one."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class Run:
     groups: Groups
     """The process groups, which belong to the process: several runs may share them."""
     world: World
-    loader: StepLoader
+    """The recipe's layout, and with strategies that of the longest rows."""
+    loader: RowLoader
     evaluation: list[EvalSet]
     model: Any
     """The transformers model whose parameters the engine trains."""
@@ -90,26 +97,22 @@ def assemble(
     recipe = job.here
     config = model_config(recipe.model, recipe.data.sequence_length)
     dtype = getattr(torch, recipe.model.dtype)
-    layout = this_layout(recipe)
+    worlds, refused = live_worlds(recipe, config, device, groups)
+    world = worlds[-1]  # of the longest rows
+    holder = min(worlds, key=lambda one: one.layout.tensor)
+    tensor_of_rows = max(tensor_of_rows, *(one.layout.tensor for one in worlds))
 
-    shapes, softcap = head_shapes(config, layout), getattr(config, "attn_logit_softcapping", None)
-    wish = recipe.model.attention
-    kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
-    windows = set(layer_windows(config))
-    window = windows.pop() if len(windows) == 1 else None
-    row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
-    tensor = tensor_algorithm(recipe.parallel_config, layout)
-    named = row, of_recipe(recipe, layout, window), tensor
-    world = make_world(layout, named, kernel, device, groups)
-
-    loader = make_loader(job, world)
+    loader = make_loader(job, worlds, holder, groups)
 
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
     model = empty_model(config, dtype)
     choose_trained(model, recipe.model, recipe.seed)
     how = import_module(TENSOR[recipe.parallel_config.tensor_parallel_algo].model)
     shards = how.shards_of(
-        model, layout, splits_tokens=tensor.splits_tokens, tensor_of_rows=tensor_of_rows
+        model,
+        holder.layout,
+        splits_tokens=holder.tensor.splits_tokens,
+        tensor_of_rows=tensor_of_rows,
     )
     holders = Holders.of(shards, world.mesh.rank, groups)
     source = weights(recipe.model, recipe.seed, model, checkpoint)
@@ -119,12 +122,10 @@ def assemble(
     recompute, offload = save_memory(model, recipe.memory)
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
-    passes = micro_batches(recipe, layout)
-    module = CausalLoss(model, tile, layout.mesh_columns, recompute, offload=offload)
-    engine = ZeroEngine(module, recipe, holders, device, passes=passes)
+    module = CausalLoss(model, tile, holder.layout.mesh_columns, recompute, offload=offload)
+    engine = ZeroEngine(module, recipe, holders, device, passes=most_passes(recipe, world.layout))
     if checkpoint:
-        empty = loader.batch([EMPTY] * recipe.training.micro_batch_size)
-        load_state(engine, checkpoint, empty)
+        load_state(engine, checkpoint, loader.empty())
     first_step = checkpoint.step if checkpoint else 0
     evaluation = evaluation_sets(job, world)
     return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
@@ -141,6 +142,36 @@ def save_memory(model: Any, block: MemoryBlock) -> tuple[Recompute | None, bool]
     if tile := mlp_tile_tokens(block.mlp_tile_tokens, inner_features(model.config)):
         work_in_tiles(model, tile)
     return recompute, offload
+
+
+def live_worlds(
+    recipe: Recipe, config: Any, device: torch.device, groups: Groups
+) -> tuple[list[World], list[str]]:
+    """Make the layout of each strategy live, or the one that there is; collective.
+
+    Returns them with a line for each attention kernel that was tried first, and refused.
+    """
+    every = [(one, this_layout(one)) for one in layouts_of(recipe)]
+    dtype, softcap = getattr(torch, recipe.model.dtype), getattr(config, SOFTCAP, None)
+    shapes = sorted({shape for _, layout in every for shape in head_shapes(config, layout)})
+    wish = recipe.model.attention
+    kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
+    windows = set(layer_windows(config))
+    window = windows.pop() if len(windows) == 1 else None
+    worlds = []
+    for one, layout in every:
+        row = row_of(one.parallel_config.context_parallel_algo, layout.context)
+        tensor = tensor_algorithm(one.parallel_config, layout)
+        named = row, of_recipe(one, layout, window), tensor
+        worlds.append(make_world(layout, named, kernel, device, groups))
+    return worlds, refused
+
+
+def most_passes(recipe: Recipe, layout: Layout) -> int:
+    """Return the most micro-batches that a rank has in a step."""
+    if strategies_of(recipe):  # a row holds at least one sample
+        return recipe.training.global_batch_size
+    return micro_batches(recipe, layout)
 
 
 def said_by_all(mine: str) -> list[str]:
@@ -170,18 +201,61 @@ def this_layout(recipe: Recipe) -> Layout:
     return layout
 
 
-def make_loader(job: Job, world: World) -> StepLoader:
-    """Return the loader of the training rows, which end with the last epoch if `epochs` is set."""
-    data, training = job.recipe.data, job.recipe.training
-    stream = training_rows(data, job.corpus, job.recipe.seed)
-    return StepLoader(
+def make_loader(job: Job, worlds: Sequence[World], holder: World, groups: Groups) -> RowLoader:
+    """Return the loader of the training rows, which end with the last epoch if `epochs` is set.
+
+    worlds: of each strategy, or of the one layout. holder: of them, the one under which ranks hold
+    the parameters. Collective.
+    """
+    recipe, data, training = job.recipe, job.recipe.data, job.recipe.training
+    switches = bool(strategies_of(recipe))
+    stream = training_rows(data, job.corpus, recipe.seed, one_document=switches)
+    last = stream.rows_in(training.epochs) if training.epochs else None
+    if not switches:
+        return StepLoader(
+            stream,
+            worlds[0],
+            row_tokens=data.sequence_length,
+            rows_per_step=training.global_batch_size,
+            rows_per_batch=training.micro_batch_size,
+            last_row=last,
+        )
+    lengths = row_lengths(recipe)
+    pairs = zip(worlds, lengths, strict=True)
+    rows = training.micro_batch_size
+    return SwitchingLoader(
         stream,
-        world,
+        Strategies(
+            worlds,
+            lengths,
+            idle_world(holder, groups),
+            most_tokens=rows * max(length / world.layout.context for world, length in pairs),
+            together=recipe.deepspeed.zero_optimization.get("stage", 1) > 1,
+        ),
+        same_prices(job),
+        StepRows(training.global_batch_size, last),
         row_tokens=data.sequence_length,
-        rows_per_step=training.global_batch_size,
-        rows_per_batch=training.micro_batch_size,
-        last_row=stream.rows_in(training.epochs) if training.epochs else None,
+        packing=data.packing,
     )
+
+
+def idle_world(holder: World, groups: Groups) -> World:
+    """Return the layout in which no row is shared, and matrices as `holder` has them; collective.
+
+    It is that of a rank which has no row while others have.
+    """
+    layout = holder.layout
+    alone = replace(layout, ulysses=1, ring=1, data=layout.data * layout.context)
+    named = WHOLE, make_algorithm(WHOLE, 1, 1), holder.tensor
+    return make_world(alone, named, holder.kernel, holder.device, groups)
+
+
+def same_prices(job: Job) -> Prices:
+    """Return the prices that the first rank has, on every rank; collective."""
+    told: list[Prices | None] = [job.prices]
+    dist.broadcast_object_list(told, src=0)
+    assert told[0]  # the preparation of a recipe with strategies leaves them
+    return told[0]
 
 
 def evaluation_sets(job: Job, world: World) -> list[EvalSet]:

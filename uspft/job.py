@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from uspft import __version__
 from uspft.config import Recipe, as_tree, dump, load
@@ -40,6 +40,22 @@ def placed(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
     return recipe.model_copy(update={"model": model})
 
 
+class Prices(NamedTuple):
+    """The seconds by which ranks deal out the rows of a step that has several layouts.
+
+    They are those of the cost model on host 0, so that every rank deals alike.
+    """
+
+    row_seconds: tuple[float, ...]
+    """Of a row of each strategy, whatever its documents, forward and backward."""
+    pair_seconds: tuple[float, ...]
+    """Of each pair of query and key of such a row."""
+    pass_seconds: float
+    """Of a micro-batch beyond its rows."""
+    step_seconds: float
+    """Of what all ranks do together in each micro-batch, as ZeRO's stages 2 and 3 do."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A resolved recipe with its prepared data, and where the run goes on from."""
@@ -63,6 +79,8 @@ class Job:
     """The hold on the output folder, on host 0."""
     places: Mapping[str, str] = field(default_factory=dict)
     """The folder on this host for each key of `model` that is a hub id."""
+    prices: Prices | None = None
+    """What rows cost under each strategy, where the recipe has several."""
 
     @property
     def here(self) -> Recipe:
@@ -97,6 +115,7 @@ class Job:
             "tokenizer": self.tokenizer,
             "command": self.command,
             "lease": [str(self.lease.path), self.lease.token] if self.lease else None,
+            "prices": self.prices,
         }
         (folder / "job.json").write_text(json.dumps(rest))
 
@@ -115,4 +134,13 @@ class Job:
             rest["command"],
             Lease(Path(rest["lease"][0]), rest["lease"][1]) if rest["lease"] else None,
             rest["places"],
+            _prices(rest["prices"]),
         )
+
+
+def _prices(written: list[Any] | None) -> Prices | None:
+    """Return prices as JSON gives them back."""
+    if written is None:
+        return None
+    rows, pairs, of_pass, of_step = written
+    return Prices(tuple(rows), tuple(pairs), of_pass, of_step)

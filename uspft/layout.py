@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from uspft.config.algorithms import row_of
 
 if TYPE_CHECKING:
-    from uspft.config import ParallelBlock
+    from uspft.config.degrees import Degrees
     from uspft.config.problems import Finding
 
 AXES = ("mesh_columns", "ulysses", "ring", "data", "pipeline")
@@ -155,7 +155,7 @@ def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:
     return here if divides else None
 
 
-def context_degrees(parallel: ParallelBlock) -> tuple[int, int]:
+def context_degrees(parallel: Degrees) -> tuple[int, int]:
     """Return the (Ulysses, ring) degrees of a `parallel_config` that names its algorithm.
 
     While the mesh is open, its rows are not among the ranks that Ulysses may divide.
@@ -167,7 +167,7 @@ def context_degrees(parallel: ParallelBlock) -> tuple[int, int]:
     return row.degrees(ranks, ulysses)
 
 
-def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:
+def layout_of(parallel: Degrees, ranks: int | None) -> Layout | Finding:
     """Return the layout of a `parallel_config` on `ranks` processes, or what is wrong with it.
 
     ranks: None means as many as the degrees ask for, with `data_parallel: auto` counted as 1.

@@ -58,7 +58,7 @@ TURNS = [
 
 def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     from uspft.data.loader import StepLoader
-    from uspft.training.loop import Meter
+    from uspft.training.meter import Meter
 
     answers = {}
     for case, wrong in CASES.items():

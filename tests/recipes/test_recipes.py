@@ -36,6 +36,7 @@ LAYOUTS = {
     "planned": "planned_cp",
     "tensor": "megatron",
     "mesh": "meshslice",
+    "switching": "strategies",
 }
 QUICKSTART = "quickstart.yaml"
 
@@ -77,6 +78,9 @@ WANTED = {
     ),
     "qwen2.5-32b-lora-planned-32k.yaml": Wanted(
         8, "each row shared by 8 (exchange), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "qwen2.5-7b-chat-switching-32k.yaml": Wanted(
+        8, "each row shared by 4 (Ulysses), 2 rows at a time; ZeRO-2, bfloat16 on cuda"
     ),
     "qwen2.5-7b-chat-ulysses-32k.yaml": Wanted(
         8, "each row shared by 4 (Ulysses), 2 rows at a time; ZeRO-2, bfloat16 on cuda"
@@ -208,6 +212,8 @@ def test_a_recipe_is_named_after_what_it_holds(name: str) -> None:
         split = parallel.context_parallel
     if parallel.model_parallel > 1:
         split = parallel.tensor_parallel_algo
+    if parallel.strategies:
+        split = "strategies"
     assert split == LAYOUTS[built["layout"]]
     assert found.data.sequence_length == int(built["length"].removesuffix("k")) * 1024
     assert name in (f"{built[0]}.yaml", f"{built[0]}-{WANTED[name].ranks}gpu.yaml")

@@ -121,7 +121,7 @@ def world_of(layout: Layout, case: Case, like: World) -> World:
 def train(case: Case, folder: Path, data: Documents, output: Path) -> Any:
     """The records of a case's steps, what its weights become, and Adam's mean of gradients."""
     from uspft.data.loader import StepLoader
-    from uspft.training.loop import Meter
+    from uspft.training.meter import Meter
 
     run = prepared(recipe(case, folder, data), output, tensor_of_rows=4)
     turns = [(world_of(layout, case, run.world), rows) for layout, rows in TURNS[case.held]]
@@ -136,7 +136,7 @@ def train(case: Case, folder: Path, data: Documents, output: Path) -> Any:
         for world, _ in turns
     }
     with pytest.MonkeyPatch.context() as patch:  # a device's peak, of which MFU is FLOPs
-        patch.setattr("uspft.training.loop.peak_flops", lambda device: 1.0)
+        patch.setattr("uspft.training.meter.peak_flops", lambda device: 1.0)
         meter = Meter(run)
     records = []
     for step in range(STEPS):

@@ -69,13 +69,15 @@ def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any
     from uspft.job import Job
     from uspft.prepare.data import steps_of
     from uspft.prepare.examine import examine
+    from uspft.prepare.prices import prices_of
 
     prepare_deepspeed()
     rank, world = dist.get_rank(), dist.get_world_size()
     output.mkdir(parents=True, exist_ok=True)
     path = output / f"recipe-{rank}.yaml"
     path.write_text(yaml.safe_dump({"output_dir": str(output), **recipe}))
-    found = examine(path, [f"launch.processes={world}"], 1, None).recipe
+    examined = examine(path, [f"launch.processes={world}"], 1, None)
+    found = examined.recipe
     path.unlink()
     cache = output.parent / f"cache-{rank}"
     corpus = prepare(found.data, None, VOCABULARY, cache)
@@ -89,6 +91,7 @@ def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any
         {},
         evaluation,
         checkpoint.folder if checkpoint else None,
+        prices=prices_of(examined, 1),
     )
 
 

@@ -43,7 +43,10 @@ def identity_of(recipe: Recipe) -> dict[str, Any]:
     found = {"seed": tree["seed"]}
     for block in ("model", "data", "optimizer"):
         found |= {f"{block}.{key}": value for key, value in tree[block].items()}
-    found["training.global_batch_size"] = tree["training"]["global_batch_size"]
+    batch = tree["training"]["global_batch_size"]
+    # With strategies it counts samples: the data then goes on from another place.
+    samples = tree["parallel_config"].get("strategies") is not None
+    found["training.global_batch_size"] = f"{batch} samples" if samples else batch
     found["training.max_grad_norm"] = tree["training"]["max_grad_norm"]
     return {key: value for key, value in found.items() if key not in LOOSE}
 

@@ -29,6 +29,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         found.not_checked.append(f"the names in {', '.join(asks)} (no config of the model here)")
     print(f"{target}: no problem found")
     print(f"layout: {found.sentence}")
+    for line in found.strategies:
+        print(f"strategy: {line}")
     if found.why:
         print(f"algorithm: {found.why}")
     if found.mesh:

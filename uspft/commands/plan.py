@@ -52,6 +52,8 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str |
     own = own_layout(found, step, hardware)
     others = [one for one in alternatives(step, own.layout.ranks, hardware) if one.name != own.name]
     print(f"layout: {found.sentence}")
+    for line in found.strategies:
+        print(f"strategy: {line}")
     print(f"hardware: {found.hardware}")
     print(_step(step))
     print(_parts(own))

@@ -17,7 +17,8 @@ from uspft.config.algorithms import AUTO
 from uspft.durable import write_text
 from uspft.job import Job
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.resolve import Known, resolve
+from uspft.prepare.known import Known
+from uspft.prepare.resolve import resolve
 from uspft.written import RECIPE
 
 

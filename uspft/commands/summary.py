@@ -67,10 +67,10 @@ def _on_gpus(recipe: Recipe, gpus: int) -> list[str]:
 def _another_layout(recipe: Recipe) -> list[str]:
     """Return overrides for the same run, split another way: its numbers should not change.
 
-    Where rows are not split, they ask for twice as many steps instead.
+    Where rows are not split, or in several ways, they ask for twice as many steps instead.
     """
     parallel = recipe.parallel_config
-    if parallel.context_parallel == 1:
+    if parallel.context_parallel == 1 or parallel.strategies:
         return [f"training.steps={2 * (recipe.training.steps or 100)}"]
     others = [row for row in CONTEXT.values() if not row.ulysses_required]
     others.sort(key=lambda row: (row.splits is Splits.HEADS, row.automatic))

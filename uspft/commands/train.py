@@ -47,6 +47,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
             job = replace(job, lease=lease)
         screen.print(f"layout: {found.sentence}", markup=False)
+        for line in found.strategies:
+            screen.print(f"strategy: {line}", markup=False)
         if found.why:
             screen.print(f"algorithm: {found.why}", markup=False)
         if found.mesh:

@@ -47,21 +47,21 @@ def _above_one(value: Any) -> bool:
     return _whole(value) and value > 1
 
 
+_LAYOUTS = ("parallel_config", "parallel_config.strategies[]")
+
 LATER = (
     Later(
         "interleaving a layer's work",
-        {"parallel_config.fine_grain_interleave": (_above_one, "1")},
+        {f"{at}.fine_grain_interleave": (_above_one, "1") for at in _LAYOUTS},
     ),
     Later(
         "pipeline parallelism",
         {
-            "parallel_config.pipeline_stage": (_above_one, "1"),
-            "parallel_config.micro_batch_num": (_above_one, "1"),
-            "parallel_config.pp_interleave_num": (_above_one, "1"),
-            "parallel_config.seq_split_num": (_above_one, "1"),
+            f"{at}.{key}": (_above_one, "1")
+            for at in _LAYOUTS
+            for key in ("pipeline_stage", "micro_batch_num", "pp_interleave_num", "seq_split_num")
         },
     ),
-    Later("hot switching", {"parallel_config.strategies": (_given, "null")}),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
     Later("weighting sources", {"data.train[].weight": (_given, "")}),
     Later("TensorBoard", {"logging.tensorboard": (_is(True), "false")}),

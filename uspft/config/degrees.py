@@ -131,4 +131,9 @@ class ParallelBlock(Degrees):
         tuple[Strategy, ...] | Literal["auto"] | None,
         _is(each(block(Strategy), "a list of layouts", also=("auto", None))),
     ] = None
-    """Layouts that a run switches between by the length of its rows; null keeps one layout."""
+    """Layouts that a run switches between by the length of its samples, in one step; null: one."""
+    switching: Annotated[
+        Literal["auto", "in_place", "move"] | None,
+        _is(choice("auto", "in_place", "move", also=(None,))),
+    ] = "auto"
+    """How tensor degrees switch: ranks use parts of what they hold (`in_place`), or it moves."""

@@ -8,18 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
-from uspft.config.algorithms import (
-    AUTO,
-    CONTEXT,
-    ON_A_MESH,
-    TENSOR,
-    Splits,
-    every_option,
-    having,
-    names,
-)
+from uspft.config.algorithms import AUTO, CONTEXT, TENSOR, every_option
+from uspft.config.layout_rules import algorithm, own_options, tensor_options, ulysses_degree
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
+from uspft.config.strategy_rules import one_layout, rising, switchable
 
 
 @dataclass(frozen=True)
@@ -81,88 +74,6 @@ def _learning_rates(recipe: Recipe) -> Iterator[Finding]:
         yield "lr_schedule.min_learning_rate", what, f"write at most {peak:g}"
 
 
-def _algorithm(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.parallel_config.on_a_mesh:
-        return
-    degree = recipe.parallel_config.context_parallel
-    if degree > 1 and recipe.parallel_config.context_parallel_algo is None:
-        what = f"is missing, and context_parallel is {degree}"
-        yield "parallel_config.context_parallel_algo", what, f"write {names(CONTEXT)}"
-
-
-def _tensor_options(recipe: Recipe) -> Iterator[Finding]:
-    parallel = recipe.parallel_config
-    degree, name, mesh = parallel.model_parallel, parallel.tensor_parallel_algo, "tensor_mesh"
-    if parallel.use_seq_parallel and parallel.on_a_mesh:
-        what = f"is true, and {name} splits tokens between matrices already, over mesh rows"
-        yield "parallel_config.use_seq_parallel", what, "write false, or leave it out"
-    elif parallel.use_seq_parallel and degree == 1:
-        what = "is true, and model_parallel is 1: no matrix is split, and no tokens between them"
-        remedy = "write false, or model_parallel above 1"
-        yield "parallel_config.use_seq_parallel", what, remedy
-    if isinstance(parallel.tensor_mesh, tuple) and mesh in TENSOR[name].options:
-        rows, columns = parallel.tensor_mesh
-        if rows * columns != degree:
-            shapes = [f"[{r}, {degree // r}]" for r in range(1, degree + 1) if degree % r == 0]
-            what = f"is [{rows}, {columns}], {rows * columns} ranks, and model_parallel is {degree}"
-            yield f"parallel_config.{mesh}", what, f"write one of {', '.join(shapes)}, or {AUTO}"
-
-
-def _ulysses_degree(recipe: Recipe) -> Iterator[Finding]:
-    key = "parallel_config.ulysses_degree_in_cp"
-    parallel = recipe.parallel_config
-    degree, ulysses = parallel.row_ranks, parallel.ulysses_degree_in_cp
-    product = f"context_parallel: {parallel.context_parallel}"
-    if parallel.mesh_is_open:  # the mesh decides how many ranks share a row: so many at most
-        degree = parallel.model_parallel * parallel.context_parallel
-        product = f"model_parallel: {parallel.model_parallel} × {product}"
-    elif parallel.mesh_rows > 1:
-        product = f"{parallel.mesh_rows} mesh rows × {product}"
-    algorithm = parallel.context_parallel_algo
-    if degree == 1:
-        return
-    if algorithm == AUTO:
-        if ulysses is not None:
-            what = f"is {ulysses}, and context_parallel_algo: {AUTO} chooses it"
-            yield key, what, "leave it out, or name the algorithm"
-        return
-    row = CONTEXT.get(algorithm or "")
-    divisors = [d for d in range(1, min(degree, 4096) + 1) if degree % d == 0]
-    fitting = f"write one of {', '.join(map(str, divisors))}"
-    if ulysses is None:
-        if row and row.ulysses_required:
-            yield key, f"is missing, and context_parallel_algo is {algorithm}", fitting
-        return
-    implied = row.implied_ulysses(degree) if row else None
-    if row and row.splits is Splits.HEADS and parallel.mesh_is_open:
-        what = f"is {ulysses}, and with {algorithm} the mesh that is chosen decides it"
-        yield key, what, "leave it out, or write tensor_mesh"
-    elif implied is not None and ulysses != implied:
-        what = f"is {ulysses}, and with {algorithm} it is {implied}"
-        free = [other.name for other in CONTEXT.values() if other.splits is Splits.BOTH]
-        yield key, what, f"leave it out, or write context_parallel_algo: {' or '.join(free)}"
-    elif degree % ulysses:
-        yield key, f"is {ulysses}, which does not divide {product}", fitting
-
-
-def _own_options(recipe: Recipe) -> Iterator[Finding]:
-    """Refuse options that only other algorithms have, instead of dropping them."""
-    parallel = recipe.parallel_config
-    shared = ON_A_MESH if parallel.on_a_mesh else None
-    for table, name in (
-        (CONTEXT, parallel.context_parallel_algo or shared),
-        (TENSOR, parallel.tensor_parallel_algo),
-    ):
-        row = table.get(name or "")
-        for option in sorted(every_option(table)):
-            value = getattr(parallel, option)
-            off = value in (None, AUTO) or isinstance(value, bool)
-            if not off and not (row and option in row.options):
-                shown = list(value) if isinstance(value, tuple) else value
-                what = f"is {shown}, and only {' and '.join(having(option, table))} has it"
-                yield f"parallel_config.{option}", what, f"write {AUTO}, or leave it out"
-
-
 def _evaluation(recipe: Recipe) -> Iterator[Finding]:
     for key in ("eval_every_steps", "eval_micro_batch_size"):
         value = getattr(recipe.training, key)
@@ -208,48 +119,46 @@ def _recomputed(recipe: Recipe) -> Iterator[Finding]:
             yield f"memory.{key}", what, f"write {off}, or gradient_checkpointing: true"
 
 
+def _degrees(*keys: str) -> tuple[str, ...]:
+    """Return the keys of `parallel_config`, and those of every strategy, which stand in one."""
+    return (*(f"parallel_config.{key}" for key in keys), "parallel_config.strategies")
+
+
 RULES = (
     KeyRule(
-        (
-            "parallel_config.context_parallel_algo",
-            "parallel_config.tensor_parallel_algo",
-            *(f"parallel_config.{option}" for option in sorted(every_option(CONTEXT))),
-            *(f"parallel_config.{option}" for option in sorted(every_option(TENSOR))),
+        _degrees(
+            "context_parallel_algo",
+            "tensor_parallel_algo",
+            *sorted(every_option(CONTEXT)),
+            *sorted(every_option(TENSOR)),
         ),
-        _own_options,
+        own_options,
     ),
     KeyRule(("model.name_or_path", "model.config"), _one_model),
     KeyRule(("training.steps", "training.epochs"), _one_length),
     KeyRule(("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"), _one_warmup),
     KeyRule(("lr_schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
     KeyRule(
-        (
-            "parallel_config.context_parallel",
-            "parallel_config.context_parallel_algo",
-            "parallel_config.tensor_parallel_algo",
-        ),
-        _algorithm,
+        _degrees("context_parallel", "context_parallel_algo", "tensor_parallel_algo"), algorithm
     ),
     KeyRule(
-        (
-            "parallel_config.model_parallel",
-            "parallel_config.use_seq_parallel",
-            "parallel_config.tensor_parallel_algo",
-            "parallel_config.tensor_mesh",
-        ),
-        _tensor_options,
+        _degrees("model_parallel", "use_seq_parallel", "tensor_parallel_algo", "tensor_mesh"),
+        tensor_options,
     ),
     KeyRule(
-        (
-            "parallel_config.context_parallel",
-            "parallel_config.context_parallel_algo",
-            "parallel_config.ulysses_degree_in_cp",
-            "parallel_config.model_parallel",
-            "parallel_config.tensor_parallel_algo",
-            "parallel_config.tensor_mesh",
+        _degrees(
+            "context_parallel",
+            "context_parallel_algo",
+            "ulysses_degree_in_cp",
+            "model_parallel",
+            "tensor_parallel_algo",
+            "tensor_mesh",
         ),
-        _ulysses_degree,
+        ulysses_degree,
     ),
+    KeyRule(("parallel_config.strategies", "data.sequence_length"), rising),
+    KeyRule(("parallel_config",), one_layout),
+    KeyRule(("parallel_config.strategies", "deepspeed.zero_optimization.stage"), switchable),
     KeyRule(
         ("training.eval_every_steps", "training.eval_micro_batch_size", "data.eval"), _evaluation
     ),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ import torch
 from uspft.batch import Batch
 from uspft.comm import largest, total
 from uspft.config.problems import RunFailed
-from uspft.data.stream import Row, RowStream
+from uspft.data.stream import Row, RowStream, empty_row
 from uspft.data.tokenise import NOT_TRAINED
 from uspft.segments import Segments
 
@@ -32,8 +34,156 @@ DIGEST = 1 << 40
 """Digests are counted modulo this number, so that their sums over ranks are exact in float64."""
 
 
-class StepLoader:
-    """A loader whose batches depend on the step's number alone: there is no position to lose.
+@dataclass(frozen=True)
+class StepRows:
+    """Which of the stream's rows a step takes."""
+
+    each: int
+    """The rows of a step."""
+    last: int | None = None
+    """The row at which the run ends, if any."""
+
+    def of(self, step: int) -> range:
+        """Return the rows of a step, from 1; the last step may have fewer."""
+        first = (step - 1) * self.each
+        stop = first + self.each
+        return range(first, stop if self.last is None else min(stop, self.last))
+
+
+class Size(NamedTuple):
+    """How much of a step runs under one layout; tokens count padding, once for each row."""
+
+    rows: int
+    tokens: int
+
+
+class RowLoader(ABC):
+    """A loader that makes a rank's micro-batches out of rows, and has ranks check them together.
+
+    Its batches depend on the step's number alone: there is no position to lose.
+    """
+
+    counts = "rows"
+    """The word for what a step takes from the data, by number."""
+    worlds: Sequence[World] = ()
+    """The live layout of each strategy, where the recipe has several."""
+
+    def __init__(self, stream: RowStream, tokens_apart: int, of_step: StepRows) -> None:
+        """tokens_apart: how far the tokens of neighbouring rows are numbered apart."""
+        self.stream, self._tokens_apart, self._of_step = stream, tokens_apart, of_step
+        self._reading = threading.Lock()
+
+    def rows_of(self, step: int) -> range:
+        """Return the indices, in the stream, of what a step takes."""
+        return self._of_step.of(step)
+
+    @abstractmethod
+    def batches(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of a step."""
+
+    @abstractmethod
+    def sizes(self, step: int) -> list[Size]:
+        """Return the size of a step under each of its layouts."""
+
+    @abstractmethod
+    def empty(self) -> Batch:
+        """Return a micro-batch without tokens to train on."""
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """Return the row with an index that a batch has, EMPTY among them."""
+
+    def batch_of(self, world: World, indices: Sequence[int]) -> Batch:
+        """Return the micro-batch that holds this rank's share of the rows with these indices."""
+        rows = [self.row(i) for i in indices]
+        share = world.share([row.segments for row in rows])
+
+        def kept(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+            whole = np.concatenate(arrays)
+            return np.concatenate([whole[start:stop] for start, stop in share.held] or [whole[:0]])
+
+        def placed(values: NDArray[np.int64]) -> torch.Tensor:
+            return torch.from_numpy(values).to(world.device, non_blocking=True)
+
+        def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
+            return placed(kept(arrays))
+
+        labels, apart = kept([row.labels for row in rows]), self._tokens_apart
+        chosen = np.flatnonzero(labels != NOT_TRAINED)
+        numbers = zip(indices, rows, strict=True)
+        return Batch(
+            world=world,
+            share=share,
+            input_ids=mine([row.input_ids for row in rows])[None],
+            position_ids=mine([row.positions for row in rows])[None],
+            labels=placed(labels),
+            chosen=placed(chosen),
+            tokens=mine([index * apart + np.arange(len(row.labels)) for index, row in numbers]),
+            targets=len(chosen),
+            rows=tuple(indices),
+            row_of=mine([_place(row, number) for number, row in enumerate(rows)]),
+        )
+
+    def documents(self, batch: Batch) -> list[Segments]:
+        """Return the documents of each row of a batch."""
+        return [self.row(index).segments for index in batch.rows]
+
+    def require_same_rows(self, batches: Sequence[Batch]) -> None:
+        """Check that all ranks that share a row have read the same row; collective.
+
+        Raises RunFailed where they have not.
+        """
+        for batch in batches:
+            mesh, device = batch.world.mesh, batch.world.device
+            seen = float(self.fingerprint(batch))
+            highest, lowest = largest([seen, -seen], mesh.columns, device)
+            highest, lowest = largest([highest, lowest], mesh.context, device)
+            if highest != -lowest:
+                here = f"rank {mesh.rank}: {int(seen):x}"
+                raise RunFailed(
+                    f"the ranks that share rows {batch.rows} read different rows ({here}): "
+                    "do all hosts see the same data files?"
+                )
+
+    def require_shares(self, batches: Sequence[Batch]) -> None:
+        """Check that the ranks which share a row hold each of its tokens once; collective.
+
+        Each rank must hold the tokens that the algorithm gives it, and all of them together the
+        row, with every token at its place in its document. Raises RuntimeError where they do not.
+        """
+        for batch in batches:
+            world = batch.world
+            rows = [self.row(index) for index in batch.rows]
+            said = world.share(self.documents(batch)).held
+            places = [np.arange(a, b) for a, b in said]
+            told = (batch.input_ids[0], batch.labels, batch.position_ids[0])
+            held_here = [x.cpu().numpy() for x in told]
+            here = digest(np.concatenate(places or [held_here[0][:0]]), held_here)
+            each = [(row.input_ids, row.labels, in_documents(row.segments)) for row in rows]
+            in_rows = [np.concatenate(parts) for parts in zip(*each, strict=True)]
+            whole = digest(np.arange(len(in_rows[0])), in_rows)
+            held, wrong = total(
+                [here, float(said != batch.share.held)], world.mesh.context, world.device
+            )
+            if wrong or held % DIGEST != whole:
+                raise RuntimeError(
+                    f"the ranks that share rows {batch.rows} do not hold each of their tokens once "
+                    f"({world.row.name}, seen by rank {world.mesh.rank}): "
+                    "this is an error in uspft"
+                )
+
+    def fingerprint(self, batch: Batch) -> int:
+        """Return a 48-bit hash of a batch's whole rows, the same on all ranks that share them."""
+        digest = hashlib.blake2b(digest_size=6)
+        for index in batch.rows:
+            row = self.row(index)
+            for array in (row.input_ids, row.labels, row.positions):
+                digest.update(array.tobytes())
+        return int.from_bytes(digest.digest(), "little")
+
+
+class StepLoader(RowLoader):
+    """A loader of rows of one length, under one layout.
 
     Step i (from 1) takes rows [(i − 1)·B, i·B) of the stream, where B is rows_per_step, or those of
     them that come before row `last_row`. Every rank that shares a row reads the same row and keeps
@@ -50,18 +200,11 @@ class StepLoader:
         rows_per_batch: int,
         last_row: int | None = None,
     ) -> None:
-        self.stream, self._world, self._row_tokens = stream, world, row_tokens
+        super().__init__(stream, row_tokens, StepRows(rows_per_step, last_row))
+        self._world, self._row_tokens = world, row_tokens
         self._rows_per_step, self._rows_per_batch = rows_per_step, rows_per_batch
-        self._last_row = last_row
-        self._reading = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "rows ahead")
         self._ahead: Future[None] | None = None
-
-    def rows_of(self, step: int) -> range:
-        """Return the indices, in the stream, of the rows of a step."""
-        first = (step - 1) * self._rows_per_step
-        stop = first + self._rows_per_step
-        return range(first, stop if self._last_row is None else min(stop, self._last_row))
 
     def batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step, as many on every rank and in every step.
@@ -89,101 +232,24 @@ class StepLoader:
     def _look_ahead(self, step: int) -> None:
         """Search for the token orders of a step's rows, which the algorithm remembers."""
         for index in chain.from_iterable(self._indices(step)):
-            self._world.algorithm.token_order(self._row(index).segments)
+            self._world.algorithm.token_order(self.row(index).segments)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the micro-batch that holds this rank's share of the rows with these indices."""
-        rows = [self._row(i) for i in indices]
-        share = self._world.share([row.segments for row in rows])
+        return self.batch_of(self._world, indices)
 
-        def kept(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-            whole = np.concatenate(arrays)
-            return np.concatenate([whole[start:stop] for start, stop in share.held] or [whole[:0]])
+    def sizes(self, step: int) -> list[Size]:
+        rows = len(self.rows_of(step))
+        return [Size(rows, rows * self._row_tokens)]
 
-        def placed(values: NDArray[np.int64]) -> torch.Tensor:
-            return torch.from_numpy(values).to(self._world.device, non_blocking=True)
+    def empty(self) -> Batch:
+        return self.batch([EMPTY] * self._rows_per_batch)
 
-        def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
-            return placed(kept(arrays))
-
-        labels, positions = kept([row.labels for row in rows]), np.arange(self._row_tokens)
-        chosen = np.flatnonzero(labels != NOT_TRAINED)
-        return Batch(
-            world=self._world,
-            share=share,
-            input_ids=mine([row.input_ids for row in rows])[None],
-            position_ids=mine([row.positions for row in rows])[None],
-            labels=placed(labels),
-            chosen=placed(chosen),
-            tokens=mine([index * self._row_tokens + positions for index in indices]),
-            targets=len(chosen),
-            rows=tuple(indices),
-            row_of=mine([_place(row, number) for number, row in enumerate(rows)]),
-        )
-
-    def _row(self, index: int) -> Row:
-        if index != EMPTY:
-            with self._reading:
-                return self.stream.row(index)
-        zeros = np.zeros(self._row_tokens, np.int64)
-        return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), self._row_tokens), ())
-
-    def documents(self, batch: Batch) -> list[Segments]:
-        """Return the documents of each row of a batch."""
-        return [self._row(index).segments for index in batch.rows]
-
-    def require_same_rows(self, batches: Sequence[Batch]) -> None:
-        """Check that all ranks that share a row have read the same row; collective.
-
-        Raises RunFailed where they have not.
-        """
-        for batch in batches:
-            mesh, device = batch.world.mesh, batch.world.device
-            seen = float(self.fingerprint(batch))
-            highest, lowest = largest([seen, -seen], mesh.columns, device)
-            highest, lowest = largest([highest, lowest], mesh.context, device)
-            if highest != -lowest:
-                here = f"rank {mesh.rank}: {int(seen):x}"
-                raise RunFailed(
-                    f"the ranks that share rows {batch.rows} read different rows ({here}): "
-                    "do all hosts see the same data files?"
-                )
-
-    def require_shares(self, batches: Sequence[Batch]) -> None:
-        """Check that the ranks which share a row hold each of its tokens once; collective.
-
-        Each rank must hold the tokens that the algorithm gives it, and all of them together the
-        row, with every token at its place in its document. Raises RuntimeError where they do not.
-        """
-        for batch in batches:
-            world = batch.world
-            rows = [self._row(index) for index in batch.rows]
-            said = world.share(self.documents(batch)).held
-            places = [np.arange(a, b) for a, b in said]
-            told = (batch.input_ids[0], batch.labels, batch.position_ids[0])
-            held_here = [x.cpu().numpy() for x in told]
-            here = digest(np.concatenate(places or [held_here[0][:0]]), held_here)
-            each = [(row.input_ids, row.labels, in_documents(row.segments)) for row in rows]
-            in_rows = [np.concatenate(parts) for parts in zip(*each, strict=True)]
-            whole = digest(np.arange(len(in_rows[0])), in_rows)
-            held, wrong = total(
-                [here, float(said != batch.share.held)], world.mesh.context, world.device
-            )
-            if wrong or held % DIGEST != whole:
-                raise RuntimeError(
-                    f"the ranks that share rows {batch.rows} do not hold each of their tokens once "
-                    f"({world.row.name}, seen by rank {world.mesh.rank}): "
-                    "this is an error in uspft"
-                )
-
-    def fingerprint(self, batch: Batch) -> int:
-        """Return a 48-bit hash of a batch's whole rows, the same on all ranks that share them."""
-        digest = hashlib.blake2b(digest_size=6)
-        for index in batch.rows:
-            row = self._row(index)
-            for array in (row.input_ids, row.labels, row.positions):
-                digest.update(array.tobytes())
-        return int.from_bytes(digest.digest(), "little")
+    def row(self, index: int) -> Row:
+        if index == EMPTY:
+            return empty_row(self._row_tokens)
+        with self._reading:
+            return self.stream.row(index)
 
 
 def _place(row: Row, number: int) -> NDArray[np.int64]:

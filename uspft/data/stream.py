@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ _PADDING_ID = 0  # never attended to, never a target
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row of S = sequence_length tokens; its arrays are int64 [S].
+    """One row of S tokens; its arrays are int64 [S].
 
     labels are shifted, once and here: labels[t] is the token after position t in its document, or
     -100 where there is no such token (at a document's last position, in padding) or it is not
@@ -87,12 +88,28 @@ class RowStream:
 
     def row(self, index: int) -> Row:
         """Return the row at an index of the stream, from 0. Raises IndexError below 0."""
+        return self.together([index], self._length)
+
+    def together(self, indices: Sequence[int], length: int) -> Row:
+        """Return a row of `length` tokens that has the documents of these rows, in their order.
+
+        Raises IndexError below 0, and ValueError where they do not fit.
+        """
+        return self._filled([one for index in indices for one in self._documents(index)], length)
+
+    def tokens_of(self, index: int) -> int:
+        """Return how many tokens the documents of a row have together, without reading them."""
+        pieces = [self._lengths[sample] - start for sample, start in self._documents(index)]
+        return int(sum(min(piece, self._length) for piece in pieces))
+
+    def _documents(self, index: int) -> list[tuple[int, int]]:
+        """Return the documents of a row: the sample of each, and its first token in it."""
         if index < 0:
             raise IndexError(f"row {index} of a stream that starts at 0")
         epoch, at = self._place(index)
         plan = self._plan(epoch)
-        first, stop = plan.bounds[at : at + 2].tolist()
-        return self._filled(plan.samples[first:stop].tolist(), plan.starts[first:stop].tolist())
+        here = slice(*plan.bounds[at : at + 2].tolist())
+        return list(zip(plan.samples[here].tolist(), plan.starts[here].tolist(), strict=True))
 
     def _place(self, index: int) -> tuple[int, int]:
         if self._same_count:
@@ -102,12 +119,12 @@ class RowStream:
         epoch = bisect_right(self.ends, index)
         return epoch, index - (self.ends[epoch - 1] if epoch else 0)
 
-    def _filled(self, samples: list[int], starts: list[int]) -> Row:
-        input_ids = np.full(self._length, _PADDING_ID, np.int64)
-        labels = np.full(self._length, NOT_TRAINED, np.int64)
-        positions = np.zeros(self._length, np.int64)
+    def _filled(self, documents: Sequence[tuple[int, int]], length: int) -> Row:
+        input_ids = np.full(length, _PADDING_ID, np.int64)
+        labels = np.full(length, NOT_TRAINED, np.int64)
+        positions = np.zeros(length, np.int64)
         bounds = [0]
-        for sample, start in zip(samples, starts, strict=True):
+        for sample, start in documents:
             tokens = self._corpus.sample(sample)
             ids = tokens.ids[start : start + self._length]
             begin, end = bounds[-1], bounds[-1] + len(ids)
@@ -116,8 +133,8 @@ class RowStream:
             labels[begin : end - 1] = tokens.labels[start + 1 : start + len(ids)]
             positions[begin:end] = np.arange(len(ids))
             bounds.append(end)
-        segments = Segments(tuple(bounds), self._length)
-        return Row(input_ids, labels, positions, segments, tuple(samples))
+        segments = Segments(tuple(bounds), length)
+        return Row(input_ids, labels, positions, segments, tuple(sample for sample, _ in documents))
 
     def _plan(self, epoch: int) -> Packing:
         """Return the packing of an epoch; two are kept, since a step may span two epochs."""
@@ -159,6 +176,18 @@ def _permutation(count: int, *seed: int) -> NDArray[np.int64]:
     return np.argsort(bits, kind="stable")
 
 
-def training_rows(data: DataBlock, corpus: Path, seed: int) -> RowStream:
-    """Return the stream of rows that a recipe trains on, from its prepared corpus."""
-    return RowStream(Corpus.open(corpus), data.sequence_length, data.packing, data.shuffle, seed)
+def training_rows(
+    data: DataBlock, corpus: Path, seed: int, *, one_document: bool = False
+) -> RowStream:
+    """Return the stream of rows that a recipe trains on, from its prepared corpus.
+
+    one_document: whether each document is a row of its own, whatever the recipe's packing.
+    """
+    packing = "none" if one_document else data.packing
+    return RowStream(Corpus.open(corpus), data.sequence_length, packing, data.shuffle, seed)
+
+
+def empty_row(length: int) -> Row:
+    """Return a row of padding alone."""
+    zeros = np.zeros(length, np.int64)
+    return Row(zeros, zeros + NOT_TRAINED, zeros, Segments((0,), length), ())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,8 @@ class StepResult:
     """Whether float16 skipped the update."""
     router_loss: float | None = None
     """The routers' mean loss over the step's rows, or None where none is computed."""
+    seconds: tuple[float, ...] = ()
+    """What each of this rank's micro-batches took, on the device's clock where it has one."""
 
 
 class Scales(NamedTuple):
@@ -43,6 +47,30 @@ class Scales(NamedTuple):
 
     loss: float
     router: float | None = None
+
+
+class Laps:
+    """A clock of what follows one another on this rank's device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """End a lap, and begin the next; the host does not wait for the device."""
+        if self._on_device:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> tuple[float, ...]:
+        """Return how long each lap was; a device must have ended its work."""
+        if self._on_device:
+            return tuple(a.elapsed_time(b) / 1000 for a, b in pairwise(self._marks))
+        return tuple(b - a for a, b in pairwise(self._marks))
 
 
 class LossModule(Protocol):
@@ -75,4 +103,5 @@ def in_turn(engine: ZeroEngine, batches: Sequence[Batch], scales: Scales) -> Ten
         if batch.world.mesh.columns.index == 0:  # the others have the same tokens
             sums += losses.detach()
         engine.backward(losses.sum(), batch, last=number == len(batches))
+        engine.laps.mark()
     return sums

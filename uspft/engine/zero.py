@@ -29,7 +29,7 @@ from uspft.engine.mpu import mpu_of
 from uspft.engine.quarantine import forget_mpu
 from uspft.engine.replicas import Replicas
 from uspft.engine.state import Fragments
-from uspft.engine.step import LossModule, NotFinite, Runner, Scales, StepResult, in_turn
+from uspft.engine.step import Laps, LossModule, NotFinite, Runner, Scales, StepResult, in_turn
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -74,6 +74,8 @@ class ZeroEngine:
         self.module, self.holders, self.device = module, holders, device
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
         self._runner = runner
+        self.laps = Laps(device)
+        """The clock of the step's micro-batches."""
         self.named = module.named()
         """Every parameter by its Hugging Face name, kept because a walk over the whole module for
         each parameter would take too long."""
@@ -165,6 +167,7 @@ class ZeroEngine:
         targets, scales = self._begin(batches)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
+        self.laps = Laps(self.device)
         sums = self._runner(self, batches, scales)
         return self._end(sums, targets, stop)
 
@@ -203,7 +206,8 @@ class ZeroEngine:
             raise NotFinite(f"the loss is {mean}")
         grad_norm, skipped = self._update()
         router_loss = router if self.module.routed else None
-        return StepResult(mean, grad_norm, targets, stops > 0, skipped, router_loss)
+        seconds = self.laps.seconds()
+        return StepResult(mean, grad_norm, targets, stops > 0, skipped, router_loss, seconds)
 
     def _update(self) -> tuple[float, bool]:
         """Update the weights; return (norm before clipping, whether float16 skipped the update)."""

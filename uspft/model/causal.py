@@ -54,10 +54,9 @@ class CausalLoss(nn.Module):
         shelf = Shelf(batch.input_ids.device) if recompute and self._offload else None
         bound = Bound(batch.world, batch.share, batch.tokens, recompute=recompute, shelf=shelf)
         vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
-        if batch.world.layout.tensor > 1:
-            wanted["inputs_embeds"] = self._embedded(batch, vocabulary, bound)
-        else:
-            wanted["input_ids"] = batch.input_ids
+        # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
+        # since ranks with rows of other layouts fetch together with this one.
+        wanted["inputs_embeds"] = self._embedded(batch, vocabulary, bound)
         found = self.model.base_model(
             position_ids=batch.position_ids, use_cache=False, uspft=bound, **wanted
         )
@@ -72,7 +71,7 @@ class CausalLoss(nn.Module):
         return torch.stack([loss, self._router_loss(found.router_logits, batch, router_scale)])
 
     def _embedded(self, batch: Batch, vocabulary: Vocabulary | None, bound: Bound) -> Tensor:
-        """Return what the first layer takes: embeddings of tokens that ranks have in parts."""
+        """Return what the first layer takes, of tokens and of the table's rows that are here."""
         embedding = self.model.get_input_embeddings()
         of_call = (bound,) if isinstance(embedding, SplitEmbedding) else ()
         if vocabulary is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from uspft.config import Finding, ParallelBlock
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, Splits, row_of
+from uspft.config.strategies import alike, each_alone
 from uspft.layout import Layout, layout_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,13 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The layout's name: its algorithms, its degrees, and its data parallel degree above 1."""
+        """The layout's name: its algorithms, its degrees, and its data parallel degree above 1.
+
+        With strategies that differ, it has the name of each.
+        """
+        if alike(self.parallel) != self.parallel:
+            every = each_alone(self.parallel)
+            return " + ".join(dict.fromkeys(Candidate(p, _layout(p)).name for p in every))
         parts = [str(self.parallel.context_parallel_algo or "whole rows")]
         if self.layout.ulysses > 1 and self.layout.ring > 1:
             parts.append(f"{self.layout.ulysses}×{self.layout.ring}")
@@ -63,10 +70,13 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
     blocks = [block for block in blocks if not _is_another(block)]
     left = ranks // own.model_parallel
     first = _block(own, left, 1, None) if own.row_ranks == 1 else own
+    if own.strategies:
+        first, blocks = own, [alike(block) for block in [first, *blocks]]
     found: dict[tuple[object, ...], Candidate] = {}
     for block in [first, *blocks]:
         layout = _layout(block)
-        key = (block.context_parallel_algo, layout.ulysses, layout.ring, *_tensor(block))
+        how = block.context_parallel_algo, layout.ulysses, layout.ring, *_tensor(block)
+        key = (*how, block is own and alike(own) != own)
         if key not in found:
             wrong = _problems(recipe, block, problems)
             if wrong and (bare := _without_options(block)) != block:

@@ -24,6 +24,10 @@ class StepPart(NamedTuple):
     hidden: float = 0.0
     bytes: float = 0.0
 
+    def times(self, count: float) -> StepPart:
+        """Return the same part so many times."""
+        return StepPart(self.name, *(count * value for value in self[1:]))
+
 
 @dataclass(frozen=True)
 class StepTime:

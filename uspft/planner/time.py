@@ -7,7 +7,7 @@ most tokens, most heads and most pairs of query and key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from uspft.families import ModelShape
 from uspft.layout import COPIES, Layout
@@ -42,6 +42,8 @@ the weight to 16 bits."""
 JOIN_BYTES = 20
 """Read and written for each element of a query where what one arrival of keys gives is joined with
 what is there, in float32: the output, and in the backward its gradient."""
+HIDING = ("products", "elementwise")
+"""The parts behind which ZeRO's transfers pass."""
 LOSS_PASSES = 8
 """Times that a tile of logits in float32 is read or written (model/loss.py)."""
 
@@ -51,14 +53,27 @@ def step_time(
 ) -> StepTime:
     """Return what a step takes; the algorithm splits its rows at the layout's degrees."""
     passes = step.passes(layout)
-    one = [
+    one = forward_and_backward(step, layout, algorithm, hardware)
+    behind = sum(part.seconds for part in one if part.name in HIDING)
+    each = hidden_behind(step, zero_in_each_pass(step, layout, hardware), behind)
+    parts = [part.times(passes) for part in (*one, *each)]
+    summed, *others = zero_once(step, layout, hardware)
+    return StepTime((*parts, *hidden_behind(step, [summed], passes * behind), *others))
+
+
+def forward_and_backward(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+) -> list[StepPart]:
+    """Return what one forward and backward of `step.rows` rows takes, without ZeRO's part in it.
+
+    Attention is that of the row's documents. With 0 rows it is what a pass takes beside its rows,
+    reading every weight included.
+    """
+    return [
         *_matrices(step, layout, hardware),
         _elementwise(step, layout, hardware),
         *_attention(step, layout, algorithm, hardware),
     ]
-    parts = [StepPart(p.name, *(passes * value for value in p[1:])) for p in one]
-    behind = sum(part.seconds for part in parts if part.name in ("products", "elementwise"))
-    return StepTime((*parts, *_zero(step, layout, hardware, behind)))
 
 
 def model_flops(step: StepShape) -> float:
@@ -213,39 +228,61 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
         yield StepPart("tensor", ways * seconds, bytes=ways * heads)
 
 
-def _zero(step: StepShape, layout: Layout, hardware: Hardware, behind: float) -> Iterator[StepPart]:
-    """Yield DeepSpeed's transfers and the update.
+def zero_in_each_pass(step: StepShape, layout: Layout, hardware: Hardware) -> list[StepPart]:
+    """Return DeepSpeed's transfers of every forward and backward, which stages 2 and 3 have.
 
-    behind: seconds of products, which hide transfers. Stage 0 sums gradients once a step; 1 once
-    and 2 in every backward, by all-reduces of buckets (its use_multi_rank_bucket_allreduce), and
-    both gather the new weights. Stage 3 gathers each layer's weights forward and backward, and
-    reduce-scatters its gradients.
+    Stage 2 sums gradients by all-reduces of buckets (its use_multi_rank_bucket_allreduce). Stage 3
+    gathers each layer's weights forward and backward, and reduce-scatters its gradients.
     """
-    model, stage = step.model, step.stage
-    outside, layer = parameters_of(model, layout.mesh_columns)
-    whole = (outside + model.layers * layer) / layout.mesh_rows
     spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
-    held = whole * step.trained / (spread.ranks if stage else 1)
-    yield StepPart("update", hardware.memory_seconds(UPDATE_BYTES * held))
-    if spread.ranks == 1:
-        return
-    passes, pieces = step.passes(layout), model.layers + 1
-    gradients, weights = GRADIENT_BYTES * whole * step.trained, step.element_bytes * whole
-    if stage == 3:
-        summed = hardware.collective_seconds("reduce_scatter", gradients / pieces, spread)
-        gathered = hardware.collective_seconds("all_gather", weights / pieces, spread)
-        found = [
-            StepPart("gradients", passes * pieces * summed, bytes=passes * gradients),
-            StepPart("weights", 2 * passes * pieces * gathered, bytes=2 * passes * weights),
-        ]
-    else:
-        times = passes if stage == 2 else 1
+    if spread.ranks == 1 or step.stage < 2:
+        return []
+    gradients, weights = _state_bytes(step, layout)
+    if step.stage == 2:
         summed = hardware.collective_seconds("all_reduce", gradients, spread)
-        found = [StepPart("gradients", times * summed, bytes=times * gradients)]
-    for part in found:
+        return [StepPart("gradients", summed, bytes=gradients)]
+    pieces = step.model.layers + 1
+    summed = hardware.collective_seconds("reduce_scatter", gradients / pieces, spread)
+    gathered = hardware.collective_seconds("all_gather", weights / pieces, spread)
+    return [
+        StepPart("gradients", pieces * summed, bytes=gradients),
+        StepPart("weights", 2 * pieces * gathered, bytes=2 * weights),
+    ]
+
+
+def zero_once(step: StepShape, layout: Layout, hardware: Hardware) -> list[StepPart]:
+    """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
+
+    These are the update, and at stages 1 and 2 the gathering of the new weights.
+    """
+    spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
+    gradients, weights = _state_bytes(step, layout)
+    held = gradients / GRADIENT_BYTES / (spread.ranks if step.stage else 1)
+    found = [StepPart("gradients", 0.0)]
+    if spread.ranks > 1 and step.stage < 2:
+        summed = hardware.collective_seconds("all_reduce", gradients, spread)
+        found = [StepPart("gradients", summed, bytes=gradients)]
+    found.append(StepPart("update", hardware.memory_seconds(UPDATE_BYTES * held)))
+    if spread.ranks > 1 and step.stage in (1, 2):
+        new = weights * step.trained
+        seconds = hardware.collective_seconds("all_gather", new, spread)
+        found.append(StepPart("weights", seconds, bytes=new))
+    return found
+
+
+def _state_bytes(step: StepShape, layout: Layout) -> tuple[float, float]:
+    """Return the bytes of the gradients and of the weights that a rank's layout gives it, before
+    ZeRO divides them."""
+    outside, layer = parameters_of(step.model, layout.mesh_columns)
+    whole = (outside + step.model.layers * layer) / layout.mesh_rows
+    return GRADIENT_BYTES * whole * step.trained, step.element_bytes * whole
+
+
+def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:
+    """Yield ZeRO's transfers with what passes behind so many seconds of products: under
+    overlap_comm all of each but one layer's."""
+    pieces = step.model.layers + 1
+    for part in parts:
         hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.overlaps else 0.0
         behind -= hidden
         yield part._replace(hidden=hidden)
-    if stage in (1, 2):
-        seconds = hardware.collective_seconds("all_gather", weights * step.trained, spread)
-        yield StepPart("weights", seconds, bytes=weights * step.trained)

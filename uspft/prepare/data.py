@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from uspft.config import Fault, Recipe
+from uspft.config.strategies import strategies_of
 from uspft.data import prepare, prepare_sets, read_report, training_rows
 from uspft.kernels.choose import is_installed
 from uspft.prepare.invocation import Invocation
@@ -105,7 +106,8 @@ def steps_of(recipe: Recipe, corpus: Path) -> int:
     training = recipe.training
     if training.steps:
         return training.steps
-    stream = training_rows(recipe.data, corpus, recipe.seed)
+    switches = bool(strategies_of(recipe))
+    stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
     return stream.steps_in_epochs(training.epochs or 1, training.global_batch_size)
 
 

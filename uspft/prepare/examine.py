@@ -12,6 +12,7 @@ import torch
 
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, load
 from uspft.config.algorithms import AUTO
+from uspft.config.strategies import KEY, layouts_of, row_lengths, strategies_of, under
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, check_length, read_shape
@@ -20,9 +21,10 @@ from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.invocation import CONFIGS
-from uspft.prepare.memory_need import memory_sentence
+from uspft.prepare.known import Known
+from uspft.prepare.memory_need import exchange_findings, memory_sentence, tile_findings
 from uspft.prepare.paths import find_paths
-from uspft.prepare.resolve import Known, choice, ranks_of, resolve, slices_of, tuning
+from uspft.prepare.resolve import choice, ranks_of, resolve, slices_of, tuning
 from uspft.sequence import Heads, of_recipe
 from uspft.tensor import tensor_algorithm
 
@@ -72,8 +74,8 @@ class Examined:
         """What a rank needs of its card's memory, for a person; None where nothing predicts it."""
         if self.shape is None or self.known.cluster is None:
             return None
-        free = self.loaded.recipe.memory.recompute == AUTO
-        hardware = self.known.cluster.hardware
+        hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
+        free = asked.recompute == AUTO
         return memory_sentence(self.recipe, self.shape, self.layout, hardware, free=free)
 
     @property
@@ -87,6 +89,18 @@ class Examined:
         stage = self.recipe.deepspeed.zero_optimization.get("stage", 1)
         layout = self.layout.sentence(self.recipe.parallel_config.context_parallel_algo)
         return f"{layout}; ZeRO-{stage}, {self.recipe.model.dtype} on {self.recipe.launch.device}"
+
+    @property
+    def strategies(self) -> list[str]:
+        """A line for each strategy, where the recipe has several: its rows, and their layout."""
+        lines, shortest = [], 1
+        for length, alone in zip(row_lengths(self.recipe), layouts_of(self.recipe), strict=False):
+            layout = layout_of(alone.parallel_config, self.layout.ranks)
+            assert isinstance(layout, Layout)
+            how = layout.sentence(alone.parallel_config.context_parallel_algo)
+            lines.append(f"{shortest:,} to {length:,} tokens: {how}")
+            shortest = length + 1
+        return lines
 
     def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
         """Return the examination of another recipe, which `change` makes from the user's own."""
@@ -115,7 +129,7 @@ class Examined:
         if findings or not isinstance(shape, ModelShape):
             raise Fault(findings)
         found = self.knowing(shape=shape, places=places)
-        if findings := layout_findings(found.recipe, found.layout, shape):
+        if findings := run_findings(found.recipe, found.layout, shape):
             raise Fault(findings)
         return found
 
@@ -174,7 +188,7 @@ def examine(
     findings += _precision(recipe, recipe.launch.device)
     layout = layout_of(recipe.parallel_config, ranks_of(recipe, known))
     if isinstance(layout, Layout):
-        findings += layout_findings(recipe, layout, known.shape) + _hosts(layout, hosts)
+        findings += run_findings(recipe, layout, known.shape) + _hosts(layout, hosts)
         if asked.parallel_config.context_parallel_algo != AUTO:  # else data may change what it is
             findings += exchange_findings(recipe, layout)
         if known.shape:
@@ -211,11 +225,33 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
     return []
 
 
+def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """Return the findings that speak against a recipe's layout, and those of its strategies on as
+    many ranks."""
+    every = len(strategies_of(recipe))
+    if not every:
+        return layout_findings(recipe, layout, shape)
+    findings: list[Finding] = []
+    for number in range(every):
+        alone = under(recipe, number)
+        found = layout_of(alone.parallel_config, layout.ranks)
+        wrong = [found] if not isinstance(found, Layout) else layout_findings(alone, found, shape)
+        findings += [_of_strategy(one, number) for one in wrong]
+    return findings
+
+
+def _of_strategy(finding: Finding, number: int) -> Finding:
+    """Return a finding about the recipe of one strategy's rows in the terms of the whole recipe."""
+    key, what, remedy = finding
+    if key == "data.sequence_length":
+        return f"{KEY}[{number}].max_length", what, remedy
+    return key.replace("parallel_config.", f"{KEY}[{number}].", 1), what, remedy
+
+
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
     """Return the findings that speak against a recipe's `parallel_config` under its layout."""
-    if layout.tensor > 1 and (wrong := _tiles(recipe)):
+    if layout.tensor > 1 and (wrong := tile_findings(recipe)):
         return wrong
-    algorithm = of_recipe(recipe, layout)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     if shape and heads and layout.tensor > 1:
         if wrong := _tensor(recipe, layout, shape):
@@ -223,16 +259,8 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
         heads = heads.on(layout.mesh_columns)
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
-    problems = algorithm.problems(recipe.data.sequence_length, wide)
+    problems = of_recipe(recipe, layout).problems(recipe.data.sequence_length, wide)
     return problems + _accumulation(recipe, layout)
-
-
-def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
-    """Return what is wrong with making the exchange of heads again where there is none."""
-    if recipe.memory.recompute != "exchange" or layout.ulysses > 1:
-        return []
-    what = "is exchange, and no heads are exchanged: the Ulysses degree is 1"
-    return [("memory.recompute", what, f"write {AUTO}, nothing or attention")]
 
 
 def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
@@ -244,16 +272,6 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
         return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
     algorithm = tensor_algorithm(recipe.parallel_config, layout)
     return algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size)
-
-
-def _tiles(recipe: Recipe) -> list[Finding]:
-    """Return why MLPs whose matrices lie on a mesh cannot work in tiles."""
-    asked = recipe.memory.mlp_tile_tokens
-    if asked == "none" or not recipe.parallel_config.on_a_mesh:
-        return []
-    algorithm = recipe.parallel_config.tensor_parallel_algo
-    what = f"is {asked}, and {algorithm} would move its matrices again for every tile"
-    return [("memory.mlp_tile_tokens", what, "write none, or tensor_parallel_algo: megatron")]
 
 
 def _hosts(layout: Layout, hosts: int) -> list[Finding]:

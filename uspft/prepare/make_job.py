@@ -16,11 +16,13 @@ from uspft.model.hf_config import layer_windows
 from uspft.parameters.digest import base_digest
 from uspft.planner.auto import Work
 from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of, tokenizer_of
-from uspft.prepare.examine import Examined, exchange_findings
+from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole
 from uspft.prepare.invocation import Invocation
+from uspft.prepare.memory_need import exchange_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import output_of
+from uspft.prepare.prices import prices_of
 from uspft.prepare.space import space_needed
 
 
@@ -59,6 +61,7 @@ def prepare_job(
         tokenizer=_with_tokenizer(found.here),
         command=place.command,
         places=found.known.places,
+        prices=prices_of(found, found.known.hosts),
     )
     return found, job, checkpoint, needed
 

@@ -18,10 +18,11 @@ from uspft.planner.auto import Work
 from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
 from uspft.planner.memory import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
 from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of
-from uspft.prepare.examine import Examined, layout_findings
+from uspft.prepare.examine import Examined, run_findings
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import output_of
+from uspft.prepare.prices import prices_of
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
 
@@ -73,7 +74,15 @@ def prepare_verify(
     corpus, _ = prepare_data(found.here, config.vocab_size, place, screen)
     found = found.knowing(work=Work(first_rows(found.here, corpus), layer_windows(config)))
     recipe = found.recipe
-    job = Job(recipe, corpus, steps_of(recipe, corpus), {}, command=place.command, places=places)
+    job = Job(
+        recipe,
+        corpus,
+        steps_of(recipe, corpus),
+        {},
+        command=place.command,
+        places=places,
+        prices=prices_of(found, found.known.hosts),
+    )
     every = _candidates(found, None if asked.every else MAX_LAYOUTS)
     work = VerifyJob(
         job,
@@ -88,7 +97,7 @@ def prepare_verify(
 
 def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
     def problems(recipe: Recipe, layout: Layout) -> list[tuple[str, str, str]]:
-        return layout_findings(recipe, layout, found.shape)
+        return run_findings(recipe, layout, found.shape)
 
     return chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
 

@@ -1,19 +1,20 @@
-"""What `auto` means among the keys of `memory`, and what of a card's memory a recipe needs."""
+"""What `auto` means among the keys of `memory`, what is wrong with them, what a card needs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import AUTO
+from uspft.config.strategies import strategies_of, under
+from uspft.layout import Layout, layout_of
 from uspft.model.loss import tile_tokens
 from uspft.model.tiles import mlp_tile_tokens
 from uspft.planner.need import least_work, longest_row, need_of
 from uspft.planner.products import layer_projections
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
+    from uspft.config import Finding, Recipe
     from uspft.families import ModelShape
-    from uspft.layout import Layout
     from uspft.planner.hardware import Hardware
 
 
@@ -69,6 +70,27 @@ def memory_sentence(
     if not need.activations.offloaded and more != longest:
         said.append(f"with offload_activations: cpu {_tokens(more)}")
     return "; ".join(said)
+
+
+def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
+    """Return what is wrong with making the exchange of heads again where there is none."""
+    strategies = [under(recipe, n) for n in range(len(strategies_of(recipe)))]
+    found = [layout_of(one.parallel_config, layout.ranks) for one in strategies] or [layout]
+    exchanges = any(isinstance(one, Layout) and one.ulysses > 1 for one in found)
+    if recipe.memory.recompute != "exchange" or exchanges:
+        return []
+    what = "is exchange, and no heads are exchanged: the Ulysses degree is 1"
+    return [("memory.recompute", what, f"write {AUTO}, nothing or attention")]
+
+
+def tile_findings(recipe: Recipe) -> list[Finding]:
+    """Return why MLPs whose matrices lie on a mesh cannot work in tiles."""
+    asked = recipe.memory.mlp_tile_tokens
+    if asked == "none" or not recipe.parallel_config.on_a_mesh:
+        return []
+    algorithm = recipe.parallel_config.tensor_parallel_algo
+    what = f"is {asked}, and {algorithm} would move its matrices again for every tile"
+    return [("memory.mlp_tile_tokens", what, "write none, or tensor_parallel_algo: megatron")]
 
 
 def _gib(byte_count: float) -> str:

@@ -7,50 +7,23 @@ and of algorithms' options whose `auto` means what no value says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, every_option, row_of
-from uspft.families import ModelShape, with_factor
-from uspft.job import placed
+from uspft.config.strategies import degrees_of, strategies_of, under
+from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
 from uspft.planner.auto import Choice, Work, recommend
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
 from uspft.planner.steps import StepShape
-from uspft.prepare.cluster import Cluster
+from uspft.prepare.known import Known
 from uspft.prepare.memory_need import settled_memory
 from uspft.segments import Segments
 from uspft.sequence import Heads, forwards_of, of_recipe
-
-
-@dataclass(frozen=True)
-class Known:
-    """The facts that are known beside the recipe; there are more of them as preparation goes on."""
-
-    hosts: int = 1
-    gpus: int = 0
-    """How many GPUs this host has."""
-    ranks: int | None = None
-    """How many processes all hosts have together, where the command says so."""
-    shape: ModelShape | None = None
-    """The sizes of the model."""
-    work: Work | None = None
-    """The documents of the run's first rows, and the attention windows of the model's layers."""
-    cluster: Cluster | None = None
-    """The hardware file that the run is planned by, and why."""
-    formats: Sequence[str] = ()
-    """The format of each source of training and then of evaluation data, in their order."""
-    kernel: str | None = None
-    """The attention kernel that ranks have chosen."""
-    places: Mapping[str, str] = field(default_factory=dict)
-    """The folder on this host that each key of `model` with a hub id stands for."""
-
-    def here(self, recipe: Recipe) -> Recipe:
-        """Return the recipe as this host reads it, with folders in place of hub ids."""
-        return placed(recipe, self.places)
 
 
 def resolve(recipe: Recipe, known: Known) -> Recipe:
@@ -58,6 +31,36 @@ def resolve(recipe: Recipe, known: Known) -> Recipe:
     for settle in SETTLED.values():
         recipe = settle(recipe, known)
     return recipe
+
+
+def _strategies(recipe: Recipe, known: Known) -> Recipe:
+    """Settle what strategies leave open; the degrees beside them are those of the longest rows.
+
+    Each is settled as a recipe of its own whose rows have its length, on as many processes as the
+    longest rows' layout has.
+    """
+    every, parallel = strategies_of(recipe), recipe.parallel_config
+    if parallel.strategies is None:
+        return _with(recipe, "parallel_config", switching=None)
+    if not every:
+        return recipe
+    keys, found = ("context_parallel_algo", "data_parallel", "exchange_stages"), []
+    longest = under(recipe, len(every) - 1)
+    ranks = ranks_of(recipe, known)
+    if ranks is None and isinstance(layout := layout_of(longest.parallel_config, None), Layout):
+        ranks = layout.ranks
+    work = known.work
+    for number, strategy in enumerate(every):
+        alone = under(recipe, number)
+        row = Segments.single(alone.data.sequence_length)
+        here = replace(known, ranks=ranks, work=work and work._replace(rows=[row]))
+        for key in keys:
+            alone = SETTLED[f"parallel_config.{key}"](alone, here)
+        found.append(strategy.model_copy(update=degrees_of(alone.parallel_config)))
+    update = {**degrees_of(found[-1]), "strategies": tuple(found)}
+    if parallel.switching in (AUTO, None):
+        update["switching"] = "in_place"
+    return _with(recipe, "parallel_config", **update)
 
 
 def choice(recipe: Recipe, known: Known) -> Choice | None:
@@ -280,6 +283,8 @@ SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "parallel_config.tensor_slices": _mesh,
     "parallel_config.context_parallel_algo": _algorithm,
     "parallel_config.data_parallel": _replicas,
+    "parallel_config.strategies": _strategies,
+    "parallel_config.switching": _strategies,
     "launch.processes": _processes,
     "parallel_config.exchange_stages": _options,
     "memory.loss_tile_tokens": _memory,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,26 +17,21 @@ from uspft.assemble import Run
 from uspft.checkpoint.hf_folder import export_folder
 from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.save import save_checkpoint
-from uspft.comm import KINDS, largest, total
+from uspft.comm import largest
 from uspft.config.problems import RunFailed, said
 from uspft.engine.state import on_first_rank
 from uspft.engine.step import NotFinite, StepResult
-from uspft.metrics import Journal, RunDisplay, peak_memory_bytes
+from uspft.metrics import Journal, RunDisplay
 from uspft.model.adapter import adapter_of, merge_order, merged
-from uspft.model.build import parameter_count
-from uspft.model.hf_config import layer_windows
 from uspft.parameters.names import is_adapter
-from uspft.planner.flops import peak_flops, step_flops
-from uspft.sequence import Heads
-from uspft.sequence.rows.heads import split_heads
 from uspft.training.evaluate import evaluate, record_of
 from uspft.training.guards import Guards
 from uspft.training.learning_rate import learning_rate
+from uspft.training.meter import Meter
 from uspft.written import ADAPTER, EXPORTS, METRICS, MODEL, set_aside
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
-    from uspft.world import World
 
 
 FOR_NOT_FINITE = (
@@ -134,7 +125,7 @@ def _step(
     finite or memory runs out.
     """
     rows = run.loader.rows_of(step)
-    where = f"step {step}, rows {rows.start} to {rows.stop - 1}"
+    where = f"step {step}, {run.loader.counts} {rows.start} to {rows.stop - 1}"
     try:
         return run.engine.step(batches, *rate_and_stop)
     except NotFinite as error:
@@ -211,82 +202,3 @@ class Evaluation:
             self._journal.write(record)
             self._display.evaluation(record)
         return scores is not None
-
-
-class Meter:
-    """What turns a step's result into a record of metrics.jsonl; collective, with two small
-    reductions for each step."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        named, part_of = run.engine.named, run.engine.part_of
-        sizes = {id(parameter): prod(part_of(name).shape) for name, parameter in named.items()}
-        count = partial(parameter_count, run.model, embedding=False, sizes=sizes)
-        self._parameters, trained = count(), count(trained_only=True)
-        self._frozen = self._parameters - trained
-        device = run.engine.device
-        self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-        self._windows = Counter(layer_windows(run.config))
-        run.world.books.close()
-
-    def record(
-        self, step: int, batches: Sequence[Batch], result: StepResult, seconds: float
-    ) -> dict[str, Any]:
-        """Return the record of what the step moved and computed, whatever layouts its batches
-        had."""
-        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
-        worlds = list({id(batch.world): batch.world for batch in batches}.values())
-        sent = sum((Counter(world.books.close()) for world in worlds), Counter())
-        sent.update(everyone.books.close())
-        work = sum(map(self._work, batches))
-        (pairs,) = total([work], everyone, device)
-        memory, busiest, *bytes_sent = largest(
-            [peak_memory_bytes(device), work, *(sent[kind] for kind in KINDS)], everyone, device
-        )
-        rows = len(self._run.loader.rows_of(step))
-        row_tokens = rows * self._run.job.recipe.data.sequence_length
-        record = {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
-            "rows": rows,
-            "tokens": row_tokens,
-            "target_tokens": result.targets,
-            "step_seconds": seconds,
-            "tokens_per_second": row_tokens / seconds,
-            "mfu": self._mfu(row_tokens, pairs, seconds),
-            "peak_memory_bytes": int(memory),
-            "comm_bytes": {k: int(b) for k, b in zip(KINDS, bytes_sent, strict=True) if b},
-            "attention_balance": busiest * everyone.size / pairs if pairs else 1.0,
-            "strategy": " + ".join(world.name for world in worlds),
-        }
-        if result.router_loss is not None:
-            record["router_loss"] = result.router_loss
-        return record | ({"skipped": True} if result.skipped else {})
-
-    def _work(self, batch: Batch) -> float:
-        """Return the pairs of query and key that this ring rank computes, times this rank's share
-        of the heads, as the mean over the layers."""
-        layers = sum(self._windows.values())
-        pairs = sum(
-            count * batch.share.with_window(window).area / layers
-            for window, count in self._windows.items()
-        )
-        config = self._run.config
-        every = Heads(config.num_attention_heads, config.num_key_value_heads, 1)
-        return pairs * share_of_heads(every, batch.world)
-
-    def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
-        if self._peak is None:
-            return None
-        config = self._run.config
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, config.num_attention_heads, dim)
-        flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
-        return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
-
-
-def share_of_heads(every: Heads, world: World) -> float:
-    """Return the share of a model's query heads that this rank of a world computes."""
-    here, place = every.on(world.layout.mesh_columns), world.mesh.ulysses
-    first, last = split_heads(here.query, here.kv, place.size).query[place.index]
-    return (last - first) / every.query

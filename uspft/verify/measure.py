@@ -68,9 +68,8 @@ def measure(
 
 def _broken(run: Run, batches: list[Batch], fault: str) -> list[Batch]:
     """Return the micro-batches with a fault in them, on the ranks that it is meant for."""
-    world = run.world
     targets = float(sum(batch.targets for batch in batches))
-    here = [targets] == largest([targets], run.engine.holders.everyone, world.device)
+    here = [targets] == largest([targets], run.engine.holders.everyone, run.engine.device)
     if not (here or fault in EVERYWHERE):
         return batches
-    return [FAULTS[fault](batch, world, run.loader.documents(batch)) for batch in batches]
+    return [FAULTS[fault](batch, batch.world, run.loader.documents(batch)) for batch in batches]

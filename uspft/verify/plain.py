@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from uspft.config.strategies import row_lengths
 from uspft.data import Row, training_rows
 from uspft.model.hf_config import attention_of
 from uspft.model.trained import choose_trained, trained_parameters
 from uspft.parameters.fill import places
 from uspft.parameters.names import is_adapter
 from uspft.parameters.part import Part
+from uspft.switching.buckets import rows_of_samples
 from uspft.verify.gradients import See
 from uspft.verify.plain_config import pin_frequencies, plain_config
 from uspft.verify.result import Measured
@@ -125,8 +127,13 @@ def _start_adapter(model: Any, recipe: Recipe) -> None:
 def _rows(job: Job) -> list[Row]:
     """Return the rows of the first step."""
     training = job.recipe.training
-    stream = training_rows(job.recipe.data, job.corpus, job.recipe.seed)
+    recipe, lengths = job.recipe, row_lengths(job.recipe)
+    stream = training_rows(recipe.data, job.corpus, recipe.seed, one_document=bool(lengths))
     count = training.global_batch_size
     if training.epochs:
         count = min(count, stream.rows_in(training.epochs))
-    return [stream.row(index) for index in range(count)]
+    if not lengths:
+        return [stream.row(index) for index in range(count)]
+    samples = {index: stream.tokens_of(index) for index in range(count)}
+    rows = rows_of_samples(samples, lengths, recipe.data.packing)
+    return [stream.together(row.samples, lengths[row.bucket]) for row in rows]

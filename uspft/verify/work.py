@@ -8,6 +8,7 @@ from pathlib import Path
 
 from uspft.config import ParallelBlock, Recipe, as_tree
 from uspft.config.algorithms import CONTEXT, MESH_OPTIONS, every_option
+from uspft.config.strategies import alike
 from uspft.job import Job
 
 JOB = "verify.json"
@@ -56,6 +57,7 @@ class VerifyJob:
                 **dict.fromkeys({*every_option(CONTEXT), *MESH_OPTIONS}),
             }
         )
+        parallel = alike(parallel)
         update = {
             "launch": recipe.launch.model_copy(update={"processes": 1}),
             "parallel_config": parallel,

@@ -64,6 +64,7 @@ parallel_config:
   seq_split_num: 1
   fine_grain_interleave: 1
   strategies: null
+  switching: auto
 deepspeed:
   zero_optimization: {stage: 3}
 optimizer: {type: adamw, learning_rate: 1e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1}
@@ -131,7 +132,7 @@ def test_the_contract_has_this_many_keys() -> None:
         "data": 11,
         "data.train[]": 5,
         "data.eval[]": 5,
-        "parallel_config": 16,
+        "parallel_config": 17,
         "parallel_config.strategies[]": 16,
         "deepspeed": 5,
         "deepspeed.aio": 6,

@@ -18,8 +18,9 @@ from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.auto import Work
 from uspft.prepare.cluster import cluster_of
+from uspft.prepare.known import Known
 from uspft.prepare.memory_need import memory_sentence
-from uspft.prepare.resolve import SETTLED, Known, resolve, tuning
+from uspft.prepare.resolve import SETTLED, resolve, tuning
 from uspft.segments import Segments
 
 STAYS = {"checkpoint.resume"}

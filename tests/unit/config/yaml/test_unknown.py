@@ -68,8 +68,8 @@ ASKED = {
         "pipeline_stage: 4, micro_batch_num: 8": "pipeline parallelism",
         "pp_interleave_num: 2": "pipeline parallelism",
         "seq_split_num: 2": "pipeline parallelism",
-        "strategies: [{zzz: 3}]": "hot switching",
-        "strategies: auto": "hot switching",
+        "strategies: [{max_length: 4k, pipeline_stage: 2}]": "pipeline parallelism",
+        "strategies: [{max_length: 4k, fine_grain_interleave: 2}]": "interleaving a layer's work",
     },
     "model": {
         "trust_remote_code: true": "code from the hub",
@@ -92,7 +92,7 @@ def test_what_is_not_available_is_refused_as_a_whole(tmp_path: Path) -> None:
             assert f": {feature} is not available yet; " in line, line
             features.add(feature)
     assert features == {later.feature for later in LATER}
-    assert len(LATER) == 8
+    assert len(LATER) == 7
     (line,) = lines(tmp_path, "parallel_config: {micro_batch_num: 8, pipeline_stage: 4}")
     assert line.endswith("write `micro_batch_num: 1` and write `pipeline_stage: 1`")
 

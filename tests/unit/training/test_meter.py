@@ -9,7 +9,7 @@ import pytest
 
 from uspft.layout import Layout
 from uspft.sequence import Heads
-from uspft.training.loop import share_of_heads
+from uspft.training.meter import share_of_heads
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,261 @@
+"""Steps whose rows run under several layouts side by side, beside one process of transformers.
+
+Samples of a step are bucketed by length, packed inside each bucket, and dealt out to groups of
+different degrees: context parallel alone, tensor parallel held whole and over two ranks, both.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.adapters import peft_adapter
+from tests.support.models import (
+    Documents,
+    Reference,
+    make_documents,
+    make_model,
+    mismatch,
+    reference,
+)
+from tests.support.ranks import spawn
+from tests.support.runs import run_recipe, small_recipe
+from tests.support.stages import ZERO
+
+pytestmark = pytest.mark.timeout(600)
+
+ROW, STEPS, BATCH, RATE, CLIP, SEED = 64, 3, 9, 1e-3, 0.5, 5
+LENGTHS = [
+    *(64, 3, 16, 9, 30, 5, 17, 12, 2),
+    *(8, 16, 15, 4, 7, 3, 11, 6, 16),  # of the shortest bucket alone
+    *(50, 61, 33, 20, 31, 40, 12, 64, 25),
+]
+WHOLE: dict[str, Any] = {}
+RING2 = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+ULYSSES4 = {"context_parallel": 4, "context_parallel_algo": "ulysses_cp"}
+PLANNED4 = {"context_parallel": 4, "context_parallel_algo": "planned_cp"}
+HYBRID = {**PLANNED4, "context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}
+BOUNDS = 16, 32, 64
+MIXES: dict[str, list[dict[str, Any]]] = {
+    "context": [WHOLE, RING2, ULYSSES4],
+    "planned": [WHOLE, PLANNED4, HYBRID],
+    "alike": [ULYSSES4, ULYSSES4, ULYSSES4],
+    "tensor": [WHOLE, {"model_parallel": 2}, {"model_parallel": 4}],
+    "tensor held": [{"model_parallel": 2}, {"model_parallel": 2, **RING2}, {"model_parallel": 4}],
+    "both": [WHOLE, RING2, {"model_parallel": 2, **RING2}],
+    "tokens": [
+        WHOLE,
+        {"model_parallel": 2, "use_seq_parallel": True},
+        {"model_parallel": 4, "use_seq_parallel": True},
+    ],
+}
+RANK, ALPHA = 4, 6.0
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"kind": "llama", "heads": 8, "kv_heads": 4},
+    "qwen3": {"kind": "qwen3", "heads": 8, "kv_heads": 2},
+}
+
+
+NAMES = {
+    "context": ["data4", "ring2-data2", "ulysses4"],
+    "planned": ["data4", "planned4", "ulysses2-ring2"],
+    "alike": ["ulysses4"] * 3,
+    "tensor": ["data4", "tensor2-data2", "tensor4"],
+    "tensor held": ["tensor2-data2", "tensor2-ring2", "tensor4"],
+    "both": ["data4", "ring2-data2", "tensor2-ring2"],
+    "tokens": ["data4", "tensor2-data2", "tensor4"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    mix: str
+    zero: str
+    model: str = "llama"
+    packing: str = "best_fit"
+    rows: int = 1
+    checkpointed: bool = False
+    adapter: bool = False
+
+
+CASES = [
+    Case("context", "zero1"),
+    Case("context", "zero2", rows=2, checkpointed=True),
+    Case("context", "zero3"),
+    Case("planned", "zero1", "qwen3", rows=2),
+    Case("planned", "zero3", packing="none"),
+    Case("alike", "zero1", packing="none"),
+    Case("tensor", "zero1"),
+    Case("tensor", "zero3", "qwen3", checkpointed=True),
+    Case("tensor held", "zero1", "qwen3", rows=2),
+    Case("tensor held", "zero2"),
+    Case("tensor held", "zero3", checkpointed=True),
+    Case("both", "zero1", adapter=True),
+    Case("both", "zero3", rows=3),
+    Case("tokens", "zero1", "qwen3"),
+    Case("tokens", "zero3", adapter=True, checkpointed=True),
+]
+RESUMED = {
+    Case("context", "zero1"): Case("tensor", "zero3"),
+    Case("tensor held", "zero3"): Case("alike", "zero2"),
+}
+"""The strategies of the first steps, and those under which the run goes on."""
+
+
+def recipe(case: Case, folder: Path, data: Documents, **training: Any) -> dict[str, Any]:
+    strategies = [
+        {"max_length": bound, **layout}
+        for bound, layout in zip(BOUNDS, MIXES[case.mix], strict=True)
+    ]
+    adapter = {"type": "lora", "rank": RANK, "alpha": ALPHA}
+    steps = {} if "epochs" in training else {"steps": STEPS}
+    return {"seed": SEED} | small_recipe(
+        folder / case.model,
+        data.path,
+        ROW,
+        model={"adapter": adapter} if case.adapter else {},
+        data={"packing": case.packing},
+        parallel_config={"strategies": strategies},
+        deepspeed={"zero_optimization": ZERO[case.zero]},
+        training={
+            **steps,
+            "global_batch_size": BATCH,
+            "micro_batch_size": case.rows,
+            "max_grad_norm": CLIP,
+            **training,
+        },
+        memory={"gradient_checkpointing": case.checkpointed},
+    )
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
+    folder = tmp_path_factory.mktemp("switching")
+    for name, kind in MODELS.items():
+        make_model(folder / name, **kind)
+    return folder, make_documents(folder / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
+
+
+def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for number, case in enumerate(CASES):
+        found[case] = run_recipe(recipe(case, folder, data), folder / f"run-{number}")
+    for number, (first, then) in enumerate(RESUMED.items()):
+        output, saved = folder / f"resumed-{number}", {"checkpoint": {"every_steps": 1}}
+        run_recipe({**recipe(first, folder, data, steps=2), **saved}, output)
+        again = {**recipe(then, folder, data), **saved}
+        found[first, then] = without_marks(run_recipe(again, output, resume=True))
+    ended = recipe(CASES[0], folder, data, epochs=1)
+    found["epochs"] = run_recipe(ended, folder / "epochs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("uspft.switching.dealing.SwitchingLoader.of_group", first_row_twice)
+        patch.setattr("uspft.training.guards.Guards.rows", lambda *_: None)
+        found["wrong"] = run_recipe(recipe(CASES[0], folder, data), folder / "wrong")
+    return found if rank == 0 else {}
+
+
+def without_marks(got: Any) -> Any:
+    """The records of steps alone, of a run that went on."""
+    return got and ([record for record in got[0] if "loss" in record], got[1])
+
+
+def first_row_twice(loader: Any, plan: Any, group: Any) -> Any:
+    """A fault: groups of single ranks all take the rows of the first of them."""
+    world = loader.worlds[group.bucket]
+    if world.layout.data == world.layout.ranks:
+        everyone = [one for step in plan.groups for one in step if one.bucket == group.bucket]
+        group = everyone[0]
+    return loader.batch_of(world, [plan.numbers[row] for row in group.rows])
+
+
+@cache
+def documents_of(path: Path) -> list[Any]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(line["input_ids"], line["labels"]) for line in lines]
+
+
+@cache
+def wanted(model: str, adapter: bool, folder: Path, path: Path) -> Reference:
+    from uspft.model.adapter import AdapterStart
+
+    documents = documents_of(path)
+    steps = [documents[i * BATCH : (i + 1) * BATCH] for i in range(STEPS)]
+    no_base: Any = None
+    prepare = peft_adapter(
+        AdapterStart(no_base, SEED).read, r=RANK, lora_alpha=ALPHA, target_modules="all-linear"
+    )
+    return reference(
+        folder / model, steps, rate=RATE, clip=CLIP, prepare=prepare if adapter else None
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(setting: tuple[Path, Documents]) -> dict[Any, Any]:
+    found: dict[Any, Any] = spawn(4, work, *setting)[0]
+    return found
+
+
+def wrong_of(got: Any, want: Reference) -> list[str]:
+    records, end = got
+    return mismatch((records, {name: end[name] for name in want.end}), want)
+
+
+def test_several_layouts_in_a_step_are_one_process(
+    setting: tuple[Path, Documents], answers: dict[Any, Any]
+) -> None:
+    folder, data = setting
+    wrong = {}
+    for case in CASES:
+        found = wrong_of(answers[case], wanted(case.model, case.adapter, folder, data.path))
+        if found:
+            wrong[case] = found
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+
+
+def test_a_row_that_two_groups_take_is_seen(
+    setting: tuple[Path, Documents], answers: dict[Any, Any]
+) -> None:
+    folder, data = setting
+    found = wrong_of(answers["wrong"], wanted("llama", False, folder, data.path))
+    assert any("loss" in line for line in found)
+    assert any("grad_norm" in line for line in found)
+
+
+def test_a_run_goes_on_under_other_strategies(
+    setting: tuple[Path, Documents], answers: dict[Any, Any]
+) -> None:
+    folder, data = setting
+    for first, then in RESUMED.items():
+        want = wanted(first.model, False, folder, data.path)
+        assert wrong_of(answers[first, then], want) == [], (first, then)
+
+
+def test_epochs_count_samples(setting: tuple[Path, Documents], answers: dict[Any, Any]) -> None:
+    folder, data = setting
+    assert wrong_of(answers["epochs"], wanted("llama", False, folder, data.path)) == []
+    assert len(documents_of(data.path)) == STEPS * BATCH
+
+
+def test_a_record_tells_what_ran_under_each_strategy(answers: dict[Any, Any]) -> None:
+    for case in CASES:
+        layouts = NAMES[case.mix]
+        for step, record in enumerate(answers[case][0]):
+            lengths = LENGTHS[step * BATCH : (step + 1) * BATCH]
+            parts = record["strategies"]
+            assert [part["name"] for part in parts] == layouts
+            assert record["strategy"] == " + ".join(dict.fromkeys(layouts))
+            for low, bound, part in zip((0, *BOUNDS), BOUNDS, parts, strict=False):
+                inside = [length for length in lengths if low < length <= bound]
+                assert -(-sum(inside) // bound) <= part["rows"] <= len(inside)
+                assert case.packing == "best_fit" or part["rows"] == len(inside)
+                assert part["tokens"] == bound * part["rows"]
+                assert (part["seconds"] > 0) == (part["rows"] > 0)
+                alone = part["name"] in ("data4", "tensor1-data4")
+                assert bool(part["comm_bytes"]) == (part["rows"] > 0 and not alone)
+            assert record["rows"] == sum(part["rows"] for part in parts)
+            assert record["tokens"] == sum(part["tokens"] for part in parts)

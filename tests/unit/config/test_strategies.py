@@ -1,0 +1,105 @@
+"""Strategies of a recipe: what they mean, and every way to write them wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from uspft.config import RecipeError, dump, load
+from uspft.config.strategies import alike, each_alone, layouts_of, row_lengths, under
+
+BASE = """
+model: {name_or_path: x}
+data: {train: x, sequence_length: 64}
+training: {steps: 1, global_batch_size: 4}
+deepspeed: {zero_optimization: {stage: %s}}
+parallel_config: {%s}
+"""
+RING = "{max_length: 64, context_parallel: 4, context_parallel_algo: ring_cp}"
+KEY = "parallel_config.strategies"
+
+
+def loaded(folder: Path, parallel: str, stage: int = 1):  # type: ignore[no-untyped-def]
+    file = folder / "r.yaml"
+    file.write_text(BASE % (stage, parallel))
+    return load(file).recipe
+
+
+def test_each_strategy_is_a_recipe_of_its_rows(tmp_path: Path) -> None:
+    text = f"strategies: [{{max_length: 16}}, {RING.replace('64', '1k')}]"
+    recipe = loaded(tmp_path, text)
+    assert row_lengths(recipe) == (16, 64)  # no row is longer than sequence_length
+    short, long = layouts_of(recipe)
+    assert short.parallel_config.context_parallel == 1
+    assert short.data.sequence_length == 16
+    assert long.parallel_config.context_parallel_algo == "ring_cp"
+    assert long == under(recipe, 1)
+    assert long.parallel_config.strategies is None
+    assert layouts_of(long) == [long]
+    same = alike(recipe.parallel_config)
+    assert each_alone(same) == [same.model_copy(update={"strategies": None})] * 2
+    assert [one.max_length for one in same.strategies] == [16, 1024]  # type: ignore[union-attr]
+
+
+WRONG = {
+    "strategies: []": f"{KEY}: is an empty list; list",
+    "strategies: [{context_parallel: 1}]": f"{KEY}[0].max_length: is missing",
+    "strategies: [{max_length: 64, zzz: 3}]": f"{KEY}[0].zzz: unknown key",
+    "strategies: [{max_length: 16}, {max_length: 8}, {max_length: 64}]": f"{KEY}[1].max_length: "
+    "is 8, below 16 of parallel_config.strategies[0]; list the strategies from the shortest",
+    "strategies: [{max_length: 16}, {max_length: 16}, {max_length: 64}]": f"{KEY}[1].max_length: "
+    "is 16, as of parallel_config.strategies[0]",
+    "strategies: [{max_length: 16}, {max_length: 32}]": f"{KEY}[1].max_length: "
+    "is 32, and rows may have data.sequence_length: 64 tokens; write 64",
+    "strategies: [{max_length: 64}, {max_length: 128}]": f"{KEY}[1].max_length: "
+    "is 128, and no row has more than data.sequence_length: 64 tokens",
+    f"context_parallel: 2, context_parallel_algo: ring_cp, strategies: [{RING}]": "parallel_config."
+    "context_parallel: is 2, and parallel_config.strategies[0], whose rows are the longest, has 4",
+    f"strategies: [{RING.replace('ring_cp', 'rring_cp')}]": f"{KEY}[0].context_parallel_algo: "
+    "unknown value `rring_cp`; did you mean `ring_cp`?",
+    "strategies: [{max_length: 64, context_parallel: 2}]": f"{KEY}[0].context_parallel_algo: "
+    "is missing, and context_parallel is 2",
+    "strategies: [{max_length: 16, model_parallel: 2}, {max_length: 64, model_parallel: 3}]": KEY
+    + "[1].model_parallel: is 3: its parts do not lie inside those of",
+    "strategies: [{max_length: 64, model_parallel: 4, tensor_parallel_algo: meshslice}]": KEY
+    + "[0].tensor_parallel_algo: is meshslice, whose blocks do not lie inside one another",
+    "strategies: [{max_length: 16, model_parallel: 2}, "
+    "{max_length: 64, model_parallel: 4, use_seq_parallel: true}]": KEY
+    + "[1].use_seq_parallel: is true, and parallel_config.strategies[0] has the other",
+    "strategies: auto": f"{KEY}: is auto, and choosing them is not available yet",
+    f"switching: move, strategies: [{RING}]": "parallel_config.switching: is move, and moving",
+    "switching: in_place": "parallel_config.switching: is in_place, and there are no strategies",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_strategy_is_one_problem_that_names_it(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        loaded(tmp_path, text)
+    lines = [str(problem) for problem in raised.value.problems]
+    assert any(f" {WRONG[text]}" in line for line in lines), lines
+    assert len(lines) == 1, lines
+
+
+def test_one_optimizer_over_all_ranks_needs_zero(tmp_path: Path) -> None:
+    with pytest.raises(
+        RecipeError, match=r"zero_optimization\.stage: is 0, and layouts that switch"
+    ):
+        loaded(tmp_path, f"strategies: [{RING}]", 0)
+
+
+def test_a_recipe_that_is_written_keeps_its_strategies(tmp_path: Path) -> None:
+    beside = "context_parallel: 4, context_parallel_algo: ring_cp, switching: in_place"
+    recipe = loaded(tmp_path, f"{beside}, strategies: [{{max_length: 8}}, {RING}]")
+    (tmp_path / "again.yaml").write_text(dump(recipe))
+    again = load(tmp_path / "again.yaml").recipe
+    assert again.parallel_config.switching == "in_place"
+    assert layouts_of(again)[0] == layouts_of(recipe)[0]
+    assert row_lengths(again) == (8, 64)
+
+
+def test_the_longest_rows_layout_may_stand_beside(tmp_path: Path) -> None:
+    beside = "context_parallel: 4, context_parallel_algo: ring_cp"
+    recipe = loaded(tmp_path, f"{beside}, strategies: [{{max_length: 8}}, {RING}]")
+    assert recipe.parallel_config.context_parallel == 4

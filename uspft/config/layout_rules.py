@@ -1,0 +1,119 @@
+"""Rules between the keys of one layout: of `parallel_config`, and of each of its strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+
+from uspft.config.algorithms import (
+    AUTO,
+    CONTEXT,
+    ON_A_MESH,
+    TENSOR,
+    Splits,
+    every_option,
+    having,
+    names,
+)
+from uspft.config.degrees import Degrees
+from uspft.config.problems import Finding
+from uspft.config.recipe import Recipe
+from uspft.config.strategies import KEY, strategies_of
+
+
+def of_each_layout(
+    check: Callable[[str, Degrees], Iterator[Finding]],
+) -> Callable[[Recipe], Iterator[Finding]]:
+    """Return a rule that asks `check` of every layout of a recipe, with the key where it stands."""
+
+    @wraps(check)
+    def rule(recipe: Recipe) -> Iterator[Finding]:
+        yield from check("parallel_config", recipe.parallel_config)
+        for number, strategy in enumerate(strategies_of(recipe)):
+            yield from check(f"{KEY}[{number}]", strategy)
+
+    return rule
+
+
+@of_each_layout
+def algorithm(at: str, parallel: Degrees) -> Iterator[Finding]:
+    """Where ranks share a row, the algorithm is named, but on a mesh."""
+    degree = parallel.context_parallel
+    if degree > 1 and not parallel.on_a_mesh and parallel.context_parallel_algo is None:
+        what = f"is missing, and context_parallel is {degree}"
+        yield f"{at}.context_parallel_algo", what, f"write {names(CONTEXT)}"
+
+
+@of_each_layout
+def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
+    """What is said of tensor parallel ranks fits their algorithm and degree."""
+    degree, name, mesh = parallel.model_parallel, parallel.tensor_parallel_algo, "tensor_mesh"
+    if parallel.use_seq_parallel and parallel.on_a_mesh:
+        what = f"is true, and {name} splits tokens between matrices already, over mesh rows"
+        yield f"{at}.use_seq_parallel", what, "write false, or leave it out"
+    elif parallel.use_seq_parallel and degree == 1:
+        what = "is true, and model_parallel is 1: no matrix is split, and no tokens between them"
+        remedy = "write false, or model_parallel above 1"
+        yield f"{at}.use_seq_parallel", what, remedy
+    if isinstance(parallel.tensor_mesh, tuple) and mesh in TENSOR[name].options:
+        rows, columns = parallel.tensor_mesh
+        if rows * columns != degree:
+            shapes = [f"[{r}, {degree // r}]" for r in range(1, degree + 1) if degree % r == 0]
+            what = f"is [{rows}, {columns}], {rows * columns} ranks, and model_parallel is {degree}"
+            yield f"{at}.{mesh}", what, f"write one of {', '.join(shapes)}, or {AUTO}"
+
+
+@of_each_layout
+def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
+    """The Ulysses degree is there where it must be, and divides the ranks that share a row."""
+    key = f"{at}.ulysses_degree_in_cp"
+    degree, ulysses = parallel.row_ranks, parallel.ulysses_degree_in_cp
+    product = f"context_parallel: {parallel.context_parallel}"
+    if parallel.mesh_is_open:  # the mesh decides how many ranks share a row: so many at most
+        degree = parallel.model_parallel * parallel.context_parallel
+        product = f"model_parallel: {parallel.model_parallel} × {product}"
+    elif parallel.mesh_rows > 1:
+        product = f"{parallel.mesh_rows} mesh rows × {product}"
+    algorithm = parallel.context_parallel_algo
+    if degree == 1:
+        return
+    if algorithm == AUTO:
+        if ulysses is not None:
+            what = f"is {ulysses}, and context_parallel_algo: {AUTO} chooses it"
+            yield key, what, "leave it out, or name the algorithm"
+        return
+    row = CONTEXT.get(algorithm or "")
+    divisors = [d for d in range(1, min(degree, 4096) + 1) if degree % d == 0]
+    fitting = f"write one of {', '.join(map(str, divisors))}"
+    if ulysses is None:
+        if row and row.ulysses_required:
+            yield key, f"is missing, and context_parallel_algo is {algorithm}", fitting
+        return
+    implied = row.implied_ulysses(degree) if row else None
+    if row and row.splits is Splits.HEADS and parallel.mesh_is_open:
+        what = f"is {ulysses}, and with {algorithm} the mesh that is chosen decides it"
+        yield key, what, "leave it out, or write tensor_mesh"
+    elif implied is not None and ulysses != implied:
+        what = f"is {ulysses}, and with {algorithm} it is {implied}"
+        free = [other.name for other in CONTEXT.values() if other.splits is Splits.BOTH]
+        yield key, what, f"leave it out, or write context_parallel_algo: {' or '.join(free)}"
+    elif degree % ulysses:
+        yield key, f"is {ulysses}, which does not divide {product}", fitting
+
+
+@of_each_layout
+def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
+    """Options that only other algorithms have are refused, instead of dropped."""
+    shared = ON_A_MESH if parallel.on_a_mesh else None
+    for table, name in (
+        (CONTEXT, parallel.context_parallel_algo or shared),
+        (TENSOR, parallel.tensor_parallel_algo),
+    ):
+        row = table.get(name or "")
+        for option in sorted(every_option(table)):
+            value = getattr(parallel, option)
+            off = value in (None, AUTO) or isinstance(value, bool)
+            if not off and not (row and option in row.options):
+                shown = list(value) if isinstance(value, tuple) else value
+                what = f"is {shown}, and only {' and '.join(having(option, table))} has it"
+                yield f"{at}.{option}", what, f"write {AUTO}, or leave it out"

@@ -1,0 +1,96 @@
+"""Rules between the strategies of a recipe, and what else it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from uspft.config.algorithms import AUTO
+from uspft.config.allowed import shown
+from uspft.config.degrees import Degrees
+from uspft.config.problems import Finding
+from uspft.config.recipe import Recipe
+from uspft.config.strategies import KEY, strategies_of
+
+
+def rising(recipe: Recipe) -> Iterator[Finding]:
+    """Lengths rise up to `sequence_length`, so that each row has one strategy."""
+    if recipe.parallel_config.strategies == ():
+        yield KEY, "is an empty list", "list {max_length: …, context_parallel: …}, or write null"
+        return
+    every, most = strategies_of(recipe), recipe.data.sequence_length
+    for number, (before, one) in enumerate(pairwise(every), 1):
+        key, longest = f"{KEY}[{number}].max_length", one.max_length
+        if longest == before.max_length:
+            what = f"is {longest}, as of {KEY}[{number - 1}]: its rows would have two layouts"
+            yield key, what, "keep one of them"
+        elif longest < before.max_length:
+            what = f"is {longest}, below {before.max_length} of {KEY}[{number - 1}]"
+            yield key, what, "list the strategies from the shortest rows to the longest"
+        elif before.max_length >= most:
+            what = f"is {longest}, and no row has more than data.sequence_length: {most} tokens"
+            yield key, f"{what}, which {KEY}[{number - 1}] takes", "leave this strategy out"
+    if every and max(one.max_length for one in every) < most:
+        number, last = len(every) - 1, every[-1].max_length
+        what = f"is {last}, and rows may have data.sequence_length: {most} tokens"
+        yield f"{KEY}[{number}].max_length", what, f"write {most} for the longest rows"
+
+
+def one_layout(recipe: Recipe) -> Iterator[Finding]:
+    """Degrees beside strategies are those of the longest rows, or left out; without strategies
+    nothing switches."""
+    parallel, every = recipe.parallel_config, strategies_of(recipe)
+    beside = [key for key in Degrees.model_fields if key in parallel.model_fields_set]
+    if every:
+        longest = every[-1]
+        for key in Degrees.model_fields if beside else ():
+            here, there = getattr(parallel, key), getattr(longest, key)
+            if here != there and not _open(here, there):
+                what = (
+                    f"is {_plain(here)}, and {KEY}[{len(every) - 1}], whose rows are the longest,"
+                )
+                yield f"parallel_config.{key}", f"{what} has {_plain(there)}", _REMEDY
+    elif parallel.strategies == AUTO:
+        yield KEY, f"is {AUTO}, and choosing them is not available yet", "list them, or write null"
+    elif parallel.switching not in (AUTO, None):
+        what = f"is {parallel.switching}, and there are no strategies to switch between"
+        yield "parallel_config.switching", what, f"write {AUTO}, or list parallel_config.strategies"
+
+
+_REMEDY = "leave out the degrees beside the strategies, or write those of the longest rows"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _open(*values: object) -> bool:
+    """Return whether one of two values leaves open what the other may say."""
+    return AUTO in values or None in values
+
+
+def switchable(recipe: Recipe) -> Iterator[Finding]:
+    """What a step under several layouts cannot do is refused."""
+    if recipe.parallel_config.strategies is None:
+        return
+    if recipe.deepspeed.zero_optimization.get("stage", 1) == 0:
+        what = "is 0, and layouts that switch share one optimizer over all ranks"
+        yield "deepspeed.zero_optimization.stage", what, f"write 1, 2 or 3, or leave {KEY} out"
+    if recipe.parallel_config.switching == "move":
+        what = "is move, and moving weights between layouts is not available yet"
+        yield "parallel_config.switching", what, f"write in_place or {AUTO}"
+    every = strategies_of(recipe)
+    held = min((one.model_parallel for one in every), default=1)
+    for number, one in enumerate(every):
+        key, degree = f"{KEY}[{number}]", one.model_parallel
+        if one.on_a_mesh:
+            what = f"is {one.tensor_parallel_algo}, whose blocks do not lie inside one another"
+            yield f"{key}.tensor_parallel_algo", what, "write megatron in every strategy"
+        elif degree % held:
+            least = next(i for i, other in enumerate(every) if other.model_parallel == held)
+            what = f"is {degree}: its parts do not lie inside those of {KEY}[{least}], {held} ways"
+            yield f"{key}.model_parallel", what, f"write a multiple of {held} here, or 1 there"
+        elif held > 1 and one.use_seq_parallel != every[0].use_seq_parallel:
+            what = f"is {shown(one.use_seq_parallel)}, and {KEY}[0] has the other"
+            remedy = "write the same in all, or let one strategy have model_parallel 1"
+            yield f"{key}.use_seq_parallel", what, remedy

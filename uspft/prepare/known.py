@@ -1,0 +1,39 @@
+"""What is known beside a recipe when it is resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from uspft.config import Recipe
+from uspft.families import ModelShape
+from uspft.job import placed
+from uspft.planner.auto import Work
+from uspft.prepare.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Known:
+    """The facts that are known beside the recipe; there are more of them as preparation goes on."""
+
+    hosts: int = 1
+    gpus: int = 0
+    """How many GPUs this host has."""
+    ranks: int | None = None
+    """How many processes all hosts have together, where the command says so."""
+    shape: ModelShape | None = None
+    """The sizes of the model."""
+    work: Work | None = None
+    """The documents of the run's first rows, and the attention windows of the model's layers."""
+    cluster: Cluster | None = None
+    """The hardware file that the run is planned by, and why."""
+    formats: Sequence[str] = ()
+    """The format of each source of training and then of evaluation data, in their order."""
+    kernel: str | None = None
+    """The attention kernel that ranks have chosen."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """The folder on this host that each key of `model` with a hub id stands for."""
+
+    def here(self, recipe: Recipe) -> Recipe:
+        """Return the recipe as this host reads it, with folders in place of hub ids."""
+        return placed(recipe, self.places)

@@ -1,0 +1,44 @@
+"""What rows cost under each strategy of a recipe, by which ranks deal them out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from uspft.config.strategies import strategies_of, under
+from uspft.job import Prices
+from uspft.layout import Layout, layout_of
+from uspft.planner.row_time import micro_step_seconds, row_time
+from uspft.prepare.examine import Examined
+from uspft.prepare.make_plan import hardware_of, step_of
+from uspft.segments import Segments
+from uspft.sequence import of_recipe
+
+
+def prices_of(found: Examined, hosts: int) -> Prices | None:
+    """Return the prices of a recipe's strategies by the cost model; None where it has one layout.
+
+    A row's seconds are a line in its pairs of query and key, through those of a row without
+    documents and of one that a document fills.
+    """
+    recipe = found.recipe
+    if not strategies_of(recipe):
+        return None
+    step, hardware = step_of(found), hardware_of(found, hosts)
+    rows, pairs, beside, layouts = [], [], [], []
+    for number in range(len(strategies_of(recipe))):
+        alone = under(recipe, number)
+        layout = layout_of(alone.parallel_config, found.layout.ranks)
+        assert isinstance(layout, Layout)  # or the recipe would have been refused
+        length, algorithm = alone.data.sequence_length, of_recipe(alone, layout)
+        shape = replace(step, use_seq_parallel=alone.parallel_config.use_seq_parallel)
+        empty, full = (
+            row_time(shape, layout, algorithm, hardware, row)
+            for row in (Segments((0,), length), Segments.single(length))
+        )
+        layouts.append(layout)
+        rows.append(empty.row)
+        pairs.append((full.row - empty.row) / (length * (length + 1) // 2))
+        beside.append(full.beside)
+    held = min(layouts, key=lambda layout: layout.tensor)
+    together = micro_step_seconds(step, held, hardware)
+    return Prices(tuple(rows), tuple(pairs), max(beside), together)

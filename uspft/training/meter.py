@@ -1,0 +1,141 @@
+"""The records of metrics.jsonl: what each step gave, computed and moved."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from uspft.comm import KINDS, largest, total
+from uspft.metrics import peak_memory_bytes
+from uspft.model.build import parameter_count
+from uspft.model.hf_config import layer_windows
+from uspft.planner.flops import peak_flops, step_flops
+from uspft.sequence import Heads
+from uspft.sequence.rows.heads import split_heads
+
+if TYPE_CHECKING:
+    from uspft.assemble import Run
+    from uspft.batch import Batch
+    from uspft.data.loader import Size
+    from uspft.engine.step import StepResult
+    from uspft.world import World
+
+
+class Meter:
+    """What turns a step's result into a record of metrics.jsonl; collective, with two small
+    reductions for each step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        named, part_of = run.engine.named, run.engine.part_of
+        sizes = {id(parameter): prod(part_of(name).shape) for name, parameter in named.items()}
+        count = partial(parameter_count, run.model, embedding=False, sizes=sizes)
+        self._parameters, trained = count(), count(trained_only=True)
+        self._frozen = self._parameters - trained
+        device = run.engine.device
+        self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+        self._windows = Counter(layer_windows(run.config))
+        run.world.books.close()
+
+    def record(
+        self, step: int, batches: Sequence[Batch], result: StepResult, seconds: float
+    ) -> dict[str, Any]:
+        """Return the record of what the step moved and computed, whatever layouts its batches
+        had."""
+        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
+        worlds = self._worlds(batches)
+        pages = [Counter(world.books.close()) for world in worlds]
+        sent = sum(pages, Counter(everyone.books.close()))
+        work = sum(map(self._work, batches))
+        (pairs,) = total([work], everyone, device)
+        memory, busiest, *bytes_sent = largest(
+            [peak_memory_bytes(device), work, *(sent[kind] for kind in KINDS)], everyone, device
+        )
+        sizes = self._run.loader.sizes(step)
+        rows, row_tokens = (sum(parts) for parts in zip(*sizes, strict=True))
+        record = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+            "rows": rows,
+            "tokens": row_tokens,
+            "target_tokens": result.targets,
+            "step_seconds": seconds,
+            "tokens_per_second": row_tokens / seconds,
+            "mfu": self._mfu(row_tokens, pairs, seconds),
+            "peak_memory_bytes": int(memory),
+            "comm_bytes": {k: int(b) for k, b in zip(KINDS, bytes_sent, strict=True) if b},
+            "attention_balance": busiest * everyone.size / pairs if pairs else 1.0,
+            "strategy": " + ".join(dict.fromkeys(world.name for world in worlds)),
+        }
+        if self._run.loader.worlds:
+            laps = list(zip(batches, result.seconds, strict=True))
+            took = [sum(lap for one, lap in laps if one.world is world) for world in worlds]
+            record["strategies"] = self._strategies(worlds, took, pages, sizes)
+        if result.router_loss is not None:
+            record["router_loss"] = result.router_loss
+        return record | ({"skipped": True} if result.skipped else {})
+
+    def _worlds(self, batches: Sequence[Batch]) -> Sequence[World]:
+        """Return the layouts of a step's rows, in the same order on every rank."""
+        found = list({id(batch.world): batch.world for batch in batches}.values())
+        return self._run.loader.worlds or found
+
+    def _strategies(
+        self,
+        worlds: Sequence[World],
+        seconds: Sequence[float],
+        pages: Sequence[Counter[str]],
+        sizes: Sequence[Size],
+    ) -> list[dict[str, Any]]:
+        """Return what ran under each strategy; seconds and bytes are those of the slowest rank and
+        of the one that sends most."""
+        everyone, device = self._run.engine.holders.everyone, self._run.engine.device
+        each = 1 + len(KINDS)
+        told = [
+            [took, *(page[kind] for kind in KINDS)]
+            for took, page in zip(seconds, pages, strict=True)
+        ]
+        most = largest(list(chain.from_iterable(told)), everyone, device)
+        found = []
+        for number, (world, size) in enumerate(zip(worlds, sizes, strict=True)):
+            took, *sent = most[number * each : (number + 1) * each]
+            moved = {k: int(b) for k, b in zip(KINDS, sent, strict=True) if b}
+            found.append(
+                {"name": world.name, **size._asdict(), "seconds": took, "comm_bytes": moved}
+            )
+        return found
+
+    def _work(self, batch: Batch) -> float:
+        """Return the pairs of query and key that this ring rank computes, times this rank's share
+        of the heads, as the mean over the layers."""
+        layers = sum(self._windows.values())
+        pairs = sum(
+            count * batch.share.with_window(window).area / layers
+            for window, count in self._windows.items()
+        )
+        config = self._run.config
+        every = Heads(config.num_attention_heads, config.num_key_value_heads, 1)
+        return pairs * share_of_heads(every, batch.world)
+
+    def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
+        if self._peak is None:
+            return None
+        config = self._run.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, config.num_attention_heads, dim)
+        flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
+        return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
+
+
+def share_of_heads(every: Heads, world: World) -> float:
+    """Return the share of a model's query heads that this rank of a world computes."""
+    here, place = every.on(world.layout.mesh_columns), world.mesh.ulysses
+    first, last = split_heads(here.query, here.kv, place.size).query[place.index]
+    return (last - first) / every.query
