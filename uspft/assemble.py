@@ -17,6 +17,7 @@ from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.config import Recipe
 from uspft.config.algorithms import TENSOR, WHOLE, row_of
 from uspft.config.problems import RunFailed
+from uspft.config.recipe import MemoryBlock
 from uspft.config.strategies import layouts_of, row_lengths, strategies_of
 from uspft.data import Corpus, RowStream, training_rows
 from uspft.data.loader import RowLoader, StepLoader, StepRows
@@ -31,7 +32,9 @@ from uspft.model.build import empty_model
 from uspft.model.causal import CausalLoss
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
-from uspft.model.recompute import recompute_layers
+from uspft.model.offload import offload_inputs
+from uspft.model.recompute import Recompute, recompute_layers
+from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
 from uspft.model.trained import choose_trained
 from uspft.parameters.fill import fill
 from uspft.parameters.shards import Holders
@@ -117,17 +120,29 @@ def assemble(
     fill(model, dtype, source, holders, partitioner(recipe, holders))
     how.split_model(model, holders)
     model.train()
-    if recipe.memory.gradient_checkpointing:
-        recompute_layers(model)
+    recompute, offload = save_memory(model, recipe.memory)
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
-    module = CausalLoss(model, tile, holder.layout.mesh_columns)
+    module = CausalLoss(model, tile, holder.layout.mesh_columns, recompute, offload=offload)
     engine = ZeroEngine(module, recipe, holders, device, passes=most_passes(recipe, world.layout))
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
     first_step = checkpoint.step if checkpoint else 0
     evaluation = evaluation_sets(job, world)
     return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
+
+
+def save_memory(model: Any, block: MemoryBlock) -> tuple[Recompute | None, bool]:
+    """Make a model's layers keep less, as the recipe says.
+
+    Returns what of attention they make again, and whether what they keep waits on the host.
+    """
+    recompute, offload = recompute_layers(model, block), block.offload_activations == "cpu"
+    if offload:
+        offload_inputs(model)
+    if tile := mlp_tile_tokens(block.mlp_tile_tokens, inner_features(model.config)):
+        work_in_tiles(model, tile)
+    return recompute, offload
 
 
 def live_worlds(

@@ -5,7 +5,7 @@ Several may be alive at once, and the one that a row is split by travels with it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from uspft.kernels import Kernel
 from uspft.layout import Layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Rule, Share, Split
+from uspft.sequence import Algorithm, Attend, Rule, Share, Split
 from uspft.tensor import TensorAlgorithm
 
 
@@ -60,12 +60,18 @@ class World:
         orders = [self.algorithm.token_order(row) for row in rows]
         return Share(rows, orders, (self.layout.ulysses, self.mesh.context.index))
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule) -> Tensor:
+    def attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        share: Share,
+        rule: Rule,
+        inside: Callable[[Attend, tuple[Tensor, ...]], Tensor] | None = None,
+    ) -> Tensor:
         """Return attention's output [T, H, D] for this rank's tokens, differentiable.
 
-        qkv: q [T, H, D], k and v [T, G, D] of the same tokens.
+        qkv: q [T, H, D], k and v [T, G, D] of the same tokens. inside: as of Split.
         """
-        split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel)
+        split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside)
         return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
 
 

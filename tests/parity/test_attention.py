@@ -36,20 +36,24 @@ from tests.support.pairwise import pairwise
 from tests.support.ranks import each_once, spawn
 from tests.support.varlen import varlen_on_cpu
 from uspft.kernels.capped import TorchCapped
+from uspft.model.recompute import Recompute
 from uspft.segments import Segments
+from uspft.sequence import FORWARDS
 
 SCALE = DIM**-0.5
+AGAIN: tuple[Recompute | None, ...] = (None, "nothing", "exchange", "attention")
+"""What of attention is made again by a layer that is recomputed; None: it is not recomputed."""
 
 
 def whole_product(world: int, *, recomputed: bool) -> list[Case]:
-    again = (False, True) if recomputed else (False,)
+    again = AGAIN if recomputed else (None,)
     found = product(ways(world), HEADS, rows_of(world), WINDOWS, again)
     return [Case(*one) for one in found]
 
 
 def pairs(world: int, sinks: tuple[bool, ...] = (False, True)) -> list[Case]:
     """With these ranks, recomputed and not."""
-    factors = ways(world), HEADS, rows_of(world), WINDOWS, (False, True), sinks
+    factors = ways(world), HEADS, rows_of(world), WINDOWS, AGAIN, sinks
     return [Case(*one) for one in pairwise(*factors)]
 
 
@@ -84,7 +88,7 @@ def compare(rank: int, cases: list[Case], world: int, break_order: bool) -> dict
         bench, want = layer.bench, truth[case.question]
         here = bench.mesh.context.index
         index = layer.index(world - 1 - here if break_order else here)
-        again = {"sinks": sinks(case), "checkpointed": case.checkpointed}
+        again = {"sinks": sinks(case), "again": case.again}
         got = shared(inputs[case[1:3]], layer, index, SCALE, **again)
         tokens = zip(got[:4], want[:4], strict=True)
         off = [float((g - w[index]).abs().max()) for g, w in tokens]
@@ -94,7 +98,9 @@ def compare(rank: int, cases: list[Case], world: int, break_order: bool) -> dict
             off.append(float((part - whole).abs().max()))
         sent = bench.sent()
         cost = (
-            bench.algorithm.cost(layer.rows[0], HEADS[case.heads], 8, case.window)
+            bench.algorithm.cost(
+                layer.rows[0], HEADS[case.heads], 8, case.window, FORWARDS[case.again or "nothing"]
+            )
             if len(layer.rows) == 1
             else None
         )
@@ -153,7 +159,7 @@ def test_the_whole_product(world: int) -> None:
 def test_a_wrong_token_order_is_seen() -> None:
     # Regular documents look the same from either end.
     rows = [name for name in rows_of(2) if name != "packed regular"]
-    factors = ways(2), HEADS, rows, (None,), (False, True), (False, True)
+    factors = ways(2), HEADS, rows, (None,), AGAIN, (False, True)
     cases = [Case(*one) for one in pairwise(*factors)]
     assert {(c.way, c.rows) for c in cases} == set(product(ways(2), rows))
     for found in spawn(2, compare, cases, 2, True):

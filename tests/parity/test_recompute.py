@@ -1,4 +1,4 @@
-"""Gradient checkpointing changes neither a gradient nor a byte on the wire."""
+"""Gradient checkpointing changes no gradient, and on the wire what `memory.recompute` says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def forgetful(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     """As if layers that are recomputed attended again."""
     hook = import_module("uspft.model.attention")
-    hook.attend_once = lambda _memory, _layer, attend, inputs: attend(inputs)  # type: ignore[attr-defined]
+    hook.attend_once = lambda _memory, _layer, attend, inputs, **_more: attend(inputs)  # type: ignore[attr-defined]
     return work(rank, folder, data, ("ring", "planned"))
 
 
@@ -70,14 +70,16 @@ def letting_go(rank: int, folder: Path, data: Documents, keeps: bool) -> dict[st
     inputs: list[Any] = []
     attend_once = room.attend_once
 
-    def watched(memory: Any, layer: int, attend: Any, given: tuple[torch.Tensor, ...]) -> Any:
+    def watched(
+        memory: Any, layer: int, attend: Any, given: tuple[torch.Tensor, ...], **more: Any
+    ) -> Any:
         if layer not in memory:
             inputs.extend(StorageWeakRef(x.untyped_storage()) for x in given)
-        return attend_once(memory, layer, attend, given)
+        return attend_once(memory, layer, attend, given, **more)
 
     hook.attend_once = watched  # type: ignore[attr-defined]
     if keeps:
-        room.hooks = lambda leaves, inputs: (torch.Tensor.detach, lambda x: x)  # type: ignore[attr-defined]
+        room.hooks = lambda *given: (torch.Tensor.detach, lambda x: x)  # type: ignore[attr-defined]
     found = {}
     for name, parallel in LAYOUTS.items():
         recipe = small_recipe(folder / "model", data.path, 64, parallel_config=parallel)
@@ -89,6 +91,42 @@ def letting_go(rank: int, folder: Path, data: Documents, keeps: bool) -> dict[st
         found[name] = [bool(storage.expired()) for storage in inputs]
         del loss
         close(run)
+    return found
+
+
+CHOSEN = [
+    ("ulysses", "nothing"),
+    ("ulysses", "exchange"),
+    ("ulysses", "attention"),
+    ("ring", "attention"),
+    ("planned", "attention"),
+    ("whole", "attention"),
+]
+"""Layouts, and what of attention is made again."""
+
+
+def choosing(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
+    """By what is made again, `none` where layers are not: records, weights, calls of the kernel.
+
+    What layers keep waits on the host.
+    """
+    found = {}
+    for name, again in [*dict.fromkeys((name, "none") for name, _ in CHOSEN), *CHOSEN]:
+        memory: dict[str, Any] = {"gradient_checkpointing": False}
+        if again != "none":
+            memory = {"recompute": again, "offload_activations": "cpu"}
+        recipe = small_recipe(
+            folder / "model",
+            data.path,
+            64,
+            parallel_config=LAYOUTS[name],
+            deepspeed={"zero_optimization": {"stage": 3}},
+            training={"steps": 2, "global_batch_size": 4},
+            memory=memory,
+        )
+        calls: list[int] = []
+        got = run_recipe(recipe, folder / f"{name}-{again}", before=_counting(calls))
+        found[name, again] = got, len(calls)
     return found
 
 
@@ -132,6 +170,27 @@ def test_attention_is_neither_computed_nor_sent_twice(tmp_path: Path) -> None:
             assert other["loss"] == one["loss"] and other["grad_norm"] == one["grad_norm"]
         assert all(torch.equal(ends[key], ends_again[key]) for key in ends), name
         assert bool(plain[0]["comm_bytes"]) == (name != "whole")
+
+
+@pytest.mark.timeout(200)
+def test_what_is_made_again_is_sent_again_and_changes_nothing(tmp_path: Path) -> None:
+    answers = spawn(2, choosing, tmp_path, made(tmp_path))[0]
+    for name, again in CHOSEN:
+        (plain, ends), plain_calls = answers[name, "none"]
+        (records, other), calls = answers[name, again]
+        # Of a layer's three products with keys, forward and backward, one is made again.
+        assert calls == plain_calls * (1 + (again == "attention"))
+        for one, two in zip(plain, records, strict=True):
+            assert two["loss"] == one["loss"] and two["grad_norm"] == one["grad_norm"]
+            for kind, sent in one["comm_bytes"].items():
+                factor = two["comm_bytes"][kind] / sent
+                # Of heads, there and back are equal; gradients of keys go home once.
+                if kind == "all_to_all":
+                    assert factor == (1.0 if again == "nothing" else 1.5)
+                else:
+                    assert 1.25 < factor <= 1.5
+            assert bool(one["comm_bytes"]) == (name != "whole")
+        assert all(torch.equal(ends[key], other[key]) for key in ends), (name, again)
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -19,7 +19,7 @@ from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
 from uspft.planner.layouts import candidates
 from uspft.prepare.examine import examine, layout_findings
 from uspft.segments import Segments
-from uspft.sequence import Cost, Heads, Rule, Share, Split
+from uspft.sequence import ONCE, Cost, Forwards, Heads, Rule, Share, Split
 from uspft.sequence.algorithm import rows_must_divide
 from uspft.sequence.exchange import attend_exchanged
 from uspft.sequence.rows.parcels import Exchange
@@ -48,7 +48,12 @@ class Consecutive:
         return attend_exchanged(qkv, share.once("toy", make), rule, split.ring, split.kernel)
 
     def cost(
-        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+        self,
+        segments: Segments,
+        heads: Heads,
+        element_bytes: int,
+        window: int | None = None,
+        forwards: Forwards = ONCE,
     ) -> Cost:
         return Cost()
 

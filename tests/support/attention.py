@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from uspft.kernels import Kernel
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.mesh import Groups, Mesh, make_mesh
-from uspft.model.recompute import attend_once
+from uspft.model.recompute import Recompute, attend_once
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Heads, Rule, Share, Split, Traffic
 
@@ -85,7 +85,7 @@ class Case(NamedTuple):
     heads: str
     rows: str
     window: int | None = None
-    checkpointed: bool = False
+    again: Recompute | None = None
     sinks: bool = False
 
     @property
@@ -178,24 +178,28 @@ class Layer:
         """Their bounds, rows laid end to end."""
         return self.share.documents
 
-    def attend(self, inputs: list[Tensor], scale: float, *, checkpointed: bool = False) -> Tensor:
-        """Attention of this rank's tokens; inputs: q, k, v and, where there are any, sinks;
-        checkpointed: as a recomputed layer runs it."""
+    def attend(
+        self, inputs: list[Tensor], scale: float, *, again: Recompute | None = None
+    ) -> Tensor:
+        """Attention of this rank's tokens; inputs: q, k, v and, where there are any, sinks; again:
+        as a layer runs it that is recomputed, and this of attention with it."""
         mesh = self.bench.mesh
-        split = Split(mesh.ulysses, mesh.ring, self.bench.kernel)
+        once = partial(attend_once, {}, 0)
+        inside = once if again == "exchange" and mesh.ulysses.size > 1 else None
+        split = Split(mesh.ulysses, mesh.ring, self.bench.kernel, inside)
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             rule = Rule(scale, self.window, *sinks)
             return self.bench.algorithm.attend((q, k, v), self.share, rule, split)
 
-        if not checkpointed:
+        if again is None:
             return run(tuple(inputs))
-        memory: dict[int, Any] = {}
         one = torch.ones((), dtype=inputs[0].dtype, requires_grad=True)
 
         def layer(*inputs: Tensor) -> Tensor:
-            return attend_once(memory, 0, run, inputs) * one  # which keeps what it multiplies
+            out = run(inputs) if inside or again == "attention" else once(run, inputs)
+            return out * one  # which keeps what it multiplies
 
         out: Tensor = checkpoint(layer, *inputs, use_reentrant=False)
         return out
@@ -251,12 +255,12 @@ def shared(
     scale: float,
     *,
     sinks: Tensor | None = None,
-    checkpointed: bool = False,
+    again: Recompute | None = None,
 ) -> list[Tensor]:
     """out, dq, dk, dv of this rank's tokens, which are those at `index`, and its part of dsinks."""
     mine = [x[index].clone().requires_grad_() for x in inputs[:3]]
     mine += [] if sinks is None else [sinks.clone().requires_grad_()]
-    out = layer.attend(mine, scale, checkpointed=checkpointed)
+    out = layer.attend(mine, scale, again=again)
     return [out.detach(), *torch.autograd.grad(out, mine, inputs[3][index])]
 
 

@@ -164,10 +164,9 @@ def started(
     fill(model, dtype, weights_of(block, job.recipe.seed, model, checkpoint), holders)
     split_model(model, holders, moves=True)
     model.train()
-    if case.checkpointed:
-        recompute_layers(model)
+    recompute = recompute_layers(model, job.here.memory)
     engine = MovingEngine(
-        CausalLoss(model, None, None),
+        CausalLoss(model, None, None, recompute),
         job.here,
         holders,
         every,

@@ -41,6 +41,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "
             f"{shape.heads} query and {shape.kv_heads} KV heads, vocabulary {shape.vocab_size}"
         )
+    if found.memory:
+        print(f"memory: {found.memory}")
     if examined and examined.trains:
         print(f"trains: {examined.trains}")
     if examined:

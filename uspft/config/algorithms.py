@@ -50,6 +50,8 @@ class AlgorithmRow:
     """The module that divides a transformers model as it says, where it splits matrices."""
     automatic: bool = False
     """Whether `auto` may choose it."""
+    all_at_once: bool = False
+    """Whether all keys of a row come to each rank at once."""
     what: str = ""
     """What README's table says is split during attention."""
     legal: str = ""
@@ -119,6 +121,7 @@ CONTEXT = _table(
         alone="all-gather",
         synonyms=("colossalai_cp",),
         megatron="all_gather",
+        all_at_once=True,
         what="tokens; all keys and values come at once, again in the backward",
         legal="as `ring_cp`",
     ),

@@ -14,7 +14,7 @@ from typing import Any
 
 from uspft.config.problems import Finding, join
 from uspft.config.recipe import Recipe
-from uspft.config.scalars import plain, token_count
+from uspft.config.scalars import plain
 
 Asks = Callable[[Any], bool]
 
@@ -47,10 +47,6 @@ def _above_one(value: Any) -> bool:
     return _whole(value) and value > 1
 
 
-def _tiled(value: Any) -> bool:
-    return _whole(value) or value == "auto" or (isinstance(value, str) and bool(token_count(value)))
-
-
 _LAYOUTS = ("parallel_config", "parallel_config.strategies[]")
 
 LATER = (
@@ -68,8 +64,6 @@ LATER = (
     ),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
     Later("weighting sources", {"data.train[].weight": (_given, "")}),
-    Later("offloading activations", {"memory.offload_activations": (_is("cpu"), "none")}),
-    Later("tiling the MLP", {"memory.mlp_tile_tokens": (_tiled, "none")}),
     Later("TensorBoard", {"logging.tensorboard": (_is(True), "false")}),
     Later("Weights & Biases", {"logging.wandb": (_given, "null")}),
     Later("the report", {"logging.report": (_is(True), "false")}),

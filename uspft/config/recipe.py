@@ -130,8 +130,13 @@ class MemoryBlock(RecipeBlock):
 
     gradient_checkpointing: Flag = True
     """Whether layers are computed again in the backward, so that activations need not be kept."""
+    recompute: Annotated[
+        Literal["attention", "exchange", "nothing", "auto"],
+        _is(choice("attention", "exchange", "nothing", "auto")),
+    ] = "auto"
+    """What of attention is made again: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
     offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
-    """Where checkpointed activations wait for the backward: the device (`none`) or host (`cpu`)."""
+    """Where what checkpointed layers keep waits meanwhile: the device (`none`) or host (`cpu`)."""
     loss_tile_tokens: Annotated[
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "auto"
@@ -139,7 +144,7 @@ class MemoryBlock(RecipeBlock):
     mlp_tile_tokens: Annotated[
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "none"
-    """Number of tokens that an MLP takes at a time; `none` takes all tokens."""
+    """Number of tokens that MLPs, experts and norms take at a time; `none` takes all tokens."""
 
 
 class CheckpointBlock(RecipeBlock):

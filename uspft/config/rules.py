@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
-from uspft.config.algorithms import CONTEXT, TENSOR, every_option
+from uspft.config.algorithms import AUTO, CONTEXT, TENSOR, every_option
 from uspft.config.layout_rules import algorithm, own_options, tensor_options, ulysses_degree
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
@@ -107,6 +107,18 @@ def _device(recipe: Recipe) -> Iterator[Finding]:
         yield "model.attention", what, "write auto or torch, or dtype: bfloat16"
 
 
+def _recomputed(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse what asks for checkpointed layers where there are none."""
+    memory = recipe.memory
+    if memory.gradient_checkpointing:
+        return
+    for key, off in (("recompute", AUTO), ("offload_activations", "none")):
+        value = getattr(memory, key)
+        if value != off:
+            what = f"is {value}, and memory.gradient_checkpointing is false"
+            yield f"memory.{key}", what, f"write {off}, or gradient_checkpointing: true"
+
+
 def _degrees(*keys: str) -> tuple[str, ...]:
     """Return the keys of `parallel_config`, and those of every strategy, which stand in one."""
     return (*(f"parallel_config.{key}" for key in keys), "parallel_config.strategies")
@@ -152,4 +164,12 @@ RULES = (
     ),
     KeyRule(("data.eval",), _evaluation_sets),
     KeyRule(("model.dtype", "model.attention", "launch.device"), _device),
+    KeyRule(
+        (
+            "memory.gradient_checkpointing",
+            "memory.recompute",
+            "memory.offload_activations",
+        ),
+        _recomputed,
+    ),
 )

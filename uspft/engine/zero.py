@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from uspft.comm import total
 from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
+from uspft.engine.leaves import gather_at_once
 from uspft.engine.mpu import mpu_of
 from uspft.engine.partitions import fragment, write_fragment
 from uspft.engine.quarantine import forget_mpu
@@ -92,6 +93,7 @@ class ZeroEngine:
         self._parameters = list(self.named.values())
         self._replicas = Replicas(self.named, holders)
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
+        gather_at_once(module)  # type: ignore[arg-type]
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module,

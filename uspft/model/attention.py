@@ -8,17 +8,19 @@ for an implementation that registers no mask function.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
-from uspft.model.recompute import Kept, attend_once
+from uspft.model.recompute import Kept, Recompute, attend_once
 from uspft.sequence import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from uspft.model.offload import Shelf
     from uspft.sequence import Share
     from uspft.world import World
 
@@ -31,13 +33,25 @@ IGNORED |= {"output_router_logits"}
 class Bound:
     """What one forward call of the model hands to the attention of every layer.
 
-    tokens: as in Batch. twice: whether layers are checkpointed, so that each is called again before
-    its backward.
+    tokens: as in Batch. recompute: what of attention is made again by checkpointed layers, each of
+    which is called again before its backward; None where layers are not checkpointed. shelf: where
+    what these keep waits on the host; None: it stays on the device.
     """
 
-    def __init__(self, world: World, share: Share, tokens: Tensor, *, twice: bool) -> None:
-        self.world, self._share, self.tokens = world, share, tokens
-        self.memory: dict[int, Kept] | None = {} if twice else None
+    def __init__(
+        self,
+        world: World,
+        share: Share,
+        tokens: Tensor,
+        *,
+        recompute: Recompute | None,
+        shelf: Shelf | None = None,
+    ) -> None:
+        self.world, self._share, self.tokens, self.shelf = world, share, tokens, shelf
+        self.memory: dict[int, Kept] = {}
+        self._forgets = recompute in (None, "attention")
+        # Where no heads are exchanged, there is nothing around what is remembered.
+        self._inside = recompute == "exchange" and world.layout.ulysses > 1
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
         """Compute the attention of one layer: q [T, H, D], k and v [T, G, D] → [T, H, D].
@@ -45,16 +59,20 @@ class Bound:
         layer: a number that is the same whenever this layer is called.
         """
 
+        inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
+        once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+        if once or self._forgets:  # a layer without a backward is never called again
+            return self.world.attend(qkv, self._share, rule)
+        remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)
+        if self._inside:
+            return self.world.attend(qkv, self._share, rule, remembered)
+
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             own = replace(rule, sinks=sinks[0]) if sinks else rule
             return self.world.attend((q, k, v), self._share, own)
 
-        inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
-        once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
-        if once or self.memory is None:  # a layer without a backward is never called again
-            return run(inputs)
-        return attend_once(self.memory, layer, run, inputs)
+        return remembered(run, inputs)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what a block of split matrices takes, of what lies between blocks."""

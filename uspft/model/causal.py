@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from uspft.model.attention import Bound
 from uspft.model.grid import SplitEmbedding, products
 from uspft.model.loss import Head, Logits, Vocabulary
+from uspft.model.offload import Shelf
 from uspft.model.parallel import vocabulary_of
-from uspft.model.recompute import recomputes
+from uspft.model.recompute import Recompute
 from uspft.model.router import router_loss
 from uspft.parameters.names import plain_name
 
@@ -22,12 +23,23 @@ if TYPE_CHECKING:
 class CausalLoss(nn.Module):
     """A Hugging Face causal language model with its loss, over this rank's share of the tokens."""
 
-    def __init__(self, model: Any, tile: int | None, held: int | None = 1) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tile: int | None,
+        held: int | None = 1,
+        recompute: Recompute | None = None,
+        *,
+        offload: bool = False,
+    ) -> None:
         """tile: as of Head. held: the degree at which the model's matrices are held; None where it
-        is that of each call's rows."""
+        is that of each call's rows. recompute: what of attention checkpointed layers make again;
+        None where layers are not checkpointed. offload: whether what these keep waits on the
+        host."""
         super().__init__()
-        self.model, self._held = model, held
+        self.model, self._held, self._recompute = model, held, recompute
         self._padding: int | None = model.get_input_embeddings().padding_idx if not held else None
+        self._offload = offload
         self.head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
         self.routed: bool = getattr(model.config, "output_router_logits", False)
 
@@ -40,8 +52,9 @@ class CausalLoss(nn.Module):
         wanted: dict[str, Any] = {}
         if self.routed:
             wanted["output_router_logits"] = router_scale is not None
-        twice = self.training and recomputes(self.model)
-        bound = Bound(batch.world, batch.share, batch.tokens, twice=twice)
+        recompute = self._recompute if self.training else None
+        shelf = Shelf(batch.input_ids.device) if recompute and self._offload else None
+        bound = Bound(batch.world, batch.share, batch.tokens, recompute=recompute, shelf=shelf)
         tokens, held = self.model.config.vocab_size, self._held or batch.world.mesh.columns.size
         vocabulary = vocabulary_of(batch.world, tokens, held)
         if not self._held:

@@ -184,7 +184,9 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
                 owner.register_forward_pre_hook(call.enter, with_kwargs=True)
                 dropouts = [m for m in module.modules() if isinstance(m, TokenDropout)]
                 call.dropouts += [(dropout, split) for dropout in dropouts]
-                owner.get_submodule(last).register_forward_hook(call.leave)
+                # What is done in tiles ends before ranks sum what they have made.
+                end = owner if block == "mlp" else owner.get_submodule(last)
+                end.register_forward_hook(call.leave)
             elif len(projection.blocks) > 1 and KV in projection.blocks:
                 share_heads(owner, last, split, call)
 

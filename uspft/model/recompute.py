@@ -1,99 +1,156 @@
-"""Attention that gradient checkpointing recomputes neither on the device nor on the wire.
+"""What gradient checkpointing remembers of attention, so that it is not computed or sent again.
 
-A checkpointed layer runs twice. The first time attention runs on a graph of its own, which keeps
-what its backward needs (out, lse, what an exchange brought) but not its inputs. The second run
-makes those again, and the graph takes them from there (selective checkpointing, arXiv 2406.18485).
-Under Ulysses what is kept includes q, k and v of this rank's heads: 3.6 tensors of q's size at 8/2
-heads on 2 ranks, where a ring keeps 1.1.
+A checkpointed layer runs twice. What is remembered runs the first time on a graph of its own, which
+keeps what its backward needs (out, lse, what an exchange brought) but not its inputs. The second
+run makes those again, and the graph takes them from there (selective checkpointing, arXiv
+2406.18485). `memory.recompute` says what is made again instead: `nothing` of attention, the
+`exchange` of heads around it, or all of `attention`. With every query head a KV head, the first
+keeps 5 tensors of q's size under Ulysses and 1 in a ring, the second 1, the last none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Attend = Callable[[tuple[Tensor, ...]], Tensor]
+from uspft.model.offload import Item, Shelf
+
+if TYPE_CHECKING:
+    from uspft.config.recipe import MemoryBlock
+    from uspft.sequence import Attend
+
+Recompute = Literal["attention", "exchange", "nothing"]
 
 
 class Kept:
     """One layer's attention between its two runs: the graph of the first, inputs of the second."""
 
-    def __init__(self, attend: Attend, inputs: tuple[Tensor, ...]) -> None:
-        self.inputs: list[Tensor] = []
+    def __init__(self, inputs: tuple[Tensor, ...], shelf: Shelf | None) -> None:
+        """shelf: where what is kept waits for the backward pass; None: on the device."""
+        self._inputs: dict[int, Tensor] = {}
+        self._wanted: set[int] = set()
         self._leaves = tuple(x.detach().requires_grad_() for x in inputs)
+        self._shelf = shelf
+        self._out: Tensor | Item
+        self._edge: Any
+
+    def first(self, attend: Attend) -> Tensor:
+        """Return attend(inputs) at the first run, and keep what its backward needs."""
         # The hooks hold no self, or self and the graph would hold each other and never be freed.
-        pack, unpack = hooks(self._leaves, self.inputs)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            self.out = attend(self._leaves)
+        pack, unpack = hooks(self._leaves, self._wanted, self._inputs, self._shelf)
+        with self._shelf.together() if self._shelf else nullcontext():
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                out = attend(self._leaves)
+            self._edge = torch.autograd.graph.get_gradient_edge(out)
+            value = out.detach()
+            self._out = self._shelf.keep(value) if self._shelf else value
         for leaf in self._leaves:
             leaf.data = leaf.data.new_empty(0)
+        return value
+
+    def second(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Take those inputs of the second run that the graph needs, and return what the first one
+        returned."""
+        self._inputs |= {number: inputs[number].detach() for number in self._wanted}
+        if isinstance(self._out, Tensor):
+            return self._out
+        assert self._shelf
+        return self._shelf.get(self._out)
 
     def gradients(self, dout: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.out, self._leaves, dout)
+        return torch.autograd.grad([self._edge], self._leaves, [dout])
 
 
 def hooks(
-    leaves: tuple[Tensor, ...], inputs: list[Tensor]
-) -> tuple[Callable[[Tensor], Tensor | int], Callable[[Tensor | int], Tensor]]:
+    leaves: tuple[Tensor, ...],
+    wanted: set[int],
+    inputs: Mapping[int, Tensor],
+    shelf: Shelf | None,
+) -> tuple[Callable[[Tensor], Tensor | Item | int], Callable[[Tensor | Item | int], Tensor]]:
     """Return how the graph packs and unpacks what it keeps.
 
-    An input is packed as its number, since the second run has it again.
+    An input is packed as its number, which is then wanted, since the second run has it again.
     """
 
-    def pack(saved: Tensor) -> Tensor | int:
+    def pack(saved: Tensor) -> Tensor | Item | int:
         for number, leaf in enumerate(leaves):
-            same = saved.data_ptr() == leaf.data_ptr() and saved.stride() == leaf.stride()
-            if same and saved.shape == leaf.shape:
+            same = saved.untyped_storage()._cdata == leaf.untyped_storage()._cdata
+            if same and _place(saved) == _place(leaf):
+                wanted.add(number)
                 return number
-        return saved
+        return shelf.keep(saved) if shelf else saved
 
-    def unpack(packed: Tensor | int) -> Tensor:
-        return packed if isinstance(packed, Tensor) else inputs[packed]
+    def unpack(packed: Tensor | Item | int) -> Tensor:
+        if isinstance(packed, int):
+            return inputs[packed]
+        if isinstance(packed, Tensor):
+            return packed
+        assert shelf
+        return shelf.get(packed)
 
     return pack, unpack
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    """Return where in its storage a tensor lies."""
+    return x.storage_offset(), x.shape, x.stride()
 
 
 class _Keeping(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, memory: dict[int, Kept], layer: int, attend: Attend, *inputs: Tensor
+        ctx: Any,
+        memory: dict[int, Kept],
+        layer: int,
+        attend: Attend,
+        shelf: Shelf | None,
+        *inputs: Tensor,
     ) -> Tensor:
         if layer in memory:
-            memory[layer].inputs[:] = [x.detach() for x in inputs]
+            out = memory[layer].second(inputs)
         else:
-            memory[layer] = Kept(attend, inputs)
+            memory[layer] = Kept(inputs, shelf)
+            out = memory[layer].first(attend)
         ctx.memory, ctx.layer = memory, layer
-        return memory[layer].out.detach()
+        return out.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.memory.pop(ctx.layer).gradients(dout)
+        return None, None, None, None, *ctx.memory.pop(ctx.layer).gradients(dout)
 
 
 def attend_once(
-    memory: dict[int, Kept], layer: int, attend: Attend, inputs: tuple[Tensor, ...]
+    memory: dict[int, Kept],
+    layer: int,
+    attend: Attend,
+    inputs: tuple[Tensor, ...],
+    *,
+    shelf: Shelf | None = None,
 ) -> Tensor:
     """Return attend(inputs), computed at a layer's first call and remembered for its second.
 
     memory: what is kept by layer, for one forward and backward. layer: a number that is the same at
-    both calls of a layer.
+    both calls of a layer. shelf: where it waits on the host; None: it stays on the device.
     """
-    out: Tensor = _Keeping.apply(memory, layer, attend, *inputs)
+    out: Tensor = _Keeping.apply(memory, layer, attend, shelf, *inputs)
     return out
 
 
-def recompute_layers(model: Any) -> None:
-    """Switch gradient checkpointing on, by the method that transformers renamed in 5.23."""
+def recompute_layers(model: Any, block: MemoryBlock) -> Recompute | None:
+    """Switch gradient checkpointing on where the recipe asks for it.
+
+    Return what of attention is made again, or None where layers are not checkpointed. What is not
+    settled is nothing.
+    """
+    if not block.gradient_checkpointing:
+        return None
+    # The method that transformers renamed in 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def recomputes(model: Any) -> bool:
-    """Tell whether a model's layers are checkpointed."""
-    found = getattr(model, "is_activation_checkpointing", None)
-    return bool(model.is_gradient_checkpointing if found is None else found)
+    return "nothing" if block.recompute == "auto" else block.recompute

@@ -11,7 +11,7 @@ from uspft.layout import Layout, ring_ranks_of_a_host
 from uspft.planner.hardware import Hardware
 from uspft.planner.wire import wire_of
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Heads, make_algorithm
+from uspft.sequence import ONCE, Algorithm, Forwards, Heads, make_algorithm
 
 MAX_TIMES_SLOWER = 1.5
 """How many times the least time on the wire a split of heads alone may take and still be chosen.
@@ -38,6 +38,8 @@ class Work(NamedTuple):
     """The sliding window of each attention layer; None where the layer sees all keys."""
     keep: bool = True
     """Whether received keys stay for the backward."""
+    forwards: Forwards = ONCE
+    """How often a layer makes the transfers of its forward."""
 
 
 class Way(NamedTuple):
@@ -124,8 +126,8 @@ def _seconds(split: Algorithm, links: Hardware, heads: Heads, work: Work) -> flo
     total = 0.0
     for row in work.rows:
         for window, count in layers.items():
-            cost = split.cost(row, heads, ELEMENT_BYTES, window)
-            total += count * wire_of(cost, layout, links).seconds
+            cost = split.cost(row, heads, ELEMENT_BYTES, window, work.forwards)
+            total += count * wire_of(cost, layout, links, work.forwards).seconds
     return total / (len(work.rows) * len(work.windows))
 
 

@@ -10,6 +10,7 @@ from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner.hardware import Hardware
 from uspft.segments import Segments
+from uspft.sequence import ONCE, Forwards
 
 GRADIENT_BYTES = 4
 """Gradients of weights are summed and travel in float32."""
@@ -67,6 +68,8 @@ class StepShape:
     stage: int = 1
     element_bytes: int = 2
     recompute: bool = True
+    attention: Forwards = ONCE
+    """How often a layer's attention makes its forward transfers, and those of keys its products."""
     use_seq_parallel: bool = False
     overlaps: bool = False
     """DeepSpeed's overlap_comm."""

@@ -27,7 +27,7 @@ from uspft.planner.spread import Spread
 from uspft.planner.steps import GRADIENT_BYTES, StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Cost, Heads, Traffic
+from uspft.sequence import Algorithm, Cost, Forwards, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import everyones
 from uspft.sequence.rows.spans import work_of
@@ -152,7 +152,7 @@ def _attention(
 ) -> Iterator[StepPart]:
     """Yield the attention of one forward and backward, and what it moves.
 
-    Attention is never recomputed. Keys come while attention to those that are there goes on: all of
+    Keys come while attention to those that are there goes on: all of
     it hides them but what waits for the last to arrive. Heads are exchanged before and after, and
     nothing hides that.
     """
@@ -161,18 +161,20 @@ def _attention(
     shares = split_heads(heads.query, heads.kv, layout.ulysses).query
     most = max(last - first for first, last in shares)
     for window, layers in Counter(step.windows).items():
-        frozen = cast("Hashable", algorithm)  # a dataclass that is
-        most_pairs, sent = _of_one_row(frozen, step.row, heads, step.element_bytes, window)
+        again, frozen = step.attention, cast("Hashable", algorithm)  # a dataclass that is
+        most_pairs, sent = _of_one_row(frozen, step.row, heads, (step.element_bytes, window, again))
         pairs = step.rows * most_pairs
-        both = sum(
+        there, back = (
             hardware.attention_seconds(pairs, most, heads.dim, backward=way)
             for way in (False, True)
         )
+        both = again.keys * there + back
         cost = _times(sent, step.rows)
         joined = JOIN_BYTES * step.tokens(layout) * heads.query * heads.dim
-        launches = 2 * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
+        launches = (again.keys + 1) * hardware.attention.launch_seconds
+        launches += hardware.memory_seconds(joined) * (again.keys + 1) / 2
         yield StepPart("attention", layers * (both + cost.arrivals * launches))
-        wire = wire_of(cost, layout, hardware)
+        wire = wire_of(cost, layout, hardware, again)
         last = (layout.ring - 1) / (layout.ring * max(1, cost.arrivals))
         for name, seconds, traffic in (
             ("ring", wire.ring, cost.ring),
@@ -186,11 +188,16 @@ def _attention(
 
 @lru_cache(maxsize=1024)  # a row of many documents takes a second on 32 ranks
 def _of_one_row(
-    algorithm: Algorithm, row: Segments, heads: Heads, element_bytes: int, window: int | None
+    algorithm: Algorithm, row: Segments, heads: Heads, how: tuple[int, int | None, Forwards]
 ) -> tuple[int, Cost]:
-    """Return the pairs of the rank with most of them, and what one layer sends."""
+    """Return the pairs of the rank with most of them, and what one layer sends.
+
+    how: the bytes of an element, the layer's window, and what of attention runs how often.
+    """
+    element_bytes, window, forwards = how
     shares = everyones(row, algorithm.token_order(row), algorithm.ulysses, window)
-    return max(share.area for share in shares), algorithm.cost(row, heads, element_bytes, window)
+    cost = algorithm.cost(row, heads, element_bytes, window, forwards)
+    return max(share.area for share in shares), cost
 
 
 def local_heads(model: ModelShape, tensor: int) -> Heads:

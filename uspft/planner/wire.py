@@ -10,10 +10,7 @@ from uspft.families.table import FAMILIES
 from uspft.layout import Layout
 from uspft.planner.hardware import Hardware
 from uspft.planner.spread import Spread
-from uspft.sequence import Cost
-
-EXCHANGES = 4
-"""All-to-alls of a layer: of heads for tokens and back, forward and backward."""
+from uspft.sequence import ONCE, Cost, Forwards
 
 
 class Wire(NamedTuple):
@@ -28,12 +25,16 @@ class Wire(NamedTuple):
         return sum(self)
 
 
-def wire_of(cost: Cost, layout: Layout, hardware: Hardware) -> Wire:
-    """Return the seconds of what one layer's attention moves under a layout, by kind."""
+def wire_of(cost: Cost, layout: Layout, hardware: Hardware, forwards: Forwards = ONCE) -> Wire:
+    """Return the seconds of what one layer's attention moves under a layout, by kind.
+
+    forwards: with which the cost was asked for.
+    """
     heads = Spread.of(layout, ("ulysses",), hardware.ranks_per_host)
     tokens = Spread.of(layout, ("ring",), hardware.ranks_per_host)
-    each = cost.all_to_all.bytes / EXCHANGES
-    exchanged = EXCHANGES * hardware.collective_seconds("all_to_all", each, heads)
+    exchanges = 2 * (forwards.heads + 1)  # of heads for tokens and back, and in the backward
+    each = cost.all_to_all.bytes / exchanges
+    exchanged = exchanges * hardware.collective_seconds("all_to_all", each, heads)
     ring = hardware.messages_seconds(*cost.ring, tokens, to_next=True)
     gather = hardware.messages_seconds(*cost.gather, tokens, to_next=False)
     return Wire(exchanged, ring, gather)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, load
+from uspft.config.algorithms import AUTO
 from uspft.config.strategies import KEY, layouts_of, row_lengths, strategies_of, under
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
@@ -21,6 +22,7 @@ from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.invocation import CONFIGS
 from uspft.prepare.known import Known
+from uspft.prepare.memory_need import exchange_findings, memory_sentence, tile_findings
 from uspft.prepare.paths import find_paths
 from uspft.prepare.resolve import choice, ranks_of, resolve, slices_of, tuning
 from uspft.sequence import Heads, of_recipe
@@ -66,6 +68,15 @@ class Examined:
         """What `launch.hardware` became, for a person."""
         assert self.known.cluster  # found, or the recipe would have been refused
         return self.known.cluster.sentence
+
+    @property
+    def memory(self) -> str | None:
+        """What a rank needs of its card's memory, for a person; None where nothing predicts it."""
+        if self.shape is None or self.known.cluster is None:
+            return None
+        hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
+        free = asked.recompute == AUTO
+        return memory_sentence(self.recipe, self.shape, self.layout, hardware, free=free)
 
     @property
     def here(self) -> Recipe:
@@ -178,6 +189,8 @@ def examine(
     layout = layout_of(recipe.parallel_config, ranks_of(recipe, known))
     if isinstance(layout, Layout):
         findings += run_findings(recipe, layout, known.shape) + _hosts(layout, hosts)
+        if asked.parallel_config.context_parallel_algo != AUTO:  # else data may change what it is
+            findings += exchange_findings(recipe, layout)
         if known.shape:
             findings += check_length(known.shape, asked.model, asked.data.sequence_length)
     else:
@@ -237,7 +250,8 @@ def _of_strategy(finding: Finding, number: int) -> Finding:
 
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
     """Return the findings that speak against a recipe's `parallel_config` under its layout."""
-    algorithm = of_recipe(recipe, layout)
+    if layout.tensor > 1 and (wrong := tile_findings(recipe)):
+        return wrong
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     if shape and heads and layout.tensor > 1:
         if wrong := _tensor(recipe, layout, shape):
@@ -245,7 +259,7 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
         heads = heads.on(layout.mesh_columns)
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
-    problems = algorithm.problems(recipe.data.sequence_length, wide)
+    problems = of_recipe(recipe, layout).problems(recipe.data.sequence_length, wide)
     return problems + _accumulation(recipe, layout)
 
 

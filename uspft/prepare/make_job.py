@@ -19,6 +19,7 @@ from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of,
 from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole
 from uspft.prepare.invocation import Invocation
+from uspft.prepare.memory_need import exchange_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
@@ -48,6 +49,8 @@ def prepare_job(
     _same(checkpoint, identity)
     work = Work(first_rows(found.here, corpus), layer_windows(model.config))
     found = found.knowing(work=work, formats=formats_of(recipe.data))
+    if wrong := exchange_findings(found.recipe, found.layout):
+        raise Fault(wrong)
     job = Job(
         found.recipe,
         corpus,

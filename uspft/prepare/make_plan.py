@@ -19,7 +19,7 @@ from uspft.prepare.model import examine_model
 from uspft.prepare.paths import find_paths
 from uspft.prepare.resolve import slices_of
 from uspft.segments import Segments
-from uspft.sequence import of_recipe
+from uspft.sequence import forwards_of, of_recipe
 
 
 def examine_for_plan(
@@ -63,6 +63,7 @@ def step_of(found: Examined) -> StepShape:
         stage=stage_of(recipe),
         element_bytes=4 if recipe.model.dtype == "float32" else 2,
         recompute=recipe.memory.gradient_checkpointing,
+        attention=forwards_of(recipe),
         use_seq_parallel=recipe.parallel_config.use_seq_parallel,
         overlaps=_overlaps(recipe),
         trained=examined.trained / examined.parameters,

@@ -17,13 +17,13 @@ from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, ever
 from uspft.config.strategies import degrees_of, strategies_of, under
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
-from uspft.model.loss import tile_tokens
 from uspft.planner.auto import Choice, Work, recommend
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
 from uspft.planner.steps import StepShape
 from uspft.prepare.known import Known
+from uspft.prepare.memory_need import settled_memory
 from uspft.segments import Segments
-from uspft.sequence import Heads, of_recipe
+from uspft.sequence import Heads, forwards_of, of_recipe
 
 
 def resolve(recipe: Recipe, known: Known) -> Recipe:
@@ -76,7 +76,8 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
     if work is None and recipe.data.packing == "none":  # each row holds one sample
         work = Work([Segments.single(recipe.data.sequence_length)])
     if work:
-        work = work._replace(keep=not recipe.memory.gradient_checkpointing)
+        keep = not recipe.memory.gradient_checkpointing
+        work = work._replace(keep=keep, forwards=forwards_of(recipe))
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     heads = heads.on(parallel.model_parallel // parallel.mesh_rows) if heads else None
     here = (ranks_of(recipe, known) or 0) // known.hosts
@@ -264,10 +265,12 @@ def _why_not(recipe: Recipe, known: Known, shape: tuple[int, int]) -> str | None
     return wrong[0][1] if wrong else None
 
 
-def _loss_tile(recipe: Recipe, known: Known) -> Recipe:
-    if recipe.memory.loss_tile_tokens != AUTO or known.shape is None:
+def _memory(recipe: Recipe, known: Known) -> Recipe:
+    """Settle what is made again or done in tiles, so that a run fits."""
+    if known.shape is None:
         return recipe
-    return _with(recipe, "memory", loss_tile_tokens=tile_tokens(AUTO, known.shape.vocab_size))
+    hardware = known.cluster and known.cluster.hardware
+    return settled_memory(recipe, known.shape, _layout(recipe, known), hardware)
 
 
 SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
@@ -284,6 +287,8 @@ SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "parallel_config.switching": _strategies,
     "launch.processes": _processes,
     "parallel_config.exchange_stages": _options,
-    "memory.loss_tile_tokens": _loss_tile,
+    "memory.loss_tile_tokens": _memory,
+    "memory.mlp_tile_tokens": _memory,
+    "memory.recompute": _memory,
 }
 """The function that settles each key, in the order in which one needs another."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import row_of
 from uspft.layout import ring_ranks_of_a_host
-from uspft.sequence.algorithm import Algorithm, Rule, Split
+from uspft.sequence.algorithm import Algorithm, Attend, Rule, Split
 from uspft.sequence.rows.share import Share
-from uspft.sequence.rows.traffic import Cost, Heads, Traffic
+from uspft.sequence.rows.traffic import FORWARDS, ONCE, Cost, Forwards, Heads, Traffic
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from uspft.layout import Layout
 
 __all__ = [
+    "FORWARDS",
+    "ONCE",
     "Algorithm",
+    "Attend",
     "Cost",
+    "Forwards",
     "Heads",
     "Rule",
     "Share",
     "Split",
     "Traffic",
+    "forwards_of",
     "make_algorithm",
     "of_recipe",
 ]
@@ -58,6 +63,16 @@ def make_algorithm(
         ulysses=ulysses, ring=ring, **{k: v for k, v in facts.items() if k in own}, **options
     )
     return algorithm
+
+
+def forwards_of(recipe: Recipe) -> Forwards:
+    """Return how often layers make the transfers of their forward.
+
+    Where `memory.recompute` is not settled yet, it is taken to be what it is without a need to save
+    memory.
+    """
+    again = recipe.memory.gradient_checkpointing
+    return FORWARDS.get(recipe.memory.recompute, ONCE) if again else ONCE
 
 
 def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from uspft.kernels import Kernel
 from uspft.segments import Segments
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import Cost, Heads
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Rule:
         return self if self.sinks is None else replace(self, sinks=self.sinks[slice(*heads)])
 
 
+Attend = Callable[[tuple[Tensor, ...]], Tensor]
+"""A function of q, k, v and, where there are any, sinks → attention out, differentiable."""
+
+
 @dataclass(frozen=True)
 class Split:
     """What attention needs beside tensors: this rank's groups and its kernel for one device."""
@@ -40,6 +45,9 @@ class Split:
     ulysses: Group
     ring: Group
     kernel: Kernel
+    inside: Callable[[Attend, tuple[Tensor, ...]], Tensor] | None = None
+    """How what runs between exchanges of heads is called, where that alone is remembered of a
+    layer that is recomputed; None: as any function. An algorithm that exchanges heads heeds it."""
 
 
 class Algorithm(Protocol):
@@ -81,11 +89,17 @@ class Algorithm(Protocol):
         ...
 
     def cost(
-        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+        self,
+        segments: Segments,
+        heads: Heads,
+        element_bytes: int,
+        window: int | None = None,
+        forwards: Forwards = ONCE,
     ) -> Cost:
         """Return what one layer with this window sends for one row with these documents.
 
-        element_bytes: how many bytes one element of q, k and v has.
+        element_bytes: how many bytes one element of q, k and v has. forwards: how often it makes
+        the transfers of its forward.
         """
         ...
 

@@ -14,7 +14,7 @@ from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import Cost, Heads, exchange_traffic
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_traffic
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,17 @@ class AllGather:
         return attend_exchanged(qkv, _exchange(share), rule, split.ring, split.kernel)
 
     def cost(
-        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+        self,
+        segments: Segments,
+        heads: Heads,
+        element_bytes: int,
+        window: int | None = None,
+        forwards: Forwards = ONCE,
     ) -> Cost:
         shares = everyones(segments, self.token_order(segments), 1, window)
         pair_bytes = 2 * heads.kv * heads.dim * element_bytes
         exchanges = [_exchange(share) for share in shares]
-        return Cost(gather=exchange_traffic(exchanges, pair_bytes), arrivals=1)
+        return Cost(gather=exchange_traffic(exchanges, pair_bytes, forwards.keys), arrivals=1)
 
 
 def _exchange(share: Share) -> Exchange:

@@ -14,7 +14,15 @@ from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import Cost, Heads, exchange_traffic, heads_traffic, widest_kv
+from uspft.sequence.rows.traffic import (
+    ONCE,
+    Cost,
+    Forwards,
+    Heads,
+    exchange_traffic,
+    heads_traffic,
+    widest_kv,
+)
 from uspft.sequence.ulysses import attend_over_heads
 
 
@@ -79,14 +87,19 @@ class Planned:
         )
 
     def cost(
-        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+        self,
+        segments: Segments,
+        heads: Heads,
+        element_bytes: int,
+        window: int | None = None,
+        forwards: Forwards = ONCE,
     ) -> Cost:
         tokens = segments.length // (self.ring * self.ulysses)
         shares = everyones(segments, self.token_order(segments), self.ulysses, window)
         pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
         exchanges = [self.exchange(share) for share in shares]
         return Cost(
-            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),
-            gather=exchange_traffic(exchanges, pair_bytes),
+            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards.heads),
+            gather=exchange_traffic(exchanges, pair_bytes, forwards.keys),
             arrivals=len(exchanges[0].arrivals),
         )

@@ -24,7 +24,7 @@ from uspft.sequence.algorithm import Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span, tokens_in
-from uspft.sequence.rows.traffic import Cost, Heads, ring_traffic
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, ring_traffic
 from uspft.sequence.sums import Sum
 
 
@@ -51,11 +51,16 @@ class Ring:
         return attend_blocks(qkv, share, rule, split.ring, split.kernel)
 
     def cost(
-        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+        self,
+        segments: Segments,
+        heads: Heads,
+        element_bytes: int,
+        window: int | None = None,
+        forwards: Forwards = ONCE,
     ) -> Cost:
         shares = everyones(segments, self.token_order(segments), 1, window)
         pair_bytes = 2 * heads.kv * heads.dim * element_bytes
-        return Cost(ring=ring_traffic(shares, pair_bytes), arrivals=self.ring - 1)
+        return Cost(ring=ring_traffic(shares, pair_bytes, forwards.keys), arrivals=self.ring - 1)
 
 
 def attend_blocks(

@@ -8,7 +8,7 @@ head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from uspft.sequence.rows.heads import HeadSplit, split_heads
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import Cost, Heads, heads_traffic
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, heads_traffic
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,17 @@ class Ulysses:
         return blocks_over_heads(qkv, share, rule, split)
 
     def cost(
-        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+        self,
+        segments: Segments,
+        heads: Heads,
+        element_bytes: int,
+        window: int | None = None,
+        forwards: Forwards = ONCE,
     ) -> Cost:
         tokens = segments.length // self.ulysses
-        return Cost(all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes))
+        return Cost(
+            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards.heads)
+        )
 
 
 Inner = Callable[[tuple[Tensor, Tensor, Tensor], Rule, Kernel], Tensor]
@@ -69,6 +76,11 @@ def attend_over_heads(
     size, first = split.ulysses.size, split.ring.index * split.ulysses.size
     if size == 1:
         return inner(qkv, rule, split.kernel)
+
+    def attend(inputs: tuple[Tensor, ...]) -> Tensor:
+        q, k, v, *sinks = inputs
+        return inner((q, k, v), replace(mine, sinks=sinks[0]) if sinks else mine, kernel)
+
     tokens = share.tokens[first : first + size]
     query, kv = qkv[0].shape[1], qkv[1].shape[1]
     heads = split_heads(query, kv, size)
@@ -77,12 +89,14 @@ def attend_over_heads(
     mine = rule.of_heads(heads.query[split.ulysses.index])
     q_ThD, k_TgD, v_TgD = scatter_heads(qkv, tokens, split.ulysses)
     sorting, device = share.sorting, q_ThD.device
-    if sorting is None:
-        out_ThD = inner((q_ThD, k_TgD, v_TgD), mine, kernel)
-        return gather_heads(out_ThD, heads, tokens, split.ulysses)
-    index_T, received_T = share.once(("sorting", device), lambda: _both_ways(sorting, device))
-    q_ThD, k_TgD, v_TgD = (x_TnD.index_select(0, index_T) for x_TnD in (q_ThD, k_TgD, v_TgD))
-    out_ThD = inner((q_ThD, k_TgD, v_TgD), mine, kernel).index_select(0, received_T)
+    received: tuple[Tensor, ...] = (q_ThD, k_TgD, v_TgD)
+    if sorting is not None:
+        index_T, received_T = share.once(("sorting", device), lambda: _both_ways(sorting, device))
+        received = tuple(x_TnD.index_select(0, index_T) for x_TnD in received)
+    inputs = received if mine.sinks is None else (*received, mine.sinks)
+    out_ThD = split.inside(attend, inputs) if split.inside else attend(inputs)
+    if sorting is not None:
+        out_ThD = out_ThD.index_select(0, received_T)
     return gather_heads(out_ThD, heads, tokens, split.ulysses)
 
 

@@ -11,7 +11,15 @@ from uspft.sequence.algorithm import Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import Cost, Heads, heads_traffic, ring_traffic, widest_kv
+from uspft.sequence.rows.traffic import (
+    ONCE,
+    Cost,
+    Forwards,
+    Heads,
+    heads_traffic,
+    ring_traffic,
+    widest_kv,
+)
 from uspft.sequence.ulysses import blocks_over_heads
 
 
@@ -39,13 +47,18 @@ class Usp:
         return blocks_over_heads(qkv, share, rule, split)
 
     def cost(
-        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+        self,
+        segments: Segments,
+        heads: Heads,
+        element_bytes: int,
+        window: int | None = None,
+        forwards: Forwards = ONCE,
     ) -> Cost:
         tokens = segments.length // (self.ulysses * self.ring)
         shares = everyones(segments, self.token_order(segments), self.ulysses, window)
         pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
         return Cost(
-            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes),
-            ring=ring_traffic(shares, pair_bytes),
+            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards.heads),
+            ring=ring_traffic(shares, pair_bytes, forwards.keys),
             arrivals=self.ring - 1,
         )

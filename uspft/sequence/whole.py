@@ -11,7 +11,7 @@ from uspft.sequence.algorithm import Rule, Split
 from uspft.sequence.ring import attend_blocks
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import Cost, Heads
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,11 @@ class Whole:
         return attend_blocks(qkv, share, rule, split.ring, split.kernel)
 
     def cost(
-        self, segments: Segments, heads: Heads, element_bytes: int, window: int | None = None
+        self,
+        segments: Segments,
+        heads: Heads,
+        element_bytes: int,
+        window: int | None = None,
+        forwards: Forwards = ONCE,
     ) -> Cost:
         return Cost()

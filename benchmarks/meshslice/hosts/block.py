@@ -56,7 +56,7 @@ def step_of(model: Any, world: World, setting: Setting) -> Callable[[], Tensor]:
     draw = torch.Generator().manual_seed(1 + world.mesh.rank)
     width = setting.hidden // world.mesh.columns.size
     x, slope = (torch.randn(1, len(held), width, generator=draw) for _ in range(2))
-    return partial(_step, model, Bound(world, share, held, twice=False), x, slope)
+    return partial(_step, model, Bound(world, share, held, recompute=None), x, slope)
 
 
 def _step(model: Any, bound: Bound, x: Tensor, slope: Tensor) -> Tensor:

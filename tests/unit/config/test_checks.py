@@ -98,6 +98,7 @@ BOUNDS = {
     "training.micro_batch_size": ([1], [0]),
     "training.max_grad_norm": ([1e-9], [0]),
     "memory.loss_tile_tokens": ([1], [0]),
+    "memory.mlp_tile_tokens": ([1], [0]),
     "checkpoint.every_steps": ([1, None], [0]),
     "checkpoint.keep_last": ([1], [0]),
     "logging.every_steps": ([1], [0]),

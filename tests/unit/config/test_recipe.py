@@ -79,6 +79,7 @@ training:
   debug: false
 memory:
   gradient_checkpointing: true
+  recompute: auto
   offload_activations: none
   loss_tile_tokens: auto
   mlp_tile_tokens: none
@@ -145,7 +146,7 @@ def test_the_contract_has_this_many_keys() -> None:
         "optimizer": 5,
         "lr_schedule": 4,
         "training": 8,
-        "memory": 4,
+        "memory": 5,
         "checkpoint": 3,
         "export": 1,
         "logging": 4,

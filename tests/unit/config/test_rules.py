@@ -94,6 +94,13 @@ COMBINATIONS = {
     "has no float32, and model.dtype is float32; write auto or torch, or dtype: bfloat16",
     "model: {rope_scaling: {type: yarn, factor: 2}}": "model.rope_scaling: has `type`, whose key "
     "is `rope_type`; write rope_type: yarn",
+    "memory: {gradient_checkpointing: false, recompute: attention}": "memory.recompute: is "
+    "attention, and memory.gradient_checkpointing is false; "
+    "write auto, or gradient_checkpointing: true",
+    "memory: {gradient_checkpointing: false, offload_activations: cpu}": (
+        "memory.offload_activations: is cpu, and memory.gradient_checkpointing is false; "
+        "write none, or gradient_checkpointing: true"
+    ),
     "model: {rope_scaling: {factor: 2}}": "model.rope_scaling: has no `rope_type`; "
     "write {rope_type: yarn, factor: 4.0} or null",
     "model: {rope_scaling: {rope_type: yarm, factor: 2}}": "model.rope_scaling.rope_type: unknown "
@@ -132,6 +139,7 @@ FINE = [
     "parallel_config: {context_parallel_algo: ring_cp, ulysses_degree_in_cp: 4}",
     "model: {dtype: float16}",
     "model: {rope_scaling: {rope_type: default}}",
+    "memory: {gradient_checkpointing: false, recompute: auto}",
     "model: {rope_scaling: {rope_type: llama3, factor: 8, low_freq_factor: 1, "
     "high_freq_factor: 4, original_max_position_embeddings: 8192}}",
 ]
@@ -165,7 +173,7 @@ def test_a_rule_that_reads_a_faulty_key_is_not_asked() -> None:
         "training.eval_every_steps",
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
-    assert len(RULES) == 14
+    assert len(RULES) == 15
 
 
 DEEPSPEED = {

@@ -218,7 +218,7 @@ def test_results_are_one_file_a_benchmark_and_three_pictures_at_most() -> None:
     names = {path.name for path in RESULTS.iterdir()}
     every = {path.parent.name for path in RESULTS.parent.glob("*/__main__.py")}
     benchmarks = every - {"tensor"}  # which waits for a quiet machine
-    assert len(every) == 5 and len(benchmarks) == 4
+    assert len(every) == 6 and len(benchmarks) == 5
     assert {name for name in names if name.endswith(".json")} == {f"{b}.json" for b in benchmarks}
     pictures = {name for name in names if name.endswith(".svg")}
     assert len(pictures) <= 3 and len(names) == len(pictures) + len(benchmarks) + len(["README.md"])

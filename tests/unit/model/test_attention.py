@@ -80,7 +80,7 @@ def test_a_layer_without_a_backward_keeps_nothing(trains: bool) -> None:
     """Frozen first layers are not called again under recomputation: nothing would free it."""
     world: Any = SimpleNamespace(attend=lambda qkv, share, rule: qkv[0] * 2)
     share: Any = None
-    bound = Bound(world, share, tokens=torch.arange(6), twice=True)
+    bound = Bound(world, share, tokens=torch.arange(6), recompute="nothing")
     q, kv = torch.ones(6, 4, 8, requires_grad=trains), torch.ones(6, 2, 8)
     bound.attend(0, (q, kv, kv), Rule(0.5))
     assert bool(bound.memory) == trains

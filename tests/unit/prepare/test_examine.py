@@ -110,3 +110,18 @@ def test_steps_of_an_exchange_may_be_said_of_a_mesh_that_exchanges(tmp_path: Pat
     assert said(tmp_path, {"model_type": "llama"}, **mesh, exchange_stages=1) == []
     (line,) = said(tmp_path, {"model_type": "llama"}, model_parallel=4, exchange_stages=2)
     assert "exchange_stages: is 2, and only planned_cp has it" in line
+
+
+def test_an_exchange_of_heads_is_made_again_only_where_there_is_one(tmp_path: Path) -> None:
+    split = {"context_parallel": 4, "context_parallel_algo": "hybrid_cp"}
+    assert said(tmp_path, {"model_type": "llama"}, **split, ulysses_degree_in_cp=2) == []
+    again = ["memory.recompute=exchange"]
+    examine(tmp_path / "r.yaml", again, 1, None)
+    with pytest.raises(RecipeError) as raised:
+        examine(tmp_path / "r.yaml", [*again, "parallel_config.ulysses_degree_in_cp=1"], 1, None)
+    assert str(raised.value) == (
+        "command line: memory.recompute: is exchange, and no heads are exchanged: "
+        "the Ulysses degree is 1; write auto, nothing or attention"
+    )
+    chosen = [*again, "parallel_config.context_parallel_algo=auto"]
+    examine(tmp_path / "r.yaml", [*chosen, "parallel_config.ulysses_degree_in_cp=null"], 1, None)

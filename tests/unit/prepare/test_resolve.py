@@ -11,12 +11,15 @@ import yaml
 from pydantic import BaseModel
 
 from tests.support.models import make_model
+from tests.support.shapes import hub
 from uspft.config import Recipe, load
 from uspft.config.available import LATER
 from uspft.families import ModelShape, read_shape
+from uspft.layout import Layout
 from uspft.planner.auto import Work
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.known import Known
+from uspft.prepare.memory_need import memory_sentence
 from uspft.prepare.resolve import SETTLED, resolve, tuning
 from uspft.segments import Segments
 
@@ -168,3 +171,52 @@ def test_a_hub_id_is_a_folder_here_alone(folder: Path) -> None:
     known = Known(places={"name_or_path": "/cache/name"})
     assert resolve(asked, known).model.name_or_path == "org/name"
     assert known.here(asked).model.name_or_path == "/cache/name"
+
+
+def long_rows(folder: Path, length: str, **memory: Any) -> Recipe:
+    """A recipe of Llama 3.1's 8B on eight cards that share rows of this length."""
+    asked = recipe(
+        folder,
+        model={"name_or_path": "meta-llama/Llama-3.1-8B", "dtype": "bfloat16"},
+        data={"sequence_length": length},
+        parallel_config={"context_parallel": 8, "context_parallel_algo": "ulysses_cp"},
+        training={"global_batch_size": 1},
+    )
+    zero = asked.deepspeed.model_copy(update={"zero_optimization": {"stage": 3}})
+    block = asked.memory.model_copy(update=memory)
+    return asked.model_copy(update={"deepspeed": zero, "memory": block})
+
+
+def test_what_is_made_again_of_attention_is_the_least_that_fits(folder: Path) -> None:
+    shape = hub("meta-llama/Llama-3.1-8B")
+    cluster, _ = cluster_of("auto", "cuda", "NVIDIA H100 80GB HBM3")
+    known = Known(gpus=8, shape=shape, cluster=cluster)
+
+    def settled(length: str, known: Known = known, **memory: Any) -> str:
+        return resolve(long_rows(folder, length, **memory), known).memory.recompute
+
+    assert settled("128k") == "nothing"
+    assert settled("512k") == "exchange"
+    assert settled("640k") == settled("4m") == "attention"
+    assert settled("512k", recompute="attention") == "attention"
+    assert settled("1m", mlp_tile_tokens="auto", offload_activations="cpu") == "nothing"
+    cpu, _ = cluster_of("auto", "cpu", None)
+    assert settled("640k", Known(shape=shape, cluster=cpu)) == "nothing"
+    assert settled("640k", Known(shape=shape)) == "nothing"
+    assert settled("640k", Known()) == "auto"
+    assert settled("640k", gradient_checkpointing=False) == "auto"
+
+
+def test_check_says_what_a_rank_needs(folder: Path) -> None:
+    hardware = cluster_of("auto", "cuda", "NVIDIA H100 80GB HBM3")[0]
+    assert hardware
+    given = long_rows(folder, "512k", recompute="exchange", loss_tile_tokens=1046)
+    layout, shape = Layout(ulysses=8, data=1), hub("meta-llama/Llama-3.1-8B")
+    said = memory_sentence(given, shape, layout, hardware.hardware, free=True)
+    assert said == (
+        "about 68.2 of 74.5 GiB a rank (activations 48.5, weights, gradients and optimizer 19.7); "
+        "the longest row that fits is 760k; with offload_activations: cpu 1.37m"
+    )
+    adapted = given.model.model_copy(update={"adapter": object()})
+    other = given.model_copy(update={"model": adapted})
+    assert memory_sentence(other, shape, layout, hardware.hardware, free=True) is None

@@ -124,7 +124,7 @@ _THEIRS = {
     "training.max_grad_norm": "gradient_clipping clip_grad grad_clip",
     "training.eval_every_steps": "eval_steps eval_interval",
     "training.eval_micro_batch_size": "per_device_eval_batch_size eval_batch_size",
-    "memory.gradient_checkpointing": "activation_checkpointing recompute",
+    "memory.gradient_checkpointing": "activation_checkpointing",
     "checkpoint.every_steps": "save_steps save_interval",
     "checkpoint.keep_last": "save_total_limit",
     "checkpoint.resume": "resume_from_checkpoint load_checkpoint",

@@ -70,24 +70,24 @@ class Exchange:
         further on."""
         return self._leaving[distance, leg]
 
-    @property
-    def _sent(self) -> list[int]:
-        """The tokens of each message that is sent: own keys, once or twice, and the gradients of
-        others' keys."""
+    def sent(self, forwards: int = 1) -> list[int]:
+        """Return the tokens of each message that is sent: own keys in each forward, and in the
+        backward where they are not kept, and the gradients of others' keys."""
         given = [tokens_in(spans) for spans in self._leaving.values()]
         taken = [size for arrival in self.arrivals for size in arrival.sizes]
-        return [tokens for tokens in given * (1 if self.keep else 2) + taken if tokens]
+        fetches = forwards + (0 if self.keep else 1)
+        return [tokens for tokens in given * fetches + taken if tokens]
 
     @property
     def tokens_sent(self) -> int:
         """How many tokens' keys and values, or their gradients, this rank sends, forward and
         backward."""
-        return sum(self._sent)
+        return sum(self.sent())
 
     @property
     def messages_sent(self) -> int:
         """How many messages this rank sends, forward and backward."""
-        return len(self._sent)
+        return len(self.sent())
 
 
 def _legs(ring: int, stages: int, messages: int) -> list[Leg]:

@@ -35,6 +35,20 @@ class Traffic(NamedTuple):
 NOTHING = Traffic()
 
 
+class Forwards(NamedTuple):
+    """How often a layer makes the transfers of its forward, again where it is recomputed."""
+
+    heads: int = 1
+    """Those between which heads are split."""
+    keys: int = 1
+    """Those of keys and values, and with them the computation of attention."""
+
+
+ONCE = Forwards()
+FORWARDS = {"nothing": ONCE, "exchange": Forwards(heads=2), "attention": Forwards(2, 2)}
+"""By what `memory.recompute` says is made again of a checkpointed layer's attention."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """What one layer sends, forward and backward, by kind; each kind has its own busiest rank.
@@ -49,22 +63,29 @@ class Cost:
     arrivals: int = field(default=0, compare=False)
 
 
-def heads_traffic(heads: Heads, ulysses: int, tokens: int, element_bytes: int) -> Traffic:
+def heads_traffic(
+    heads: Heads, ulysses: int, tokens: int, element_bytes: int, forwards: int = 1
+) -> Traffic:
     """Return what the busiest of `ulysses` ranks of `tokens` tokens sends, forward and backward.
 
     Forward it sends the others' shares of q, k and v, then its own heads of out for the others'
     tokens; backward it sends the same sizes again, the other way round. Where the heads divide,
     these are 2 · (U − 1) / U · (2H + 2G) · tokens · D elements in 4 · (U − 1) messages, with U the
-    Ulysses degree and H query heads, G KV heads of head dim D.
+    Ulysses degree and H query heads, G KV heads of head dim D. forwards: how often the forward's
+    are sent.
     """
     shares = split_heads(heads.query, heads.kv, ulysses)
     own = [(b - a, 2 * (d - c)) for (a, b), (c, d) in zip(shares.query, shares.kv, strict=True)]
     total, busy = sum(q + kv for q, kv in own), sum(1 for q, _ in own if q)
     elements = max(
-        (total - q - kv) + (ulysses - 1) * q + (ulysses - 1) * (q + kv) + (heads.query - q)
+        forwards * ((total - q - kv) + (ulysses - 1) * q)
+        + (ulysses - 1) * (q + kv)
+        + (heads.query - q)
         for q, kv in own
     )
-    messages = max(2 * (ulysses - 1) + 2 * (busy - 1) if q else 2 * busy for q, _ in own)
+    # To those that have heads, and from a rank that has some to all others; back the other way.
+    there = [(busy - 1, ulysses - 1) if q else (busy, 0) for q, _ in own]
+    messages = max((forwards + 1) * (out + home) for out, home in there)
     return Traffic(elements * tokens * heads.dim * element_bytes, messages)
 
 
@@ -73,28 +94,28 @@ def widest_kv(heads: Heads, ulysses: int) -> int:
     return max(b - a for a, b in split_heads(heads.query, heads.kv, ulysses).kv)
 
 
-def ring_traffic(shares: Sequence[Share], pair_bytes: int) -> Traffic:
+def ring_traffic(shares: Sequence[Share], pair_bytes: int, forwards: int = 1) -> Traffic:
     """Return what the busiest rank of a ring sends, forward and backward.
 
     Keys travel forward and again backward, and gradients go home; for one causal document R ranks
     of t tokens send 3 · (R − 1) · t pairs each. pair_bytes: the bytes of one pair, a token's k and
-    v.
+    v. forwards: how often the forward is computed.
     """
     most, messages = 0, 0
     for share in shares:
         me, ring = share.ring_index, share.ring
         sources = [(me - step) % ring for step in range(ring - 1)]
-        passed = [j for step, j in enumerate(sources) if share.hops[j] > step] * 2
+        passed = [j for step, j in enumerate(sources) if share.hops[j] > step] * (forwards + 1)
         home = [places for j in range(ring) if j != me and (places := share.places(me, j))]
         sent = [share.holdings[j].tokens for j in passed] + [tokens_in(places) for places in home]
         most, messages = max(most, sum(sent)), max(messages, len(sent))
     return Traffic(most * pair_bytes, messages)
 
 
-def exchange_traffic(exchanges: Sequence[Exchange], pair_bytes: int) -> Traffic:
+def exchange_traffic(exchanges: Sequence[Exchange], pair_bytes: int, forwards: int = 1) -> Traffic:
     """Return what the busiest rank of an exchange sends, forward and backward.
 
-    pair_bytes: the bytes of one token's k and v.
+    pair_bytes: the bytes of one token's k and v. forwards: how often the forward is computed.
     """
-    tokens = max(exchange.tokens_sent for exchange in exchanges)
-    return Traffic(tokens * pair_bytes, max(exchange.messages_sent for exchange in exchanges))
+    sent = [exchange.sent(forwards) for exchange in exchanges]
+    return Traffic(max(map(sum, sent)) * pair_bytes, max(map(len, sent)))

@@ -26,7 +26,11 @@ NAMES = {
     "training: {num_train_epochs: 1}": "r.yaml:2: training.num_train_epochs: "
     "unknown key `num_train_epochs`; here it is `training.epochs`",
     "memory: {foo: 1}": "r.yaml:2: memory.foo: unknown key `foo`; known here: "
-    "gradient_checkpointing, offload_activations, loss_tile_tokens, mlp_tile_tokens",
+    "gradient_checkpointing, recompute, offload_activations, loss_tile_tokens, mlp_tile_tokens",
+    "parallel_config: {recompute: true}": "r.yaml:2: parallel_config.recompute: unknown key "
+    "`recompute`; it belongs to `memory.recompute`",
+    "recompute: attention": "r.yaml:2: recompute: unknown key `recompute`; "
+    "it belongs to `memory.recompute`",
     "sequnce_length: 1": "r.yaml:2: sequnce_length: unknown key `sequnce_length`; "
     "did you mean `data.sequence_length`?",
 }
@@ -54,7 +58,7 @@ def test_the_tables_of_names_name_keys_that_exist() -> None:
     assert {ours for ours in OURS.values() if ours not in known} == set()
     assert {ours for ours in DERIVED.values() if ours not in known} == set()
     assert not set(OURS) & set(KEYS[""])
-    assert len(OURS) == 111
+    assert len(OURS) == 110
     assert len(DERIVED) == 30
 
 
@@ -71,11 +75,6 @@ ASKED = {
         "trust_remote_code: true": "code from the hub",
     },
     "data": {"train: [{path: x, weight: 2}]": "weighting sources"},
-    "memory": {
-        "offload_activations: cpu": "offloading activations",
-        "mlp_tile_tokens: 4k": "tiling the MLP",
-        "mlp_tile_tokens: auto": "tiling the MLP",
-    },
     "logging": {
         "tensorboard: true": "TensorBoard",
         "wandb: {project: x}": "Weights & Biases",
@@ -93,7 +92,7 @@ def test_what_is_not_available_is_refused_as_a_whole(tmp_path: Path) -> None:
             assert f": {feature} is not available yet; " in line, line
             features.add(feature)
     assert features == {later.feature for later in LATER}
-    assert len(LATER) == 9
+    assert len(LATER) == 7
     (line,) = lines(tmp_path, "parallel_config: {micro_batch_num: 8, pipeline_stage: 4}")
     assert line.endswith("write `micro_batch_num: 1` and write `pipeline_stage: 1`")
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.algorithms import named
 from tests.support.rows import packed
 from uspft.segments import Segments
-from uspft.sequence import Heads, Share
+from uspft.sequence import FORWARDS, Cost, Heads, Share, Traffic
 from uspft.sequence.exchange import Exchange
 from uspft.sequence.rows.order import balanced
 
@@ -53,6 +53,28 @@ def test_ulysses_sends_eight_tensors(heads: Heads, ulysses: int) -> None:
     if groups == 1:
         tensor = ROW * heads.query * heads.dim * BYTES
         assert cost.all_to_all.bytes == others * 8 * tensor / ulysses
+
+
+def test_what_is_made_again_is_sent_again() -> None:
+    """Heads that divide go there and back in equal parts, keys of a ring travel twice before their
+    gradients, and keys that are kept are fetched once in each forward."""
+    row, four = Segments.single(ROW), {"heads": LLAMA_8B, "element_bytes": BYTES}
+
+    def cost(name: str, ulysses: int, ring: int, again: str, **options: bool) -> Cost:
+        made = named(name, ulysses, ring, **options)
+        return made.cost(row, **four, forwards=FORWARDS[again])
+
+    def times(traffic: Traffic, factor: Fraction) -> tuple[Fraction, Fraction]:
+        return traffic.bytes * factor, traffic.messages * factor
+
+    for again, of_heads, of_keys in (("exchange", "3/2", "1"), ("attention", "3/2", "4/3")):
+        once, more = (cost("hybrid_cp", 2, 4, one) for one in ("nothing", again))
+        assert more.all_to_all == times(once.all_to_all, Fraction(of_heads))
+        assert more.ring == times(once.ring, Fraction(of_keys)) and more.arrivals == once.arrivals
+    once, more = (cost("allgather_cp", 1, 4, one) for one in ("nothing", "attention"))
+    assert more.gather == times(once.gather, Fraction("4/3"))
+    once, more = (cost("planned_cp", 1, 4, one, keep=True) for one in ("nothing", "attention"))
+    assert once.gather.bytes < more.gather.bytes < 2 * once.gather.bytes
 
 
 def test_replicated_heads_are_sent_once_to_each_that_needs_them() -> None:

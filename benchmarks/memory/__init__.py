@@ -1,0 +1,1 @@
+"""Live bytes of tensors, counted exactly, of a training step's activations."""

@@ -1,0 +1,183 @@
+"""What layers keep for the backward pass, waiting on the host instead of the device.
+
+It leaves when it is kept, and comes back before it is used: what a layer keeps while the layer runs
+again, and the input of the layer below it meanwhile. On a GPU copies run on a stream of their own,
+to and from pinned memory; that part has not yet been run on a GPU. On a CPU they are made at once,
+in the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Shelf:
+    """What one forward pass has put on the host, in the order in which it was kept.
+
+    A layer's input comes first, then what its attention keeps. The shelf holds none of it: what
+    waits for the backward pass does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies = Copies(device)
+        self._parcels: list[weakref.ref[Parcel]] = []
+        self._layers: list[int] = []
+        """The place of each layer's first parcel."""
+        self._here: dict[int, tuple[Parcel, Tensor]] = {}
+        """By its address, a storage that has been put here and is still on the device."""
+
+    def input(self, x: Tensor) -> Item:
+        """Put a layer's input on the host. From here on it is what this layer keeps."""
+        self._layers.append(len(self._parcels))
+        return self._put(x)
+
+    def keep(self, x: Tensor) -> Item:
+        """Put on the host what the layer's attention keeps, within `together`."""
+        return self._put(x, again=True)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Copy each storage once, however many of its tensors are kept within the `with` block."""
+        try:
+            yield
+        finally:
+            self._here.clear()
+
+    def _put(self, x: Tensor, *, again: bool = False) -> Item:
+        storage = x.untyped_storage()
+        address = storage._cdata  # of a storage without elements too
+        known = self._here.get(address) if again else None
+        if known is None or known[1].dtype != x.dtype:
+            flat = x.detach().as_strided((storage.nbytes() // x.element_size(),), (1,), 0)
+            parcel = Parcel(self._copies, flat, len(self._parcels), again=again)
+            self._parcels.append(weakref.ref(parcel))
+            known = parcel, flat
+            if again:
+                self._here[address] = known
+        return Item(known[0], tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+    def get(self, item: Item) -> Tensor:
+        """Return a tensor as it was, on the device, and let those that are used next come."""
+        found = item.parcel.take().as_strided(item.shape, item.stride, item.offset)
+        self._fetch_next(item.parcel.place)
+        return found
+
+    def _fetch_next(self, place: int) -> None:
+        """Let the rest of a layer's parcels come, and once its attention is at work the input of
+        the layer below."""
+        bounds = [*(self._layers or [0]), len(self._parcels)]
+        layer = max(n for n, first in enumerate(bounds[:-1]) if first <= place)
+        first, end = bounds[layer], bounds[layer + 1]
+        wanted = [*range(first + 1, end)]
+        if layer and (place > first or end == first + 1):
+            wanted.append(bounds[layer - 1])
+        for number in wanted:
+            if parcel := self._parcels[number]():
+                parcel.fetch()
+
+    def hooks(self) -> Any:
+        """Return the context in which a checkpointed layer's input is kept on the host."""
+        return torch.autograd.graph.saved_tensors_hooks(self.input, self.get)
+
+
+class Item(NamedTuple):
+    """One kept tensor: the storage that it lies in, and where."""
+
+    parcel: Parcel
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Parcel:
+    """One storage that is on the host, on its way, or back on the device.
+
+    again: whether it is asked for more than once, and then stays on the device.
+    """
+
+    def __init__(self, copies: Copies, flat: Tensor, place: int, *, again: bool) -> None:
+        self.place, self._again = place, again
+        self._copies, self._host = copies, copies.to_host(flat)
+        self._back: tuple[Tensor, Callable[[], None]] | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether it has begun to come back, and has not been taken for good."""
+        return self._back is not None
+
+    def fetch(self) -> None:
+        """Let it begin to come back."""
+        if self._back is None:
+            self._back = self._copies.to_device(self._host)
+
+    def take(self) -> Tensor:
+        """Return it flat, on the device."""
+        self.fetch()
+        assert self._back
+        flat, wait = self._back
+        wait()
+        if not self._again:
+            self._back = None
+        return flat
+
+
+class Copies:
+    """Copies between a device and the host, in the order in which they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def to_host(self, flat: Tensor) -> Tensor:
+        """Return a copy on the host, which is whole once the stream has come to it."""
+        if self._stream is None:
+            return flat.clone()
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(flat, non_blocking=True)
+        flat.record_stream(self._stream)  # its memory is not given to others before
+        return host
+
+    def to_device(self, host: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Return a copy on the device, and the function that lets what follows wait for it."""
+        if self._stream is None:
+            return host.clone(), _nothing
+        current = torch.cuda.current_stream(self._device)
+        flat = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        self._stream.wait_stream(current)  # whose work may have had this memory before
+        with torch.cuda.stream(self._stream):
+            flat.copy_(host, non_blocking=True)
+            come = self._stream.record_event()
+        flat.record_stream(self._stream)
+        return flat, lambda: current.wait_event(come)
+
+
+def _nothing() -> None:
+    return None
+
+
+def offload_inputs(model: Any) -> None:
+    """Make checkpointed layers keep their inputs on the host, where a call has a shelf for it."""
+    for layer in model.base_model.layers:
+        layer.forward = Offloaded(layer.forward)
+
+
+class Offloaded:
+    """What stands in for a layer's forward."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self._plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shelf: Shelf | None = kwargs["uspft"].shelf
+        if shelf is None:
+            return self._plain(*args, **kwargs)
+        with shelf.hooks():
+            return self._plain(*args, **kwargs)

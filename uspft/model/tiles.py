@@ -1,0 +1,216 @@
+"""Work that is done token by token, a tile of tokens at a time.
+
+The forward keeps inputs alone. The backward makes the graph of one tile after another, takes its
+gradients and lets go of it, so that activations are those of one tile (Arctic Long Sequence
+Training, arXiv 2506.13996). Gradients of weights are summed over tiles in float32 and leave once:
+DeepSpeed's own tiles add them up in the compute type, and under ZeRO-3 each gathers the weights
+anew.
+
+A checkpointed layer whose last work this is makes it twice and not three times: the output is
+filled in when inputs have been kept, which is where the layer's second run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from uspft.model.dropout import TokenDropout
+
+TOKENS = -2
+"""The dimension of inputs and output along which tokens lie."""
+MAX_TILE_FEATURES = 1 << 25
+"""How many inner features a tile has under `mlp_tile_tokens: auto` (64 MiB in bfloat16)."""
+MIN_TILE_TOKENS = 1024
+"""How many tokens a tile needs at least for its products to fill a GPU."""
+
+
+def mlp_tile_tokens(wish: str | int, inner: int) -> int | None:
+    """Return the tokens per tile that `memory.mlp_tile_tokens` asks for; None: all at once.
+
+    wish: auto, none or a number. inner: how many inner features an MLP makes of a token.
+    """
+    if wish == "none":
+        return None
+    return max(MIN_TILE_TOKENS, MAX_TILE_FEATURES // inner) if wish == "auto" else int(wish)
+
+
+def inner_features(config: Any) -> int:
+    """Return how many inner features an MLP, or the experts that a token meets, make of it."""
+    met = getattr(config, "num_experts_per_tok", None) or 1
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return int(met * inner)
+
+
+def work_in_tiles(model: Any, tile: int) -> None:
+    """Make MLPs, experts and the norms around them work on so many tokens at a time.
+
+    Routers see all tokens, since what they say is asked for. The norms of single heads are left.
+    """
+    modules = [model.base_model.norm]
+    for layer in model.base_model.layers:
+        modules += [module for name, module in layer.named_children() if "norm" in name]
+        modules.append(getattr(layer.mlp, "experts", layer.mlp))
+    for module in modules:
+        module.register_forward_pre_hook(_with_gradient)
+        module.forward = Tiled(module, tile)
+
+
+def _with_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Give a module whose parameters train an input with a gradient, before it runs.
+
+    Under ZeRO-3 the gradients of parameters are taken to be there when that of the input comes.
+    """
+    x, *others = args
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    if x.requires_grad or not trains or not torch.is_grad_enabled():
+        return None
+    return x.detach().requires_grad_(), *others
+
+
+class Tiled:
+    """What stands in for a module's forward, and calls that for one tile after another.
+
+    It takes one or more tensors [..., T, ...] and returns one that is like the first of them.
+    """
+
+    def __init__(self, module: nn.Module, tile: int) -> None:
+        self._module, self._tile, self._plain = module, tile, module.forward
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if inputs[0].shape[TOKENS] <= self._tile:
+            whole: Tensor = self._plain(*inputs)
+            return whole
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        call = TiledCall(self._module, self._plain, self._tile, parameters)
+        out: Tensor = _Tiles.apply(call, len(inputs), *inputs, *parameters)
+        with torch.no_grad():
+            call.fill(out.detach(), inputs)
+        return out
+
+
+class TiledCall:
+    """One call of a module: what its tiles take beside tensors, also in the backward."""
+
+    def __init__(
+        self, module: nn.Module, plain: Any, tile: int, parameters: list[nn.Parameter]
+    ) -> None:
+        self.module, self.parameters = module, parameters
+        self._plain, self._tile = plain, tile
+        dropouts = [one for one in module.modules() if isinstance(one, TokenDropout)]
+        self._dropouts = [(dropout, dropout.words, dropout.ranges) for dropout in dropouts]
+
+    def spans(self, x: Tensor) -> Iterator[tuple[int, int]]:
+        """Yield the first token and the length of each tile of x."""
+        tokens = x.shape[TOKENS]
+        for start in range(0, tokens, self._tile):
+            yield start, min(self._tile, tokens - start)
+
+    def run(self, parts: Sequence[Tensor], start: int) -> Tensor:
+        """Return what the module makes of a tile, whose first token is `start`.
+
+        Raises RuntimeError where it is not like the first of its inputs.
+        """
+        x = parts[0]
+        for dropout, words, ranges in self._dropouts:
+            dropout.ranges = ranges
+            dropout.words = None if words is None else words[start : start + x.shape[TOKENS]]
+        try:
+            out: Tensor = self._plain(*parts)
+        finally:
+            for dropout, words, _ in self._dropouts:
+                dropout.words = words
+        if out.shape != x.shape or out.dtype != x.dtype:
+            raise RuntimeError(
+                f"{type(self.module).__name__} made {out.dtype} {tuple(out.shape)} of a tile "
+                f"{x.dtype} {tuple(x.shape)}"
+            )
+        return out
+
+    def fill(self, out: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Fill in what the module makes of all tokens."""
+        for start, length in self.spans(out):
+            parts = [x.narrow(TOKENS, start, length) for x in inputs]
+            out.narrow(TOKENS, start, length).copy_(self.run(parts, start))
+
+    @contextmanager
+    def leaves(self) -> Iterator[list[Tensor]]:
+        """Let tensors without hooks stand in for the parameters that train, and return these.
+
+        Hooks of parameters are for their whole gradients.
+        """
+        stand_in = {id(p): p.detach().requires_grad_() for p in self.parameters}
+        tables: list[dict[str, Any]] = [owner._parameters for owner in self.module.modules()]
+        places = [
+            (table, name, parameter)
+            for table in tables
+            for name, parameter in table.items()
+            if id(parameter) in stand_in
+        ]
+        try:
+            for table, name, parameter in places:
+                table[name] = stand_in[id(parameter)]
+            yield [stand_in[id(p)] for p in self.parameters]
+        finally:
+            for table, name, parameter in places:
+                table[name] = parameter
+
+
+class _Tiles(torch.autograd.Function):
+    """The differentiable function of Tiled, whose output is filled in afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, call: TiledCall, count: int, *tensors: Tensor) -> Tensor:
+        """count: how many of the tensors are inputs; the others are parameters."""
+        ctx.call = call
+        ctx.save_for_backward(*tensors[:count])
+        return torch.empty_like(tensors[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        call, inputs = ctx.call, ctx.saved_tensors
+        needed = ctx.needs_input_grad[2 : 2 + len(inputs)]
+        d_inputs = [
+            torch.empty_like(x) if need else None for x, need in zip(inputs, needed, strict=True)
+        ]
+        sums: list[Tensor | None] = [None] * len(call.parameters)
+        with call.leaves() as leaves:
+            for start, length in call.spans(dout):
+                parts = [
+                    x.narrow(TOKENS, start, length).detach().requires_grad_(need)
+                    for x, need in zip(inputs, needed, strict=True)
+                ]
+                with torch.enable_grad():
+                    out = call.run(parts, start)
+                wanted = [part for part in parts if part.requires_grad]
+                slope = dout.narrow(TOKENS, start, length)
+                found = torch.autograd.grad(out, [*wanted, *leaves], slope, allow_unused=True)
+                del out, parts
+                places = [whole for whole in d_inputs if whole is not None]
+                for whole, part in zip(places, found, strict=False):
+                    whole.narrow(TOKENS, start, length).copy_(part)
+                _add(sums, found[len(wanted) :])
+                del found
+        gradients = (
+            torch.zeros_like(p) if total is None else total.to(p.dtype)
+            for p, total in zip(call.parameters, sums, strict=True)
+        )
+        return None, None, *d_inputs, *gradients
+
+
+def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    """Add what a tile found to the sums, in float32 or wider; None where it found nothing."""
+    for number, part in enumerate(found):
+        if part is None:
+            continue
+        total = sums[number]
+        if total is None:
+            sums[number] = part.to(torch.promote_types(part.dtype, torch.float32))
+        else:
+            total.add_(part)

@@ -1,0 +1,146 @@
+"""The bytes of activations on one rank, by a formula that agrees with what is counted.
+
+benchmarks/memory/ counts the storages that are alive, and this adds up the same tensors: what each
+layer keeps until its backward, and beside it the most that is at work at once, which is a layer in
+its backward or the loss. What an attention kernel allocates inside is not in it.
+
+Sizes are numbers of elements in 16 bits that a token has; float32 counts twice, int64 four times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from uspft.families import ModelShape
+from uspft.planner.products import head_projection
+from uspft.sequence.rows.heads import split_heads
+
+if TYPE_CHECKING:
+    from uspft.config.algorithms import AlgorithmRow
+    from uspft.config.recipe import MemoryBlock
+    from uspft.layout import Layout
+
+KNOWN = ("llama", "mistral", "qwen2")
+"""The model types whose layers the formula knows."""
+RING_KEYS = 24
+"""How many tensors of a rank's keys the backward of attention in a ring has: those at hand and
+those that come, gradients on their way, and sums in float32."""
+ELEMENT = 2
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The bytes of one forward and backward on a rank."""
+
+    layers: int
+    input_bytes: float
+    """What one layer takes."""
+    kept_bytes: float
+    """What each layer keeps until its backward, its input among it."""
+    layer_bytes: float
+    """The most that a layer needs beside it in its backward."""
+    loss_bytes: float
+    """The most that the loss needs, with the last norm."""
+    offloaded: bool = False
+    """Whether what layers keep waits on the host."""
+
+    def of_layers(self, layers: int) -> Activations:
+        """Return what a model of so many layers needs."""
+        return replace(self, layers=layers)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that is on the device."""
+        if not self.offloaded:
+            return self.layers * self.kept_bytes + max(self.layer_bytes, self.loss_bytes)
+        # The layer at work has what it keeps, and the input of the one below it has come.
+        below = self.input_bytes if self.layers > 1 else 0.0
+        return max(self.kept_bytes + below + self.layer_bytes, self.loss_bytes)
+
+    @property
+    def host_bytes(self) -> float:
+        """What waits in the host's pinned memory."""
+        return self.layers * self.kept_bytes if self.offloaded else 0.0
+
+
+def activations(
+    shape: ModelShape, layout: Layout, tokens: int, memory: MemoryBlock, row: AlgorithmRow
+) -> Activations | None:
+    """Return what a rank with so many tokens in one forward needs, where all weights train.
+
+    memory: `auto` among its values counts as what it is without a need to save memory. row: of the
+    table, for the algorithm that shares rows. Returns None
+    where the formula does not know: layers that are not checkpointed or not LLaMA's, matrices that
+    ranks divide, keys that all come at once.
+    """
+    known = memory.gradient_checkpointing and shape.model_type in KNOWN and layout.tensor == 1
+    if not known or (row.all_at_once and layout.ring > 1):
+        return None
+    d, inner = shape.hidden_size, shape.intermediate_size
+    attention = _attention(shape, layout, memory.recompute)
+    positions = 2 * shape.head_dim + 4
+    tile = memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else tokens
+    if tile < tokens:
+        # Gradients of the layer's output, of the MLP's input and the norm's; both norms' results.
+        held = tokens * (5 * d + attention.alive + positions)
+        of_mlp = max(tile * (6 * inner + 2 * d) + 7 * inner * d, 9 * inner * d)
+        most = held + max(of_mlp, tile * 14 * d)
+        last = 4 * d
+    else:
+        held = tokens * (9 * d + attention.alive + positions + 4)
+        most = held + tokens * max(6 * inner, 8 * d - 2)
+        last = 6 * d + 2
+    backward = tokens * (2 * d + attention.backward + positions) if layout.ring > 1 else 0
+    whole = tokens * (last + positions) * ELEMENT + _logits_bytes(shape, tokens, memory)
+    return Activations(
+        shape.layers,
+        tokens * d * ELEMENT,
+        tokens * (d + attention.kept) * ELEMENT,
+        max(most, backward) * ELEMENT,
+        whole,
+        memory.offload_activations == "cpu",
+    )
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The elements that a token has of attention."""
+
+    kept: float
+    """Kept until the backward."""
+    alive: float
+    """There beside it when the MLP is at work."""
+    backward: float
+    """There beside it in attention's own backward, where keys come round a ring."""
+
+
+def _attention(shape: ModelShape, layout: Layout, recompute: str) -> _Attention:
+    ulysses, dim = layout.ulysses, shape.head_dim
+    shares = split_heads(shape.heads, shape.kv_heads, ulysses)
+    heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
+    out, lse = shape.heads * dim, 2 * ulysses * heads
+    inner, keys = ulysses * heads * dim, ulysses * kv * dim
+    received = inner + 2 * keys
+    # The output's gradient, the query's in float32 and of the half at work, and keys.
+    backward = 3.5 * inner + RING_KEYS * keys
+    if recompute == "attention":
+        gathered = out if ulysses > 1 else 0
+        return _Attention(0, received + inner + lse + gathered, backward + received + inner + lse)
+    if ulysses == 1:
+        return _Attention(out + lse, received, backward + inner)
+    if recompute == "exchange":
+        return _Attention(inner + lse, received + out, backward + received)
+    return _Attention(received + inner + lse + out, 0, backward + inner)
+
+
+def _logits_bytes(shape: ModelShape, tokens: int, memory: MemoryBlock) -> float:
+    """Return what tiles of logits need, and the gradient of the head, which is summed in float32
+    (model/loss.py)."""
+    asked = memory.loss_tile_tokens
+    tile = min(asked if isinstance(asked, int) else tokens, tokens)
+    head = head_projection(shape)
+    logits, weight = tile * head.outputs, head.parameters
+    # Logits of one tile are there when those of the next are made.
+    both = (10 if tile < tokens else 6) * logits
+    return 4 * weight + max(both, 6 * logits + 2 * weight)

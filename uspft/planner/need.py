@@ -1,0 +1,118 @@
+"""The bytes that a rank needs for a recipe, and the longest row for which it has them.
+
+Activations are by planner/activations.py; weights, gradients and the optimizer's state follow from
+the ZeRO stage by arithmetic, with DeepSpeed's buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from uspft.config.algorithms import row_of
+from uspft.families import ModelShape
+from uspft.planner.activations import Activations, activations
+from uspft.planner.products import head_projection, parameters_of
+
+if TYPE_CHECKING:
+    from uspft.config import Recipe
+    from uspft.layout import Layout
+
+USABLE_SHARE = 0.92
+"""The share of a card's memory that tensors can fill: the context, NCCL and gaps take the rest."""
+BUCKET = 5e8
+"""The elements of DeepSpeed's reduce_bucket_size where a recipe says none."""
+CHOICES = ("nothing", "exchange", "attention")
+"""What of attention may be made again, the least work first."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one rank needs."""
+
+    state_bytes: float
+    """Weights, gradients, the optimizer's state and buckets."""
+    activations: Activations
+
+    @property
+    def bytes(self) -> float:
+        return self.state_bytes + self.activations.peak_bytes
+
+
+def need_of(recipe: Recipe, shape: ModelShape, layout: Layout) -> Need | None:
+    """Return what a rank needs for a recipe; None where the formula does not know."""
+    row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
+    rows = recipe.training.micro_batch_size
+    if recipe.model.dtype == "float32" or recipe.model.adapter or recipe.model.freeze:
+        return None
+    tokens = -(-rows * recipe.data.sequence_length // layout.context)
+    found = activations(shape, layout, tokens, recipe.memory, row)
+    return Need(state_bytes(recipe, shape, layout), found) if found else None
+
+
+def state_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> float:
+    """Return the bytes of weights, gradients and the optimizer's state under the ZeRO stage.
+
+    Weights are in 16 bits; gradients are summed in float32, in which the master weights and two
+    moments are too. Stage 3 has the head, or two layers, whole at a time.
+    """
+    zero = recipe.deepspeed.zero_optimization
+    stage, ranks = int(zero.get("stage", 1)), layout.context * layout.data
+    outside, layer = parameters_of(shape)
+    every = outside + shape.layers * layer
+    if stage == 0:
+        return 20.0 * every
+    bucket = 4 * min(float(zero.get("reduce_bucket_size") or BUCKET), every)
+    optimizer = 0 if (zero.get("offload_optimizer") or {}).get("device") == "cpu" else 12
+    weights = 0 if (zero.get("offload_param") or {}).get("device") == "cpu" else 2
+    if stage == 3:
+        whole = 2 * max(head_projection(shape).parameters, 2 * layer)
+        return (weights + 4 + optimizer) * every / ranks + whole + bucket
+    gradients = 4 * every / (ranks if stage == 2 else 1)
+    return 2 * every + gradients + optimizer * every / ranks + bucket
+
+
+def least_work(recipe: Recipe, shape: ModelShape, layout: Layout, memory_bytes: float) -> str:
+    """Return what `memory.recompute: auto` is on a card: the least work that fits, or where
+    nothing does, what keeps least."""
+    for choice in CHOICES:
+        if choice == "exchange" and layout.ulysses == 1:
+            continue
+        need = need_of(_with(recipe, recompute=choice), shape, layout)
+        if need is None:
+            return CHOICES[0]
+        if need.bytes <= USABLE_SHARE * memory_bytes:
+            return choice
+    return CHOICES[-1]
+
+
+def longest_row(
+    recipe: Recipe, shape: ModelShape, layout: Layout, memory_bytes: float, **options: str
+) -> int | None:
+    """Return the longest row in tokens that fits a card, by kilotokens of each rank; None where
+    the formula does not know. options: of `memory`, in place of the recipe's."""
+    step = 1024 * layout.context
+    changed = _with(recipe, **options)
+
+    def fits(count: int) -> bool:
+        data = changed.data.model_copy(update={"sequence_length": count * step})
+        need = need_of(changed.model_copy(update={"data": data}), shape, layout)
+        return need is not None and need.bytes <= USABLE_SHARE * memory_bytes
+
+    return _most(fits) * step or None
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, or 0, where all smaller ones do."""
+    low, high = 0, 1
+    while high < 1 << 20 and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _with(recipe: Recipe, **options: str) -> Recipe:
+    return recipe.model_copy(update={"memory": recipe.memory.model_copy(update=options)})

@@ -1,0 +1,104 @@
+"""What `auto` means among the keys of `memory`, what is wrong with them, what a card needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from uspft.config.algorithms import AUTO
+from uspft.config.strategies import strategies_of, under
+from uspft.layout import Layout, layout_of
+from uspft.model.loss import tile_tokens
+from uspft.model.tiles import mlp_tile_tokens
+from uspft.planner.need import least_work, longest_row, need_of
+from uspft.planner.products import layer_projections
+
+if TYPE_CHECKING:
+    from uspft.config import Finding, Recipe
+    from uspft.families import ModelShape
+    from uspft.planner.hardware import Hardware
+
+
+def settled_memory(
+    recipe: Recipe, shape: ModelShape, layout: Layout | None, hardware: Hardware | None
+) -> Recipe:
+    """Return the recipe with every `auto` of `memory` settled.
+
+    Where no layer is checkpointed, `recompute` stays as it is; where the card is not known, and on
+    CPUs, nothing of attention is made again.
+    """
+    block = recipe.memory
+    found: dict[str, Any] = {}
+    if block.loss_tile_tokens == AUTO:
+        found["loss_tile_tokens"] = tile_tokens(AUTO, shape.vocab_size)
+    if block.mlp_tile_tokens == AUTO:
+        last = layer_projections(shape)[-1]
+        found["mlp_tile_tokens"] = mlp_tile_tokens(AUTO, last.per_token * last.inputs)
+    if block.recompute == AUTO and block.gradient_checkpointing:
+        tiled = recipe.model_copy(update={"memory": block.model_copy(update=found)})
+        card = hardware.memory.bytes if hardware and hardware.device else None
+        found["recompute"] = "nothing"
+        if card is not None and layout is not None:
+            found["recompute"] = least_work(tiled, shape, layout, card)
+    return recipe.model_copy(update={"memory": block.model_copy(update=found)})
+
+
+def memory_sentence(
+    recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware, *, free: bool
+) -> str | None:
+    """Return what a rank needs beside what its card has, for a person; None where the formula
+    does not know.
+
+    free: whether longer rows may have more of attention made again.
+    """
+    need = need_of(recipe, shape, layout)
+    if need is None:
+        return None
+    parts = (
+        f"activations {_gib(need.activations.peak_bytes)}, "
+        f"weights, gradients and optimizer {_gib(need.state_bytes)}"
+    )
+    if need.activations.offloaded:
+        parts += f"; on the host {_gib(need.activations.host_bytes)}"
+    if not hardware.device:
+        return f"about {_gib(need.bytes)} GiB a rank ({parts})"
+    card = hardware.memory.bytes
+    said = [f"about {_gib(need.bytes)} of {_gib(card)} GiB a rank ({parts})"]
+    most = {"recompute": "attention"} if free else {}
+    longest = longest_row(recipe, shape, layout, card, **most)
+    said.append(f"the longest row that fits is {_tokens(longest)}")
+    more = longest_row(recipe, shape, layout, card, offload_activations="cpu", **most)
+    if not need.activations.offloaded and more != longest:
+        said.append(f"with offload_activations: cpu {_tokens(more)}")
+    return "; ".join(said)
+
+
+def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
+    """Return what is wrong with making the exchange of heads again where there is none."""
+    strategies = [under(recipe, n) for n in range(len(strategies_of(recipe)))]
+    found = [layout_of(one.parallel_config, layout.ranks) for one in strategies] or [layout]
+    exchanges = any(isinstance(one, Layout) and one.ulysses > 1 for one in found)
+    if recipe.memory.recompute != "exchange" or exchanges:
+        return []
+    what = "is exchange, and no heads are exchanged: the Ulysses degree is 1"
+    return [("memory.recompute", what, f"write {AUTO}, nothing or attention")]
+
+
+def tile_findings(recipe: Recipe) -> list[Finding]:
+    """Return why MLPs whose matrices lie on a mesh cannot work in tiles."""
+    asked = recipe.memory.mlp_tile_tokens
+    if asked == "none" or not recipe.parallel_config.on_a_mesh:
+        return []
+    algorithm = recipe.parallel_config.tensor_parallel_algo
+    what = f"is {asked}, and {algorithm} would move its matrices again for every tile"
+    return [("memory.mlp_tile_tokens", what, "write none, or tensor_parallel_algo: megatron")]
+
+
+def _gib(byte_count: float) -> str:
+    return f"{byte_count / (1 << 30):.3g}"
+
+
+def _tokens(count: int | None) -> str:
+    """Return a number of tokens with a recipe's suffix."""
+    if count is None:
+        return "none"
+    return f"{count / (1 << 20):.3g}m" if count >= 1 << 20 else f"{count >> 10}k"
