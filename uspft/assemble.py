@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -15,16 +15,16 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
 from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.config import Recipe
-from uspft.config.algorithms import TENSOR, WHOLE, row_of
+from uspft.config.algorithms import TENSOR, row_of
 from uspft.config.problems import RunFailed
 from uspft.config.recipe import MemoryBlock
-from uspft.config.strategies import layouts_of, row_lengths, strategies_of
+from uspft.config.strategies import layouts_of, strategies_of
 from uspft.data import Corpus, RowStream, training_rows
 from uspft.data.loader import RowLoader, StepLoader, StepRows
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.engine.step import Engine
 from uspft.engine.zero import ZeroEngine, partitioner
-from uspft.job import Job, Prices
+from uspft.job import Job
 from uspft.kernels import believed_kernel
 from uspft.layout import Layout, layout_of
 from uspft.mesh import Groups
@@ -38,9 +38,10 @@ from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
 from uspft.model.trained import choose_trained
 from uspft.parameters.fill import fill
 from uspft.parameters.shards import Holders
-from uspft.sequence import Heads, make_algorithm, of_recipe
+from uspft.sequence import Heads, of_recipe
 from uspft.sequence.rows.heads import split_heads
-from uspft.switching.dealing import Strategies, SwitchingLoader
+from uspft.switching.dealing import switching_loader
+from uspft.switching.moving import MovingEngine
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world
 
@@ -100,31 +101,39 @@ def assemble(
     dtype = getattr(torch, recipe.model.dtype)
     worlds, refused = live_worlds(recipe, config, device, groups)
     world = worlds[-1]  # of the longest rows
-    holder = min(worlds, key=lambda one: one.layout.tensor)
-    tensor_of_rows = max(tensor_of_rows, *(one.layout.tensor for one in worlds))
+    moves = recipe.parallel_config.switching == "move"
+    by_degree = sorted(worlds, key=lambda one: one.layout.tensor)
+    under = by_degree if moves else by_degree[:1]  # the last is how weights are held
+    most = max(tensor_of_rows, by_degree[-1].layout.tensor)
+    degrees = {} if moves else {"tensor_of_rows": most}
 
-    loader = make_loader(job, worlds, holder, groups)
+    loader = make_loader(job, worlds, under, groups)
 
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
     model = empty_model(config, dtype)
     choose_trained(model, recipe.model, recipe.seed)
     how = import_module(TENSOR[recipe.parallel_config.tensor_parallel_algo].model)
-    shards = how.shards_of(
-        model,
-        holder.layout,
-        splits_tokens=holder.tensor.splits_tokens,
-        tensor_of_rows=tensor_of_rows,
-    )
-    holders = Holders.of(shards, world.mesh.rank, groups)
+    shards = [
+        how.shards_of(model, one.layout, splits_tokens=one.tensor.splits_tokens, **degrees)
+        for one in under
+    ]
+    holders = Holders.of(shards[-1], world.mesh.rank, groups)
     source = weights(recipe.model, recipe.seed, model, checkpoint)
-    fill(model, dtype, source, holders, partitioner(recipe, holders))
-    how.split_model(model, holders)
+    fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
+    how.split_model(model, holders, **({"moves": True} if moves else {}))
     model.train()
     recompute, offload = save_memory(model, recipe.memory)
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
-    module = CausalLoss(model, tile, holder.layout.mesh_columns, recompute, offload=offload)
-    engine = ZeroEngine(module, recipe, holders, device, passes=most_passes(recipe, world.layout))
+    held = None if moves else under[-1].layout.mesh_columns
+    module = CausalLoss(model, tile, held, recompute, offload=offload)
+    engine: Engine
+    if moves:
+        hosts = hosts_of_ranks(recipe)
+        engine = MovingEngine(module, recipe, holders, shards, device, hosts=hosts)
+    else:
+        passes = most_passes(recipe, world.layout)
+        engine = ZeroEngine(module, recipe, holders, device, passes=passes)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
     first_step = checkpoint.step if checkpoint else 0
@@ -168,6 +177,13 @@ def live_worlds(
     return worlds, refused
 
 
+def hosts_of_ranks(recipe: Recipe) -> list[int]:
+    """Return the number of the host that each rank is on."""
+    each = recipe.launch.processes
+    assert isinstance(each, int)  # settled before ranks start
+    return [rank // each for rank in range(dist.get_world_size())]
+
+
 def most_passes(recipe: Recipe, layout: Layout) -> int:
     """Return the most micro-batches that a rank has in a step."""
     if strategies_of(recipe):  # a row holds at least one sample
@@ -202,11 +218,13 @@ def this_layout(recipe: Recipe) -> Layout:
     return layout
 
 
-def make_loader(job: Job, worlds: Sequence[World], holder: World, groups: Groups) -> RowLoader:
+def make_loader(
+    job: Job, worlds: Sequence[World], holders: Sequence[World], groups: Groups
+) -> RowLoader:
     """Return the loader of the training rows, which end with the last epoch if `epochs` is set.
 
-    worlds: of each strategy, or of the one layout. holder: of them, the one under which ranks hold
-    the parameters. Collective.
+    worlds: of each strategy, or of the one layout. holders: of them, those under which ranks hold
+    the parameters, of which there are several where weights move. Collective.
     """
     recipe, data, training = job.recipe, job.recipe.data, job.recipe.training
     switches = bool(strategies_of(recipe))
@@ -221,42 +239,8 @@ def make_loader(job: Job, worlds: Sequence[World], holder: World, groups: Groups
             rows_per_batch=training.micro_batch_size,
             last_row=last,
         )
-    lengths = row_lengths(recipe)
-    pairs = zip(worlds, lengths, strict=True)
-    rows = training.micro_batch_size
-    return SwitchingLoader(
-        stream,
-        Strategies(
-            worlds,
-            lengths,
-            idle_world(holder, groups),
-            most_tokens=rows * max(length / world.layout.context for world, length in pairs),
-            together=recipe.deepspeed.zero_optimization.get("stage", 1) > 1,
-        ),
-        same_prices(job),
-        StepRows(training.global_batch_size, last),
-        row_tokens=data.sequence_length,
-        packing=data.packing,
-    )
-
-
-def idle_world(holder: World, groups: Groups) -> World:
-    """Return the layout in which no row is shared, and matrices as `holder` has them; collective.
-
-    It is that of a rank which has no row while others have.
-    """
-    layout = holder.layout
-    alone = replace(layout, ulysses=1, ring=1, data=layout.data * layout.context)
-    named = WHOLE, make_algorithm(WHOLE, 1, 1), holder.tensor
-    return make_world(alone, named, holder.kernel, holder.device, groups)
-
-
-def same_prices(job: Job) -> Prices:
-    """Return the prices that the first rank has, on every rank; collective."""
-    told: list[Prices | None] = [job.prices]
-    dist.broadcast_object_list(told, src=0)
-    assert told[0]  # the preparation of a recipe with strategies leaves them
-    return told[0]
+    of_step = StepRows(training.global_batch_size, last)
+    return switching_loader(job, stream, of_step, (worlds, holders), groups)
 
 
 def evaluation_sets(job: Job, world: World) -> list[EvalSet]:

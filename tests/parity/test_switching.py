@@ -81,6 +81,7 @@ class Case:
     rows: int = 1
     checkpointed: bool = False
     adapter: bool = False
+    moves: bool = False
 
 
 CASES = [
@@ -99,10 +100,16 @@ CASES = [
     Case("both", "zero3", rows=3),
     Case("tokens", "zero1", "qwen3"),
     Case("tokens", "zero3", adapter=True, checkpointed=True),
+    Case("tensor", "zero1", moves=True),
+    Case("tensor held", "zero1", "qwen3", rows=2, checkpointed=True, moves=True),
+    Case("both", "zero1", adapter=True, moves=True),
+    Case("tokens", "zero1", "qwen3", packing="none", moves=True),
 ]
 RESUMED = {
     Case("context", "zero1"): Case("tensor", "zero3"),
     Case("tensor held", "zero3"): Case("alike", "zero2"),
+    Case("tensor", "zero1", moves=True): Case("context", "zero3"),
+    Case("planned", "zero3", "qwen3"): Case("tensor", "zero1", "qwen3", moves=True),
 }
 """The strategies of the first steps, and those under which the run goes on."""
 
@@ -120,7 +127,10 @@ def recipe(case: Case, folder: Path, data: Documents, **training: Any) -> dict[s
         ROW,
         model={"adapter": adapter} if case.adapter else {},
         data={"packing": case.packing},
-        parallel_config={"strategies": strategies},
+        parallel_config={
+            "strategies": strategies,
+            "switching": "move" if case.moves else "in_place",
+        },
         deepspeed={"zero_optimization": ZERO[case.zero]},
         training={
             **steps,
@@ -168,8 +178,8 @@ def first_row_twice(loader: Any, plan: Any, group: Any) -> Any:
     """A fault: groups of single ranks all take the rows of the first of them."""
     world = loader.worlds[group.bucket]
     if world.layout.data == world.layout.ranks:
-        everyone = [one for step in plan.groups for one in step if one.bucket == group.bucket]
-        group = everyone[0]
+        steps = [step for phase in plan.phases for step in phase.groups]
+        group = next(one for step in steps for one in step if one.bucket == group.bucket)
     return loader.batch_of(world, [plan.numbers[row] for row in group.rows])
 
 
@@ -257,5 +267,7 @@ def test_a_record_tells_what_ran_under_each_strategy(answers: dict[Any, Any]) ->
                 assert (part["seconds"] > 0) == (part["rows"] > 0)
                 alone = part["name"] in ("data4", "tensor1-data4")
                 assert bool(part["comm_bytes"]) == (part["rows"] > 0 and not alone)
+            assert ("switch_seconds" in record) == case.moves
+            assert ("switch" in record["comm_bytes"]) == case.moves
             assert record["rows"] == sum(part["rows"] for part in parts)
             assert record["tokens"] == sum(part["tokens"] for part in parts)

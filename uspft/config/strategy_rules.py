@@ -76,11 +76,10 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
     if recipe.deepspeed.zero_optimization.get("stage", 1) == 0:
         what = "is 0, and layouts that switch share one optimizer over all ranks"
         yield "deepspeed.zero_optimization.stage", what, f"write 1, 2 or 3, or leave {KEY} out"
-    if recipe.parallel_config.switching == "move":
-        what = "is move, and moving weights between layouts is not available yet"
-        yield "parallel_config.switching", what, f"write in_place or {AUTO}"
-    every = strategies_of(recipe)
-    held = min((one.model_parallel for one in every), default=1)
+    every, moves = strategies_of(recipe), recipe.parallel_config.switching == "move"
+    if moves:
+        yield from _movable(recipe)
+    held = 1 if moves else min((one.model_parallel for one in every), default=1)
     for number, one in enumerate(every):
         key, degree = f"{KEY}[{number}]", one.model_parallel
         if one.on_a_mesh:
@@ -94,3 +93,20 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
             what = f"is {shown(one.use_seq_parallel)}, and {KEY}[0] has the other"
             remedy = "write the same in all, or let one strategy have model_parallel 1"
             yield f"{key}.use_seq_parallel", what, remedy
+
+
+def _movable(recipe: Recipe) -> Iterator[Finding]:
+    """Weights that move are owned and updated in the way of ZeRO-1, by uspft itself."""
+    zero, key = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
+    if (stage := zero.get("stage", 1)) > 1:
+        what = f"is {stage}, and with switching: move weights belong to owners, as in stage 1"
+        yield f"{key}.stage", what, "write 1, or switching: in_place"
+    for name in sorted(set(zero) - {"stage"}):
+        what = "is set, and with switching: move DeepSpeed's ZeRO does not run"
+        yield f"{key}.{name}", what, "leave it out, or write switching: in_place"
+    tokens: dict[int, bool] = {}
+    for number, one in enumerate(strategies_of(recipe)):
+        degree, splits = one.model_parallel, one.use_seq_parallel
+        if tokens.setdefault(degree, splits) != splits:
+            what = f"is {shown(splits)}, and another strategy with model_parallel {degree} has not"
+            yield f"{KEY}[{number}].use_seq_parallel", what, "write the same in both"

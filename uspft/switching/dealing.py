@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch.distributed as dist
+
+from uspft.config.algorithms import WHOLE
+from uspft.config.strategies import row_lengths
 from uspft.data.loader import EMPTY, RowLoader, Size, StepRows
 from uspft.data.stream import Row, RowStream, empty_row
+from uspft.sequence import make_algorithm
 from uspft.switching.buckets import rows_of_samples
 from uspft.switching.micro_steps import Limits, MicroStep, RankGroup, RowWork
 from uspft.switching.schedule import schedule
+from uspft.world import make_world
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
-    from uspft.job import Prices
+    from uspft.job import Job, Prices
+    from uspft.mesh import Groups
     from uspft.world import World
 
 IDLE_TOKENS = 1
@@ -28,12 +36,23 @@ class Strategies:
 
     worlds: Sequence[World]
     row_lengths: Sequence[int]
-    idle: World
-    """The layout of a rank without a row: it shares none, and its matrices are as they are held."""
+    idle: Mapping[int, World]
+    """By tensor degree, the layout of a rank without a row: it shares none. Of one degree, that at
+    which matrices are held, or where they move, of each degree that rows have."""
     most_tokens: float
     """What a rank may hold of the rows of one micro-batch, if they are more than one."""
     together: bool
     """Whether all ranks run as many micro-batches, since each is a collective of all of them."""
+    moves: bool = False
+    """Whether weights move, so that all ranks have rows of one tensor degree at a time."""
+
+
+class Phase(NamedTuple):
+    """The part of a step in which ranks need not wait for weights to move."""
+
+    tensor: int
+    """The tensor degree of a rank that has no row in it."""
+    groups: tuple[MicroStep, ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,7 @@ class StepPlan:
     """By number: the row's bucket, and the stream's rows of one document that it is made of."""
     numbers: tuple[int, ...]
     """The numbers of the rows in the order in which groups name them."""
-    groups: tuple[MicroStep, ...]
+    phases: tuple[Phase, ...]
 
 
 class SwitchingLoader(RowLoader):
@@ -82,14 +101,16 @@ class SwitchingLoader(RowLoader):
         if self._ahead:
             self._ahead.result()
         plan, found = self.plan(step), []
-        for groups in plan.groups:
-            mine = self._mine(groups)
-            if mine:
-                found.append(self.of_group(plan, mine))
-            elif self._strategies.together:
-                found.append(self.empty())
+        for tensor, micro_steps in plan.phases:
+            here = []
+            for mine in map(self._mine, micro_steps):
+                if mine:
+                    here.append(self.of_group(plan, mine))
+                elif self._strategies.together:
+                    here.append(self._idle(tensor))
+            found += here or [self._idle(tensor)]
         self._ahead = self._pool.submit(self._look_ahead, step + 1)
-        return found or [self.empty()]
+        return found
 
     def plan(self, step: int) -> StepPlan:
         """Return the plan of a step, which is remembered until two steps later."""
@@ -119,13 +140,27 @@ class SwitchingLoader(RowLoader):
         limits = Limits(
             live.most_tokens, self._prices.pass_seconds, self._prices.step_seconds, live.together
         )
-        sharing_ranks = [world.layout.ranks // world.layout.data for world in live.worlds]
-        groups = schedule(works, sharing_ranks, live.idle.layout.ranks, limits)
-        return StepPlan(rows, tuple(numbers), groups)
+        return StepPlan(rows, tuple(numbers), tuple(self._phases(works, limits)))
+
+    def _phases(self, works: Sequence[RowWork], limits: Limits) -> Iterator[Phase]:
+        """Yield the groups of a step, of one tensor degree after another where weights move."""
+        layouts = [world.layout for world in self._strategies.worlds]
+        sharing_ranks = [layout.ranks // layout.data for layout in layouts]
+        for tensor in self._strategies.idle:
+            moves = self._strategies.moves
+            chosen = [
+                number
+                for number, work in enumerate(works)
+                if not moves or layouts[work.bucket].tensor == tensor
+            ]
+            if chosen:
+                here = [works[number] for number in chosen]
+                groups = schedule(here, sharing_ranks, layouts[0].ranks, limits)
+                yield Phase(tensor, tuple(_renumbered(one, chosen) for one in groups))
 
     def _mine(self, groups: MicroStep) -> RankGroup | None:
         """Return the group of a micro-step that this rank is in, if any."""
-        rank = self._strategies.idle.mesh.rank
+        rank = self.worlds[0].mesh.rank
         for group in groups:
             layout = self._strategies.worlds[group.bucket].layout
             if group.first <= rank < group.first + layout.ranks // layout.data:
@@ -140,13 +175,17 @@ class SwitchingLoader(RowLoader):
     def _look_ahead(self, step: int) -> None:
         """Plan a step, and search for the token orders of this rank's rows in it."""
         plan = self.plan(step)
-        for group in filter(None, map(self._mine, plan.groups)):
+        every = chain.from_iterable(phase.groups for phase in plan.phases)
+        for group in filter(None, map(self._mine, every)):
             algorithm = self._strategies.worlds[group.bucket].algorithm
             for row in group.rows:
                 algorithm.token_order(self.row(plan.numbers[row]).segments)
 
     def empty(self) -> Batch:
-        return self.batch_of(self._strategies.idle, [EMPTY])
+        return self._idle(next(iter(self._strategies.idle)))
+
+    def _idle(self, tensor: int) -> Batch:
+        return self.batch_of(self._strategies.idle[tensor], [EMPTY])
 
     def row(self, index: int) -> Row:
         if index == EMPTY:
@@ -163,3 +202,59 @@ class SwitchingLoader(RowLoader):
             Size(buckets.count(bucket), buckets.count(bucket) * length)
             for bucket, length in enumerate(self._strategies.row_lengths)
         ]
+
+
+def _renumbered(groups: MicroStep, numbers: Sequence[int]) -> MicroStep:
+    """Return the groups of some rows, whose numbers among them are given, in terms of all rows."""
+    return tuple(replace(one, rows=tuple(numbers[row] for row in one.rows)) for one in groups)
+
+
+def switching_loader(
+    job: Job,
+    stream: RowStream,
+    of_step: StepRows,
+    live: tuple[Sequence[World], Sequence[World]],
+    groups: Groups,
+) -> SwitchingLoader:
+    """Return the loader of a recipe with strategies; collective.
+
+    live: the world of each strategy; and of them those under which ranks hold the parameters, in
+    the order of their tensor degrees: one, or where weights move all.
+    """
+    recipe, (worlds, holders) = job.recipe, live
+    lengths, by_degree = row_lengths(recipe), {one.layout.tensor: one for one in holders}
+    pairs = zip(worlds, lengths, strict=True)
+    most = max(length / world.layout.context for world, length in pairs)
+    strategies = Strategies(
+        worlds,
+        lengths,
+        {degree: _idle_world(one, groups) for degree, one in by_degree.items()},
+        most_tokens=recipe.training.micro_batch_size * most,
+        together=recipe.deepspeed.zero_optimization.get("stage", 1) > 1,
+        moves=recipe.parallel_config.switching == "move",
+    )
+    data = recipe.data
+    return SwitchingLoader(
+        stream,
+        strategies,
+        _same_prices(job),
+        of_step,
+        row_tokens=data.sequence_length,
+        packing=data.packing,
+    )
+
+
+def _idle_world(holder: World, groups: Groups) -> World:
+    """Return the layout in which no row is shared, and matrices are as `holder` has them."""
+    layout = holder.layout
+    alone = replace(layout, ulysses=1, ring=1, data=layout.data * layout.context)
+    named = WHOLE, make_algorithm(WHOLE, 1, 1), holder.tensor
+    return make_world(alone, named, holder.kernel, holder.device, groups)
+
+
+def _same_prices(job: Job) -> Prices:
+    """Return the prices that the first rank has, on every rank; collective."""
+    told: list[Prices | None] = [job.prices]
+    dist.broadcast_object_list(told, src=0)
+    assert told[0]  # the preparation of a recipe with strategies leaves them
+    return told[0]

@@ -78,6 +78,8 @@ class Meter:
             laps = list(zip(batches, result.seconds, strict=True))
             took = [sum(lap for one, lap in laps if one.world is world) for world in worlds]
             record["strategies"] = self._strategies(worlds, took, pages, sizes)
+        if result.switch_seconds:
+            record["switch_seconds"] = result.switch_seconds
         if result.router_loss is not None:
             record["router_loss"] = result.router_loss
         return record | ({"skipped": True} if result.skipped else {})
