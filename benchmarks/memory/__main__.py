@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.memory.count import Counted, count
+from benchmarks.memory.report import table
 from uspft.config.algorithms import row_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
@@ -42,7 +43,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 
 def main() -> None:
-    """Print a line for each option, in units of one layer's input."""
+    """Print a line for each option, and write what was counted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory")
     parser.add_argument("--tokens", type=int, default=1 << 17, help="of the whole row")
     parser.add_argument("--ranks", type=int, default=8, choices=(1, 2, 4, 8))
@@ -54,7 +55,6 @@ def main() -> None:
     unit = asked.tokens // asked.ranks * shape.hidden_size * 2
     row = row_of("ulysses_cp", layout.context)
     print(f"{MODEL}, {asked.tokens:,} tokens on {asked.ranks} ranks; u = {unit / 2**30:.3g} GiB")
-    print(f"{'':28} kept u  peak of 2 u  predicted  GiB of 32 layers, on the host")
     found = {}
     for name, options in OPTIONS.items():
         if options["recompute"] == "exchange" and asked.ranks == 1:
@@ -67,18 +67,14 @@ def main() -> None:
         few = whole.of_layers(2)
         kept = three.kept_bytes + three.host_bytes - two.kept_bytes - two.host_bytes
         found[name] = {
+            "layer_input_bytes": unit,
             "kept_by_a_layer_bytes": kept,
             "peak_of_two_layers_bytes": two.most_bytes["all"],
             "predicted_of_two_layers_bytes": few.peak_bytes,
             "predicted_bytes": whole.peak_bytes,
             "predicted_host_bytes": whole.host_bytes,
         }
-        print(
-            f"{name:28} {kept / unit:6.3f} {two.most_bytes['all'] / unit:12.3f} "
-            f"{few.peak_bytes / unit:10.3f} {whole.peak_bytes / 2**30:17.4g}, "
-            f"{whole.host_bytes / 2**30:.4g}"
-        )
-
+    print(table(found))
     case = f"{asked.tokens}-{asked.ranks}"
     print(write(asked.out, "memory", {**read(asked.out, "memory"), case: found}))
 

@@ -20,7 +20,7 @@ from uspft.sequence import Rule
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from uspft.model.offload import Shelf
+    from uspft.model.offload import HostShelf
     from uspft.sequence import Share
     from uspft.world import World
 
@@ -45,7 +45,7 @@ class Bound:
         tokens: Tensor,
         *,
         recompute: Recompute | None,
-        shelf: Shelf | None = None,
+        shelf: HostShelf | None = None,
     ) -> None:
         self.world, self._share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}

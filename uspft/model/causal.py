@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from uspft.model.attention import Bound
 from uspft.model.grid import SplitEmbedding, products
 from uspft.model.loss import Head, Logits, Vocabulary
-from uspft.model.offload import Shelf
+from uspft.model.offload import HostShelf
 from uspft.model.parallel import vocabulary_of
 from uspft.model.recompute import Recompute
 from uspft.model.router import router_loss
@@ -53,7 +53,7 @@ class CausalLoss(nn.Module):
         if self.routed:
             wanted["output_router_logits"] = router_scale is not None
         recompute = self._recompute if self.training else None
-        shelf = Shelf(batch.input_ids.device) if recompute and self._offload else None
+        shelf = HostShelf(batch.input_ids.device) if recompute and self._offload else None
         bound = Bound(batch.world, batch.share, batch.tokens, recompute=recompute, shelf=shelf)
         tokens, held = self.model.config.vocab_size, self._held or batch.world.mesh.columns.size
         vocabulary = vocabulary_of(batch.world, tokens, held)

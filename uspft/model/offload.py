@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Shelf:
+class HostShelf:
     """What one forward pass has put on the host, in the order in which it was kept.
 
     A layer's input comes first, then what its attention keeps. The shelf holds none of it: what
@@ -176,7 +176,7 @@ class Offloaded:
         self._plain = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shelf: Shelf | None = kwargs["uspft"].shelf
+        shelf: HostShelf | None = kwargs["uspft"].shelf
         if shelf is None:
             return self._plain(*args, **kwargs)
         with shelf.hooks():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from uspft.model.offload import Item, Shelf
+from uspft.model.offload import HostShelf, Item
 
 if TYPE_CHECKING:
     from uspft.config.recipe import MemoryBlock
@@ -30,7 +30,7 @@ Recompute = Literal["attention", "exchange", "nothing"]
 class Kept:
     """One layer's attention between its two runs: the graph of the first, inputs of the second."""
 
-    def __init__(self, inputs: tuple[Tensor, ...], shelf: Shelf | None) -> None:
+    def __init__(self, inputs: tuple[Tensor, ...], shelf: HostShelf | None) -> None:
         """shelf: where what is kept waits for the backward pass; None: on the device."""
         self._inputs: dict[int, Tensor] = {}
         self._wanted: set[int] = set()
@@ -70,7 +70,7 @@ def hooks(
     leaves: tuple[Tensor, ...],
     wanted: set[int],
     inputs: Mapping[int, Tensor],
-    shelf: Shelf | None,
+    shelf: HostShelf | None,
 ) -> tuple[Callable[[Tensor], Tensor | Item | int], Callable[[Tensor | Item | int], Tensor]]:
     """Return how the graph packs and unpacks what it keeps.
 
@@ -108,7 +108,7 @@ class _Keeping(torch.autograd.Function):
         memory: dict[int, Kept],
         layer: int,
         attend: Attend,
-        shelf: Shelf | None,
+        shelf: HostShelf | None,
         *inputs: Tensor,
     ) -> Tensor:
         if layer in memory:
@@ -131,7 +131,7 @@ def attend_once(
     attend: Attend,
     inputs: tuple[Tensor, ...],
     *,
-    shelf: Shelf | None = None,
+    shelf: HostShelf | None = None,
 ) -> Tensor:
     """Return attend(inputs), computed at a layer's first call and remembered for its second.
 

@@ -30,6 +30,7 @@ from benchmarks.convergence.curves import BASE, CURVES, YARDSTICK
 from benchmarks.convergence.ranks import Backwards
 from benchmarks.convergence.rows import rows_of
 from benchmarks.lab.results import RESULTS, read, write
+from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
@@ -260,6 +261,7 @@ def test_the_readme_of_the_results_says_what_the_files_say() -> None:
         figures.table(step),
         comparison.table(compared),
         *meshslice.tables(read(RESULTS, "meshslice")),
+        *map(memory.table, read(RESULTS, "memory").values()),
     ]
     said = (RESULTS / "README.md").read_text()
     assert [table for table in tables if table not in said] == []

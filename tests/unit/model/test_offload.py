@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from uspft.model.offload import Offloaded, Shelf
+from uspft.model.offload import HostShelf, Offloaded
 from uspft.model.recompute import attend_once
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class Layer(nn.Module):
         return torch.tanh(halves[:, :3] * halves[:, 3:]).repeat(1, 2).exp()
 
 
-def run(layers: list[Any], shelf: Shelf | None) -> list[Tensor]:
+def run(layers: list[Any], shelf: HostShelf | None) -> list[Tensor]:
     bound = SimpleNamespace(shelf=shelf, memory={})
     x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
     out = x
@@ -74,7 +74,7 @@ def test_it_comes_back_as_it_was_and_nothing_stays_behind(offloads: bool) -> Non
     loss.backward()
     given: list[Any] = []
     layers = made(3, given, offloads=offloads)
-    shelf = Shelf(CPU)
+    shelf = HostShelf(CPU)
     got, y = run(layers, shelf if offloads else None)
     # The first layer's input is the caller's, the last layer's output the loss's.
     assert [one.expired() for one in given] == [False, offloads, offloads]
@@ -87,7 +87,7 @@ def test_it_comes_back_as_it_was_and_nothing_stays_behind(offloads: bool) -> Non
 
 
 def test_a_storage_leaves_once_and_comes_back_with_its_strides() -> None:
-    shelf, whole = Shelf(CPU), torch.arange(24.0).view(4, 6)
+    shelf, whole = HostShelf(CPU), torch.arange(24.0).view(4, 6)
     with shelf.together():
         items = [shelf.keep(x) for x in (whole[:, 1:3], whole[:, 3:], whole)]
         other = shelf.keep(whole.clone())
@@ -103,7 +103,7 @@ def test_a_storage_leaves_once_and_comes_back_with_its_strides() -> None:
 
 def test_what_is_used_next_comes_first() -> None:
     """A layer's input brings what its attention keeps, which brings the input of the one below."""
-    shelf = Shelf(CPU)
+    shelf = HostShelf(CPU)
     layers = []
     for _ in range(3):
         first = shelf.input(torch.ones(2))
@@ -120,14 +120,14 @@ def test_what_is_used_next_comes_first() -> None:
     shelf.get(layers[1][0])
     assert here() == [[False] * 3, [False, True, True], [False, True, True]]
     del layers[2]
-    alone = Shelf(CPU)
+    alone = HostShelf(CPU)
     inputs = [alone.input(torch.ones(2)) for _ in range(2)]
     alone.get(inputs[1])
     assert inputs[0].parcel.here and not inputs[1].parcel.here
 
 
 def test_an_empty_tensor_is_kept_too() -> None:
-    shelf = Shelf(CPU)
+    shelf = HostShelf(CPU)
     with shelf.together():
         item = shelf.keep(torch.ones(0, 4))
     assert shelf.get(item).shape == (0, 4)
