@@ -30,8 +30,7 @@ CORPORA = (Shape("GitHub", 1100, 1.6), Shape("CommonCrawl", 900, 1.1))
 @cache
 def lengths(shape: Shape, row_tokens: int) -> tuple[int, ...]:
     """This draws lengths up to a row's, alike each time."""
-    random = Random(shape.name)
-    found: list[int] = []
+    random, found = Random(shape.name), list[int]()
     while len(found) < SAMPLES:
         length = int(shape.median * random.lognormvariate(0.0, shape.spread))
         if SHORTEST <= length <= row_tokens:

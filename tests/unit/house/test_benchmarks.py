@@ -34,6 +34,7 @@ from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
+from benchmarks.switching.simulation import report as switching
 from benchmarks.tensor import figures as orders
 from uspft.kernels import Block, Mask
 from uspft.kernels.dense import dense_attention
@@ -262,6 +263,7 @@ def test_the_readme_of_the_results_says_what_the_files_say() -> None:
         comparison.table(compared),
         *meshslice.tables(read(RESULTS, "meshslice")),
         *map(memory.table, read(RESULTS, "memory").values()),
+        *switching.tables(read(RESULTS, "switching-simulation")),
     ]
     said = (RESULTS / "README.md").read_text()
     assert [table for table in tables if table not in said] == []
