@@ -117,9 +117,10 @@ class DataBlock(RecipeBlock):
     ] = "error"
     """What happens to a sample longer than a row; `split` cuts it into several documents."""
     train_on: Annotated[
-        Literal["assistant", "completion", "all"], _is(choice("assistant", "completion", "all"))
+        Literal["assistant", "completion", "last", "all"],
+        _is(choice("assistant", "completion", "last", "all")),
     ] = "assistant"
-    """Target tokens in chats and prompts: the answers (`assistant`, `completion`) or `all`."""
+    """Target tokens: all answers (`assistant`, `completion`), the `last` one, or `all` tokens."""
     chat_template: PathOrNone = None
     """Jinja file that renders conversations; null takes the tokenizer's own template."""
     shuffle: Flag = True

@@ -67,11 +67,11 @@ def prepare(
     each = [first_format(part.content, part.declared) for part in parts]
     formats = {name for name in each if name}
     if (
-        data.train_on == "completion"
+        data.train_on in ("completion", "last")
         and formats
         and not formats & {"messages", "prompt_completion"}
     ):
-        what = f"is completion, and {' and '.join(sorted(formats))} data has none"
+        what = f"is {data.train_on}, and {' and '.join(sorted(formats))} data has no completion"
         raise wrong_key("data.train_on", what, "write all, or another data.format")
     tokeniser = None
     if formats - {"tokenized"}:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from uspft.data.faults import SampleFault
 from uspft.data.hub import HubSplit
 from uspft.data.sources import SourceFile
+from uspft.data.values import CHECKS, kind
 
-ROLES = ("system", "user", "assistant", "tool")
 FIELDS = {  # format: (required, optional)
-    "messages": (("messages",), ()),
+    "messages": (("messages",), ("tools", "chat_template_kwargs")),
     "prompt_completion": (("prompt", "completion"), ()),
     "text": (("text",), ()),
     "tokenized": (("input_ids",), ("labels",)),
@@ -148,7 +148,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
         raise SampleFault(f"broken JSON ({type(error).__name__}); {_SHOW}") from error
     if not isinstance(fields, dict):
-        raise SampleFault(f"a {_kind(fields)}, not an object; write one object a line")
+        raise SampleFault(f"a {kind(fields)}, not an object; write one object a line")
     return fields
 
 
@@ -167,82 +167,58 @@ def _format_of(names: Iterable[str]) -> str:
 
 
 def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
-    """Return `fields` where their names and types are those of the format `known`.
+    """Return the fields of the format `known`, checked; other fields are left alone.
 
-    Raises SampleFault where they are not, or where the sample is empty.
+    Raises SampleFault where one is missing, misspelt or of a wrong type, or the sample is empty.
     """
     required, optional = FIELDS[known]
-    allowed = required + optional
-    for name in fields:
-        if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, 1)
-            remedy = f"did you mean {near[0]}?" if near else f"{known} has {', '.join(allowed)}"
-            raise SampleFault(f"unknown field {name!r}; {remedy}")
     for name in required:
         if name not in fields:
-            raise SampleFault(f"no field {name!r}, which {known} needs; {_SHOW}")
-    for name, value in fields.items():
-        _CHECKS[name](name, value)
-    if known == "tokenized" and len(fields.get("labels", fields["input_ids"])) != len(
-        fields["input_ids"]
+            raise SampleFault(f"no field {name!r}, which {known} needs; {_remedy(name, fields)}")
+    for name in optional:
+        near = get_close_matches(name, [one for one in fields if one != name], 1, 0.8)
+        if name not in fields and near:
+            remedy = f"did you mean {name}? Rename it, or leave it out"
+            raise SampleFault(f"{known} has no field {near[0]!r}; {remedy}")
+    found = {name: fields[name] for name in required + optional if name in fields}
+    if known == "messages":
+        found = _conversation(found)
+    for name, value in found.items():
+        CHECKS[name](name, value)
+    if known == "tokenized" and len(found.get("labels", found["input_ids"])) != len(
+        found["input_ids"]
     ):
-        counts = f"{len(fields['labels'])} labels for {len(fields['input_ids'])} input_ids"
+        counts = f"{len(found['labels'])} labels for {len(found['input_ids'])} input_ids"
         raise SampleFault(f"{counts}; give each token one label, -100 where not trained")
-    if not any(fields[name] for name in required):
+    if not any(found[name] for name in required):
         raise SampleFault(f"an empty sample ({', '.join(required)}); remove the record")
-    return fields
+    return found
 
 
-def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise SampleFault(f"{name} is a {_kind(value)}; write a string")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise SampleFault(f"{name} holds half of a surrogate pair; write whole characters") from (
-            error
-        )
+def _remedy(name: str, fields: dict[str, Any]) -> str:
+    near = get_close_matches(name, fields, 1)
+    return f"did you mean {name} by {near[0]!r}?" if near else _SHOW
 
 
-def _check_ids(name: str, value: Any) -> None:
-    if not isinstance(value, list):
-        raise SampleFault(f"{name} is a {_kind(value)}; write a list of integers")
-    if any(type(item) is not int for item in value):  # True is an int to isinstance
-        bad = next(item for item in value if type(item) is not int)
-        raise SampleFault(f"{name} holds a {_kind(bad)} ({bad!r:.40}); write integers")
+def _conversation(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields as JSON Lines would have them.
 
-
-def _check_messages(name: str, value: Any) -> None:
-    if not isinstance(value, list):
-        raise SampleFault(f"{name} is a {_kind(value)}; write a list of {{role, content}}")
-    for i, message in enumerate(value):
-        where = f"{name}[{i}]"
-        if not isinstance(message, dict):
-            raise SampleFault(f"{where} is a {_kind(message)}; write {{role, content}}")
-        if set(message) != {"role", "content"}:
-            odd = ", ".join(sorted(set(message) ^ {"role", "content"}))
-            raise SampleFault(f"{where} has or lacks {odd}; write role and content, no more")
-        if message["role"] not in ROLES:
-            raise SampleFault(
-                f"{where} has the role {message['role']!r:.40}; write one of {', '.join(ROLES)}"
-            )
-        _check_text(f"{where}.content", message["content"])
-
-
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "messages": _check_messages,
-    "prompt": _check_text,
-    "completion": _check_text,
-    "text": _check_text,
-    "input_ids": _check_ids,
-    "labels": _check_ids,
-}
+    Columns of Parquet and Arrow hold null where a turn has no such key, and tools often as text.
+    """
+    found = {name: value for name, value in fields.items() if value is not None}
+    turns = fields["messages"]
+    if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+        turns = [
+            {k: v for k, v in turn.items() if v is not None or k == "content"} for turn in turns
+        ]
+    for name in ("tools", "chat_template_kwargs"):
+        if isinstance(found.get(name), str):
+            try:
+                found[name] = json.loads(found[name])
+            except ValueError as error:
+                raise SampleFault(f"{name} is a string, and no JSON; write an object") from error
+    return {**found, "messages": turns}
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"not UTF-8 (byte 0x{error.object[error.start]:02x}); save it as UTF-8"
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")

@@ -28,17 +28,45 @@ BROKEN = [
     ("text", '{"text": null}', "text is a null"),
     ("text", '{"text": ""}', "an empty sample"),
     ("text", '{"text": "\\ud83d"}', "surrogate"),
-    ("text", {"txt": "a"}, "unknown field 'txt'; did you mean text?"),
-    ("text", {"text": "a", "id": 3}, "unknown field 'id'; text has text"),
+    ("text", {"txt": "a"}, "no field 'text', which text needs; did you mean text by 'txt'?"),
     ("prompt_completion", {"prompt": "a"}, "no field 'completion', which prompt_completion needs"),
     ("prompt_completion", {"prompt": "", "completion": ""}, "an empty sample"),
     ("messages", {"messages": "hello"}, "messages is a string"),
     ("messages", {"messages": []}, "an empty sample"),
     ("messages", {"messages": ["hello"]}, "messages[0] is a string"),
-    ("messages", {"messages": [{"role": "user"}]}, "messages[0] has or lacks content"),
-    ("messages", {"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; write one of"),
-    ("messages", {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content is a"),
-    ("messages", {"messages": [{"role": "user", "content": "a", "x": 1}]}, "has or lacks x"),
+    ("messages", {"messages": [{"role": "user"}]}, "messages[0] has no content, but role"),
+    ("messages", {"messages": [{"rol": "user", "content": "a"}]}, "has no role, but rol; write"),
+    ("messages", {"messages": [{"role": "bot", "content": "a"}]}, "{roles: {bot: assistant}}, or"),
+    ("messages", {"messages": [{"role": ["a"], "content": "a"}]}, "role ['a']; write one of"),
+    ("messages", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content is a number"),
+    ("messages", {"messages": [{"role": "user", "content": None}]}, "content is a null"),
+    ("messages", {"messages": [{"role": "user", "content": ["a"]}]}, "part of the type string"),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+        "messages[0].content[0] is a part of the type image; only text",
+    ),
+    ("messages", {"messages": [{"role": "user", "content": "a", "weight": 2}]}, "weight is 2; wr"),
+    (
+        "messages",
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": "look"}]},
+        "messages[0].tool_calls is no list of objects",
+    ),
+    (
+        "messages",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": "look"}]}]},
+        "messages[0].tool_calls holds no function",
+    ),
+    (
+        "messages",
+        '{"messages": [{"role": "user", "content": "a", "name": "\\ud83d"}]}',
+        "messages[0].name holds half of a surrogate pair",
+    ),
+    ("messages", {**GOOD["messages"], "tools": "look"}, "tools is a string, and no JSON"),
+    ("messages", {**GOOD["messages"], "tools": ["look"]}, "tools is no list of objects"),
+    ("messages", {**GOOD["messages"], "tool": []}, "no field 'tool'; did you mean tools?"),
+    ("messages", {**GOOD["messages"], "chat_template_kwargs": [1]}, "kwargs is a list; write an"),
+    ("tokenized", {"input_ids": [1], "lables": [1]}, "no field 'lables'; did you mean labels?"),
     ("tokenized", {"input_ids": "1 2"}, "input_ids is a string"),
     ("tokenized", {"input_ids": [1, 2.0]}, "input_ids holds a number (2.0); write integers"),
     ("tokenized", {"input_ids": [1, True]}, "input_ids holds a boolean"),
@@ -98,7 +126,26 @@ def test_fields_that_tell_no_format(tmp_path: Path, record: Any) -> None:
 def test_a_declared_format_wins_over_the_fields(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [GOOD["text"]])
     (line,) = lines_of(tmp_path, block(path, format="tokenized"))
-    assert line.startswith(f"{path}:1: unknown field 'text'")
+    assert line.startswith(f"{path}:1: no field 'input_ids', which tokenized needs; ")
+
+
+def test_columns_that_a_format_does_not_use_are_left_alone(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "a", "weight": None, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}], "mood": "glad"},
+    ]
+    record = {
+        "id": 3,
+        "messages": turns,
+        "tools": '[{"name": "look"}]',
+        "chat_template_kwargs": None,
+    }
+    path = write_lines(tmp_path / "a.jsonl", [record])
+    (found,) = read(*_read_arguments(path))
+    assert isinstance(found, Record) and found.fields == {
+        "messages": [{"role": "user", "content": "a"}, turns[1]],
+        "tools": [{"name": "look"}],
+    }
 
 
 def test_blank_lines_are_fine_at_the_end_alone(tmp_path: Path) -> None:

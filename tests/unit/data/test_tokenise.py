@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,34 @@ def test_train_on_all_trains_every_token_of_a_conversation(tmp_path: Path) -> No
     assert len(corpus_of(tmp_path, block(path, train_on="all"), unmarked)) == 1
 
 
-def test_a_template_without_marks_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_refused_with_the_remedy(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT])
-    for template, what in ((None, "no chat template"), ("{{ messages }}", "no {% generation %}")):
-        tokenizer = changed_tokenizer(tmp_path / "t", template)
-        (line,) = faults_of(tmp_path, block(path), tokenizer)
-        assert line.startswith("data.chat_template: ") and what in line
-        assert "data/templates/" in line and "chatml.jinja" in line and "llama3.jinja" in line
-    marked = str(TEMPLATES / "chatml.jinja")
-    assert len(corpus_of(tmp_path, block(path, chat_template=marked), tokenizer)) == 1
-    (line,) = faults_of(tmp_path, block(path, chat_template=str(tmp_path / "none.jinja")))
-    assert line.startswith("data.chat_template: cannot read ")
+    (line,) = faults_of(tmp_path, block(path), changed_tokenizer(tmp_path / "t", None))
+    assert line.startswith("data.chat_template: the tokenizer has no chat template; name a Jinja")
+    assert "data/templates/" in line and "chatml.jinja" in line and "llama3.jinja" in line
+
+
+def test_a_template_trains_the_same_tokens_without_marks(tmp_path: Path) -> None:
+    turns = [*CHAT["messages"], {"role": "user", "content": "Bye"}]
+    turns.append({"role": "assistant", "content": "Bye 🙂", "weight": 0})
+    path = write_lines(tmp_path / "a.jsonl", [CHAT, {"messages": turns[2:] * 2 + turns}])
+    marked = (TEMPLATES / "chatml.jinja").read_text()
+    plain = re.sub(r"\{%- (end)?generation %\}", "", marked)
+    assert plain != marked
+    for train_on in ("assistant", "last", "all"):
+        data = block(path, train_on=train_on)
+        corpora = [
+            corpus_of(tmp_path, data, changed_tokenizer(tmp_path / str(i), template))
+            for i, template in enumerate((marked, plain))
+        ]
+        assert corpora[0].contents != corpora[1].contents
+        for name in ("tokens", "labels"):
+            one, other = (getattr(corpus, name).tolist() for corpus in corpora)
+            assert one == other
+        tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+        sample = corpora[1].sample(0)
+        said = tokenizer.decode(sample.ids[sample.labels != -100])
+        assert said.endswith("Hello<|im_end|>" if train_on != "all" else "Hello<|im_end|>\n")
 
 
 def test_tokenizers_that_will_not_do(tmp_path: Path) -> None:
@@ -98,7 +116,7 @@ def test_a_token_beyond_the_vocabulary_is_a_fault_where_a_sample_holds_it(tmp_pa
 def test_completion_of_what_has_none(tmp_path: Path) -> None:
     text = write_lines(tmp_path / "a.jsonl", [{"text": "hi"}])
     (line,) = faults_of(tmp_path, block(text, train_on="completion"))
-    assert line.startswith("data.train_on: is completion, and text data has none; ")
+    assert line.startswith("data.train_on: is completion, and text data has no completion; ")
     chat = write_lines(tmp_path / "b.jsonl", [CHAT])
     mixed = block(text, chat, train_on="completion")
     assert prepare(mixed, str(TOKENIZER), 8192, tmp_path / "cache")
