@@ -159,7 +159,7 @@ def test_data_that_does_not_fit_its_format(
     )
     ground.write({**sized, "data.train": text, "data.format": "messages"})
     (line,) = ground.call(capsys).lines
-    assert line.startswith(f"{text}:1: no field 'messages', which messages needs; ")
+    assert line.startswith(f"{text}:1: no shape of messages has the fields text; ")
     deaf = ground.folder / "chat.jinja"
     deaf.write_text("{{ messages | length }}")
     chat = data_of(ground, CHAT)

@@ -23,7 +23,8 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "c
 
 def source(path: Any, **fields: Any) -> Any:
     """A source as the recipe's block has it."""
-    given = {"name": None, "split": None, "format": None, "weight": None, **fields}
+    off = dict.fromkeys(("name", "split", "format", "fields", "weight"))
+    given = {**off, **fields}
     return SimpleNamespace(path=str(path), **given)
 
 
@@ -34,6 +35,7 @@ def block(*sources: Any, **fields: Any) -> Any:
         "train": train,
         "eval": None,
         "format": "auto",
+        "fields": {},
         "sequence_length": 4096,
         "packing": "best_fit",
         "overlong": "error",

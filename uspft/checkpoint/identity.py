@@ -16,6 +16,7 @@ LOOSE = {
     "data.cache_dir",
     "data.eval",
     "data.format",
+    "data.fields",
     "data.train",
     "data.chat_template",
 }

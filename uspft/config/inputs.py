@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from uspft.config.allowed import described, lets_pass, shown
-from uspft.config.checks import choice, each, free, real, text, tokens, whole
+from uspft.config.checks import choice, each, free, real, table, text, tokens, whole
 from uspft.config.fields import Flag, PathOrNone, RecipeBlock, TextOrNone, block
 from uspft.config.lora import AdapterBlock, pattern
 from uspft.config.problems import fault
@@ -17,6 +17,32 @@ _is = PlainValidator  # a check takes the place of the type in validation
 _NONE = (None,)
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
+
+
+RECORD = (
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "system",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "question",
+    "answer",
+    "text",
+    "input_ids",
+    "labels",
+)
+"""The fields of records, under our names."""
+_other_name = text("the field's name in the data", also=_NONE)
+FIELDS = {
+    **dict.fromkeys(RECORD, _other_name),
+    "role": text("the key of a turn's role"),
+    "content": text("the key of a turn's content"),
+    "roles": free(),
+}
 
 
 class Source(RecipeBlock):
@@ -29,7 +55,9 @@ class Source(RecipeBlock):
     split: TextOrNone = None
     """Split of a hub data set; null takes `train`."""
     format: Annotated[str | None, _is(choice(*FORMATS, also=_NONE))] = None
-    """Which fields the records of this source have; null takes `data.format`."""
+    """What is made of this source's records; null takes `data.format`."""
+    fields: Annotated[dict[str, Any] | None, _is(table(FIELDS, also=_NONE))] = None
+    """What this source names otherwise; its keys win over those of `data.fields`."""
     weight: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
     """Share of this source in an epoch, relative to the other sources' weights."""
 
@@ -106,7 +134,9 @@ class DataBlock(RecipeBlock):
         Literal["auto", "messages", "prompt_completion", "text", "tokenized"],
         _is(choice(*FORMATS)),
     ] = "auto"
-    """Which fields a record has; `auto` tells them from the first record of each file."""
+    """What is made of records; `auto` tells it from the first record of each file."""
+    fields: Annotated[dict[str, Any], _is(table(FIELDS))] = Field(default_factory=dict)
+    """What is named otherwise: `{messages: dialog, role: speaker, roles: {human: user}}`."""
     sequence_length: Annotated[int, _is(tokens(2))]
     """Number of tokens in a row, over all ranks that share it."""
     packing: Annotated[Literal["none", "best_fit"], _is(choice("none", "best_fit"))] = "best_fit"

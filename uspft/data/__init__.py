@@ -1,9 +1,9 @@
 """Training and evaluation data: files are found, tokenised, packed into rows, and streamed.
 
-Reading order: sources (which files) → records, values (what is in them) → rendering, turns (a
-conversation as text) → tokenise, chat (ids and labels) → reading (all of it, on threads) → cache
-(once, in a folder; evaluation: each set in its own) → corpus → packing → stream (rows) → loader
-(each rank's share of them).
+Reading order: sources (which files) → objects (what is in them) → shapes, conversations (what it is
+called) → records, values (checked) → rendering, turns (a conversation as text) → tokenise, chat
+(ids and labels) → reading (all of it, on threads) → cache_key, cache (once, in a folder;
+evaluation: each set in its own) → corpus → packing → stream (rows) → loader (each rank's share).
 """
 
 from uspft.data.cache import formats_of, prepare

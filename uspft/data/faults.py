@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from uspft.config.problems import Finding, InputError
 
@@ -24,6 +25,17 @@ class DataError(InputError):
 def wrong_key(key: str, what: str, remedy: str) -> DataError:
     """Return the DataError for one key of the recipe."""
     return DataError([], [(key, what, remedy)])
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that cannot be used, its place, and what is wrong with it.
+
+    where: 'FILE:LINE', or the file alone where no line is at fault. what: 'what is wrong; remedy'.
+    """
+
+    where: str
+    what: str
 
 
 class SampleFault(Exception):

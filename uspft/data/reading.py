@@ -8,9 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from uspft.data.chat import Rendered
-from uspft.data.faults import SampleFault
+from uspft.data.conversations import Asked
+from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
-from uspft.data.records import BadRecord, Record, read
+from uspft.data.records import Record, read
 from uspft.data.sources import SourceFile
 from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
 
@@ -20,10 +21,10 @@ BATCH_RECORDS = 512
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A file or hub split of source number `source`, with the format that the recipe declares."""
+    """A file or split of source number `source`, with what the recipe says of its records."""
 
     source: int
-    declared: str
+    asked: Asked
     content: SourceFile | HubSplit
 
     @property
@@ -110,7 +111,7 @@ def _batches(parts: list[SourcePart], encoder: Encoder) -> Iterator[tuple[list[_
     items: list[_Item] = []
     size = 0
     for number, part in enumerate(parts):
-        for record in read(part.content, part.declared):
+        for record in read(part.content, part.asked):
             items.append(_rendered(number, part, record, encoder))
             size += record.size if isinstance(record, Record) else 0
             if size >= _BATCH_SIZE or len(items) >= BATCH_RECORDS:

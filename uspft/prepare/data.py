@@ -85,6 +85,8 @@ def prepare_data(
 def _tell(what: str, folder: Path, screen: Console) -> None:
     """Print how much data there is, and how many samples were dropped, cut or have no targets."""
     report = read_report(folder)
+    for shape in report.get("shapes", ()):
+        screen.print(f"{what}: {shape}", markup=False)
     screen.print(
         f"{what}: {report['samples']:,} samples, {report['tokens']:,} tokens, "
         f"longest {report['longest']:,}",

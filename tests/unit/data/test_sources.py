@@ -38,13 +38,16 @@ def test_globs_and_files(folder: Path) -> None:
     assert names(folder / "*.csv", folder) == []
 
 
-def test_what_is_not_json_lines_is_one_text(folder: Path) -> None:
-    whole = {f.path.name: f.whole for f in list_files(str(folder), "auto")}
-    assert whole == {"y.jsonl": False, "z.txt": True, "b.jsonl": False} | dict.fromkeys(
-        ("c.JSONL", "c.json"), False
-    )
-    # Who names a record format says that every file is JSON Lines.
-    assert not any(f.whole for f in list_files(str(folder), "messages"))
+def test_what_a_file_is_by_its_ending(folder: Path) -> None:
+    for name in ("d.csv", "e.tsv.gz", "f.PARQUET", "g.arrow", "h.md.zst", "i.jsonl.zst"):
+        (folder / name).write_text("x")
+    kinds = {f.path.name: f.kind for f in list_files(str(folder), "auto")}
+    table = {"d.csv": "csv", "e.tsv.gz": "tsv", "f.PARQUET": "parquet", "g.arrow": "arrow"}
+    lines = dict.fromkeys(("b.jsonl", "c.json", "c.JSONL", "i.jsonl.zst", "y.jsonl"), "json")
+    assert kinds == {**table, **lines, "z.txt": "text", "h.md.zst": "text"}
+    # Who names a format of records says that other files are JSON Lines.
+    assert {f.kind for f in list_files(str(folder), "messages")} == {"json", *table.values()}
+    assert [f.packed for f in list_files(str(folder / "*.zst"), "auto")] == [".zst", ".zst"]
 
 
 def test_the_standard_library() -> None:

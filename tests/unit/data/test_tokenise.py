@@ -141,7 +141,7 @@ LONG = [5, 12, 4, 9]
 
 def report_of(folder: Path) -> dict[str, Any]:
     report = json.loads((folder / "report.json").read_text())
-    assert report.pop("seconds") >= 0
+    assert report.pop("seconds") >= 0 and report.pop("shapes") == ["tokenized: input_ids"]
     return dict(report)
 
 
@@ -261,7 +261,8 @@ def test_hub_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = prepare(block(source("org/name", name="en")), str(TOKENIZER), 8192, tmp_path / "c")
     assert again != folders[0]
     (line,) = faults_of(tmp_path, block(source("org/name", format="text")))
-    assert line == "org/name/train: no column text; choose another data.format"
+    told = "org/name/train: no shape of text has the fields id, messages; name them in data.fields"
+    assert line.startswith(told)
     (line,) = faults_of(tmp_path, block("no/network"))
     told = "hub data set no/network (train): cannot reach the hub at all; "
     assert line.startswith(f"data.train: {told}")
