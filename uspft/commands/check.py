@@ -48,10 +48,13 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         needed = space_needed(recipe, examined.trained, examined.parameters, steps)
         output = output_of(recipe)
         print(f"disk: writes {as_size(needed)}; {as_size(space_free(output))} free in {output}")
-    if recipe.data.eval:
+    sets = [source.title for source in recipe.data.eval or ()]
+    if recipe.data.eval_fraction:
+        sets = [f"{recipe.data.eval_fraction:.2%} of data.train, held out"]
+    if sets:
         every = recipe.training.eval_every_steps
         often = f"after every {every} steps and at the end" if every else "at the end"
-        print(f"evaluation: {', '.join(source.title for source in recipe.data.eval)}, {often}")
+        print(f"evaluation: {', '.join(sets)}, {often}")
     for thing in found.not_checked:
         print(f"not checked: {thing}")
     return 0

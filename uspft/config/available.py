@@ -67,7 +67,6 @@ LATER = (
         },
     ),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
-    Later("weighting sources", {"data.train[].weight": (_given, "")}),
     Later("offloading activations", {"memory.offload_activations": (_is("cpu"), "none")}),
     Later("tiling the MLP", {"memory.mlp_tile_tokens": (_tiled, "none")}),
     Later("TensorBoard", {"logging.tensorboard": (_is(True), "false")}),

@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator
 
 from uspft.config.allowed import described, lets_pass, shown
 from uspft.config.checks import choice, each, free, real, table, text, tokens, whole
-from uspft.config.fields import Flag, PathOrNone, RecipeBlock, TextOrNone, block
+from uspft.config.fields import CountOrNone, Flag, PathOrNone, RecipeBlock, TextOrNone, block
 from uspft.config.lora import AdapterBlock, pattern
 from uspft.config.problems import fault
 from uspft.config.rope import scaling
@@ -59,7 +59,11 @@ class Source(RecipeBlock):
     fields: Annotated[dict[str, Any] | None, _is(table(FIELDS, also=_NONE))] = None
     """What this source names otherwise; its keys win over those of `data.fields`."""
     weight: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
-    """Share of this source in an epoch, relative to the other sources' weights."""
+    """Share of an epoch's tokens, relative to the other weights; null: each sample once."""
+    max_samples: CountOrNone = None
+    """Number of samples, from the first on, that are taken of this source; null takes all."""
+    max_tokens: Annotated[int | None, _is(tokens(1, also=_NONE))] = None
+    """Number of tokens that the samples taken of this source have at most; null takes all."""
 
     @property
     def title(self) -> str:
@@ -130,6 +134,8 @@ class DataBlock(RecipeBlock):
     """Samples to train on: one source, or a list of sources."""
     eval: Annotated[tuple[Source, ...] | None, _is(_sources_or_none)] = None
     """Samples to evaluate on, written as `data.train` is; null evaluates nothing."""
+    eval_fraction: Annotated[float | None, _is(real(above=0, below=1, also=_NONE))] = None
+    """Share of the samples, drawn by `seed`, that is evaluated on and not trained on."""
     format: Annotated[
         Literal["auto", "messages", "prompt_completion", "text", "tokenized"],
         _is(choice(*FORMATS)),
@@ -151,6 +157,8 @@ class DataBlock(RecipeBlock):
         _is(choice("assistant", "completion", "last", "all")),
     ] = "assistant"
     """Target tokens: all answers (`assistant`, `completion`), the `last` one, or `all` tokens."""
+    on_bad_sample: Annotated[Literal["error", "skip"], _is(choice("error", "skip"))] = "error"
+    """What happens to a sample that cannot be used; `skip` leaves it out, counted and named."""
     chat_template: PathOrNone = None
     """Jinja file that renders conversations; null takes the tokenizer's own template."""
     shuffle: Flag = True

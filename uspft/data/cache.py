@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from uspft.data.cache_key import cache_key, weights_of
-from uspft.data.conversations import Asked
+from uspft.data.cache_key import cache_key
+from uspft.data.conversations import Naming
 from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan
 from uspft.data.counts import Counts
 from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
 from uspft.data.hub import load_saved, load_split
+from uspft.data.mixing import Taken, mixed
 from uspft.data.reading import Encoder, SourcePart, tokenised
 from uspft.data.records import Record, first_record
 from uspft.data.sources import is_hub_id, is_saved, list_files, source_problems
@@ -94,7 +95,7 @@ def _parts(data: DataBlock) -> list[SourcePart]:
         raise DataError([], findings)
     parts: list[SourcePart] = []
     for number, source in enumerate(data.train):
-        asked = asked_of(source, data)
+        asked = naming_of(source, data)
         if is_hub_id(source.path):
             parts.append(SourcePart(number, asked, load_split(source)))
         elif is_saved(source.path):
@@ -105,9 +106,9 @@ def _parts(data: DataBlock) -> list[SourcePart]:
     return parts
 
 
-def asked_of(source: Source, data: DataBlock) -> Asked:
+def naming_of(source: Source, data: DataBlock) -> Naming:
     """Return what the recipe says of a source's records; its own words win over those of `data`."""
-    return Asked(source.format or data.format, {**data.fields, **(source.fields or {})})
+    return Naming(source.format or data.format, {**data.fields, **(source.fields or {})})
 
 
 def _shapes(first: list[Record | None]) -> list[str]:
@@ -134,16 +135,24 @@ def build(
 ) -> None:
     """Write the corpus aside and rename it to `folder`. Raises DataError."""
     started = time.perf_counter()
+    with made_aside(folder) as aside:
+        counts, lines = _write(aside, data, reading, progress)
+        report = {
+            **asdict(counts),
+            "seconds": round(time.perf_counter() - started, 3),
+            "notes": counts.notes(),
+            "shapes": reading.shapes,
+            **lines,
+        }
+        (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def made_aside(folder: Path) -> Iterator[Path]:
+    """Yield a new folder to write into, which is `folder` afterwards. Raises DataError."""
     try:
         with _partial(folder) as aside:
-            counts = _write(aside, data, reading, progress)
-            report = {
-                **asdict(counts),
-                "seconds": round(time.perf_counter() - started, 3),
-                "notes": counts.notes(),
-                "shapes": reading.shapes,
-            }
-            (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+            yield aside
             _publish(aside, folder)
     except OSError as error:
         remedy = "name a folder with room that can be written"
@@ -173,33 +182,43 @@ def _partial(folder: Path) -> Iterator[Path]:
 
 def _write(
     aside: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
-) -> Counts:
-    faults, counts = Faults(), Counts()
+) -> tuple[Counts, dict[str, list[str]]]:
+    """Write the samples, and return the counts, and lines on what was skipped and on the mix."""
+    faults, counts, taken = Faults(), Counts(), Taken(data.train)
     ends = [0] * len(data.train)
     done, total = 0, sum(part.size for part in reading.parts)
     with CorpusWriter(aside) as writer:
-        for batch in tokenised(reading.parts, reading.encoder, data.workers or 1):
+        for batch in tokenised(reading.parts, reading.encoder, data.workers or 1, taken.full):
             for sample in batch.samples:
+                source = reading.parts[sample.part].source
+                if source in taken.full:
+                    continue
                 if isinstance(sample, BadRecord):
                     faults.add(sample.where, sample.what)
+                    counts.read, counts.bad = counts.read + 1, counts.bad + 1
+                    continue
+                if not taken.fits(source, sample.tokens, data):
                     continue
                 kept = counts.kept(sample.tokens, data.overlong, data.sequence_length)
                 if kept is not None:
                     writer.add(kept, sample.part, sample.line)
-                    ends[reading.parts[sample.part].source] = len(writer)
+                    taken.add(source, len(kept.ids))
+                    ends[source] = len(writer)
             done += batch.size
             progress(done, total)
-        faults.raise_any()
+        if data.on_bad_sample == "error":
+            faults.raise_any()
         _require_targets(data, counts)
         ends = list(accumulate(ends, max))  # a source without samples ends where the last one did
+        mix = mixed(data.train, taken.tokens)
         spans = [
-            SourceSpan(first, stop, weight)
-            for first, stop, weight in zip([0, *ends], ends, weights_of(data), strict=False)
+            SourceSpan(first, stop, times)
+            for first, stop, times in zip([0, *ends], ends, mix.times, strict=False)
         ]
         shown = [part.content.shown for part in reading.parts]
         writer.finish(shown, spans, data.overlong, reading.contents)
     progress(total, total)
-    return counts
+    return counts, {"skipped": faults.lines(), "mix": mix.lines()}
 
 
 def _publish(aside: Path, folder: Path) -> None:
@@ -215,6 +234,7 @@ def _require_targets(data: DataBlock, counts: Counts) -> None:
     where = ", ".join(source.path for source in data.train)
     if not counts.samples:
         why = f"all {counts.dropped} were dropped" if counts.dropped else "nothing was read"
+        why = f"all {counts.bad} were skipped" if counts.bad and not counts.dropped else why
         remedy = "give it data, or a larger data.sequence_length"
         raise wrong_key("data.train", f"`{where}`: no sample is left, {why}", remedy)
     if not counts.target_tokens:

@@ -49,11 +49,12 @@ def cache_key(
         "version": VERSION,
         "parts": [_part_identity(part, record) for part, record in parts],
         "contents": digests,
-        "weights": weights_of(data),
+        **_takes(data),
         "tokeniser": tokeniser.identity() if tokeniser else None,
         "vocab_size": vocab_size,
         "overlong": data.overlong,
         "sequence_length": data.sequence_length if cuts else None,
+        **({"bad": "skip"} if data.on_bad_sample == "skip" else {}),
     }
     contents = _hashed(identity)
     return CacheKey(_hashed([contents, *(part.content.shown for part, _ in parts)]), contents)
@@ -72,9 +73,16 @@ def _hashed(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
 
 
-def weights_of(data: DataBlock) -> list[float]:
-    """Return how often an epoch takes each source of data.train."""
-    return [1.0 if source.weight is None else float(source.weight) for source in data.train]
+def _takes(data: DataBlock) -> dict[str, Any]:
+    """Return what decides how much of each source is taken, under the names it always had."""
+    weights = [1.0 if source.weight is None else float(source.weight) for source in data.train]
+    limits = [(source.max_samples, source.max_tokens) for source in data.train]
+    found: dict[str, Any] = {"weights": weights}
+    if any(source.weight is not None for source in data.train):
+        found["mixed by"] = "tokens"
+    if any(limit != (None, None) for limit in limits):
+        found["limits"] = limits
+    return found
 
 
 def _digest(part: SourcePart) -> str:

@@ -23,7 +23,7 @@ _CALL = "function_call"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Naming:
     """What the recipe says of a source's records: their format, and what is named otherwise.
 
     fields: our name → theirs, or None for a field that is left alone; roles: their role → ours.
@@ -38,21 +38,21 @@ class Asked:
         return {ours: theirs for ours, theirs in self.fields.items() if ours not in TURN_KEYS}
 
 
-def keys_of(turn: Fields, asked: Asked) -> tuple[str, str]:
+def keys_of(turn: Fields, asked: Naming) -> tuple[str, str]:
     """Return the keys of a turn that hold its role and its content."""
     from_value = "role" not in turn and "from" in turn
     role, content = ("from", "value") if from_value else ("role", "content")
     return asked.fields.get("role") or role, asked.fields.get("content") or content
 
 
-def our_turns(turns: Any, asked: Asked) -> Any:
+def our_turns(turns: Any, asked: Naming) -> Any:
     """Return turns under our names; null stands for no key; what is no turn is left as it is."""
     if not isinstance(turns, list):
         return turns
     return [_turn(turn, asked) if isinstance(turn, dict) else turn for turn in turns]
 
 
-def _turn(turn: Fields, asked: Asked) -> Fields:
+def _turn(turn: Fields, asked: Naming) -> Fields:
     role_key, content_key = keys_of(turn, asked)
     found = {
         key: value

@@ -25,7 +25,7 @@ Chosen = Callable[[list[str]], list[str]]
 
 
 @dataclass(frozen=True)
-class Found:
+class Entry:
     """One object, with its place.
 
     line: counted from 1; in a table, the number of the record. size: bytes of the file, about.
@@ -36,13 +36,13 @@ class Found:
     size: int
 
 
-def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Found | BadRecord]:
+def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | BadRecord]:
     """Yield the objects of a file or split in order, with a BadRecord for each fault."""
     try:
         if isinstance(content, HubSplit):
             names = chosen(content.columns)
             for number, fields in enumerate(content.records(names), 1):
-                yield Found(number, fields, 1)
+                yield Entry(number, fields, 1)
         elif content.kind in ("parquet", "arrow"):
             yield from _table(content, chosen)
         else:
@@ -69,7 +69,7 @@ def _open(file: SourceFile) -> tuple[IO[bytes], Callable[[], int]]:
     return raw, raw.tell
 
 
-def _text(file: SourceFile) -> Iterator[Found | BadRecord]:
+def _text(file: SourceFile) -> Iterator[Entry | BadRecord]:
     with _open(file)[0] as handle:
         content = handle.read()
     size = file.path.stat().st_size
@@ -84,12 +84,12 @@ def _text(file: SourceFile) -> Iterator[Found | BadRecord]:
             yield BadRecord(f"{file.shown}:{line}", not_utf8(content, start))
         return
     if text:
-        yield Found(1, {"text": text}, size)
+        yield Entry(1, {"text": text}, size)
     elif not file.library:
         yield BadRecord(f"{file.shown}:1", "the file is empty; remove it or leave it out")
 
 
-def _json(file: SourceFile) -> Iterator[Found | BadRecord]:
+def _json(file: SourceFile) -> Iterator[Entry | BadRecord]:
     """Yield the objects of JSON Lines, or of an array, which a file is where `[` comes first."""
     with _open(file)[0] as handle:
         head = handle.read(1 << 16).removeprefix(_BOM).lstrip()
@@ -108,7 +108,7 @@ def _json(file: SourceFile) -> Iterator[Found | BadRecord]:
                 if len(raw) > LONGEST_LINE:
                     what = f"a line of more than {LONGEST_LINE:,} bytes"
                     raise SampleFault(f"{what}; write one sample a line, and split long ones")
-                yield Found(number, parsed(raw), size)
+                yield Entry(number, parsed(raw), size)
             except SampleFault as fault:
                 yield BadRecord(f"{file.shown}:{number}", str(fault))
 
@@ -141,7 +141,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
     return fields
 
 
-def _array(file: SourceFile) -> Iterator[Found | BadRecord]:
+def _array(file: SourceFile) -> Iterator[Entry | BadRecord]:
     """Yield the objects of a JSON array, which is in memory as a whole."""
     with _open(file)[0] as handle:
         content = handle.read()
@@ -164,7 +164,7 @@ def _array(file: SourceFile) -> Iterator[Found | BadRecord]:
             yield BadRecord(where, f"{what}; mend it, or write one object a line")
             return
         if isinstance(fields, dict):
-            yield Found(line, fields, int((end - at) * scale))
+            yield Entry(line, fields, int((end - at) * scale))
         else:
             yield BadRecord(where, f"a {kind(fields)}, not an object; write an array of objects")
         at = _past(text, end)
@@ -184,7 +184,7 @@ def _past(text: str, at: int) -> int:
     return at
 
 
-def _columns(file: SourceFile) -> Iterator[Found | BadRecord]:
+def _columns(file: SourceFile) -> Iterator[Entry | BadRecord]:
     """Yield the rows of CSV or TSV by the names in its first line; every value is text."""
     csv.field_size_limit(LONGEST_LINE)
     handle, at = _open(file)
@@ -204,7 +204,7 @@ def _columns(file: SourceFile) -> Iterator[Found | BadRecord]:
                     remedy = "quote values that hold a separator or a line break"
                     yield BadRecord(f"{file.shown}:{line}", f"{what}; {remedy}")
                 else:
-                    yield Found(line, dict(zip(names, row, strict=True)), size)
+                    yield Entry(line, dict(zip(names, row, strict=True)), size)
         except (csv.Error, SampleFault) as error:
             what = str(error) if isinstance(error, SampleFault) else f"{error}; mend its quotes"
             yield BadRecord(f"{file.shown}:{rows.line_num + 1}", what)
@@ -218,7 +218,7 @@ def _decoded(handle: IO[bytes]) -> Iterator[str]:
             raise SampleFault(not_utf8(raw, error.start)) from error
 
 
-def _table(file: SourceFile, chosen: Chosen) -> Iterator[Found | BadRecord]:
+def _table(file: SourceFile, chosen: Chosen) -> Iterator[Entry | BadRecord]:
     """Yield the records of a Parquet or Arrow file, with the chosen columns only."""
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -230,7 +230,7 @@ def _table(file: SourceFile, chosen: Chosen) -> Iterator[Found | BadRecord]:
             for batch in table.iter_batches(_BATCH, columns=names):
                 for fields in batch.to_pylist():
                     number += 1
-                    yield Found(number, fields, size // max(1, rows))
+                    yield Entry(number, fields, size // max(1, rows))
         return
     with pa.memory_map(str(file.path)) as source:
         try:
@@ -244,7 +244,7 @@ def _table(file: SourceFile, chosen: Chosen) -> Iterator[Found | BadRecord]:
             for start in range(0, batch.num_rows, _BATCH):
                 for fields in batch.select(names).slice(start, _BATCH).to_pylist():
                     number += 1
-                    yield Found(number, fields, 0)
+                    yield Entry(number, fields, 0)
 
 
 def not_utf8(content: bytes, start: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from uspft.data.conversations import Asked
+from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
 from uspft.data.objects import objects
@@ -47,7 +47,7 @@ class Record:
     shape: str = ""
 
 
-def read(content: SourceFile | HubSplit, asked: Asked) -> Iterator[Record | BadRecord]:
+def read(content: SourceFile | HubSplit, asked: Naming) -> Iterator[Record | BadRecord]:
     """Yield the records of a file or a split in order, with a BadRecord for each fault.
 
     The fields of the first good record decide what all have: one file has one shape.
@@ -83,7 +83,7 @@ def read(content: SourceFile | HubSplit, asked: Asked) -> Iterator[Record | BadR
             shape = shape if first else None
 
 
-def first_record(content: SourceFile | HubSplit, asked: Asked) -> Record | None:
+def first_record(content: SourceFile | HubSplit, asked: Naming) -> Record | None:
     """Return the first good record, or None where there is none."""
     return next((item for item in read(content, asked) if isinstance(item, Record)), None)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from uspft.data.conversations import Asked, Fields, as_json, keys_of, our_turns
+from uspft.data.conversations import Fields, Naming, as_json, keys_of, our_turns
 from uspft.data.faults import SampleFault
 from uspft.data.values import check_text
 
@@ -57,7 +57,7 @@ _OFTEN: dict[str, tuple[str, ...]] = {  # what a field is often called by others
 }
 
 
-def renamed(fields: Fields, asked: Asked) -> Fields:
+def renamed(fields: Fields, asked: Naming) -> Fields:
     """Return a record with its fields under our names."""
     names = asked.names
     if names:
@@ -70,7 +70,7 @@ def renamed(fields: Fields, asked: Asked) -> Fields:
     return fields
 
 
-def recognised(fields: Collection[str], asked: Asked) -> Shape:
+def recognised(fields: Collection[str], asked: Naming) -> Shape:
     """Return the shape of records that have fields of these (our) names.
 
     Raises SampleFault where none fits the names and the asked format, or more than one does.
@@ -95,7 +95,7 @@ def recognised(fields: Collection[str], asked: Asked) -> Shape:
     raise SampleFault(f"{wanted} has the fields {shown}; {_mapping(fields, asked)}")
 
 
-def _mapping(fields: Collection[str], asked: Asked) -> str:
+def _mapping(fields: Collection[str], asked: Naming) -> str:
     """Return the mapping to write where fields are named almost like those of a shape."""
     for shape in SHAPES:
         found: dict[str, str] = {}
@@ -112,7 +112,7 @@ def _mapping(fields: Collection[str], asked: Asked) -> str:
     return f"name them in data.fields, {SHOW}"
 
 
-def require_shape(fields: Collection[str], shape: Shape, asked: Asked) -> None:
+def require_shape(fields: Collection[str], shape: Shape, asked: Naming) -> None:
     """Check that a record with fields of these names has the shape, and misspells none of it.
 
     Raises SampleFault.
@@ -123,7 +123,7 @@ def require_shape(fields: Collection[str], shape: Shape, asked: Asked) -> None:
             remedy = f"write data.fields: {{{name}: {near[0]}}} if it is that" if near else SHOW
             other = "; ".join([f"no field {name!r}, which {shape.name} needs", remedy])
             try:
-                found = recognised(fields, Asked("auto", asked.fields))
+                found = recognised(fields, Naming("auto", asked.fields))
             except SampleFault:
                 raise SampleFault(other) from None
             raise SampleFault(f"{found.name}, where the file began with {shape.name}; {SPLIT}")
@@ -135,7 +135,7 @@ def require_shape(fields: Collection[str], shape: Shape, asked: Asked) -> None:
             raise SampleFault(f"{what}; write data.fields: {{{name}: {near[0]}}}, or null for it")
 
 
-def columns(names: Collection[str], asked: Asked) -> list[str]:
+def columns(names: Collection[str], asked: Naming) -> list[str]:
     """Return which columns of a table its shape uses, by their own names. Raises SampleFault."""
     ours = renamed(dict.fromkeys(names), asked)
     shape = recognised(ours, asked)
@@ -145,7 +145,7 @@ def columns(names: Collection[str], asked: Asked) -> list[str]:
     return [name for name in names if name in used]
 
 
-def described(shape: Shape, fields: Fields, asked: Asked) -> str:
+def described(shape: Shape, fields: Fields, asked: Naming) -> str:
     """Return what a shape is called and by which fields it was told: fields are the record's own.
 
     As in 'ShareGPT: conversations with from/value'.
@@ -162,7 +162,7 @@ def described(shape: Shape, fields: Fields, asked: Asked) -> str:
     return f"{called}: {name} with {role}/{content}"
 
 
-def formed(fields: Fields, shape: Shape, asked: Asked) -> tuple[str, Fields]:
+def formed(fields: Fields, shape: Shape, asked: Naming) -> tuple[str, Fields]:
     """Return the format that a record of this shape takes, and the fields of that format.
 
     fields: under our names. Types are checked only as far as joining needs. Raises SampleFault.
@@ -177,7 +177,7 @@ def formed(fields: Fields, shape: Shape, asked: Asked) -> tuple[str, Fields]:
     return "messages", _chat(fields, turns)
 
 
-def _pair(fields: Fields, shape: Shape, asked: Asked) -> tuple[str, Fields]:
+def _pair(fields: Fields, shape: Shape, asked: Naming) -> tuple[str, Fields]:
     first, last = shape.needs
     prompt, completion = fields[first], fields[last]
     if isinstance(prompt, list) or isinstance(completion, list):
@@ -195,7 +195,7 @@ def _pair(fields: Fields, shape: Shape, asked: Asked) -> tuple[str, Fields]:
     return "prompt_completion", {"prompt": prompt, "completion": completion}
 
 
-def _halves(prompt: Any, completion: Any, asked: Asked) -> list[Any]:
+def _halves(prompt: Any, completion: Any, asked: Naming) -> list[Any]:
     """Return prompt and completion, each a list of turns or a text, as turns; the latter train."""
     halves = []
     for role, half in (("user", prompt), ("assistant", completion)):

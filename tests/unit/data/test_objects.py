@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 from tests.support.data_cases import block, faults_of, source
 from uspft.data import Corpus, objects, prepare
 from uspft.data.faults import BadRecord, SampleFault
-from uspft.data.objects import Found
+from uspft.data.objects import Entry
 from uspft.data.sources import list_files
 
 ROWS = [{"prompt": f'a {i},\n"b"', "completion": "漢字 🙂", "id": str(i)} for i in range(600)]
@@ -67,7 +67,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 
 
-def read(path: Path) -> list[Found | BadRecord]:
+def read(path: Path) -> list[Entry | BadRecord]:
     (file,) = list_files(str(path), "auto")
     return list(objects.objects(file, lambda names: names))
 
@@ -82,9 +82,9 @@ def test_every_kind_of_file_holds_the_same(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(FILES[name]())
     found = read(path)
-    assert [item.fields for item in found if isinstance(item, Found)] == ROWS
+    assert [item.fields for item in found if isinstance(item, Entry)] == ROWS
     assert len(found) == len(ROWS)
-    sizes = sum(item.size for item in found if isinstance(item, Found))
+    sizes = sum(item.size for item in found if isinstance(item, Entry))
     assert sizes <= path.stat().st_size
 
 
@@ -96,7 +96,7 @@ def test_columns_are_chosen_and_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(FILES[name]())
         (file,) = list_files(str(tmp_path / name), "auto")
         first = next(iter(objects.objects(file, lambda names: names[1:2])))
-        assert isinstance(first, Found) and first.fields == {"completion": "漢字 🙂"}
+        assert isinstance(first, Entry) and first.fields == {"completion": "漢字 🙂"}
         assert list(objects.objects(file, refused)) == [BadRecord(file.shown, "no; nothing")]
 
 
@@ -164,6 +164,6 @@ def test_a_line_that_is_too_long_is_no_sample(
     path = tmp_path / "a.jsonl"
     path.write_bytes(_lines([{"text": "a"}, {"text": "b" * 350}, {"text": "c"}]))
     first, bad, last = read(path)
-    assert isinstance(first, Found) and isinstance(last, Found) and last.line == 3
+    assert isinstance(first, Entry) and isinstance(last, Entry) and last.line == 3
     assert isinstance(bad, BadRecord) and bad.where == f"{path}:2"
     assert bad.what.startswith("a line of more than 100 bytes; ")

@@ -10,7 +10,7 @@ import pytest
 from tests.support.data_cases import TOKENIZER, block, source, write_lines
 from uspft.config.inputs import RECORD
 from uspft.data import Corpus, prepare
-from uspft.data.conversations import Asked
+from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord
 from uspft.data.records import Record, read
 from uspft.data.shapes import NAMES, columns
@@ -140,7 +140,7 @@ SHAPES: dict[str, tuple[Any, str, dict[str, Any], str, str, Any]] = {
 }
 
 
-def found(tmp_path: Path, records: list[Any], asked: Asked) -> list[Record | BadRecord]:
+def found(tmp_path: Path, records: list[Any], asked: Naming) -> list[Record | BadRecord]:
     path = write_lines(tmp_path / "a.jsonl", records)
     return list(read(SourceFile(path, "a.jsonl", "json"), asked))
 
@@ -148,7 +148,7 @@ def found(tmp_path: Path, records: list[Any], asked: Asked) -> list[Record | Bad
 @pytest.mark.parametrize("case", SHAPES)
 def test_a_shape_is_recognised_and_said(tmp_path: Path, case: str) -> None:
     record, format_, fields, words, form, want = SHAPES[case]
-    first, second = found(tmp_path, [record, record], Asked(format_, fields))
+    first, second = found(tmp_path, [record, record], Naming(format_, fields))
     assert isinstance(first, Record) and isinstance(second, Record)
     assert first.format == second.format == form.replace("p_c", "prompt_completion")
     assert first.fields == second.fields == want
@@ -183,13 +183,13 @@ NEAR: list[tuple[Any, dict[str, Any], str]] = [
 def test_a_near_miss_names_the_mapping(
     tmp_path: Path, record: Any, fields: dict[str, Any], want: str
 ) -> None:
-    (bad,) = found(tmp_path, [record], Asked("auto", fields))
+    (bad,) = found(tmp_path, [record], Naming("auto", fields))
     assert isinstance(bad, BadRecord) and want in bad.what and bad.where == "a.jsonl:1"
 
 
 def test_two_shapes_in_one_file(tmp_path: Path) -> None:
     records = [CHAT, {"text": "a"}, PAIR, CHAT, {"id": 1}]
-    good, text, pair, more, none = found(tmp_path, records, Asked())
+    good, text, pair, more, none = found(tmp_path, records, Naming())
     assert isinstance(good, Record) and isinstance(more, Record)
     for bad, name in ((text, "text"), (pair, "prompt and completion")):
         assert isinstance(bad, BadRecord)
@@ -197,14 +197,14 @@ def test_two_shapes_in_one_file(tmp_path: Path) -> None:
         assert bad.what == what
     assert isinstance(none, BadRecord) and none.what.startswith("no field 'messages', which mess")
     turns = {"prompt": [USER], "completion": [ANSWER]}
-    _, bad = found(tmp_path, [PAIR, turns], Asked())
+    _, bad = found(tmp_path, [PAIR, turns], Naming())
     assert isinstance(bad, BadRecord) and "messages, where the file began with prompt" in bad.what
 
 
 def test_the_columns_that_a_table_is_read_by() -> None:
-    assert columns(["id", "conversations", "tools"], Asked()) == ["conversations", "tools"]
-    assert columns(["a", "text"], Asked("auto", {"text": "a"})) == ["a"]
-    assert columns(["labels", "input_ids"], Asked("auto", {"labels": None})) == ["input_ids"]
+    assert columns(["id", "conversations", "tools"], Naming()) == ["conversations", "tools"]
+    assert columns(["a", "text"], Naming("auto", {"text": "a"})) == ["a"]
+    assert columns(["labels", "input_ids"], Naming("auto", {"labels": None})) == ["input_ids"]
 
 
 def test_every_field_may_be_mapped() -> None:

@@ -154,10 +154,9 @@ def prepared(tmp_path: Path, overlong: str, lengths: list[int], row: int) -> Pat
 def test_an_overlong_sample_is_an_error_with_its_length_and_remedies(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, "error", [*LONG, 12_345], 8)
-    first, second, third = caught.value.lines
+    (first,) = caught.value.lines
     path = tmp_path / "a.jsonl"
-    assert first.startswith(f"{path}:2: 12 tokens, a row has 8; ")
-    assert second.startswith(f"{path}:4: 9 tokens") and "12,345 tokens" in third
+    assert first.startswith(f"{path}:2: 12 tokens, a row has 8 (3 such: lines 2, 4, 5); ")
     for remedy in ("truncate", "drop", "split", "data.overlong", "data.sequence_length"):
         assert remedy in first
     # A longer row takes the same tokens, and is still checked.
@@ -186,7 +185,8 @@ def test_rules_for_overlong_samples(
     (note,) = report.pop("notes")
     assert note.startswith("2 samples longer than a row") and f"overlong: {overlong}" in note
     assert report == {
-        **dict.fromkeys(("dropped", "truncated", "split", "without_targets"), 0),
+        **dict.fromkeys(("bad", "dropped", "truncated", "split", "without_targets"), 0),
+        **{"read": len(LONG), "skipped": [], "mix": []},
         "samples": len(lengths),
         "tokens": sum(lengths),
         "target_tokens": targets,
@@ -199,9 +199,27 @@ def test_samples_without_a_trained_token_are_kept_and_reported(tmp_path: Path) -
     records = [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [3]}]
     path = write_lines(tmp_path / "a.jsonl", [*records, {"input_ids": [4, 5]}])
     folder = prepare(block(path), None, 10, tmp_path / "cache")
-    report = report_of(folder)
+    report = json.loads((folder / "report.json").read_text())
     assert (report["samples"], report["target_tokens"], report["without_targets"]) == (3, 1, 2)
     assert report["notes"][0].startswith("2 samples without a trained token")
+
+
+def test_bad_samples_are_skipped_counted_and_named(tmp_path: Path) -> None:
+    long = {"input_ids": [1] * 9}
+    records = [{"input_ids": [1, 2]}, "{", {"input_ids": "1"}, "{", long, {"input_ids": [1, 99]}]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    data = block(path, on_bad_sample="skip", overlong="drop", sequence_length=8)
+    folder = prepare(data, None, 10, tmp_path / "cache")
+    report = report_of(folder)
+    kept = {name: report[name] for name in ("read", "samples", "dropped", "bad")}
+    assert kept == {"read": 6, "samples": 1, "dropped": 1, "bad": 4}
+    broken, text, beyond = report["skipped"]
+    assert broken.startswith(f"{path}:2: broken JSON (") and "(2 such: lines 2, 4); " in broken
+    assert text.startswith(f"{path}:3: input_ids is a string; ") and f"{path}:6: " in beyond
+    assert report["notes"][0].startswith("4 samples that cannot be used and were skipped")
+    assert Corpus.open(folder).origin(0) == f"{path}:1"
+    (line,) = faults_of(tmp_path, block(write_lines(path, ["{"]), on_bad_sample="skip"), None, 10)
+    assert "no sample is left, all 1 were skipped; " in line
 
 
 def test_a_data_set_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -221,11 +239,11 @@ def test_a_source_may_be_empty_beside_others(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     full = write_lengths(tmp_path / "full.jsonl", [3, 3])
-    data = block(empty, full, empty, source(full, weight=2), empty)
+    data = block(empty, full, empty, full, empty)
     corpus = Corpus.open(prepare(data, None, 10_000, tmp_path / "cache"))
     spans = [(s.first, s.stop, s.weight) for s in corpus.sources]
-    assert spans == [(0, 0, 1), (0, 2, 1), (2, 2, 1), (2, 4, 2), (4, 4, 1)]
-    assert RowStream(corpus, 3, "none", True, 0).rows_in_epoch(0) == 6
+    assert spans == [(0, 0, 1), (0, 2, 1), (2, 2, 1), (2, 4, 1), (4, 4, 1)]
+    assert RowStream(corpus, 3, "none", True, 0).rows_in_epoch(0) == 4
 
 
 def test_listing_faults_come_before_any_reading(tmp_path: Path) -> None:

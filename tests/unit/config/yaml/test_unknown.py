@@ -70,7 +70,6 @@ ASKED = {
     "model": {
         "trust_remote_code: true": "code from the hub",
     },
-    "data": {"train: [{path: x, weight: 2}]": "weighting sources"},
     "memory": {
         "offload_activations: cpu": "offloading activations",
         "mlp_tile_tokens: 4k": "tiling the MLP",
