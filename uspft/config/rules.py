@@ -80,7 +80,7 @@ def _evaluation(recipe: Recipe) -> Iterator[Finding]:
         yield "data.eval_fraction", what, "keep one and write null for the other"
     for key in ("eval_every_steps", "eval_micro_batch_size"):
         value = getattr(recipe.training, key)
-        if value is not None and recipe.data.eval is recipe.data.eval_fraction is None:
+        if value is not None and not (recipe.data.eval or recipe.data.eval_fraction):
             what = f"is {value}, and there is no `data.eval`"
             yield f"training.{key}", what, "write data.eval or data.eval_fraction, or null here"
 

@@ -9,8 +9,10 @@ loader (each rank's share).
 
 from uspft.data.cache import formats_of, prepare
 from uspft.data.corpus import Corpus, read_report
+from uspft.data.counts import fates
 from uspft.data.evaluation import prepare_sets
 from uspft.data.faults import DataError
+from uspft.data.first_look import first_look
 from uspft.data.holdout import HELD_OUT, hold_out
 from uspft.data.sources import not_checked, source_problems
 from uspft.data.stream import Row, RowStream, training_rows
@@ -21,6 +23,8 @@ __all__ = [
     "DataError",
     "Row",
     "RowStream",
+    "fates",
+    "first_look",
     "formats_of",
     "hold_out",
     "not_checked",

@@ -66,7 +66,7 @@ def prepare(
     folder is written aside and renamed. For evaluation data, give a block whose train is the
     evaluation sources. Raises DataError.
     """
-    parts = _parts(data)
+    parts = parts_of(data)
     first = [first_record(part.content, part.asked) for part in parts]
     formats = {record.format for record in first if record}
     if (
@@ -90,7 +90,8 @@ def prepare(
     return folder
 
 
-def _parts(data: DataBlock) -> list[SourcePart]:
+def parts_of(data: DataBlock) -> list[SourcePart]:
+    """Return the files and splits of data.train, in reading order. Raises DataError."""
     if findings := source_problems(data):
         raise DataError([], findings)
     parts: list[SourcePart] = []
@@ -124,7 +125,7 @@ def formats_of(data: DataBlock) -> list[str]:
     """
     sources = data.train + (data.eval or ())
     found: list[set[str]] = [set() for _ in sources]
-    for part in _parts(data.model_copy(update={"train": sources, "eval": None})):
+    for part in parts_of(data.model_copy(update={"train": sources, "eval": None})):
         record = first_record(part.content, part.asked)
         found[part.source].add(record.format if record else "auto")
     return [names.pop() if len(names) == 1 else "auto" for names in found]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -64,3 +66,22 @@ class Counts:
             (self.without_targets, "without a trained token: they cost time and teach nothing"),
         ]
         return [f"{count:,} samples {what}" for count, what in said if count]
+
+
+def fates(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what became of the samples that were read: kept + all of dropped = read.
+
+    report: what `read_report` returns. None where every sample was kept.
+    """
+    reasons = {
+        "longer than a row": report.get("dropped", 0),
+        "cannot be used": report.get("bad", 0),
+        "held out": report.get("held_out", 0),
+    }
+    dropped = {reason: count for reason, count in reasons.items() if count}
+    kept = report["samples"]
+    return (
+        {"read": kept + sum(dropped.values()), "kept": kept, "dropped": dropped}
+        if dropped
+        else None
+    )

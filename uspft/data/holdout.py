@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from uspft.data.cache import made_aside
-from uspft.data.corpus import REPORT, Corpus, CorpusWriter, SourceSpan
+from uspft.data.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
 from uspft.data.counts import Counts
 from uspft.data.faults import wrong_key
 
@@ -41,18 +41,26 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
     bits = np.random.Philox(np.random.SeedSequence((recipe.seed, count))).random_raw(len(corpus))
     held = np.zeros(len(corpus), bool)
     held[np.argsort(bits, kind="stable")[:count]] = True
+    whole = read_report(folder)
     found = []
     for part, chosen in (("trained", ~held), (HELD_OUT, held)):
         words = json.dumps([folder.name, fraction, recipe.seed, part, recipe.data.sequence_length])
         place = folder.with_name(hashlib.blake2b(words.encode(), digest_size=12).hexdigest())
         if not place.exists():
-            _copy(corpus, np.flatnonzero(chosen), place, recipe.data.sequence_length)
+            lost = {name: whole.get(name, 0) for name in ("bad", "dropped")} | {"held_out": count}
+            more = lost if part != HELD_OUT else {}
+            _copy(corpus, np.flatnonzero(chosen), place, recipe.data.sequence_length, more)
         found.append(place)
     return found[0], found[1]
 
 
-def _copy(corpus: Corpus, samples: NDArray[np.int64], place: Path, row: int) -> None:
-    """Write these samples of a corpus, in their order, as a corpus of their own."""
+def _copy(
+    corpus: Corpus, samples: NDArray[np.int64], place: Path, row: int, lost: dict[str, int]
+) -> None:
+    """Write these samples of a corpus, in their order, as a corpus of their own.
+
+    lost: the counts of samples that were read and are not trained on, for the report.
+    """
     counts = Counts()
     with made_aside(place) as aside, CorpusWriter(aside) as writer:
         for index, (file, line) in zip(samples, corpus.origins[samples].tolist(), strict=True):
@@ -62,12 +70,13 @@ def _copy(corpus: Corpus, samples: NDArray[np.int64], place: Path, row: int) -> 
         if not counts.target_tokens:
             what = f"leaves {len(samples):,} samples without a trained token on one side"
             raise wrong_key(KEY, what, "write another fraction, or another seed")
-        spans = [
-            SourceSpan(*np.searchsorted(samples, (span.first, span.stop)).tolist(), span.weight)
-            for span in corpus.sources
-        ]
+        spans = []
+        for span in corpus.sources:
+            first, stop = np.searchsorted(samples, (span.first, span.stop)).tolist()
+            spans.append(SourceSpan(first, stop, span.weight))
         words = json.dumps([corpus.contents, samples.tolist()])
         contents = hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
         writer.finish(list(corpus.files), spans, corpus.overlong, contents)
-        report = {**asdict(counts), "notes": counts.notes()}
+        read = counts.samples + sum(lost.values())
+        report = {**asdict(counts), **lost, "read": read, "notes": counts.notes()}
         (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")

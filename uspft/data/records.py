@@ -13,7 +13,7 @@ from uspft.data.hub import HubSplit
 from uspft.data.objects import objects
 from uspft.data.shapes import (
     SPLIT,
-    Shape,
+    RecordShape,
     columns,
     described,
     formed,
@@ -53,7 +53,7 @@ def read(content: SourceFile | HubSplit, asked: Naming) -> Iterator[Record | Bad
     The fields of the first good record decide what all have: one file has one shape.
     """
     first: Record | None = None
-    shape: Shape | None = None
+    shape: RecordShape | None = None
     spelt: set[frozenset[str]] = set()
     for item in objects(content, partial(columns, asked=asked)):
         if isinstance(item, BadRecord):

@@ -23,7 +23,7 @@ _GAP = "\n\n"
 
 
 @dataclass(frozen=True)
-class Shape:
+class RecordShape:
     """A shape of records: the fields that tell it, those that it may have, and its formats.
 
     The first format is that of `auto`.
@@ -37,13 +37,13 @@ class Shape:
 
 _PAIR = ("prompt_completion", "messages")
 SHAPES = (
-    Shape("messages", ("messages",), ("system", *CHAT), ("messages",)),
-    Shape("Alpaca", ("instruction", "output"), ("input", "system", *CHAT), _PAIR),
-    Shape("prompt and completion", ("prompt", "completion"), ("system", *CHAT), _PAIR),
-    Shape("input and output", ("input", "output"), ("system", *CHAT), _PAIR),
-    Shape("question and answer", ("question", "answer"), ("system", *CHAT), _PAIR),
-    Shape("text", ("text",), (), ("text",)),
-    Shape("tokenized", ("input_ids",), ("labels",), ("tokenized",)),
+    RecordShape("messages", ("messages",), ("system", *CHAT), ("messages",)),
+    RecordShape("Alpaca", ("instruction", "output"), ("input", "system", *CHAT), _PAIR),
+    RecordShape("prompt and completion", ("prompt", "completion"), ("system", *CHAT), _PAIR),
+    RecordShape("input and output", ("input", "output"), ("system", *CHAT), _PAIR),
+    RecordShape("question and answer", ("question", "answer"), ("system", *CHAT), _PAIR),
+    RecordShape("text", ("text",), (), ("text",)),
+    RecordShape("tokenized", ("input_ids",), ("labels",), ("tokenized",)),
 )
 NAMES = tuple(dict.fromkeys(name for shape in SHAPES for name in shape.needs + shape.may))
 """Every field that `data.fields` may map."""
@@ -70,7 +70,7 @@ def renamed(fields: Fields, asked: Naming) -> Fields:
     return fields
 
 
-def recognised(fields: Collection[str], asked: Naming) -> Shape:
+def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
     """Return the shape of records that have fields of these (our) names.
 
     Raises SampleFault where none fits the names and the asked format, or more than one does.
@@ -112,7 +112,7 @@ def _mapping(fields: Collection[str], asked: Naming) -> str:
     return f"name them in data.fields, {SHOW}"
 
 
-def require_shape(fields: Collection[str], shape: Shape, asked: Naming) -> None:
+def require_shape(fields: Collection[str], shape: RecordShape, asked: Naming) -> None:
     """Check that a record with fields of these names has the shape, and misspells none of it.
 
     Raises SampleFault.
@@ -145,7 +145,7 @@ def columns(names: Collection[str], asked: Naming) -> list[str]:
     return [name for name in names if name in used]
 
 
-def described(shape: Shape, fields: Fields, asked: Naming) -> str:
+def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
     """Return what a shape is called and by which fields it was told: fields are the record's own.
 
     As in 'ShareGPT: conversations with from/value'.
@@ -162,7 +162,7 @@ def described(shape: Shape, fields: Fields, asked: Naming) -> str:
     return f"{called}: {name} with {role}/{content}"
 
 
-def formed(fields: Fields, shape: Shape, asked: Naming) -> tuple[str, Fields]:
+def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:
     """Return the format that a record of this shape takes, and the fields of that format.
 
     fields: under our names. Types are checked only as far as joining needs. Raises SampleFault.
@@ -177,7 +177,7 @@ def formed(fields: Fields, shape: Shape, asked: Naming) -> tuple[str, Fields]:
     return "messages", _chat(fields, turns)
 
 
-def _pair(fields: Fields, shape: Shape, asked: Naming) -> tuple[str, Fields]:
+def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:
     first, last = shape.needs
     prompt, completion = fields[first], fields[last]
     if isinstance(prompt, list) or isinstance(completion, list):

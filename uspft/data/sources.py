@@ -182,9 +182,9 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     files, place = list_files(path, declared), Path(path).expanduser()
     special = [place] if _is_special(place) else []
     if os.path.isdir(place):
-        special += sorted(file for file in _below(place) if _is_special(file))
-    for file in special:
-        what = f"{file} is a FIFO, a socket or a device, and no file"
+        special += sorted(one for one in _below(place) if _is_special(one))
+    for odd in special:
+        what = f"{odd} is a FIFO, a socket or a device, and no file"
         yield what, "write its contents to a file, since data is read more than once"
     if not files and not special:
         if glob.has_magic(path):

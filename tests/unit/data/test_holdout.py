@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.data_cases import block, source, write_lengths, write_lines
-from uspft.data import Corpus, DataError, hold_out, prepare, read_report
+from uspft.data import Corpus, DataError, fates, hold_out, prepare, read_report
 
 
 def recipe(*sources: Any, fraction: float = 0.25, seed: int = 1) -> Any:
@@ -52,6 +52,9 @@ def test_samples_are_trained_on_or_held_out(tmp_path: Path) -> None:
         assert [first.weight, last.weight] == weights
         report = read_report(place)
         assert report["samples"] == len(corpus) and report["tokens"] == len(corpus.tokens)
+    assert fates(read_report(whole)) is None
+    lost = {"read": 30, "kept": len(trained), "dropped": {"held out": len(held)}}
+    assert fates(read_report(places[0])) == lost
     counts = [read_report(place)["target_tokens"] for place in (whole, *places)]
     assert counts[0] == counts[1] + counts[2]
     names = {Corpus.open(folder).contents for folder in (whole, *places)}

@@ -23,7 +23,7 @@ from tests.support.data_cases import (
     write_lengths,
     write_lines,
 )
-from uspft.data import Corpus, DataError, RowStream, prepare
+from uspft.data import Corpus, DataError, RowStream, fates, prepare
 
 EOS = 0
 
@@ -213,6 +213,8 @@ def test_bad_samples_are_skipped_counted_and_named(tmp_path: Path) -> None:
     report = report_of(folder)
     kept = {name: report[name] for name in ("read", "samples", "dropped", "bad")}
     assert kept == {"read": 6, "samples": 1, "dropped": 1, "bad": 4}
+    lost = {"longer than a row": 1, "cannot be used": 4}
+    assert fates(report) == {"read": 6, "kept": 1, "dropped": lost}
     broken, text, beyond = report["skipped"]
     assert broken.startswith(f"{path}:2: broken JSON (") and "(2 such: lines 2, 4); " in broken
     assert text.startswith(f"{path}:3: input_ids is a string; ") and f"{path}:6: " in beyond
