@@ -33,8 +33,9 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             examined = examine_model(recipe)
     elif asks:
         found.not_checked.append(f"the names in {', '.join(asks)} (no config of the model here)")
+    vocabulary = shape.vocab_size if shape else None
     with found.placed():
-        look = first_look(recipe.data, _tokenizer_here(recipe), shape and shape.vocab_size)
+        look = first_look(recipe.data, _tokenizer_here(recipe), vocabulary)
     found.not_checked.extend(look.left_out)
     print(f"{target}: no problem found")
     for line in look.shapes[:SHOWN_FILES]:

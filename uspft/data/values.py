@@ -83,8 +83,10 @@ def _check_turn(here: str, turn: Any) -> None:
             raise SampleFault(f"{here} has no {key}, but {found}; {remedy}")
     if turn["role"] not in ROLES:
         shown = f"{turn['role']!r:.40}"
-        likely = LIKELY.get(turn["role"]) if isinstance(turn["role"], str) else None
-        mapping = f"data.fields: {{roles: {{{turn['role']}: {likely}}}}}, or " if likely else ""
+        mapping = ""
+        if isinstance(turn["role"], str):
+            ours = LIKELY.get(turn["role"], "one of ours")
+            mapping = f"data.fields: {{roles: {{{turn['role']:.40}: {ours}}}}}, or "
         remedy = f"write {mapping}one of {', '.join(ROLES)}"
         raise SampleFault(f"{here} has the role {shown}; {remedy}")
     if turn.get("weight") not in (None, 0, 1):
