@@ -154,16 +154,19 @@ def test_data_that_does_not_fit_its_format(
     sized |= {"model.name_or_path": None, "model.config": config}
     text = data_of(ground, {"text": "hi"})
     ground.write({**sized, "data.train": text, "data.train_on": "completion"})
-    ground.call(capsys).about("data.train_on", "is completion, and text data has none", "all")
+    ground.call(capsys).about(
+        "data.train_on", "is completion, and text data has no completion", "all"
+    )
     ground.write({**sized, "data.train": text, "data.format": "messages"})
     (line,) = ground.call(capsys).lines
-    assert line.startswith(f"{text}:1: unknown field 'text'; ")
-    unmarked = ground.folder / "chat.jinja"
-    unmarked.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    ground.write(
-        {**sized, "data.train": data_of(ground, CHAT), "data.chat_template": str(unmarked)}
-    )
-    ground.call(capsys).about("data.chat_template", "no {% generation %} marks", "chatml.jinja")
+    assert line.startswith(f"{text}:1: no shape of messages has the fields text; ")
+    deaf = ground.folder / "chat.jinja"
+    deaf.write_text("{{ messages | length }}")
+    chat = data_of(ground, CHAT)
+    ground.write({**sized, "data.train": chat, "data.chat_template": str(deaf)})
+    (line,) = ground.call(capsys).lines
+    assert line.startswith(f"{chat}:1: the chat template has no {{% generation %}} marks, and ")
+    assert line.endswith("; name a template with {% generation %} marks in data.chat_template")
 
 
 def test_folders_that_cannot_be_written(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:

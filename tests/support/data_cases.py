@@ -18,12 +18,14 @@ ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "data" / "tokenizer"
 TEMPLATES = ROOT / "data" / "templates"
 SAMPLES = ROOT / "data" / "samples"
+LIMITS = ("max_samples", "max_tokens")
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
 
 def source(path: Any, **fields: Any) -> Any:
     """A source as the recipe's block has it."""
-    given = {"name": None, "split": None, "format": None, "weight": None, **fields}
+    off = dict.fromkeys(("name", "split", "format", "fields", "weight", *LIMITS))
+    given = {**off, "title": str(path), **fields}
     return SimpleNamespace(path=str(path), **given)
 
 
@@ -34,10 +36,12 @@ def block(*sources: Any, **fields: Any) -> Any:
         "train": train,
         "eval": None,
         "format": "auto",
+        "fields": {},
         "sequence_length": 4096,
         "packing": "best_fit",
         "overlong": "error",
         "train_on": "assistant",
+        "on_bad_sample": "error",
         "chat_template": None,
         "shuffle": True,
         "workers": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,26 +22,33 @@ LINE = re.compile(
 )
 
 
-@pytest.mark.timeout(300)
-def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", "qwen3", heads=4, kv_heads=2)
-    data = make_documents(tmp_path / "train.jsonl", [60, 36, 96, 50], masked=[0.0, 0.9, 0.4])
-    sets = {
-        "few": make_documents(tmp_path / "few.jsonl", [96], masked=[0.8]),
-        "many": make_documents(tmp_path / "many.jsonl", [10, 90, 30, 64, 31], masked=[0.0, 0.5]),
-    }
-    recipe = {
-        "model": {"name_or_path": str(tmp_path / "model"), "dtype": "float32"},
+def recipe_of(folder: Path, train: Path, sets: list[Path]) -> dict[str, Any]:
+    return {
+        "model": {"name_or_path": str(folder / "model"), "dtype": "float32"},
         "data": {
-            "train": str(data.path),
-            "eval": [str(found.path) for found in sets.values()],
+            "train": str(train),
+            "eval": [str(path) for path in sets],
             "sequence_length": 96,
+            "on_bad_sample": "skip",
         },
         "parallel_config": {"context_parallel": 2, "context_parallel_algo": "planned_cp"},
         "deepspeed": {"zero_optimization": {"stage": 3}},
         "training": {"steps": 3, "global_batch_size": 2, "eval_every_steps": 2},
         "launch": {"device": "cpu"},
     }
+
+
+@pytest.mark.timeout(300)
+def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "qwen3", heads=4, kv_heads=2)
+    data = make_documents(tmp_path / "train.jsonl", [60, 36, 96, 50], masked=[0.0, 0.9, 0.4])
+    with data.path.open("a") as file:
+        file.write('{"input_ids": [1, 2\n{"input_ids": "1 2"}\n')
+    sets = {
+        "few": make_documents(tmp_path / "few.jsonl", [96], masked=[0.8]),
+        "many": make_documents(tmp_path / "many.jsonl", [10, 90, 30, 64, 31], masked=[0.0, 0.5]),
+    }
+    recipe = recipe_of(tmp_path, data.path, [found.path for found in sets.values()])
     process = Forked.start(recipe, tmp_path)
     out, err = process.communicate(timeout=250)
     assert (process.returncode, err) == (0, "")
@@ -54,7 +62,10 @@ def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
     ]
     assert sum(line.startswith("evaluation: loss ") for line in lines) == 1
     assert sum(line.startswith("done: loss ") for line in lines) == 1
-    written = records(tmp_path)
+    read, *written = records(tmp_path)
+    assert read == {"data": {"read": 6, "kept": 4, "dropped": {"cannot be used": 2}}}
+    assert "data: 2 samples that cannot be used and were skipped" in out
+    assert f"data: {data.path}:5: broken JSON (" in out and f"data: {data.path}:6: input_ids" in out
     assert [("loss" in record, record["step"]) for record in written] == [
         (True, 1),
         (True, 2),

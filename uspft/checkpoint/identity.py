@@ -15,7 +15,10 @@ LOOSE = {
     "data.workers",
     "data.cache_dir",
     "data.eval",
+    "data.eval_fraction",
     "data.format",
+    "data.fields",
+    "data.on_bad_sample",
     "data.train",
     "data.chat_template",
 }

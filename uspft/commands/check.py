@@ -6,13 +6,19 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from uspft.config import Recipe
+from uspft.data import first_look
 from uspft.launcher import hosts_from
 from uspft.metrics import as_size
+from uspft.prepare.data import tokenizer_of
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import output_of
 from uspft.prepare.space import space_free, space_needed
+
+SHOWN_FILES = 10
+"""How many files of data are told."""
 
 
 def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
@@ -27,7 +33,15 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             examined = examine_model(recipe)
     elif asks:
         found.not_checked.append(f"the names in {', '.join(asks)} (no config of the model here)")
+    vocabulary = shape.vocab_size if shape else None
+    with found.placed():
+        look = first_look(recipe.data, _tokenizer_here(recipe), vocabulary)
+    found.not_checked.extend(look.left_out)
     print(f"{target}: no problem found")
+    for line in look.shapes[:SHOWN_FILES]:
+        print(f"data: {line}")
+    if len(look.shapes) > SHOWN_FILES:
+        print(f"data: ... and {len(look.shapes) - SHOWN_FILES:,} more files")
     print(f"layout: {found.sentence}")
     for line in found.strategies:
         print(f"strategy: {line}")
@@ -50,10 +64,19 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         needed = space_needed(recipe, examined.trained, examined.parameters, steps)
         output = output_of(recipe)
         print(f"disk: writes {as_size(needed)}; {as_size(space_free(output))} free in {output}")
-    if recipe.data.eval:
+    sets = [source.title for source in recipe.data.eval or ()]
+    if recipe.data.eval_fraction:
+        sets = [f"{recipe.data.eval_fraction:.2%} of data.train, held out"]
+    if sets:
         every = recipe.training.eval_every_steps
         often = f"after every {every} steps and at the end" if every else "at the end"
-        print(f"evaluation: {', '.join(source.title for source in recipe.data.eval)}, {often}")
+        print(f"evaluation: {', '.join(sets)}, {often}")
     for thing in found.not_checked:
         print(f"not checked: {thing}")
     return 0
+
+
+def _tokenizer_here(recipe: Recipe) -> str | None:
+    """Return the tokenizer's folder, or None where it is a hub id."""
+    folder = tokenizer_of(recipe)
+    return folder if folder and os.path.isdir(folder) else None

@@ -25,7 +25,7 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
         tenth = max(1, len(losses) // 10)
         first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
         lines.append(f"done: loss {first:.3f} → {last:.3f} (first and last tenth of the steps)")
-    if recipe.data.eval:  # without it, only records of an earlier run may be there
+    if recipe.data.eval or recipe.data.eval_fraction:  # else from an earlier run
         lines += _evaluated([record for record in steps if "eval_loss" in record])
     if recipe.export.huggingface:
         lines.append(

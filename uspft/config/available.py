@@ -63,7 +63,6 @@ LATER = (
         },
     ),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
-    Later("weighting sources", {"data.train[].weight": (_given, "")}),
     Later("TensorBoard", {"logging.tensorboard": (_is(True), "false")}),
     Later("Weights & Biases", {"logging.wandb": (_given, "null")}),
     Later("the report", {"logging.report": (_is(True), "false")}),

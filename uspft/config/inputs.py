@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from uspft.config.allowed import described, lets_pass, shown
-from uspft.config.checks import choice, each, free, real, text, tokens, whole
-from uspft.config.fields import Flag, PathOrNone, RecipeBlock, TextOrNone, block
+from uspft.config.checks import choice, each, free, real, table, text, tokens, whole
+from uspft.config.fields import CountOrNone, Flag, PathOrNone, RecipeBlock, TextOrNone, block
 from uspft.config.lora import AdapterBlock, pattern
 from uspft.config.problems import fault
 from uspft.config.rope import scaling
@@ -17,6 +17,32 @@ _is = PlainValidator  # a check takes the place of the type in validation
 _NONE = (None,)
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
+
+
+RECORD = (
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "system",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "question",
+    "answer",
+    "text",
+    "input_ids",
+    "labels",
+)
+"""The fields of records, under our names."""
+_other_name = text("the field's name in the data", also=_NONE)
+FIELDS = {
+    **dict.fromkeys(RECORD, _other_name),
+    "role": text("the key of a turn's role"),
+    "content": text("the key of a turn's content"),
+    "roles": free(),
+}
 
 
 class Source(RecipeBlock):
@@ -29,9 +55,15 @@ class Source(RecipeBlock):
     split: TextOrNone = None
     """Split of a hub data set; null takes `train`."""
     format: Annotated[str | None, _is(choice(*FORMATS, also=_NONE))] = None
-    """Which fields the records of this source have; null takes `data.format`."""
+    """What is made of this source's records; null takes `data.format`."""
+    fields: Annotated[dict[str, Any] | None, _is(table(FIELDS, also=_NONE))] = None
+    """What this source names otherwise; its keys win over those of `data.fields`."""
     weight: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
-    """Share of this source in an epoch, relative to the other sources' weights."""
+    """Share of an epoch's tokens, relative to the other weights; null: each sample once."""
+    max_samples: CountOrNone = None
+    """Number of samples, from the first on, that are taken of this source; null takes all."""
+    max_tokens: Annotated[int | None, _is(tokens(1, also=_NONE))] = None
+    """Number of tokens that the samples taken of this source have at most; null takes all."""
 
     @property
     def title(self) -> str:
@@ -102,11 +134,15 @@ class DataBlock(RecipeBlock):
     """Samples to train on: one source, or a list of sources."""
     eval: Annotated[tuple[Source, ...] | None, _is(_sources_or_none)] = None
     """Samples to evaluate on, written as `data.train` is; null evaluates nothing."""
+    eval_fraction: Annotated[float | None, _is(real(above=0, below=1, also=_NONE))] = None
+    """Share of the samples, drawn by `seed`, that is evaluated on and not trained on."""
     format: Annotated[
         Literal["auto", "messages", "prompt_completion", "text", "tokenized"],
         _is(choice(*FORMATS)),
     ] = "auto"
-    """Which fields a record has; `auto` tells them from the first record of each file."""
+    """What is made of records; `auto` tells it from the first record of each file."""
+    fields: Annotated[dict[str, Any], _is(table(FIELDS))] = Field(default_factory=dict)
+    """What is named otherwise: `{messages: dialog, role: speaker, roles: {human: user}}`."""
     sequence_length: Annotated[int, _is(tokens(2))]
     """Number of tokens in a row, over all ranks that share it."""
     packing: Annotated[Literal["none", "best_fit"], _is(choice("none", "best_fit"))] = "best_fit"
@@ -117,9 +153,12 @@ class DataBlock(RecipeBlock):
     ] = "error"
     """What happens to a sample longer than a row; `split` cuts it into several documents."""
     train_on: Annotated[
-        Literal["assistant", "completion", "all"], _is(choice("assistant", "completion", "all"))
+        Literal["assistant", "completion", "last", "all"],
+        _is(choice("assistant", "completion", "last", "all")),
     ] = "assistant"
-    """Target tokens in chats and prompts: the answers (`assistant`, `completion`) or `all`."""
+    """Target tokens: all answers (`assistant`, `completion`), the `last` one, or `all` tokens."""
+    on_bad_sample: Annotated[Literal["error", "skip"], _is(choice("error", "skip"))] = "error"
+    """What happens to a sample that cannot be used; `skip` leaves it out, counted and named."""
     chat_template: PathOrNone = None
     """Jinja file that renders conversations; null takes the tokenizer's own template."""
     shuffle: Flag = True

@@ -75,11 +75,14 @@ def _learning_rates(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.data.eval is not None and recipe.data.eval_fraction is not None:
+        what = f"is {recipe.data.eval_fraction:g}, and data.eval names what is evaluated on"
+        yield "data.eval_fraction", what, "keep one and write null for the other"
     for key in ("eval_every_steps", "eval_micro_batch_size"):
         value = getattr(recipe.training, key)
-        if value is not None and recipe.data.eval is None:
+        if value is not None and not (recipe.data.eval or recipe.data.eval_fraction):
             what = f"is {value}, and there is no `data.eval`"
-            yield f"training.{key}", what, "write data.eval, or null here"
+            yield f"training.{key}", what, "write data.eval or data.eval_fraction, or null here"
 
 
 def _evaluation_sets(recipe: Recipe) -> Iterator[Finding]:
@@ -92,6 +95,14 @@ def _evaluation_sets(recipe: Recipe) -> Iterator[Finding]:
             what = f"is `{source.title}` again, as data.eval[{titles.index(source.title)}]"
             yield f"data.eval[{number}]", what, "keep one of them"
         titles.append(source.title)
+
+
+def _weights(recipe: Recipe) -> Iterator[Finding]:
+    weights = [source.weight for source in recipe.data.train]
+    if None in weights and any(weight is not None for weight in weights):
+        number = weights.index(None)
+        what = "is missing, and other sources have one"
+        yield f"data.train[{number}].weight", what, "write one for each source, or for none"
 
 
 def _device(recipe: Recipe) -> Iterator[Finding]:
@@ -160,9 +171,16 @@ RULES = (
     KeyRule(("parallel_config",), one_layout),
     KeyRule(("parallel_config.strategies", "deepspeed.zero_optimization.stage"), switchable),
     KeyRule(
-        ("training.eval_every_steps", "training.eval_micro_batch_size", "data.eval"), _evaluation
+        (
+            "training.eval_every_steps",
+            "training.eval_micro_batch_size",
+            "data.eval",
+            "data.eval_fraction",
+        ),
+        _evaluation,
     ),
     KeyRule(("data.eval",), _evaluation_sets),
+    KeyRule(("data.train",), _weights),
     KeyRule(("model.dtype", "model.attention", "launch.device"), _device),
     KeyRule(
         (

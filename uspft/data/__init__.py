@@ -1,23 +1,32 @@
 """Training and evaluation data: files are found, tokenised, packed into rows, and streamed.
 
-Reading order: sources (which files) → records (what is in them) → tokenise, chat (ids and labels) →
-reading (all of it, on threads) → cache (once, in a folder; evaluation: each set in its own) →
-corpus → packing → stream (rows) → loader (each rank's share of them).
+Reading order: sources (which files) → objects (what is in them) → shapes, conversations (what it is
+called) → records, values (checked) → rendering, turns (a conversation as text) → tokenise, chat
+(ids and labels) → reading (all of it, on threads) → cache_key, cache (once, in a folder;
+evaluation: each set in its own; holdout) → corpus → packing → stream (rows) →
+loader (each rank's share).
 """
 
 from uspft.data.cache import formats_of, prepare
 from uspft.data.corpus import Corpus, read_report
+from uspft.data.counts import fates
 from uspft.data.evaluation import prepare_sets
 from uspft.data.faults import DataError
+from uspft.data.first_look import first_look
+from uspft.data.holdout import HELD_OUT, hold_out
 from uspft.data.sources import not_checked, source_problems
 from uspft.data.stream import Row, RowStream, training_rows
 
 __all__ = [
+    "HELD_OUT",
     "Corpus",
     "DataError",
     "Row",
     "RowStream",
+    "fates",
+    "first_look",
     "formats_of",
+    "hold_out",
     "not_checked",
     "prepare",
     "prepare_sets",

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from uspft.data.cache_key import cache_key
+from uspft.data.conversations import Naming
 from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan
 from uspft.data.counts import Counts
-from uspft.data.faults import DataError, Faults, wrong_key
-from uspft.data.hub import HubSplit, load_split
+from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
+from uspft.data.hub import load_saved, load_split
+from uspft.data.mixing import Taken, mixed
 from uspft.data.reading import Encoder, SourcePart, tokenised
-from uspft.data.records import BadRecord, first_format
-from uspft.data.sources import is_hub_id, list_files, source_problems
-from uspft.data.tokenise import TextTokeniser, load_tokeniser
+from uspft.data.records import Record, first_record
+from uspft.data.sources import is_hub_id, is_saved, list_files, source_problems
+from uspft.data.tokenise import load_tokeniser
 from uspft.durable import publish
 from uspft.lease import Lease, is_abandoned
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.recipe import DataBlock, Source
 
 
 PARTIAL = re.compile(r"\.[0-9a-f]{24}\.[0-9a-f]{32}(\.partial)?")
 """The name of a folder that a corpus is written in before it is complete."""
-VERSION = 2  # raise it with every change that gives other tokens for the same data
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Reading:
     encoder: Encoder
     contents: str
     """A name for the tokens that the parts become."""
+    shapes: list[str]
+    """What the records look like, and how many parts have records that do."""
 
 
 def prepare(
@@ -63,42 +66,55 @@ def prepare(
     folder is written aside and renamed. For evaluation data, give a block whose train is the
     evaluation sources. Raises DataError.
     """
-    parts = _parts(data)
-    each = [first_format(part.content, part.declared) for part in parts]
-    formats = {name for name in each if name}
+    parts = parts_of(data)
+    first = [first_record(part.content, part.asked) for part in parts]
+    formats = {record.format for record in first if record}
     if (
-        data.train_on == "completion"
+        data.train_on in ("completion", "last")
         and formats
         and not formats & {"messages", "prompt_completion"}
     ):
-        what = f"is completion, and {' and '.join(sorted(formats))} data has none"
+        what = f"is {data.train_on}, and {' and '.join(sorted(formats))} data has no completion"
         raise wrong_key("data.train_on", what, "write all, or another data.format")
     tokeniser = None
     if formats - {"tokenized"}:
         tokeniser = load_tokeniser(tokenizer_path, data)
         if findings := tokeniser.problems(formats, vocab_size):
             raise DataError([], findings)
-    key = _key(data, list(zip(parts, each, strict=True)), tokeniser, vocab_size)
+    key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
     folder = Path(cache_dir) / key.folder
     if not os.path.exists(folder):
-        reading = Reading(parts, Encoder(tokeniser, vocab_size), key.contents)
+        reading = Reading(parts, Encoder(tokeniser, vocab_size), key.contents, _shapes(first))
         build(folder, data, reading, progress or _silent)
     _require_lengths(Corpus.open(folder), data)
     return folder
 
 
-def _parts(data: DataBlock) -> list[SourcePart]:
+def parts_of(data: DataBlock) -> list[SourcePart]:
+    """Return the files and splits of data.train, in reading order. Raises DataError."""
     if findings := source_problems(data):
         raise DataError([], findings)
     parts: list[SourcePart] = []
     for number, source in enumerate(data.train):
-        declared = source.format or data.format
+        asked = naming_of(source, data)
         if is_hub_id(source.path):
-            parts.append(SourcePart(number, declared, load_split(source)))
+            parts.append(SourcePart(number, asked, load_split(source)))
+        elif is_saved(source.path):
+            parts.append(SourcePart(number, asked, load_saved(source)))
         else:
-            files = list_files(source.path, declared)
-            parts += [SourcePart(number, declared, file) for file in files]
+            files = list_files(source.path, asked.format)
+            parts += [SourcePart(number, asked, file) for file in files]
     return parts
+
+
+def naming_of(source: Source, data: DataBlock) -> Naming:
+    """Return what the recipe says of a source's records; its own words win over those of `data`."""
+    return Naming(source.format or data.format, {**data.fields, **(source.fields or {})})
+
+
+def _shapes(first: list[Record | None]) -> list[str]:
+    counts = Counter(record.shape for record in first if record)
+    return [f"{shape} ({count:,} files)" if count > 1 else shape for shape, count in counts.items()]
 
 
 def formats_of(data: DataBlock) -> list[str]:
@@ -109,69 +125,10 @@ def formats_of(data: DataBlock) -> list[str]:
     """
     sources = data.train + (data.eval or ())
     found: list[set[str]] = [set() for _ in sources]
-    for part in _parts(data.model_copy(update={"train": sources, "eval": None})):
-        found[part.source].add(first_format(part.content, part.declared) or "auto")
+    for part in parts_of(data.model_copy(update={"train": sources, "eval": None})):
+        record = first_record(part.content, part.asked)
+        found[part.source].add(record.format if record else "auto")
     return [names.pop() if len(names) == 1 else "auto" for names in found]
-
-
-@dataclass(frozen=True)
-class _Key:
-    """Two names of a corpus, each a hash.
-
-    folder: stands for everything in the corpus's folder. contents: stands for its tokens alone,
-    wherever their files lay.
-    """
-
-    folder: str
-    contents: str
-
-
-def _key(
-    data: DataBlock,
-    parts: list[tuple[SourcePart, str | None]],
-    tokeniser: TextTokeniser | None,
-    vocab_size: int,
-) -> _Key:
-    """Return the names of the corpus that these parts become.
-
-    parts: each with its format, whether it was declared or found.
-    """
-    with ThreadPoolExecutor(data.workers or 1) as pool:
-        digests = list(pool.map(_digest, [part for part, _ in parts]))
-    cuts = data.overlong != "error"
-    identity = {
-        "version": VERSION,
-        "parts": [
-            (part.source, form, getattr(part.content, "whole", False)) for part, form in parts
-        ],
-        "contents": digests,
-        "weights": _weights(data),
-        "tokeniser": tokeniser.identity() if tokeniser else None,
-        "vocab_size": vocab_size,
-        "overlong": data.overlong,
-        "sequence_length": data.sequence_length if cuts else None,
-    }
-    contents = _hashed(identity)
-    return _Key(_hashed([contents, *(part.content.shown for part, _ in parts)]), contents)
-
-
-def _hashed(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
-
-
-def _weights(data: DataBlock) -> list[float]:
-    return [1.0 if source.weight is None else float(source.weight) for source in data.train]
-
-
-def _digest(part: SourcePart) -> str:
-    if isinstance(part.content, HubSplit):
-        return part.content.digest()
-    try:
-        with part.content.path.open("rb") as handle:
-            return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}; mend it or leave it out"
-        raise DataError([f"{part.content.shown}: {what}"]) from error
 
 
 def build(
@@ -179,15 +136,24 @@ def build(
 ) -> None:
     """Write the corpus aside and rename it to `folder`. Raises DataError."""
     started = time.perf_counter()
+    with made_aside(folder) as aside:
+        counts, lines = _write(aside, data, reading, progress)
+        report = {
+            **asdict(counts),
+            "seconds": round(time.perf_counter() - started, 3),
+            "notes": counts.notes(),
+            "shapes": reading.shapes,
+            **lines,
+        }
+        (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def made_aside(folder: Path) -> Iterator[Path]:
+    """Yield a new folder to write into, which is `folder` afterwards. Raises DataError."""
     try:
         with _partial(folder) as aside:
-            counts = _write(aside, data, reading, progress)
-            report = {
-                **asdict(counts),
-                "seconds": round(time.perf_counter() - started, 3),
-                "notes": counts.notes(),
-            }
-            (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+            yield aside
             _publish(aside, folder)
     except OSError as error:
         remedy = "name a folder with room that can be written"
@@ -217,33 +183,43 @@ def _partial(folder: Path) -> Iterator[Path]:
 
 def _write(
     aside: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
-) -> Counts:
-    faults, counts = Faults(), Counts()
+) -> tuple[Counts, dict[str, list[str]]]:
+    """Write the samples, and return the counts, and lines on what was skipped and on the mix."""
+    faults, counts, taken = Faults(), Counts(), Taken(data.train)
     ends = [0] * len(data.train)
     done, total = 0, sum(part.size for part in reading.parts)
     with CorpusWriter(aside) as writer:
-        for batch in tokenised(reading.parts, reading.encoder, data.workers or 1):
+        for batch in tokenised(reading.parts, reading.encoder, data.workers or 1, taken.full):
             for sample in batch.samples:
+                source = reading.parts[sample.part].source
+                if source in taken.full:
+                    continue
                 if isinstance(sample, BadRecord):
                     faults.add(sample.where, sample.what)
+                    counts.read, counts.bad = counts.read + 1, counts.bad + 1
+                    continue
+                if not taken.fits(source, sample.tokens, data):
                     continue
                 kept = counts.kept(sample.tokens, data.overlong, data.sequence_length)
                 if kept is not None:
                     writer.add(kept, sample.part, sample.line)
-                    ends[reading.parts[sample.part].source] = len(writer)
+                    taken.add(source, len(kept.ids))
+                    ends[source] = len(writer)
             done += batch.size
             progress(done, total)
-        faults.raise_any()
+        if data.on_bad_sample == "error":
+            faults.raise_any()
         _require_targets(data, counts)
         ends = list(accumulate(ends, max))  # a source without samples ends where the last one did
+        mix = mixed(data.train, taken.tokens)
         spans = [
-            SourceSpan(first, stop, weight)
-            for first, stop, weight in zip([0, *ends], ends, _weights(data), strict=False)
+            SourceSpan(first, stop, times)
+            for first, stop, times in zip([0, *ends], ends, mix.times, strict=False)
         ]
         shown = [part.content.shown for part in reading.parts]
         writer.finish(shown, spans, data.overlong, reading.contents)
     progress(total, total)
-    return counts
+    return counts, {"skipped": faults.lines(), "mix": mix.lines()}
 
 
 def _publish(aside: Path, folder: Path) -> None:
@@ -259,6 +235,7 @@ def _require_targets(data: DataBlock, counts: Counts) -> None:
     where = ", ".join(source.path for source in data.train)
     if not counts.samples:
         why = f"all {counts.dropped} were dropped" if counts.dropped else "nothing was read"
+        why = f"all {counts.bad} were skipped" if counts.bad and not counts.dropped else why
         remedy = "give it data, or a larger data.sequence_length"
         raise wrong_key("data.train", f"`{where}`: no sample is left, {why}", remedy)
     if not counts.target_tokens:

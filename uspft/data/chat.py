@@ -1,61 +1,16 @@
-"""Conversations as text and as tokens; the template's marks say what is trained, not a text search.
-
-A template marks the assistant's part with {% generation %} … {% endgeneration %}. Rendering gives
-the text and the marked spans in characters; `tokenise_spans` gives the tokens that are exactly
-those spans.
-"""
+"""The tokens of a conversation, and which of them are exactly the spans of text that train."""
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from uspft.data.faults import SampleFault
+from uspft.data.rendering import Rendered
+from uspft.data.turns import Spans
 
-MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-Spans = list[tuple[int, int]]
 _LEADS = ("\n", ".", "a")
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as text, with the spans that the template marks.
-
-    A span is [start, stop) in characters; spans rise and do not touch.
-    """
-
-    text: str
-    spans: Spans
-
-
-def render(messages: list[dict[str, str]], template: str, special: dict[str, str]) -> Rendered:
-    """Render a conversation through the chat template, with the spans that its marks enclose.
-
-    Threads must not call this, since transformers keeps track of the marks in an object that calls
-    share. Raises SampleFault where the template refuses the conversation, or where its marks do not
-    hold the assistant's text.
-    """
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    marked = MARK.search(template) is not None
-    try:
-        texts, indices = render_jinja_template(
-            conversations=[messages],
-            chat_template=template,
-            return_assistant_tokens_mask=marked,
-            **special,
-        )
-    except (TemplateError, TypeError) as error:
-        remedy = "mend the record, or choose another data.chat_template"
-        raise SampleFault(f"the chat template refuses it: {error}; {remedy}") from error
-    spans = _joined(indices[0]) if marked else []
-    if marked:
-        _require_assistant(messages, texts[0], spans)
-    return Rendered(texts[0], spans)
 
 
 def tokenise_spans(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
@@ -164,35 +119,3 @@ def _same_text(got: str, want: str) -> bool:
     if got == want:
         return True
     return unicodedata.normalize("NFKC", got) == unicodedata.normalize("NFKC", want)
-
-
-def _joined(spans: Spans) -> Spans:
-    """Return the spans without empty ones, and with those that touch joined into one."""
-    joined: Spans = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        elif start < stop:
-            joined.append((start, stop))
-    return joined
-
-
-def _require_assistant(messages: list[dict[str, str]], text: str, spans: Spans) -> None:
-    """Check that the marks hold the text of every assistant message.
-
-    Raises SampleFault where marks stand beside that text, as they do inside a Jinja macro.
-    """
-    marked = "".join(text[start:stop] for start, stop in spans)
-    at = 0
-    for message in messages:
-        if message["role"] != "assistant":
-            continue
-        # Templates of reasoning models leave earlier turns' thoughts out.
-        for content in (message["content"], message["content"].rpartition("</think>")[2]):
-            found = marked.find(content.strip(), at)
-            if found >= 0:
-                at = found + len(content.strip())
-                break
-        else:
-            remedy = "move the {% generation %} marks of data.chat_template around the answer"
-            raise SampleFault(f"the template's marks leave out an assistant message; {remedy}")

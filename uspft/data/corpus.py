@@ -86,14 +86,14 @@ class Corpus:
         return Tokens(self.tokens[first:stop], self.labels[first:stop])
 
 
-def read_report(folder: Path) -> dict[str, int]:
-    """Return the counts that `prepare` wrote to `folder`, by name.
+def read_report(folder: Path) -> dict[str, Any]:
+    """Return what `prepare` wrote to `folder` about the samples: counts, and lists of lines.
 
     Raises DataError where the report is damaged.
     """
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        return {name: count for name, count in report.items() if isinstance(count, int)}
+        return dict(report.items())
     except (OSError, ValueError, AttributeError) as error:
         raise _damaged(folder, error) from error
 

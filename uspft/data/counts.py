@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +15,12 @@ from uspft.data.tokenise import NOT_TRAINED, Tokens
 class Counts:
     """The counts that report.json holds.
 
-    samples and tokens count what is kept; longest is the most tokens of a sample before any is cut
-    or dropped.
+    samples and tokens count what is kept: samples = read − dropped − bad. bad: what
+    data.on_bad_sample skipped. longest: the most tokens of a sample before it is cut or dropped.
     """
 
+    read: int = 0
+    bad: int = 0
     samples: int = 0
     tokens: int = 0
     target_tokens: int = 0
@@ -31,6 +35,7 @@ class Counts:
 
         overlong: the recipe's rule for samples of more than `row` tokens.
         """
+        self.read += 1
         length = len(sample.ids)
         self.longest = max(self.longest, length)
         long = length > row
@@ -54,9 +59,29 @@ class Counts:
     def notes(self) -> list[str]:
         """Return one sentence for each thing that a user should know although nothing is wrong."""
         said = [
+            (self.bad, "that cannot be used and were skipped (data.on_bad_sample: skip)"),
             (self.dropped, "longer than a row and dropped (data.overlong: drop)"),
             (self.truncated, "longer than a row and cut short (data.overlong: truncate)"),
             (self.split, "longer than a row and cut into documents (data.overlong: split)"),
             (self.without_targets, "without a trained token: they cost time and teach nothing"),
         ]
         return [f"{count:,} samples {what}" for count, what in said if count]
+
+
+def fates(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what became of the samples that were read: kept + all of dropped = read.
+
+    report: what `read_report` returns. None where every sample was kept.
+    """
+    reasons = {
+        "longer than a row": report.get("dropped", 0),
+        "cannot be used": report.get("bad", 0),
+        "held out": report.get("held_out", 0),
+    }
+    dropped = {reason: count for reason, count in reasons.items() if count}
+    kept = report["samples"]
+    return (
+        {"read": kept + sum(dropped.values()), "kept": kept, "dropped": dropped}
+        if dropped
+        else None
+    )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from uspft.config.problems import Finding, InputError
 
-SHOWN_LINES = 20
+SHOWN_LINES, SHOWN_PLACES = 20, 3
+_OWN = re.compile(r"'[^']*'|\d[\d,.]*")
+"""What faults of one kind have of their own."""
 
 
 class DataError(InputError):
@@ -26,15 +30,28 @@ def wrong_key(key: str, what: str, remedy: str) -> DataError:
     return DataError([], [(key, what, remedy)])
 
 
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that cannot be used, its place, and what is wrong with it.
+
+    where: 'FILE:LINE', or the file alone where no line is at fault. what: 'what is wrong; remedy'.
+    part: the number of the file or split among all that are read.
+    """
+
+    where: str
+    what: str
+    part: int = 0
+
+
 class SampleFault(Exception):
     """One sample is wrong; the text is 'what; remedy', and the reader of the file knows where."""
 
 
 class Faults:
-    """The faults of a whole reading: the first 20 in words, the others only counted."""
+    """The faults of a whole reading, those alike in one group; 20 groups at most are told."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
+        self._groups: dict[str, _Group] = {}
         self._more = 0
 
     def add(self, where: str, what: str) -> None:
@@ -42,18 +59,51 @@ class Faults:
 
         where: 'FILE:LINE' or a key of the recipe. what: 'what is wrong; remedy'.
         """
-        if len(self._lines) < SHOWN_LINES:
-            # A name or a value may hold a line break, and a fault is one line.
-            shown = (c if c.isprintable() else repr(c)[1:-1] for c in f"{where}: {what}")
-            self._lines.append("".join(shown))
-        else:
+        alike = _OWN.sub("…", what)
+        group = self._groups.get(alike)
+        if group is None and len(self._groups) == SHOWN_LINES:
             self._more += 1
+            return
+        if group is None:
+            group = self._groups[alike] = _Group(what)
+        group.count += 1
+        if len(group.places) < SHOWN_PLACES:
+            group.places.append(where)
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._groups)
+
+    def lines(self) -> list[str]:
+        """Return a line for each group, and one for what is not told."""
+        more = [f"... and {self._more:,} more of other kinds"] if self._more else []
+        return [group.line() for group in self._groups.values()] + more
 
     def raise_any(self) -> None:
         """Raise a DataError with all faults, where there are any."""
-        if self._lines:
-            more = [f"... and {self._more} more"] if self._more else []
-            raise DataError(self._lines + more)
+        if self:
+            raise DataError(self.lines())
+
+
+@dataclass
+class _Group:
+    """Faults that differ in numbers and quoted values alone; `what` is the first's."""
+
+    what: str
+    count: int = 0
+    places: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """Return the group as one line: its first place, what is wrong, and where else."""
+        what, _, remedy = self.what.partition("; ")
+        if self.count > 1:
+            what += f" ({self.count:,} such: {self._where()})"
+        # A name or a value may hold a line break, and a fault is one line.
+        text = "; ".join([f"{self.places[0]}: {what}", *([remedy] if remedy else [])])
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+    def _where(self) -> str:
+        files = [place.rpartition(":") for place in self.places]
+        one = len({file for file, _, _ in files}) == 1 and all(n.isdigit() for _, _, n in files)
+        named = ", ".join([number for _, _, number in files] if one else self.places)
+        rest = ", …" if self.count > len(self.places) else ""
+        return f"{'lines ' if one else ''}{named}{rest}"

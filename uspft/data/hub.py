@@ -1,14 +1,16 @@
-"""A data set of the Hugging Face hub, which is loaded whole, and named and hashed like a file."""
+"""A data set of the hub or of `save_to_disk`: loaded whole, and named and hashed like a file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.problems import said
 from uspft.data.faults import wrong_key
+from uspft.data.sources import saved_splits
 
 if TYPE_CHECKING:
     from uspft.config.recipe import Source
@@ -19,7 +21,7 @@ _HUB_SECONDS = 10
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a hub data set; its record n, from 1, stands for line n of a file."""
+    """One split of a data set; its record n, from 1, stands for line n of a file."""
 
     dataset: Any  # datasets.Dataset
     shown: str
@@ -58,6 +60,21 @@ class _HashSink:
 
     def flush(self) -> None:
         """Do nothing, since nothing is held back."""
+
+
+def load_saved(source: Source) -> HubSplit:
+    """Load a folder that `save_to_disk` wrote, or its split (default train). Raises DataError."""
+    from datasets import load_from_disk
+
+    split = source.split or "train"
+    try:
+        found = load_from_disk(Path(source.path).expanduser())
+        several = saved_splits(source.path)
+        dataset = found[split] if several else found
+    except Exception as error:  # datasets and pyarrow each raise their own kinds
+        what = f"the saved data set {source.path} cannot be read: {said(error)}"
+        raise wrong_key("data.train", what, "save it again with save_to_disk") from error
+    return HubSplit(dataset, f"{source.path}/{split}" if several else source.path)
 
 
 def load_split(source: Source) -> HubSplit:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from uspft.data.chat import Rendered
-from uspft.data.faults import SampleFault
+from uspft.data.conversations import Naming
+from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
-from uspft.data.records import BadRecord, Record, read
+from uspft.data.records import Record, read
 from uspft.data.sources import SourceFile
 from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
 
@@ -20,10 +21,10 @@ BATCH_RECORDS = 512
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A file or hub split of source number `source`, with the format that the recipe declares."""
+    """A file or split of source number `source`, with what the recipe says of its records."""
 
     source: int
-    declared: str
+    asked: Naming
     content: SourceFile | HubSplit
 
     @property
@@ -87,8 +88,12 @@ class Portion:
     size: int
 
 
-def tokenised(parts: list[SourcePart], encoder: Encoder, workers: int) -> Iterator[Portion]:
+def tokenised(
+    parts: list[SourcePart], encoder: Encoder, workers: int, full: Set[int]
+) -> Iterator[Portion]:
     """Yield the samples of all parts in order, whatever the number of workers.
+
+    full: the sources of which no more is wanted; what was read ahead of them comes all the same.
 
     Only a few batches are in memory at a time. Threads suffice, since the tokenizer runs outside
     Python's lock, and they start without a new process.
@@ -96,7 +101,7 @@ def tokenised(parts: list[SourcePart], encoder: Encoder, workers: int) -> Iterat
     pending: deque[Future[Portion]] = deque()
     with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
         try:
-            for items, size in _batches(parts, encoder):
+            for items, size in _batches(parts, encoder, full):
                 pending.append(pool.submit(_encoded, items, size, encoder))
                 if len(pending) > 2 * workers:
                     yield pending.popleft().result()
@@ -106,11 +111,15 @@ def tokenised(parts: list[SourcePart], encoder: Encoder, workers: int) -> Iterat
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _batches(parts: list[SourcePart], encoder: Encoder) -> Iterator[tuple[list[_Item], int]]:
+def _batches(
+    parts: list[SourcePart], encoder: Encoder, full: Set[int]
+) -> Iterator[tuple[list[_Item], int]]:
     items: list[_Item] = []
     size = 0
     for number, part in enumerate(parts):
-        for record in read(part.content, part.declared):
+        for record in read(part.content, part.asked):
+            if part.source in full:
+                break
             items.append(_rendered(number, part, record, encoder))
             size += record.size if isinstance(record, Record) else 0
             if size >= _BATCH_SIZE or len(items) >= BATCH_RECORDS:
@@ -122,12 +131,12 @@ def _batches(parts: list[SourcePart], encoder: Encoder) -> Iterator[tuple[list[_
 
 def _rendered(number: int, part: SourcePart, record: Record | BadRecord, encoder: Encoder) -> _Item:
     if isinstance(record, BadRecord):
-        return _Item(number, 0, record.where, record)
+        return _Item(number, 0, record.where, replace(record, part=number))
     where = f"{part.content.shown}:{record.line}"
     try:
         return _Item(number, record.line, where, encoder.rendered(record))
     except SampleFault as fault:
-        return _Item(number, record.line, where, BadRecord(where, str(fault)))
+        return _Item(number, record.line, where, BadRecord(where, str(fault), number))
 
 
 def _encoded(items: list[_Item], size: int, encoder: Encoder) -> Portion:
@@ -139,5 +148,5 @@ def _encoded(items: list[_Item], size: int, encoder: Encoder) -> Portion:
         try:
             samples.append(Sample(item.part, item.line, encoder.tokens(item.content)))
         except SampleFault as fault:
-            samples.append(BadRecord(item.where, str(fault)))
+            samples.append(BadRecord(item.where, str(fault), item.part))
     return Portion(samples, size)

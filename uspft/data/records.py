@@ -1,248 +1,107 @@
-"""Reading of a file or a hub split as checked records; every fault names file and line."""
+"""Reading of a file or a split as checked records; every fault names file and line."""
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from uspft.data.faults import SampleFault
+from uspft.data.conversations import Naming
+from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
+from uspft.data.objects import objects
+from uspft.data.shapes import (
+    SPLIT,
+    RecordShape,
+    columns,
+    described,
+    formed,
+    recognised,
+    renamed,
+    require_shape,
+)
 from uspft.data.sources import SourceFile
+from uspft.data.values import CHECKS
 
-ROLES = ("system", "user", "assistant", "tool")
 FIELDS = {  # format: (required, optional)
-    "messages": (("messages",), ()),
+    "messages": (("messages",), ("tools", "chat_template_kwargs")),
     "prompt_completion": (("prompt", "completion"), ()),
     "text": (("text",), ()),
     "tokenized": (("input_ids",), ("labels",)),
 }
-_SHOW = "data/README.md shows the formats"
 
 
 @dataclass(frozen=True)
 class Record:
     """One sample as it was read: its fields are checked for names and types, not yet for token ids.
 
-    line counts from 1; in a hub split it is the number of the record.
+    line counts from 1; in a table it is the number of the record. shape: what the first record of
+    its file looks like, in words.
     """
 
     line: int
     format: str
     fields: dict[str, Any]
     size: int  # bytes in the file; 1 for a hub record
+    shape: str = ""
 
 
-@dataclass(frozen=True)
-class BadRecord:
-    """A record that cannot be used, its place, and what is wrong with it.
+def read(content: SourceFile | HubSplit, asked: Naming) -> Iterator[Record | BadRecord]:
+    """Yield the records of a file or a split in order, with a BadRecord for each fault.
 
-    where: 'FILE:LINE', or the file alone where no line is at fault. what: 'what is wrong; remedy'.
+    The fields of the first good record decide what all have: one file has one shape.
     """
-
-    where: str
-    what: str
-
-
-def read(content: SourceFile | HubSplit, declared: str) -> Iterator[Record | BadRecord]:
-    """Yield the records of a file or a hub split in order, with a BadRecord for each fault.
-
-    declared: the recipe's format; 'auto' is decided by the fields of the first record, or by the
-    columns of a hub split.
-    """
-    if isinstance(content, HubSplit):
-        yield from _read_hub(content, declared)
-        return
-    try:
-        yield from _read_whole(content) if content.whole else _read_lines(content, declared)
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}; mend it or leave it out"
-        yield BadRecord(content.shown, what)
-
-
-def _read_hub(split: HubSplit, declared: str) -> Iterator[Record | BadRecord]:
-    """Yield the records of a hub split, without the columns that are no field of its format.
-
-    Such columns are no fault, since no user can edit them.
-    """
-    try:
-        known = _format_of(split.columns) if declared == "auto" else declared
-    except SampleFault as fault:
-        yield BadRecord(split.shown, str(fault))
-        return
-    required, optional = FIELDS[known]
-    missing = [name for name in required if name not in split.columns]
-    if missing:
-        what = f"no column {', '.join(missing)}; choose another data.format"
-        yield BadRecord(split.shown, what)
-        return
-    columns = [name for name in required + optional if name in split.columns]
-    for number, fields in enumerate(split.records(columns), 1):
+    first: Record | None = None
+    shape: RecordShape | None = None
+    spelt: set[frozenset[str]] = set()
+    for item in objects(content, partial(columns, asked=asked)):
+        if isinstance(item, BadRecord):
+            yield item
+            continue
         try:
-            yield Record(number, known, checked(fields, known), 1)
-        except SampleFault as fault:
-            yield BadRecord(f"{split.shown}:{number}", str(fault))
-
-
-def first_format(file: SourceFile | HubSplit, declared: str) -> str | None:
-    """Return the format that the records will have, or None where none of them tells it."""
-    if isinstance(file, SourceFile) and file.whole:
-        return "text"
-    if declared != "auto":
-        return declared
-    try:
-        if isinstance(file, HubSplit):
-            return _format_of(file.columns)
-    except SampleFault:
-        return None
-    records = (item for item in read(file, "auto") if isinstance(item, Record))
-    first = next(records, None)
-    return None if first is None else first.format
-
-
-def _read_whole(file: SourceFile) -> Iterator[Record | BadRecord]:
-    content = file.path.read_bytes()
-    try:
-        text = content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        if not file.library:
-            line = content.count(b"\n", 0, error.start) + 1
-            yield BadRecord(f"{file.shown}:{line}", _not_utf8(error))
-        return
-    if text:
-        yield Record(1, "text", {"text": text}, len(content))
-    elif not file.library:
-        yield BadRecord(f"{file.shown}:1", "the file is empty; remove it or leave it out")
-
-
-def _read_lines(file: SourceFile, declared: str) -> Iterator[Record | BadRecord]:
-    known = None if declared == "auto" else declared
-    empty_line = 0
-    with file.path.open("rb") as handle:
-        for number, raw in enumerate(handle, 1):
-            if not raw.strip():
-                empty_line = empty_line or number
+            if isinstance(content, SourceFile) and content.kind == "text":
+                yield Record(item.line, "text", checked(item.fields, "text"), item.size, "text")
                 continue
-            if empty_line:
-                what = "an empty line before a record; remove it"
-                yield BadRecord(f"{file.shown}:{empty_line}", what)
-                empty_line = 0
-            try:
-                fields = _parse(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
-                known = known or _format_of(fields)
-                yield Record(number, known, checked(fields, known), len(raw))
-            except SampleFault as fault:
-                yield BadRecord(f"{file.shown}:{number}", str(fault))
+            fields = renamed(item.fields, asked)
+            shape = shape or recognised(fields, asked)
+            names = frozenset(fields)
+            if names not in spelt:
+                require_shape(fields, shape, asked)
+                spelt.add(names)
+            form, made = formed(fields, shape, asked)
+            if first is None:
+                words = described(shape, item.fields, asked)
+                first = Record(item.line, form, checked(made, form), item.size, words)
+                yield first
+            elif form == first.format:
+                yield Record(item.line, form, checked(made, form), item.size)
+            else:
+                raise SampleFault(f"{form}, where the file began with {first.shape}; {SPLIT}")
+        except SampleFault as fault:
+            yield BadRecord(f"{content.shown}:{item.line}", str(fault))
+            shape = shape if first else None
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise SampleFault(_not_utf8(error)) from error
-    except json.JSONDecodeError as error:
-        hint = "write JSON Lines: one object a line, no list around them"
-        raise SampleFault(f"broken JSON ({error.msg}, column {error.colno}); {hint}") from error
-    except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
-        raise SampleFault(f"broken JSON ({type(error).__name__}); {_SHOW}") from error
-    if not isinstance(fields, dict):
-        raise SampleFault(f"a {_kind(fields)}, not an object; write one object a line")
-    return fields
-
-
-def _format_of(names: Iterable[str]) -> str:
-    """Return the one format whose required fields are all among `names`.
-
-    Raises SampleFault where no format or more than one fits.
-    """
-    names = list(names)
-    fitting = [name for name, (required, _) in FIELDS.items() if set(required) <= set(names)]
-    if len(fitting) == 1:
-        return fitting[0]
-    shown = ", ".join(names) or "none"
-    what = "no format has the fields" if not fitting else f"{' and '.join(fitting)} both fit fields"
-    raise SampleFault(f"{what} {shown}; set data.format, {_SHOW}")
+def first_record(content: SourceFile | HubSplit, asked: Naming) -> Record | None:
+    """Return the first good record, or None where there is none."""
+    return next((item for item in read(content, asked) if isinstance(item, Record)), None)
 
 
 def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
-    """Return `fields` where their names and types are those of the format `known`.
+    """Return the fields of the format `known`, checked; other fields are left alone.
 
-    Raises SampleFault where they are not, or where the sample is empty.
+    Raises SampleFault where one is of a wrong type, or the sample is empty.
     """
     required, optional = FIELDS[known]
-    allowed = required + optional
-    for name in fields:
-        if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, 1)
-            remedy = f"did you mean {near[0]}?" if near else f"{known} has {', '.join(allowed)}"
-            raise SampleFault(f"unknown field {name!r}; {remedy}")
-    for name in required:
-        if name not in fields:
-            raise SampleFault(f"no field {name!r}, which {known} needs; {_SHOW}")
-    for name, value in fields.items():
-        _CHECKS[name](name, value)
-    if known == "tokenized" and len(fields.get("labels", fields["input_ids"])) != len(
-        fields["input_ids"]
+    found = {name: fields[name] for name in required + optional if name in fields}
+    for name, value in found.items():
+        CHECKS[name](name, value)
+    if known == "tokenized" and len(found.get("labels", found["input_ids"])) != len(
+        found["input_ids"]
     ):
-        counts = f"{len(fields['labels'])} labels for {len(fields['input_ids'])} input_ids"
+        counts = f"{len(found['labels'])} labels for {len(found['input_ids'])} input_ids"
         raise SampleFault(f"{counts}; give each token one label, -100 where not trained")
-    if not any(fields[name] for name in required):
+    if not any(found[name] for name in required):
         raise SampleFault(f"an empty sample ({', '.join(required)}); remove the record")
-    return fields
-
-
-def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise SampleFault(f"{name} is a {_kind(value)}; write a string")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise SampleFault(f"{name} holds half of a surrogate pair; write whole characters") from (
-            error
-        )
-
-
-def _check_ids(name: str, value: Any) -> None:
-    if not isinstance(value, list):
-        raise SampleFault(f"{name} is a {_kind(value)}; write a list of integers")
-    if any(type(item) is not int for item in value):  # True is an int to isinstance
-        bad = next(item for item in value if type(item) is not int)
-        raise SampleFault(f"{name} holds a {_kind(bad)} ({bad!r:.40}); write integers")
-
-
-def _check_messages(name: str, value: Any) -> None:
-    if not isinstance(value, list):
-        raise SampleFault(f"{name} is a {_kind(value)}; write a list of {{role, content}}")
-    for i, message in enumerate(value):
-        where = f"{name}[{i}]"
-        if not isinstance(message, dict):
-            raise SampleFault(f"{where} is a {_kind(message)}; write {{role, content}}")
-        if set(message) != {"role", "content"}:
-            odd = ", ".join(sorted(set(message) ^ {"role", "content"}))
-            raise SampleFault(f"{where} has or lacks {odd}; write role and content, no more")
-        if message["role"] not in ROLES:
-            raise SampleFault(
-                f"{where} has the role {message['role']!r:.40}; write one of {', '.join(ROLES)}"
-            )
-        _check_text(f"{where}.content", message["content"])
-
-
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "messages": _check_messages,
-    "prompt": _check_text,
-    "completion": _check_text,
-    "text": _check_text,
-    "input_ids": _check_ids,
-    "labels": _check_ids,
-}
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8 (byte 0x{error.object[error.start]:02x}); save it as UTF-8"
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+    return found

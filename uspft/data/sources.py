@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 import sysconfig
@@ -16,15 +17,26 @@ if TYPE_CHECKING:
 
 FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
 STDLIB = "python:stdlib"
-JSON_LINES = frozenset({".jsonl", ".json", ".ndjson"})
+KINDS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+"""What a file of an ending is; any other is one text, or JSON Lines where a format says so."""
+PACKED = (".gz", ".zst")
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
+_SAVED, _SAVED_SPLITS = ("state.json", "dataset_info.json"), "dataset_dict.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]{1,10}$")
 _BINARY = re.compile(
-    r"\.(7z|arrow|avro|bin|bz2|db|docx?|feather|gif|gz|h5|hdf5|idx|jpe?g|mindrecord|np[yz]|orc"
-    r"|parquet|pdf|pickle|pkl|png|pth?|pyc|safetensors|so|sqlite|tar|tgz|tfrecord|xlsx?|xz|zip|zst)",
+    r"\.(7z|avro|bin|bz2|db|docx?|feather|gif|h5|hdf5|idx|jpe?g|mindrecord|np[yz]|orc"
+    r"|pdf|pickle|pkl|png|pth?|pyc|safetensors|so|sqlite|tar|tgz|tfrecord|xlsx?|xz|zip)",
     re.IGNORECASE,
 )
 
@@ -33,13 +45,28 @@ _BINARY = re.compile(
 class SourceFile:
     """One file to read, with the name that the user gave it in `shown`.
 
-    whole: the file is one text sample.
+    kind: json (Lines or an array), csv, tsv, parquet, arrow, or text, which is one sample.
     """
 
     path: Path
     shown: str
-    whole: bool
+    kind: str
     library: bool = False  # of the standard library: skipped where it is empty or not UTF-8
+
+    @property
+    def packed(self) -> str:
+        """The ending that tells how the file is compressed, or an empty string."""
+        return _packed(self.path)
+
+
+def _packed(path: Path) -> str:
+    suffix = path.suffix.lower()
+    return suffix if suffix in PACKED else ""
+
+
+def _suffix(path: Path) -> str:
+    """Return a file's ending in small letters, without that of its compression."""
+    return path.with_suffix("").suffix.lower() if _packed(path) else path.suffix.lower()
 
 
 def source_problems(data: DataBlock) -> list[tuple[str, str, str]]:
@@ -51,6 +78,9 @@ def source_problems(data: DataBlock) -> list[tuple[str, str, str]]:
             what = f"unknown format {declared!r}"
             problems.append((f"{key}.format", what, f"write one of {', '.join(FORMATS)}"))
         if is_hub_id(source.path):
+            continue
+        if is_saved(source.path):
+            problems += _split_problems(key, source)
             continue
         for name in ("name", "split"):
             if getattr(source, name) is not None:
@@ -91,14 +121,48 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
     if os.path.isfile(path):  # Path.is_file raises where a name is too long
         found = [path]
     elif os.path.isdir(path):
-        found = sorted(_below(path), key=lambda p: p.relative_to(path).as_posix())
+        below = (file for file in _below(path) if not _is_special(file))
+        found = sorted(below, key=lambda p: p.relative_to(path).as_posix())
     else:
         names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
         found = [Path(name) for name in names if Path(name).is_file()]
-    may_be_whole = declared in ("auto", "text")
-    return [
-        SourceFile(p, str(p), may_be_whole and p.suffix.lower() not in JSON_LINES) for p in found
-    ]
+    other = "text" if declared in ("auto", "text") else "json"
+    return [SourceFile(p, str(p), KINDS.get(_suffix(p), other)) for p in found]
+
+
+def is_saved(name: str) -> bool:
+    """Tell whether a path is a folder that `save_to_disk` of `datasets` wrote."""
+    folder = Path(name).expanduser()
+    whole = all(os.path.isfile(folder / mark) for mark in _SAVED)
+    return whole or os.path.isfile(folder / _SAVED_SPLITS)
+
+
+def _split_problems(key: str, source: Source) -> Iterator[tuple[str, str, str]]:
+    """Yield what is wrong with the name and split of a folder that `save_to_disk` wrote."""
+    if source.name is not None:
+        what = f"name {source.name!r} means nothing for a saved data set"
+        yield f"{key}.name", what, "leave it out; only a hub data set has it"
+    splits = saved_splits(source.path)
+    if source.split is not None and source.split not in splits:
+        what = f"{source.path} has no split {source.split!r}"
+        remedy = f"write one of {', '.join(splits)}" if splits else "leave it out"
+        yield f"{key}.split", what, remedy
+    elif source.split is None and splits and "train" not in splits:
+        yield f"{key}.split", f"{source.path} has several splits", f"write {' or '.join(splits)}"
+
+
+def saved_splits(name: str) -> list[str]:
+    """Return the splits of a folder that `save_to_disk` wrote, or [] where it has none."""
+    try:
+        text = (Path(name).expanduser() / _SAVED_SPLITS).read_text(encoding="utf-8")
+        return [str(split) for split in json.loads(text)["splits"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _is_special(path: Path) -> bool:
+    """Tell whether a path is a FIFO, a socket or a device, which cannot be read twice."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _keyed(data: DataBlock) -> Iterator[tuple[str, Source]]:
@@ -115,8 +179,14 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     if path == STDLIB and declared not in ("auto", "text"):
         yield f"{STDLIB} is text, not {declared}", "leave the format out"
         return
-    files = list_files(path, declared)
-    if not files:
+    files, place = list_files(path, declared), Path(path).expanduser()
+    special = [place] if _is_special(place) else []
+    if os.path.isdir(place):
+        special += sorted(one for one in _below(place) if _is_special(one))
+    for odd in special:
+        what = f"{odd} is a FIFO, a socket or a device, and no file"
+        yield what, "write its contents to a file, since data is read more than once"
+    if not files and not special:
         if glob.has_magic(path):
             yield f"{path} matches no file", "correct the pattern"
         elif os.path.isdir(Path(path).expanduser()):
@@ -124,11 +194,16 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
         else:
             yield f"{path} does not exist", "name a file, a folder, a glob or a hub id (org/name)"
     for file in files:
-        if _BINARY.fullmatch(file.path.suffix):
+        if _BINARY.fullmatch(_suffix(file.path)):
             yield (
-                f"{file.shown} is a {file.path.suffix} file, which is not read",
+                f"{file.shown} is a {_suffix(file.path)} file, which is not read",
                 "convert it to JSON Lines (data/README.md shows the formats)",
             )
+        elif file.packed and not _suffix(file.path):
+            what = f"{file.shown} does not say what is compressed in it"
+            yield what, f"call it .jsonl{file.packed}, or what it is"
+        elif file.packed and file.kind in ("parquet", "arrow"):
+            yield f"{file.shown} is compressed as a whole", "decompress it"
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -145,4 +220,4 @@ def _standard_library() -> Iterator[SourceFile]:
         found += [Path(parent, name) for name in names if name.endswith(".py")]
     for path in sorted(found, key=lambda p: p.relative_to(root).as_posix()):
         shown = f"{STDLIB}/{path.relative_to(root).as_posix()}"
-        yield SourceFile(path, shown, whole=True, library=True)
+        yield SourceFile(path, shown, "text", library=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from uspft.config.problems import Finding, said
-from uspft.data.chat import MARK, Rendered, render, tokenise_spans
+from uspft.data.chat import tokenise_spans
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records import Record
+from uspft.data.rendering import ChatTemplate, Rendered, render
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock
 
 NOT_TRAINED = -100
-_MARKED = "data/templates/ has marked ones: chatml.jinja (Qwen), llama3.jinja"
+_SHIPPED = "data/templates/ has some: chatml.jinja (Qwen), llama3.jinja"
 
 
 @dataclass(frozen=True)
@@ -46,21 +48,28 @@ class TextTokeniser:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.eos: int | None = tokenizer.eos_token_id
-        self.template = template
-        self.trains_all = train_on == "all"
+        self._train_on = "assistant" if train_on == "completion" else train_on
         self._special = {
             name: str(token)
             for name, token in tokenizer.special_tokens_map.items()
             if not isinstance(token, list)  # a template knows single tokens: bos_token, eos_token
         }
+        added = tokenizer.added_tokens_decoder.values()
+        ends = tuple(sorted({token.content for token in added if token.special}))
+        self.template = template and ChatTemplate(template, self._special, ends)
         probe = self.backend.encode("a").ids
         self._adds_eos = bool(probe) and probe[-1] == self.eos
 
     def identity(self) -> str:
         """Return a hash of everything here that decides which tokens a text becomes."""
         versions = f"{version('tokenizers')} {version('transformers')}"
-        parts = (self.backend.to_str(), str(self.template), str(self.eos), versions)
-        named = (*parts, str(sorted(self._special.items())), str(self.trains_all))
+        template = self.template.source if self.template else None
+        parts = (self.backend.to_str(), str(template), str(self.eos), versions)
+        # As "True" and "False", so that data tokenised before there was `last` keeps its name.
+        trains = {"all": "True", "assistant": "False"}.get(self._train_on, self._train_on)
+        named = [*parts, str(sorted(self._special.items())), trains]
+        if self.template and self.template.writes_today:
+            named.append(date.today().isoformat())
         return blake2b("\0".join(named).encode(), digest_size=16).hexdigest()
 
     def problems(self, formats: set[str], vocab_size: int) -> list[Finding]:
@@ -77,13 +86,9 @@ class TextTokeniser:
         if self.eos is None and formats & {"text", "prompt_completion"}:
             what = "it has no EOS token, which text and completions end in"
             found.append(("model.tokenizer", what, "set eos_token in its tokenizer_config.json"))
-        if "messages" in formats:
-            if self.template is None:
-                what = "the tokenizer has no chat template"
-                found.append(("data.chat_template", what, f"name a Jinja file, {_MARKED}"))
-            elif not self.trains_all and not MARK.search(self.template):
-                what = "the template has no {% generation %} marks around the assistant's text"
-                found.append(("data.chat_template", what, f"name one that has, {_MARKED}"))
+        if "messages" in formats and self.template is None:
+            what = "the tokenizer has no chat template"
+            found.append(("data.chat_template", what, f"name a Jinja file, {_SHIPPED}"))
         return found
 
     def rendered(self, record: Record) -> Record | Rendered:
@@ -93,7 +98,8 @@ class TextTokeniser:
         """
         if record.format != "messages":
             return record
-        return render(record.fields["messages"], self.template or "", self._special)
+        assert self.template  # `problems` asks for one
+        return render(record.fields, self.template, self._train_on)
 
     def tokens(self, sample: Record | Rendered) -> Tokens:
         """Return the ids and labels of one sample. Raises SampleFault."""
@@ -107,11 +113,11 @@ class TextTokeniser:
         if self._adds_eos:
             prompt = prompt[:-1]
         completion = [*self._ids(sample.fields["completion"], special=False), self.eos]
-        start = prompt if self.trains_all else [NOT_TRAINED] * len(prompt)
+        start = prompt if self._train_on == "all" else [NOT_TRAINED] * len(prompt)
         return made_tokens(prompt + completion, start + completion)
 
     def _conversation(self, sample: Rendered) -> Tokens:
-        if self.trains_all:
+        if self._train_on == "all" and sample.spans == [(0, len(sample.text))]:
             ids = self._ids(sample.text, special=False)
             return made_tokens(ids, ids)
         ids, ranges = tokenise_spans(self.backend, sample)
@@ -192,5 +198,5 @@ def _template(data: DataBlock, tokenizer: Any) -> str | None:
         template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot read {data.chat_template}: {error}"
-        raise wrong_key("data.chat_template", what, f"name a Jinja file, {_MARKED}") from error
+        raise wrong_key("data.chat_template", what, f"name a Jinja file, {_SHIPPED}") from error
     return template

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from uspft.config import Fault, Recipe
 from uspft.config.strategies import strategies_of
-from uspft.data import prepare, prepare_sets, read_report, training_rows
+from uspft.data import HELD_OUT, hold_out, prepare, prepare_sets, read_report, training_rows
 from uspft.kernels.choose import is_installed
 from uspft.prepare.invocation import Invocation
 from uspft.segments import Segments
@@ -64,6 +64,8 @@ def prepare_data(
 ) -> tuple[Path, dict[str, Path]]:
     """Tokenise the training data and each evaluation set, where that has not been done before.
 
+    Without an evaluation set, data.eval_fraction holds one out of the training data.
+
     Returns the folder of the training data, and the folders of the evaluation sets by title.
     """
     cache = recipe.data.cache_dir or place.cache / "data"
@@ -77,6 +79,9 @@ def prepare_data(
         corpus = prepare(recipe.data, tokenizer, vocabulary, Path(cache), tick)
         evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, Path(cache), tick)
     _tell("data", corpus, screen)
+    if recipe.data.eval_fraction:
+        corpus, held = hold_out(corpus, recipe)
+        evaluation = {HELD_OUT: held}
     for title, folder in evaluation.items():
         _tell(f"evaluation data {title}", folder, screen)
     return corpus, evaluation
@@ -85,14 +90,15 @@ def prepare_data(
 def _tell(what: str, folder: Path, screen: Console) -> None:
     """Print how much data there is, and how many samples were dropped, cut or have no targets."""
     report = read_report(folder)
+    for shape in report.get("shapes", ()):
+        screen.print(f"{what}: {shape}", markup=False)
     screen.print(
         f"{what}: {report['samples']:,} samples, {report['tokens']:,} tokens, "
         f"longest {report['longest']:,}",
         markup=False,
     )
-    for fate in ("dropped", "truncated", "split", "without_targets"):
-        if report.get(fate):
-            screen.print(f"{what}: {report[fate]:,} samples {fate.replace('_', ' ')}", markup=False)
+    for line in (*report["notes"], *report.get("skipped", ()), *report.get("mix", ())):
+        screen.print(f"{what}: {line}", markup=False)
 
 
 def tokenizer_of(recipe: Recipe) -> str | None:

@@ -19,6 +19,7 @@ from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.save import save_checkpoint
 from uspft.comm import largest
 from uspft.config.problems import RunFailed, said
+from uspft.data import fates, read_report
 from uspft.engine.state import on_first_rank
 from uspft.engine.step import NotFinite, StepResult
 from uspft.metrics import Journal, RunDisplay
@@ -61,6 +62,8 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
     journal = Journal(output / METRICS)
     if run.first_step and first_rank:
         journal.cut_back(run.first_step)
+    elif first_rank and (found := fates(read_report(run.job.corpus))):
+        journal.write({"data": found})
     meter = Meter(run)
     with RunDisplay(steps, run.first_step, speaks=first_rank) as display:
         guards = Guards(run, display.say)

@@ -38,11 +38,14 @@ model:
 data:
   train: data/x.jsonl
   eval: null
+  eval_fraction: null
   format: auto
+  fields: {}
   sequence_length: 128k
   packing: best_fit
   overlong: error
   train_on: assistant
+  on_bad_sample: error
   chat_template: null
   shuffle: true
   workers: 2
@@ -124,14 +127,14 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 78
+    assert len(keys) == len(set(keys)) == 81
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 10,
         "model.adapter": 5,
-        "data": 11,
-        "data.train[]": 5,
-        "data.eval[]": 5,
+        "data": 14,
+        "data.train[]": 8,
+        "data.eval[]": 8,
         "parallel_config": 17,
         "parallel_config.strategies[]": 16,
         "deepspeed": 5,

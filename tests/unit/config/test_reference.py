@@ -162,7 +162,8 @@ VALUES: list[Any] = [
     *(-7.25, -1, 0, 1, 2, 3, 0.5, 1.5, 1e-30, 10**12, True, False, None),
     *("", " ", "text", "auto", "none", "never", "4k", "128K", "2m", "4kb", "1.5k", "cpu", "torch"),
     *("lora", "adamw"),
-    *("all", "split", "cosine", "meshslice", "bfloat16", "ring_cp", "colossalai_cp", "ulyses_cp"),
+    *("all", "split", "skip", "cosine", "meshslice", "bfloat16", "ring_cp", "colossalai_cp"),
+    *("ulyses_cp", {"labels": None}, {"roles": {"human": "user"}}, {"label": "x"}),
     *([], [1], [1, 2], [0.1, 0.5], [0.1, 1.0], ["a"], ["a", {"path": "b", "split": "c"}], [[]]),
     *([{"split": "c"}], [{"path": "b", "weight": 0}], [{"max_length": "4k"}], [{}], [0, 1]),
     *({}, {"zzz": [1]}, {"stage": 3}, {"stage": 4}, {"stage": 1, "overlap_comm": None}),
@@ -246,7 +247,7 @@ def read(text: str) -> Any:
 def test_every_recipe_that_we_ship_passes_the_schema() -> None:
     found = recipes()
     assert [name for name, text in found.items() if not accepts(SCHEMA, read(text))] == []
-    assert len([name for name in found if name.startswith("recipes/")]) == 11
+    assert len([name for name in found if name.startswith("recipes/")]) == 12
     assert len([name for name in found if name.startswith("configs/")]) == 12
     assert len(found) >= 19, "what pages show"
 

@@ -20,8 +20,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.data_cases import SAMPLES, TEMPLATES, TOKENIZER, block, write_lines
 from uspft.data import Corpus, DataError, prepare
-from uspft.data.chat import Rendered, render, tokenise_spans
+from uspft.data.chat import tokenise_spans
 from uspft.data.faults import SampleFault
+from uspft.data.rendering import ChatTemplate, Rendered
+from uspft.data.rendering import render as render_fields
 
 CHATML = (TEMPLATES / "chatml.jinja").read_text()
 LLAMA3 = (TEMPLATES / "llama3.jinja").read_text()
@@ -46,6 +48,10 @@ BARE = (
     "{% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
+
+
+def render(turns: list[dict[str, Any]], template: str, special: dict[str, str]) -> Rendered:
+    return render_fields({"messages": turns}, ChatTemplate(template, special), "assistant")
 
 
 def spans_of(rendered: Rendered) -> list[str]:

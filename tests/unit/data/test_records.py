@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.data_cases import SAMPLES, block, write_lines
 from uspft.data import DataError, prepare
-from uspft.data.records import FIELDS, Record, first_format, read
+from uspft.data.conversations import Naming
+from uspft.data.records import FIELDS, Record, first_record, read
 from uspft.data.sources import SourceFile, list_files
 
 GOOD: dict[str, Any] = {
@@ -28,17 +29,49 @@ BROKEN = [
     ("text", '{"text": null}', "text is a null"),
     ("text", '{"text": ""}', "an empty sample"),
     ("text", '{"text": "\\ud83d"}', "surrogate"),
-    ("text", {"txt": "a"}, "unknown field 'txt'; did you mean text?"),
-    ("text", {"text": "a", "id": 3}, "unknown field 'id'; text has text"),
-    ("prompt_completion", {"prompt": "a"}, "no field 'completion', which prompt_completion needs"),
+    ("text", {"txt": "a"}, "no field 'text', which text needs; write data.fields: {text: txt}"),
+    (
+        "prompt_completion",
+        {"prompt": "a"},
+        "no field 'completion', which prompt and completion needs",
+    ),
     ("prompt_completion", {"prompt": "", "completion": ""}, "an empty sample"),
     ("messages", {"messages": "hello"}, "messages is a string"),
     ("messages", {"messages": []}, "an empty sample"),
     ("messages", {"messages": ["hello"]}, "messages[0] is a string"),
-    ("messages", {"messages": [{"role": "user"}]}, "messages[0] has or lacks content"),
-    ("messages", {"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; write one of"),
-    ("messages", {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content is a"),
-    ("messages", {"messages": [{"role": "user", "content": "a", "x": 1}]}, "has or lacks x"),
+    ("messages", {"messages": [{"role": "user"}]}, "messages[0] has no content, but role"),
+    ("messages", {"messages": [{"rol": "user", "content": "a"}]}, "has no role, but rol; write"),
+    ("messages", {"messages": [{"role": "bot", "content": "a"}]}, "{roles: {bot: assistant}}, or"),
+    ("messages", {"messages": [{"role": ["a"], "content": "a"}]}, "role ['a']; write one of"),
+    ("messages", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content is a number"),
+    ("messages", {"messages": [{"role": "user", "content": None}]}, "content is a null"),
+    ("messages", {"messages": [{"role": "user", "content": ["a"]}]}, "part of the type string"),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+        "messages[0].content[0] is a part of the type image; only text",
+    ),
+    ("messages", {"messages": [{"role": "user", "content": "a", "weight": 2}]}, "weight is 2; wr"),
+    (
+        "messages",
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": "look"}]},
+        "messages[0].tool_calls is no list of objects",
+    ),
+    (
+        "messages",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": "look"}]}]},
+        "messages[0].tool_calls holds no function",
+    ),
+    (
+        "messages",
+        '{"messages": [{"role": "user", "content": "a", "name": "\\ud83d"}]}',
+        "messages[0].name holds half of a surrogate pair",
+    ),
+    ("messages", {**GOOD["messages"], "tools": "look"}, "tools is a string, and no JSON"),
+    ("messages", {**GOOD["messages"], "tools": ["look"]}, "tools is no list of objects"),
+    ("messages", {**GOOD["messages"], "tool": []}, "no field 'tool', but tools; write data.fields"),
+    ("messages", {**GOOD["messages"], "chat_template_kwargs": [1]}, "kwargs is a list; write an"),
+    ("tokenized", {"input_ids": [1], "lables": [1]}, "no field 'lables', but labels; write"),
     ("tokenized", {"input_ids": "1 2"}, "input_ids is a string"),
     ("tokenized", {"input_ids": [1, 2.0]}, "input_ids holds a number (2.0); write integers"),
     ("tokenized", {"input_ids": [1, True]}, "input_ids holds a boolean"),
@@ -73,15 +106,20 @@ def test_a_wrong_record_is_named(tmp_path: Path, known: str, record: Any, want: 
     assert line.startswith(f"{path}:2: ") and want in line and "; " in line
 
 
-def _read_arguments(path: Path) -> tuple[SourceFile, str]:
+def _read_arguments(path: Path) -> tuple[SourceFile, Naming]:
     (file,) = list_files(str(path), "auto")
-    return file, "auto"
+    return file, Naming()
+
+
+def format_of(path: Path) -> str | None:
+    first = first_record(*_read_arguments(path))
+    return first and first.format
 
 
 def test_every_format_is_known_by_its_first_record(tmp_path: Path) -> None:
     for known, record in GOOD.items():
         path = write_lines(tmp_path / f"{known}.jsonl", [record])
-        assert first_format(*_read_arguments(path)) == known
+        assert format_of(path) == known
         (sample,) = read(*_read_arguments(path))
         assert isinstance(sample, Record) and sample.fields == record and sample.line == 1
     assert set(GOOD) == set(FIELDS)
@@ -91,23 +129,42 @@ def test_every_format_is_known_by_its_first_record(tmp_path: Path) -> None:
 def test_fields_that_tell_no_format(tmp_path: Path, record: Any) -> None:
     path = write_lines(tmp_path / "a.jsonl", [record])
     (bad,) = read(*_read_arguments(path))
-    assert not isinstance(bad, Record) and "set data.format" in bad.what
-    assert first_format(*_read_arguments(path)) is None
+    assert not isinstance(bad, Record) and (
+        "data.fields" in bad.what or "set data.format" in bad.what
+    )
+    assert format_of(path) is None
 
 
 def test_a_declared_format_wins_over_the_fields(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [GOOD["text"]])
     (line,) = lines_of(tmp_path, block(path, format="tokenized"))
-    assert line.startswith(f"{path}:1: unknown field 'text'")
+    assert line.startswith(f"{path}:1: no shape of tokenized has the fields text; ")
 
 
-def test_blank_lines_are_fine_at_the_end_alone(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [GOOD["text"], "", "  ", ""])
-    assert len(list(read(*_read_arguments(path)))) == 1
-    path = write_lines(tmp_path / "a.jsonl", [GOOD["text"], "", "", GOOD["text"]])
-    good, bad, _ = read(*_read_arguments(path))
-    assert isinstance(good, Record) and not isinstance(bad, Record)
-    assert bad.where == f"{path}:2" and "empty line" in bad.what
+def test_columns_that_a_format_does_not_use_are_left_alone(tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "a", "weight": None, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}], "mood": "glad"},
+    ]
+    record = {
+        "id": 3,
+        "messages": turns,
+        "tools": '[{"name": "look"}]',
+        "chat_template_kwargs": None,
+    }
+    path = write_lines(tmp_path / "a.jsonl", [record])
+    (found,) = read(*_read_arguments(path))
+    assert isinstance(found, Record) and found.fields == {
+        "messages": [{"role": "user", "content": "a"}, turns[1]],
+        "tools": [{"name": "look"}],
+    }
+
+
+def test_blank_lines_pass(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", ["", GOOD["text"], "", " \t", GOOD["text"], ""])
+    found = list(read(*_read_arguments(path)))
+    assert [item.line for item in found if isinstance(item, Record)] == [2, 5]
+    assert len(found) == 2
 
 
 def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
@@ -132,17 +189,17 @@ def test_the_library_may_hold_what_a_user_may_not(tmp_path: Path) -> None:
     for name, content in (("a.py", b"\xff"), ("b.py", b"")):
         path = tmp_path / name
         path.write_bytes(content)
-        assert not list(read(SourceFile(path, name, whole=True, library=True), "auto"))
-        (bad,) = read(SourceFile(path, name, whole=True), "auto")
+        assert not list(read(SourceFile(path, name, "text", library=True), Naming()))
+        (bad,) = read(SourceFile(path, name, "text"), Naming())
         assert not isinstance(bad, Record) and bad.where == f"{name}:1"
 
 
-def test_twenty_lines_and_the_rest_counted(tmp_path: Path) -> None:
+def test_faults_that_are_alike_are_one_line(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [99]}, *[{"input_ids": 1}] * 25])
-    lines = lines_of(tmp_path, block(path, format="tokenized"))
-    assert [line.split(": ")[0] for line in lines[:20]] == [f"{path}:{i}" for i in range(1, 21)]
-    assert "input_ids holds 99" in lines[0]
-    assert lines[20:] == ["... and 6 more"]
+    ids, number = lines_of(tmp_path, block(path, format="tokenized"))
+    assert ids.startswith(f"{path}:1: input_ids holds 99, ")
+    told = "input_ids is a number (25 such: lines 2, 3, 4, …); write a list of integers"
+    assert number == f"{path}:2: {told}"
 
 
 def test_a_fault_is_one_line(tmp_path: Path) -> None:
@@ -154,9 +211,9 @@ def test_a_fault_is_one_line(tmp_path: Path) -> None:
 def test_the_shipped_samples_are_good() -> None:
     found = {}
     for file in list_files(str(SAMPLES), "auto"):
-        records = list(read(file, "auto"))
+        records = list(read(file, Naming()))
         assert records and all(isinstance(r, Record) for r in records)
-        found[file.path.name] = first_format(file, "auto")
+        found[file.path.name] = format_of(file.path)
     assert found == {
         "document.txt": "text",
         **{f"{name}.jsonl": name for name in FIELDS},

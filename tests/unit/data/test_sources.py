@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -38,13 +39,16 @@ def test_globs_and_files(folder: Path) -> None:
     assert names(folder / "*.csv", folder) == []
 
 
-def test_what_is_not_json_lines_is_one_text(folder: Path) -> None:
-    whole = {f.path.name: f.whole for f in list_files(str(folder), "auto")}
-    assert whole == {"y.jsonl": False, "z.txt": True, "b.jsonl": False} | dict.fromkeys(
-        ("c.JSONL", "c.json"), False
-    )
-    # Who names a record format says that every file is JSON Lines.
-    assert not any(f.whole for f in list_files(str(folder), "messages"))
+def test_what_a_file_is_by_its_ending(folder: Path) -> None:
+    for name in ("d.csv", "e.tsv.gz", "f.PARQUET", "g.arrow", "h.md.zst", "i.jsonl.zst"):
+        (folder / name).write_text("x")
+    kinds = {f.path.name: f.kind for f in list_files(str(folder), "auto")}
+    table = {"d.csv": "csv", "e.tsv.gz": "tsv", "f.PARQUET": "parquet", "g.arrow": "arrow"}
+    lines = dict.fromkeys(("b.jsonl", "c.json", "c.JSONL", "i.jsonl.zst", "y.jsonl"), "json")
+    assert kinds == {**table, **lines, "z.txt": "text", "h.md.zst": "text"}
+    # Who names a format of records says that other files are JSON Lines.
+    assert {f.kind for f in list_files(str(folder), "messages")} == {"json", *table.values()}
+    assert [f.packed for f in list_files(str(folder / "*.zst"), "auto")] == [".zst", ".zst"]
 
 
 def test_the_standard_library() -> None:
@@ -94,13 +98,23 @@ def test_problems_name_key_what_and_remedy(folder: Path) -> None:
         (source(folder / "b.jsonl", format="chat"), "unknown format 'chat'", "messages"),
         (source(folder / "b.jsonl", split="test"), "means nothing for files", "leave it out"),
     ]
+    os.mkfifo(folder / "a" / "pipe")
+    (folder / "b.gz").write_text("x")
+    (folder / "c.parquet.gz").write_text("x")
+    cases += [
+        (source(folder / "a" / "pipe"), "is a FIFO, a socket or a device", "to a file"),
+        (source(folder / "a"), "pipe is a FIFO", "read more than once"),
+        (source(folder / "b.gz"), "does not say what is compressed in it", "call it .jsonl.gz"),
+        (source(folder / "c.parquet.gz"), "is compressed as a whole", "decompress it"),
+    ]
     problems = source_problems(block(*(case for case, _, _ in cases)))
     assert len(problems) == len(cases)
     for i, (key, what, remedy) in enumerate(problems):
         assert key.startswith(f"data.train[{i}]") and cases[i][1] in what and cases[i][2] in remedy
     # All of a folder's faults at once; the key of a lone source has no index.
     (key, what, _), *more = source_problems(block(folder))
-    assert key == "data.train.path" and len(more) == 1
+    assert key == "data.train.path" and len(more) == 4
+    assert names(folder / "a", folder) == ["a/y.jsonl", "a/z.txt"]
     assert source_problems(block(SAMPLES, eval=(source("nope.txt"),)))[0][0] == "data.eval.path"
 
 

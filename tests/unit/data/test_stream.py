@@ -130,21 +130,27 @@ def test_a_far_row_is_found_at_once_where_epochs_are_alike(tmp_path: Path) -> No
         assert not stream.ends
 
 
-def test_weights_are_times_an_epoch(tmp_path: Path) -> None:
-    twice = write_lengths(tmp_path / "twice.jsonl", [2] * 3)
-    half = write_lengths(tmp_path / "half.jsonl", [2] * 4)
-    data = block(source(twice, weight=2), source(half, weight=0.5))
+def test_sources_are_mixed_by_tokens_epoch_by_epoch(tmp_path: Path) -> None:
+    small = write_lengths(tmp_path / "small.jsonl", [2] * 3)
+    large = write_lengths(tmp_path / "large.jsonl", [1] * 18)
+    data = block(source(small, weight=2), source(large, weight=2))
     corpus = Corpus.open(prepare(data, None, VOCABULARY, tmp_path / "cache"))
+    # 24 tokens an epoch, 12 of each: the small one twice, two thirds of the large one.
+    assert [span.weight for span in corpus.sources] == [2, pytest.approx(2 / 3)]
     for shuffle in (False, True):
         stream = RowStream(corpus, 2, "none", shuffle, 5)
-        assert [stream.rows_in_epoch(e) for e in range(2)] == [8, 8]
-        epochs = [[stream.row(8 * e + i).samples[0] for i in range(8)] for e in range(2)]
+        assert [stream.rows_in_epoch(e) for e in range(3)] == [18] * 3
+        epochs = [[stream.row(18 * e + i).samples[0] for i in range(18)] for e in range(3)]
         for epoch in epochs:
             count = Counter(epoch)
             assert [count[i] for i in range(3)] == [2, 2, 2]
-            assert sum(count[i] for i in range(3, 7)) == 2
-        # The half that was left out comes in the next epoch.
-        assert sorted(i for epoch in epochs for i in epoch if i > 2) == [3, 4, 5, 6]
+            assert sum(count[i] for i in range(3, 21)) == 12
+        # The third that was left out comes in the next epoch: three epochs have it all twice.
+        assert Counter(i for epoch in epochs for i in epoch if i > 2) == {
+            i: 2 for i in range(3, 21)
+        }
+        again = RowStream(corpus, 2, "none", shuffle, 5)
+        assert [again.row(i).samples[0] for i in range(54)] == [i for e in epochs for i in e]
 
 
 def test_a_row_without_any_target_is_all_masked(tmp_path: Path) -> None:

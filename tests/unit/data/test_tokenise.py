@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.support.data_cases import (
     write_lengths,
     write_lines,
 )
-from uspft.data import Corpus, DataError, RowStream, prepare
+from uspft.data import Corpus, DataError, RowStream, fates, prepare
 
 EOS = 0
 
@@ -61,17 +62,34 @@ def test_train_on_all_trains_every_token_of_a_conversation(tmp_path: Path) -> No
     assert len(corpus_of(tmp_path, block(path, train_on="all"), unmarked)) == 1
 
 
-def test_a_template_without_marks_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_refused_with_the_remedy(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT])
-    for template, what in ((None, "no chat template"), ("{{ messages }}", "no {% generation %}")):
-        tokenizer = changed_tokenizer(tmp_path / "t", template)
-        (line,) = faults_of(tmp_path, block(path), tokenizer)
-        assert line.startswith("data.chat_template: ") and what in line
-        assert "data/templates/" in line and "chatml.jinja" in line and "llama3.jinja" in line
-    marked = str(TEMPLATES / "chatml.jinja")
-    assert len(corpus_of(tmp_path, block(path, chat_template=marked), tokenizer)) == 1
-    (line,) = faults_of(tmp_path, block(path, chat_template=str(tmp_path / "none.jinja")))
-    assert line.startswith("data.chat_template: cannot read ")
+    (line,) = faults_of(tmp_path, block(path), changed_tokenizer(tmp_path / "t", None))
+    assert line.startswith("data.chat_template: the tokenizer has no chat template; name a Jinja")
+    assert "data/templates/" in line and "chatml.jinja" in line and "llama3.jinja" in line
+
+
+def test_a_template_trains_the_same_tokens_without_marks(tmp_path: Path) -> None:
+    turns = [*CHAT["messages"], {"role": "user", "content": "Bye"}]
+    turns.append({"role": "assistant", "content": "Bye 🙂", "weight": 0})
+    path = write_lines(tmp_path / "a.jsonl", [CHAT, {"messages": turns[2:] * 2 + turns}])
+    marked = (TEMPLATES / "chatml.jinja").read_text()
+    plain = re.sub(r"\{%- (end)?generation %\}", "", marked)
+    assert plain != marked
+    for train_on in ("assistant", "last", "all"):
+        data = block(path, train_on=train_on)
+        corpora = [
+            corpus_of(tmp_path, data, changed_tokenizer(tmp_path / str(i), template))
+            for i, template in enumerate((marked, plain))
+        ]
+        assert corpora[0].contents != corpora[1].contents
+        for name in ("tokens", "labels"):
+            one, other = (getattr(corpus, name).tolist() for corpus in corpora)
+            assert one == other
+        tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+        sample = corpora[1].sample(0)
+        said = tokenizer.decode(sample.ids[sample.labels != -100])
+        assert said.endswith("Hello<|im_end|>" if train_on != "all" else "Hello<|im_end|>\n")
 
 
 def test_tokenizers_that_will_not_do(tmp_path: Path) -> None:
@@ -98,7 +116,7 @@ def test_a_token_beyond_the_vocabulary_is_a_fault_where_a_sample_holds_it(tmp_pa
 def test_completion_of_what_has_none(tmp_path: Path) -> None:
     text = write_lines(tmp_path / "a.jsonl", [{"text": "hi"}])
     (line,) = faults_of(tmp_path, block(text, train_on="completion"))
-    assert line.startswith("data.train_on: is completion, and text data has none; ")
+    assert line.startswith("data.train_on: is completion, and text data has no completion; ")
     chat = write_lines(tmp_path / "b.jsonl", [CHAT])
     mixed = block(text, chat, train_on="completion")
     assert prepare(mixed, str(TOKENIZER), 8192, tmp_path / "cache")
@@ -123,7 +141,7 @@ LONG = [5, 12, 4, 9]
 
 def report_of(folder: Path) -> dict[str, Any]:
     report = json.loads((folder / "report.json").read_text())
-    assert report.pop("seconds") >= 0
+    assert report.pop("seconds") >= 0 and report.pop("shapes") == ["tokenized: input_ids"]
     return dict(report)
 
 
@@ -136,10 +154,9 @@ def prepared(tmp_path: Path, overlong: str, lengths: list[int], row: int) -> Pat
 def test_an_overlong_sample_is_an_error_with_its_length_and_remedies(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, "error", [*LONG, 12_345], 8)
-    first, second, third = caught.value.lines
+    (first,) = caught.value.lines
     path = tmp_path / "a.jsonl"
-    assert first.startswith(f"{path}:2: 12 tokens, a row has 8; ")
-    assert second.startswith(f"{path}:4: 9 tokens") and "12,345 tokens" in third
+    assert first.startswith(f"{path}:2: 12 tokens, a row has 8 (3 such: lines 2, 4, 5); ")
     for remedy in ("truncate", "drop", "split", "data.overlong", "data.sequence_length"):
         assert remedy in first
     # A longer row takes the same tokens, and is still checked.
@@ -168,7 +185,8 @@ def test_rules_for_overlong_samples(
     (note,) = report.pop("notes")
     assert note.startswith("2 samples longer than a row") and f"overlong: {overlong}" in note
     assert report == {
-        **dict.fromkeys(("dropped", "truncated", "split", "without_targets"), 0),
+        **dict.fromkeys(("bad", "dropped", "truncated", "split", "without_targets"), 0),
+        **{"read": len(LONG), "skipped": [], "mix": []},
         "samples": len(lengths),
         "tokens": sum(lengths),
         "target_tokens": targets,
@@ -181,9 +199,29 @@ def test_samples_without_a_trained_token_are_kept_and_reported(tmp_path: Path) -
     records = [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [3]}]
     path = write_lines(tmp_path / "a.jsonl", [*records, {"input_ids": [4, 5]}])
     folder = prepare(block(path), None, 10, tmp_path / "cache")
-    report = report_of(folder)
+    report = json.loads((folder / "report.json").read_text())
     assert (report["samples"], report["target_tokens"], report["without_targets"]) == (3, 1, 2)
     assert report["notes"][0].startswith("2 samples without a trained token")
+
+
+def test_bad_samples_are_skipped_counted_and_named(tmp_path: Path) -> None:
+    long = {"input_ids": [1] * 9}
+    records = [{"input_ids": [1, 2]}, "{", {"input_ids": "1"}, "{", long, {"input_ids": [1, 99]}]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    data = block(path, on_bad_sample="skip", overlong="drop", sequence_length=8)
+    folder = prepare(data, None, 10, tmp_path / "cache")
+    report = report_of(folder)
+    kept = {name: report[name] for name in ("read", "samples", "dropped", "bad")}
+    assert kept == {"read": 6, "samples": 1, "dropped": 1, "bad": 4}
+    lost = {"longer than a row": 1, "cannot be used": 4}
+    assert fates(report) == {"read": 6, "kept": 1, "dropped": lost}
+    broken, text, beyond = report["skipped"]
+    assert broken.startswith(f"{path}:2: broken JSON (") and "(2 such: lines 2, 4); " in broken
+    assert text.startswith(f"{path}:3: input_ids is a string; ") and f"{path}:6: " in beyond
+    assert report["notes"][0].startswith("4 samples that cannot be used and were skipped")
+    assert Corpus.open(folder).origin(0) == f"{path}:1"
+    (line,) = faults_of(tmp_path, block(write_lines(path, ["{"]), on_bad_sample="skip"), None, 10)
+    assert "no sample is left, all 1 were skipped; " in line
 
 
 def test_a_data_set_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -203,11 +241,11 @@ def test_a_source_may_be_empty_beside_others(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     full = write_lengths(tmp_path / "full.jsonl", [3, 3])
-    data = block(empty, full, empty, source(full, weight=2), empty)
+    data = block(empty, full, empty, full, empty)
     corpus = Corpus.open(prepare(data, None, 10_000, tmp_path / "cache"))
     spans = [(s.first, s.stop, s.weight) for s in corpus.sources]
-    assert spans == [(0, 0, 1), (0, 2, 1), (2, 2, 1), (2, 4, 2), (4, 4, 1)]
-    assert RowStream(corpus, 3, "none", True, 0).rows_in_epoch(0) == 6
+    assert spans == [(0, 0, 1), (0, 2, 1), (2, 2, 1), (2, 4, 1), (4, 4, 1)]
+    assert RowStream(corpus, 3, "none", True, 0).rows_in_epoch(0) == 4
 
 
 def test_listing_faults_come_before_any_reading(tmp_path: Path) -> None:
@@ -243,7 +281,8 @@ def test_hub_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = prepare(block(source("org/name", name="en")), str(TOKENIZER), 8192, tmp_path / "c")
     assert again != folders[0]
     (line,) = faults_of(tmp_path, block(source("org/name", format="text")))
-    assert line == "org/name/train: no column text; choose another data.format"
+    told = "org/name/train: no shape of text has the fields id, messages; name them in data.fields"
+    assert line.startswith(told)
     (line,) = faults_of(tmp_path, block("no/network"))
     told = "hub data set no/network (train): cannot reach the hub at all; "
     assert line.startswith(f"data.train: {told}")

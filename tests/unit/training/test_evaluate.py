@@ -140,7 +140,7 @@ def test_a_fault_of_a_set_names_its_own_key(tmp_path: Path) -> None:
         (str(empty), "data.eval", "no sample is left, nothing was read"),
         ([str(good), str(untrained)], "data.eval[1]", "no token of any sample is trained"),
         ([str(good), str(tmp_path / "nowhere")], "data.eval[1].path", "does not exist"),
-        ([str(text)], "data.train_on", "text data has none (read for data.eval)"),
+        ([str(text)], "data.train_on", "text data has no completion (read for data.eval)"),
         ([str(text), str(good)], "model.tokenizer", "(read for data.eval[0])"),
     ]
     for sets, key, what in cases:

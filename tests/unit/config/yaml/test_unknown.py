@@ -74,7 +74,6 @@ ASKED = {
     "model": {
         "trust_remote_code: true": "code from the hub",
     },
-    "data": {"train: [{path: x, weight: 2}]": "weighting sources"},
     "logging": {
         "tensorboard: true": "TensorBoard",
         "wandb: {project: x}": "Weights & Biases",

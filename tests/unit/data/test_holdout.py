@@ -1,0 +1,80 @@
+"""A share of the samples is evaluated on and not trained on, the same for a seed everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.data_cases import block, source, write_lengths, write_lines
+from uspft.data import Corpus, DataError, fates, hold_out, prepare, read_report
+
+
+def recipe(*sources: Any, fraction: float = 0.25, seed: int = 1) -> Any:
+    data = block(*sources, eval_fraction=fraction, sequence_length=8, overlong="split")
+    return SimpleNamespace(data=data, seed=seed)
+
+
+def ids_of(corpus: Corpus) -> list[int]:
+    """The samples by their first token, which is a thousand times their number."""
+    return [int(corpus.sample(i).ids[0]) // 1000 for i in range(len(corpus))]
+
+
+def test_samples_are_trained_on_or_held_out(tmp_path: Path) -> None:
+    lengths = [1 + i % 11 for i in range(30)]
+    one = write_lengths(tmp_path / "a.jsonl", lengths[:10])
+    other = write_lines(
+        tmp_path / "b.jsonl",
+        ({"input_ids": [1000 * (i + 1) + t for t in range(lengths[i])]} for i in range(10, 30)),
+    )
+    asked = recipe(source(one, weight=1), source(other, weight=3))
+    whole = prepare(asked.data, None, 50_000, tmp_path / "cache")
+    places = hold_out(whole, asked)
+    trained, held = map(Corpus.open, places)
+    assert len(held) == round(0.25 * 30) and len(trained) == 30 - len(held)
+    assert sorted(ids_of(trained) + ids_of(held)) == list(range(1, 31))
+    assert ids_of(held) == sorted(ids_of(held)) and ids_of(trained) == sorted(ids_of(trained))
+    for corpus, place in zip((trained, held), places, strict=True):
+        for index, number in enumerate(ids_of(corpus)):
+            sample = corpus.sample(index)
+            assert sample.ids.tolist() == list(
+                range(1000 * number, 1000 * number + len(sample.ids))
+            )
+            assert sample.labels.tolist() == [-100, *sample.ids.tolist()[1:]]
+            file, line = (one, number) if number <= 10 else (other, number - 10)
+            assert corpus.origin(index) == f"{file}:{line}"
+        first, last = corpus.sources
+        assert (first.first, first.stop, last.stop) == (0, last.first, len(corpus))
+        assert all(number <= 10 for number in ids_of(corpus)[: first.stop])
+        weights = [span.weight for span in Corpus.open(whole).sources]
+        assert [first.weight, last.weight] == weights
+        report = read_report(place)
+        assert report["samples"] == len(corpus) and report["tokens"] == len(corpus.tokens)
+    assert fates(read_report(whole)) is None
+    lost = {"read": 30, "kept": len(trained), "dropped": {"held out": len(held)}}
+    assert fates(read_report(places[0])) == lost
+    counts = [read_report(place)["target_tokens"] for place in (whole, *places)]
+    assert counts[0] == counts[1] + counts[2]
+    names = {Corpus.open(folder).contents for folder in (whole, *places)}
+    assert len(names) == 3 and hold_out(whole, asked) == places
+    again = hold_out(whole, recipe(*asked.data.train, seed=2))
+    assert ids_of(Corpus.open(again[1])) != ids_of(held)
+
+
+def test_a_fraction_that_leaves_a_side_empty(tmp_path: Path) -> None:
+    path = write_lengths(tmp_path / "a.jsonl", [3, 3, 3])
+    for fraction, count in ((0.1, 0), (0.9, 3)):
+        asked = recipe(path, fraction=fraction)
+        folder = prepare(asked.data, None, 50_000, tmp_path / "cache")
+        with pytest.raises(DataError) as caught:
+            hold_out(folder, asked)
+        (line,) = caught.value.lines
+        told = f"data.eval_fraction: is {fraction}, which of 3 samples holds out {count}; "
+        assert line.startswith(told)
+    masked = {"input_ids": [1, 2], "labels": [-100, -100]}
+    mixed = write_lines(tmp_path / "b.jsonl", [masked, {"input_ids": [1, 2]}])
+    asked = recipe(mixed, fraction=0.5)
+    with pytest.raises(DataError, match="leaves 1 samples without a trained token on one side"):
+        hold_out(prepare(asked.data, None, 50_000, tmp_path / "cache"), asked)

@@ -1,0 +1,231 @@
+"""Records of every shape become the formats that train, and a near miss names the mapping."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.data_cases import TOKENIZER, block, source, write_lines
+from uspft.config.inputs import RECORD
+from uspft.data import Corpus, prepare
+from uspft.data.conversations import Naming
+from uspft.data.faults import BadRecord
+from uspft.data.records import Record, read
+from uspft.data.shapes import NAMES, columns
+from uspft.data.sources import SourceFile
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CHAT = {"messages": [USER, ANSWER]}
+PAIR = {"prompt": "Hi", "completion": "Hello"}
+LED = {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER]}
+MASKED = {"messages": [USER, {"weight": 0, **ANSWER}, USER, ANSWER]}
+HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
+CALL = {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "it"}}'}
+SEEN = {"from": "observation", "value": "a moon"}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}],
+}
+
+# By what it is: the record, format, fields mapping; what it is called; what is made of it.
+SHAPES: dict[str, tuple[Any, str, dict[str, Any], str, str, Any]] = {
+    "messages": (CHAT, "auto", {}, "messages: messages with role/content", "messages", CHAT),
+    "ShareGPT": (
+        {"id": 3, "conversations": [HUMAN, GPT], "system": "Be brief."},
+        "auto",
+        {},
+        "ShareGPT: conversations with from/value",
+        "messages",
+        LED,
+    ),
+    "calls": (
+        {"conversations": [HUMAN, CALL, SEEN, GPT], "tools": '[{"name": "look"}]'},
+        "messages",
+        {},
+        "ShareGPT: conversations with from/value",
+        "messages",
+        {
+            "messages": [USER, CALLED, {"role": "tool", "content": "a moon"}, ANSWER],
+            "tools": [{"name": "look"}],
+        },
+    ),
+    "conversations": (
+        {"conversations": [USER, ANSWER]},
+        "auto",
+        {},
+        "messages: conversations with role/content",
+        "messages",
+        CHAT,
+    ),
+    "mapped": (
+        {"dialog": [{"who": "A", "says": "Hi"}, {"who": "B", "says": "Hello", "mood": None}]},
+        "auto",
+        {
+            "messages": "dialog",
+            "role": "who",
+            "content": "says",
+            "roles": {"A": "user", "B": "assistant"},
+        },
+        "messages: dialog with who/says",
+        "messages",
+        CHAT,
+    ),
+    "Alpaca": (
+        {"instruction": "Add.", "input": "2 + 2", "output": "4", "text": "all of it"},
+        "prompt_completion",
+        {},
+        "Alpaca: instruction, output, input",
+        "prompt_completion",
+        {"prompt": "Add.\n\n2 + 2\n\n", "completion": "4"},
+    ),
+    "Alpaca without input": (
+        {"instruction": "Say hello.", "input": "", "output": "Hello"},
+        "auto",
+        {},
+        "Alpaca: instruction, output, input",
+        "prompt_completion",
+        {"prompt": "Say hello.\n\n", "completion": "Hello"},
+    ),
+    "Alpaca as a chat": (
+        {"instruction": "Hi", "output": "Hello", "system": "Be brief."},
+        "messages",
+        {},
+        "Alpaca: instruction, output, system",
+        "messages",
+        LED,
+    ),
+    "prompts": (PAIR, "auto", {}, "prompt and completion: prompt, completion", *("p_c", PAIR)),
+    "prompts of turns": (
+        {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+        "auto",
+        {},
+        "prompt and completion: prompt, completion",
+        "messages",
+        MASKED,
+    ),
+    "input and output": (
+        {"input": "Hi", "output": "Hello"},
+        "auto",
+        {},
+        "input and output: input, output",
+        *("p_c", PAIR),
+    ),
+    "question and answer": (
+        {"question": "Hi", "answer": "Hello", "id": "x"},
+        "auto",
+        {},
+        "question and answer: question, answer",
+        *("p_c", {"prompt": "Hi\n\n", "completion": "Hello"}),
+    ),
+    "text": ({"text": "a", "meta": {}}, "auto", {}, "text", "text", {"text": "a"}),
+    "text named otherwise": (
+        {"text": 3, "body": "a"},
+        "auto",
+        {"text": "body"},
+        "text: body",
+        "text",
+        {"text": "a"},
+    ),
+    "tokenized": (
+        {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1]},
+        "auto",
+        {"labels": None},
+        "tokenized: input_ids",
+        "tokenized",
+        {"input_ids": [1, 2]},
+    ),
+}
+
+
+def found(tmp_path: Path, records: list[Any], asked: Naming) -> list[Record | BadRecord]:
+    path = write_lines(tmp_path / "a.jsonl", records)
+    return list(read(SourceFile(path, "a.jsonl", "json"), asked))
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_a_shape_is_recognised_and_said(tmp_path: Path, case: str) -> None:
+    record, format_, fields, words, form, want = SHAPES[case]
+    first, second = found(tmp_path, [record, record], Naming(format_, fields))
+    assert isinstance(first, Record) and isinstance(second, Record)
+    assert first.format == second.format == form.replace("p_c", "prompt_completion")
+    assert first.fields == second.fields == want
+    assert first.shape == words
+
+
+NEAR: list[tuple[Any, dict[str, Any], str]] = [
+    ({"dialog": [USER]}, {}, "if they mean messages, write data.fields: {messages: dialog}"),
+    (
+        {"query": "a", "response": "b"},
+        {},
+        "mean prompt and completion, write data.fields: {prompt: query, completion: response}",
+    ),
+    ({"instruction": "a", "outputs": "b"}, {}, "Alpaca, write data.fields: {output: outputs}"),
+    ({"body": "a", "id": 1}, {}, "if they mean text, write data.fields: {text: body}"),
+    ({"a": 1}, {}, "no shape has the fields a; name them in data.fields"),
+    ({"text": "a", "input_ids": [1]}, {}, "text and tokenized all fit the fields text, input_ids"),
+    (
+        {"conversations": [{"from": "bot", "value": "a"}]},
+        {},
+        "the role 'bot'; write data.fields: {roles: {bot: assistant}}, or one of",
+    ),
+    ({"messages": [{"who": "a", "content": "b"}]}, {}, "has no role, but content, who; write"),
+    ({"conversations": [{"from": "function_call", "value": "look"}]}, {}, "and no JSON"),
+    ({"conversations": [{"from": "function_call", "value": "[3]"}]}, {}, "is a number; write"),
+    ({"instruction": 3, "output": "a"}, {}, "instruction is a number; write a string"),
+    ({"ask": "a", "answer": ["b"]}, {"question": "ask"}, "messages[1] is a string; write"),
+]
+
+
+@pytest.mark.parametrize(("record", "fields", "want"), NEAR, ids=[w[:30] for *_, w in NEAR])
+def test_a_near_miss_names_the_mapping(
+    tmp_path: Path, record: Any, fields: dict[str, Any], want: str
+) -> None:
+    (bad,) = found(tmp_path, [record], Naming("auto", fields))
+    assert isinstance(bad, BadRecord) and want in bad.what and bad.where == "a.jsonl:1"
+
+
+def test_two_shapes_in_one_file(tmp_path: Path) -> None:
+    records = [CHAT, {"text": "a"}, PAIR, CHAT, {"id": 1}]
+    good, text, pair, more, none = found(tmp_path, records, Naming())
+    assert isinstance(good, Record) and isinstance(more, Record)
+    for bad, name in ((text, "text"), (pair, "prompt and completion")):
+        assert isinstance(bad, BadRecord)
+        what = f"{name}, where the file began with messages; put each shape into a file of its own"
+        assert bad.what == what
+    assert isinstance(none, BadRecord) and none.what.startswith("no field 'messages', which mess")
+    turns = {"prompt": [USER], "completion": [ANSWER]}
+    _, bad = found(tmp_path, [PAIR, turns], Naming())
+    assert isinstance(bad, BadRecord) and "messages, where the file began with prompt" in bad.what
+
+
+def test_the_columns_that_a_table_is_read_by() -> None:
+    assert columns(["id", "conversations", "tools"], Naming()) == ["conversations", "tools"]
+    assert columns(["a", "text"], Naming("auto", {"text": "a"})) == ["a"]
+    assert columns(["labels", "input_ids"], Naming("auto", {"labels": None})) == ["input_ids"]
+
+
+def test_every_field_may_be_mapped() -> None:
+    assert set(RECORD) == set(NAMES)
+
+
+def test_a_sources_own_names_win(tmp_path: Path) -> None:
+    one = write_lines(tmp_path / "a.jsonl", [{"a": "Hi"}])
+    other = write_lines(tmp_path / "b.jsonl", [{"b": "Hi"}])
+    data = block(source(one), source(other, fields={"text": "b"}), fields={"text": "a"})
+    corpus = Corpus.open(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))
+    assert corpus.sample(0).ids.tolist() == corpus.sample(1).ids.tolist()
+    again = block(source(one), source(other), fields={"text": "a"})
+    again.train[1].fields = {"text": "b", "labels": None}
+    assert Corpus.open(prepare(again, str(TOKENIZER), 8192, tmp_path / "cache")) is not None
+
+
+def test_the_answers_of_a_prompt_do_not_train(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": [USER, ANSWER, USER], "completion": "Ok"}])
+    sample = Corpus.open(prepare(block(path), str(TOKENIZER), 8192, tmp_path / "c")).sample(0)
+    one = write_lines(tmp_path / "b.jsonl", [{"messages": [USER, {**ANSWER, "content": "Ok"}]}])
+    other = Corpus.open(prepare(block(one), str(TOKENIZER), 8192, tmp_path / "c")).sample(0)
+    trained, want = (s.ids[s.labels != -100].tolist() for s in (sample, other))
+    assert trained == want and len(sample.ids) > 2 * len(trained)

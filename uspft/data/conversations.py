@@ -1,0 +1,89 @@
+"""Turns of a conversation under our names, whatever their keys and roles are called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from uspft.data.faults import SampleFault
+from uspft.data.values import kind
+
+Fields = dict[str, Any]
+TURN_KEYS = ("role", "content", "roles")
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+}
+_CALL = "function_call"
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What the recipe says of a source's records: their format, and what is named otherwise.
+
+    fields: our name → theirs, or None for a field that is left alone; roles: their role → ours.
+    """
+
+    format: str = "auto"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """The names of a record's fields, without those of a turn's keys."""
+        return {ours: theirs for ours, theirs in self.fields.items() if ours not in TURN_KEYS}
+
+
+def keys_of(turn: Fields, asked: Naming) -> tuple[str, str]:
+    """Return the keys of a turn that hold its role and its content."""
+    from_value = "role" not in turn and "from" in turn
+    role, content = ("from", "value") if from_value else ("role", "content")
+    return asked.fields.get("role") or role, asked.fields.get("content") or content
+
+
+def our_turns(turns: Any, asked: Naming) -> Any:
+    """Return turns under our names; null stands for no key; what is no turn is left as it is."""
+    if not isinstance(turns, list):
+        return turns
+    return [_turn(turn, asked) if isinstance(turn, dict) else turn for turn in turns]
+
+
+def _turn(turn: Fields, asked: Naming) -> Fields:
+    role_key, content_key = keys_of(turn, asked)
+    found = {
+        key: value
+        for key, value in turn.items()
+        if key not in (role_key, content_key) and value is not None
+    }
+    if content_key in turn:
+        found = {"content": turn[content_key], **found}
+    if role_key in turn:
+        role = turn[role_key]
+        known = _SHAREGPT_ROLES if role_key == "from" else {}
+        roles = {**known, **(asked.fields.get("roles") or {})}
+        found = {"role": roles.get(role, role) if isinstance(role, str) else role, **found}
+    return _called(found) if found.get("role") == _CALL else found
+
+
+def _called(turn: Fields) -> Fields:
+    """Return ShareGPT's turn of a call, whose content is JSON, as an answer with tool_calls."""
+    calls = as_json(f"the {_CALL}", turn.get("content"))
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) for call in calls):
+        raise SampleFault(f"the {_CALL} is a {kind(calls[0])}; write {{name, arguments}}")
+    made = [{"type": "function", "function": call} for call in calls]
+    return {**turn, "role": "assistant", "content": None, "tool_calls": made}
+
+
+def as_json(name: str, value: Any) -> Any:
+    """Return a value, read as JSON where it is text: tables often hold nested values so."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise SampleFault(f"{name} is a string, and no JSON; write a list of objects") from error

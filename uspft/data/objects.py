@@ -1,0 +1,259 @@
+"""The objects that a file or a split of a data set holds, whatever kind of file it is."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+from uspft.data.faults import BadRecord, SampleFault
+from uspft.data.hub import HubSplit
+from uspft.data.sources import SourceFile
+from uspft.data.values import kind
+
+LONGEST_LINE = 1 << 28
+"""Bytes of the longest line that is read: a longer one is no sample, and would fill the memory."""
+_BATCH = 256
+_BOM = b"\xef\xbb\xbf"
+Chosen = Callable[[list[str]], list[str]]
+"""From the columns of a table, those that are read; raises SampleFault."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object, with its place.
+
+    line: counted from 1; in a table, the number of the record. size: bytes of the file, about.
+    """
+
+    line: int
+    fields: dict[str, Any]
+    size: int
+
+
+def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | BadRecord]:
+    """Yield the objects of a file or split in order, with a BadRecord for each fault."""
+    try:
+        if isinstance(content, HubSplit):
+            names = chosen(content.columns)
+            for number, fields in enumerate(content.records(names), 1):
+                yield Entry(number, fields, 1)
+        elif content.kind in ("parquet", "arrow"):
+            yield from _table(content, chosen)
+        else:
+            reader = {"text": _text, "csv": _columns, "tsv": _columns}.get(content.kind, _json)
+            yield from reader(content)
+    except SampleFault as fault:
+        yield BadRecord(content.shown, str(fault))
+    except (OSError, EOFError, zlib.error, ValueError, UnicodeError) as error:
+        # EOFError and zlib.error: of gzip; ValueError: of pyarrow, whose errors are OSErrors too.
+        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        yield BadRecord(content.shown, f"cannot be read: {why}; mend it or leave it out")
+
+
+def _open(file: SourceFile) -> tuple[IO[bytes], Callable[[], int]]:
+    """Open a file; return it decompressed, and a function that tells how far it was read."""
+    raw = file.path.open("rb")
+    if file.packed == ".gz":
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)), raw.tell
+    if file.packed == ".zst":
+        import pyarrow as pa  # type: ignore[import-untyped]
+
+        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+        return cast("IO[bytes]", io.BufferedReader(stream)), raw.tell
+    return raw, raw.tell
+
+
+def _text(file: SourceFile) -> Iterator[Entry | BadRecord]:
+    with _open(file)[0] as handle:
+        content = handle.read()
+    size = file.path.stat().st_size
+    try:
+        text = content.decode("utf-8").removeprefix("\ufeff")
+        if "\0" in text and not file.library:
+            raise SampleFault(_nul())
+    except (UnicodeDecodeError, SampleFault) as error:
+        if not file.library:
+            start = error.start if isinstance(error, UnicodeDecodeError) else content.index(0)
+            line = content.count(b"\n", 0, start) + 1
+            yield BadRecord(f"{file.shown}:{line}", not_utf8(content, start))
+        return
+    if text:
+        yield Entry(1, {"text": text}, size)
+    elif not file.library:
+        yield BadRecord(f"{file.shown}:1", "the file is empty; remove it or leave it out")
+
+
+def _json(file: SourceFile) -> Iterator[Entry | BadRecord]:
+    """Yield the objects of JSON Lines, or of an array, which a file is where `[` comes first."""
+    with _open(file)[0] as handle:
+        head = handle.read(1 << 16).removeprefix(_BOM).lstrip()
+    if head.startswith(b"[") and not head[1:].lstrip().startswith(b"["):
+        yield from _array(file)
+        return
+    handle, at = _open(file)
+    with handle:
+        before = 0
+        for number, line in enumerate(_lines(handle), 1):
+            raw = line.removeprefix(_BOM) if number == 1 else line
+            if not raw.strip():
+                continue
+            size, before = at() - before, at()
+            try:
+                if len(raw) > LONGEST_LINE:
+                    what = f"a line of more than {LONGEST_LINE:,} bytes"
+                    raise SampleFault(f"{what}; write one sample a line, and split long ones")
+                yield Entry(number, parsed(raw), size)
+            except SampleFault as fault:
+                yield BadRecord(f"{file.shown}:{number}", str(fault))
+
+
+def _lines(handle: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file; of one that is too long, a little more than what is allowed."""
+    while raw := handle.readline(LONGEST_LINE + 1):
+        rest = raw
+        while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+            rest = handle.readline(LONGEST_LINE + 1)
+        yield raw
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """Return the object that a line of JSON holds. Raises SampleFault."""
+    try:
+        fields = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise SampleFault(not_utf8(raw, error.start)) from error
+    except json.JSONDecodeError as error:
+        if b"\0" in raw:
+            raise SampleFault(_nul()) from error
+        hint = "write JSON Lines (one object a line), or one array of objects"
+        raise SampleFault(f"broken JSON ({error.msg}, column {error.colno}); {hint}") from error
+    except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
+        what = f"broken JSON ({type(error).__name__})"
+        raise SampleFault(f"{what}; write one object a line") from error
+    if not isinstance(fields, dict):
+        raise SampleFault(f"a {kind(fields)}, not an object; write one object a line")
+    return fields
+
+
+def _array(file: SourceFile) -> Iterator[Entry | BadRecord]:
+    """Yield the objects of a JSON array, which is in memory as a whole."""
+    with _open(file)[0] as handle:
+        content = handle.read()
+    try:
+        text = content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        yield BadRecord(f"{file.shown}:{line}", not_utf8(content, error.start))
+        return
+    decoder, scale = json.JSONDecoder(), file.path.stat().st_size / len(text)
+    at, line, counted = _past(text, text.index("[") + 1), 1, 0
+    while not text.startswith("]", at):
+        line += text.count("\n", counted, at)
+        counted, where = at, f"{file.shown}:{line}"
+        try:
+            fields, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            why = f"{error.msg}" if isinstance(error, json.JSONDecodeError) else "too deep"
+            what = f"broken JSON in the array ({why}): nothing behind it is read"
+            yield BadRecord(where, f"{what}; mend it, or write one object a line")
+            return
+        if isinstance(fields, dict):
+            yield Entry(line, fields, int((end - at) * scale))
+        else:
+            yield BadRecord(where, f"a {kind(fields)}, not an object; write an array of objects")
+        at = _past(text, end)
+        if text.startswith(",", at):
+            at = _past(text, at + 1)
+        elif not text.startswith("]", at):
+            line += text.count("\n", counted, at)
+            what = "the array is cut off, or a comma is missing: nothing behind it is read"
+            yield BadRecord(f"{file.shown}:{line}", f"{what}; write it again, whole")
+            return
+
+
+def _past(text: str, at: int) -> int:
+    """Return where the white space that begins at a place of a text ends."""
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _columns(file: SourceFile) -> Iterator[Entry | BadRecord]:
+    """Yield the rows of CSV or TSV by the names in its first line; every value is text."""
+    csv.field_size_limit(LONGEST_LINE)
+    handle, at = _open(file)
+    with handle:
+        rows = csv.reader(_decoded(handle), "excel-tab" if file.kind == "tsv" else "excel")
+        names: list[str] | None = None
+        before = 0
+        try:
+            for row in rows:
+                line, size, before = rows.line_num, at() - before, at()
+                if not row:
+                    continue
+                if names is None:
+                    names = row
+                elif len(row) != len(names):
+                    what = f"{len(row)} columns, and the first line names {len(names)}"
+                    remedy = "quote values that hold a separator or a line break"
+                    yield BadRecord(f"{file.shown}:{line}", f"{what}; {remedy}")
+                else:
+                    yield Entry(line, dict(zip(names, row, strict=True)), size)
+        except (csv.Error, SampleFault) as error:
+            what = str(error) if isinstance(error, SampleFault) else f"{error}; mend its quotes"
+            yield BadRecord(f"{file.shown}:{rows.line_num + 1}", what)
+
+
+def _decoded(handle: IO[bytes]) -> Iterator[str]:
+    for number, raw in enumerate(handle):
+        try:
+            yield (raw.removeprefix(_BOM) if number == 0 else raw).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SampleFault(not_utf8(raw, error.start)) from error
+
+
+def _table(file: SourceFile, chosen: Chosen) -> Iterator[Entry | BadRecord]:
+    """Yield the records of a Parquet or Arrow file, with the chosen columns only."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    size, number = file.path.stat().st_size, 0
+    if file.kind == "parquet":
+        with pq.ParquetFile(file.path) as table:
+            names, rows = chosen(table.schema_arrow.names), table.metadata.num_rows
+            for batch in table.iter_batches(_BATCH, columns=names):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Entry(number, fields, size // max(1, rows))
+        return
+    with pa.memory_map(str(file.path)) as source:
+        try:
+            stream = pa.ipc.open_stream(source)  # as `datasets` writes it
+            batches: Any = iter(stream)
+        except pa.ArrowInvalid:
+            stream = pa.ipc.open_file(source)
+            batches = (stream.get_batch(i) for i in range(stream.num_record_batches))
+        names = chosen(stream.schema.names)
+        for batch in batches:
+            for start in range(0, batch.num_rows, _BATCH):
+                for fields in batch.select(names).slice(start, _BATCH).to_pylist():
+                    number += 1
+                    yield Entry(number, fields, 0)
+
+
+def not_utf8(content: bytes, start: int) -> str:
+    """Return what is wrong with bytes that are no UTF-8 text from `start` on, and the remedy."""
+    if content[start] == 0 or content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return _nul()
+    what = f"not UTF-8 (byte 0x{content[start]:02x})"
+    return f"{what}; save it as UTF-8, as `iconv -f latin1 -t utf-8` does from Latin-1"
+
+
+def _nul() -> str:
+    return "holds NUL bytes: UTF-16, or no text at all; save it as UTF-8, or leave it out"

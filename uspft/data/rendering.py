@@ -1,0 +1,252 @@
+"""Conversations as text, with the spans that train, through the tokenizer's own chat template.
+
+A template may mark the assistant's part with {% generation %} … {% endgeneration %}; where it does
+not, rendering with and without each turn tells the part (`turns`). The text is never searched for
+answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from uspft.data.faults import SampleFault
+from uspft.data.turns import STAND_IN, Manner, Spans, Turn, Untold, all_but, turn_spans
+
+MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TODAY = "26 Jul 2024"
+"""The date for templates that write `date_string`: the one that Llama 3's own fall back to."""
+_USER = {"role": "user", "content": "a"}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, with the spans that train.
+
+    A span is [start, stop) in characters; spans rise and do not touch.
+    """
+
+    text: str
+    spans: Spans
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template, the single special tokens that it may name, and all of the tokenizer's."""
+
+    source: str
+    special: Mapping[str, str]
+    tokens: tuple[str, ...] = ()
+    """The texts of special tokens, one of which ends a turn in most templates."""
+
+    @property
+    def marked(self) -> bool:
+        """Whether the assistant's part is marked."""
+        return MARK.search(self.source) is not None
+
+    @property
+    def writes_today(self) -> bool:
+        """Whether the text depends on the day on which it is rendered."""
+        return "strftime_now" in self.source and "date_string" not in self.source
+
+    def write(self, turns: Sequence[Turn], prompt: bool = False, **more: Any) -> str:
+        """Return the turns as text; `prompt`: followed by the start of the assistant's next turn.
+
+        more: tools and other settings. Raises SampleFault where the template refuses the turns.
+        """
+        return self._write(turns, False, {"add_generation_prompt": prompt, **more})[0]
+
+    def write_marked(self, turns: Sequence[Turn], **more: Any) -> tuple[str, Spans]:
+        """Return the turns as text, and each marked span. Raises SampleFault as `write` does."""
+        return self._write(turns, True, more)
+
+    def _write(self, turns: Sequence[Turn], marks: bool, more: dict[str, Any]) -> tuple[str, Spans]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, indices = render_jinja_template(
+                conversations=[list(turns)],
+                chat_template=self.source,
+                return_assistant_tokens_mask=marks,
+                **{**self.special, "date_string": TODAY, **more},
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            remedy = "mend the record, or choose another data.chat_template"
+            raise SampleFault(f"the chat template refuses it: {error}; {remedy}") from error
+        return texts[0], list(indices[0]) if marks else []
+
+    @cached_property
+    def prompts(self) -> bool:
+        """Whether the generation prompt is all that the template writes before an answer."""
+        try:
+            plain, prompt = self.write([_USER]), self.write([_USER], prompt=True)
+            answered = self.write([_USER, {"role": "assistant", "content": STAND_IN}])
+        except SampleFault:
+            return False
+        head = answered.partition(STAND_IN)[0]
+        return prompt != plain or not head.removeprefix(plain).strip()
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template reads a content that is a list of parts; else they are joined."""
+        part = {"type": "text", "text": STAND_IN}
+        try:
+            text = self.write([{"role": "user", "content": [part]}])
+        except SampleFault:
+            return False
+        return STAND_IN in text and "'text'" not in text and '"text"' not in text
+
+
+def render(fields: Mapping[str, Any], template: ChatTemplate, train_on: str) -> Rendered:
+    """Render a conversation through the chat template, with the spans that train.
+
+    fields: messages, and where the record has them, tools and chat_template_kwargs. train_on:
+    assistant, last or all; a turn's own weight wins. Threads must not call this, since transformers
+    keeps track of the marks in an object that calls share. Raises SampleFault where the template
+    refuses the conversation or leaves a turn out, or where the spans do not hold the assistant's
+    text.
+    """
+    turns = [_handed(turn, template) for turn in fields["messages"]]
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+    trained = _trained(fields["messages"], answers, train_on)
+    # Of all tokens, those of the answers that do not train are taken out.
+    asked = [i for i in answers if i not in trained] if train_on == "all" else trained
+    more = dict(fields.get("chat_template_kwargs") or {})
+    if fields.get("tools"):
+        more["tools"] = fields["tools"]
+    spans: Spans = []
+    if template.marked and (asked or train_on != "all"):
+        text, spans = template.write_marked(turns, **more)
+        _require_answers([turns[i] for i in answers], [text[a:b] for a, b in spans], template)
+        spans = spans if asked == answers else _one_each(spans, answers, asked)
+    else:
+        text = template.write(turns, **more)
+        spans = _told(turns, text, asked, template, more)
+    _require_turns(turns, text, template, more)
+    spans = joined(spans)
+    return Rendered(text, all_but(spans, text) if train_on == "all" else spans)
+
+
+def _handed(turn: Turn, template: ChatTemplate) -> Turn:
+    """Return a turn as the template gets it: without weight, and parts joined if it reads none."""
+    turn = {key: value for key, value in turn.items() if key != "weight"}
+    if isinstance(turn.get("content"), list) and not template.reads_parts:
+        turn["content"] = "".join(part["text"] for part in turn["content"])
+    return turn
+
+
+def _trained(turns: list[Turn], answers: list[int], train_on: str) -> list[int]:
+    """Return which answers train. Raises SampleFault where another turn's weight says otherwise."""
+    trains = set(answers[-1:] if train_on == "last" else answers)
+    for i, turn in enumerate(turns):
+        weight = turn.get("weight")
+        if weight is None:
+            continue
+        if i not in answers and bool(weight) != (train_on == "all"):
+            what = f"messages[{i}] has the weight {weight}, and is no answer of the assistant"
+            raise SampleFault(f"{what}; leave its weight out: data.train_on rules it")
+        trains = trains | {i} if weight else trains - {i}
+    return [i for i in answers if i in trains]
+
+
+def _one_each(spans: Spans, answers: list[int], asked: list[int]) -> Spans:
+    """Return the spans of the answers that are asked for, where each answer has one."""
+    if len(spans) != len(answers):
+        what = f"the template has {len(spans)} marked parts for {len(answers)} answers"
+        remedy = "write one {% generation %} around each answer of data.chat_template"
+        raise SampleFault(f"{what}, and not all of them train; {remedy}")
+    return [span for span, i in zip(spans, answers, strict=True) if i in asked]
+
+
+def _told(
+    turns: list[Turn], text: str, asked: list[int], template: ChatTemplate, more: dict[str, Any]
+) -> Spans:
+    """Return the spans of the answers asked for, told by rendering with and without each."""
+
+    def write(some: Sequence[Turn], prompt: bool = False) -> str:
+        return template.write(some, prompt, **more)
+
+    if not asked:
+        return []
+    try:
+        spans = turn_spans(write, turns, text, asked, Manner(template.prompts, template.tokens))
+    except Untold as reason:
+        remedy = "name a template with {% generation %} marks in data.chat_template"
+        what = "the chat template has no {% generation %} marks"
+        raise SampleFault(f"{what}, and {reason}; {remedy}") from reason
+    for i, (start, stop) in zip(asked, spans, strict=True):
+        _require_answers([turns[i]], [text[start:stop]], template)
+    return spans
+
+
+def joined(spans: Spans) -> Spans:
+    """Return the spans without empty ones, and with those that touch joined into one."""
+    found: Spans = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return found
+
+
+def _require_answers(answers: list[Turn], spans: list[str], template: ChatTemplate) -> None:
+    """Check that the spans hold the text and the calls of every answer.
+
+    Raises SampleFault where they stand beside that text, as marks inside a Jinja macro do.
+    """
+    what, remedy = "rendering with and without an answer does not find its text", "name another"
+    if template.marked:
+        what, remedy = "the template's marks leave out an assistant message", "move them around it"
+    trained, at = "".join(spans), 0
+    for answer in answers:
+        for text in _pieces(answer):
+            # Templates of reasoning models leave earlier turns' thoughts out.
+            for content in (text, text.rpartition("</think>")[2]):
+                found = trained.find(content.strip(), at)
+                if found >= 0:
+                    at = found + len(content.strip())
+                    break
+            else:
+                raise SampleFault(f"{what}; {remedy} (data.chat_template)")
+        for call in answer.get("tool_calls") or ():
+            name = call.get("function", call).get("name")
+            if isinstance(name, str) and name not in trained:
+                remedy = "name a data.chat_template that writes tool_calls"
+                raise SampleFault(f"the template leaves out the call of {name!r}; {remedy}")
+
+
+def _pieces(turn: Turn) -> list[str]:
+    content = turn.get("content")
+    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+
+
+def _require_turns(
+    turns: list[Turn], text: str, template: ChatTemplate, more: dict[str, Any]
+) -> None:
+    """Check that no turn is left out, as templates do silently with roles that they do not know.
+
+    Raises SampleFault.
+    """
+    for i, turn in enumerate(turns):
+        pieces = [piece.strip() for piece in _pieces(turn)]
+        if turn["role"] == "assistant" or all(
+            piece in text or json.dumps(piece)[1:-1] in text for piece in pieces
+        ):
+            continue
+        try:
+            without = template.write([*turns[:i], *turns[i + 1 :]], **more)
+        except SampleFault:
+            continue
+        if without == text:
+            what = f"the chat template leaves out messages[{i}], of the role {turn['role']!r}"
+            remedy = "give it a role that the template writes, or another data.chat_template"
+            raise SampleFault(f"{what}; {remedy}")
+    if more.get("tools") and "tools" not in template.source:
+        remedy = "leave the tools out, or name a data.chat_template that writes them"
+        raise SampleFault(f"the chat template does not write tools; {remedy}")

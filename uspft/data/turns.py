@@ -1,0 +1,144 @@
+"""The assistant's part of a conversation, told by rendering with and without each of its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from uspft.data.faults import SampleFault
+
+Turn = dict[str, Any]
+Spans = list[tuple[int, int]]
+Write = Callable[..., str]
+"""write(turns, prompt=False) → text; raises SampleFault where the template refuses the turns."""
+
+STAND_IN = "\ue0a0answer\ue0a1"
+"""What stands for an answer, in characters that no text has (a private-use area of Unicode)."""
+
+
+class Untold(Exception):
+    """The part of a turn cannot be told; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a template writes answers."""
+
+    prompts: bool
+    """Whether its generation prompt is all that it writes before an answer."""
+    tokens: tuple[str, ...]
+    """The texts of special tokens, one of which ends a turn in most templates."""
+
+
+def turn_spans(
+    write: Write, turns: Sequence[Turn], text: str, wanted: Sequence[int], manner: Manner
+) -> Spans:
+    """Return for each wanted turn the span of `text` = write(turns) that it alone is the reason of.
+
+    It begins where the generation prompt ends, and ends with the token that ends the turn. Raises
+    Untold.
+    """
+    found: Spans = []
+    for i in wanted:
+        span = _grown(write, turns, text, i) if manner.prompts else None
+        start, stop = span or _replaced(write, turns, text, i, manner)
+        if found and start < found[-1][1]:
+            raise Untold(f"messages[{i}] cannot be told from the turn before it")
+        found.append((start, _ended(text, start, stop, manner.tokens)))
+    return found
+
+
+def _ended(text: str, start: int, stop: int, tokens: tuple[str, ...]) -> int:
+    """Return where a turn ends: white space after the token that ends it is never generated."""
+    bare = start + len(text[start:stop].rstrip())
+    return bare if text.endswith(tokens, start, bare) else stop
+
+
+def all_but(spans: Spans, text: str) -> Spans:
+    """Return the complement of spans: under `train_on: all`, masked turns are taken out of all."""
+    bounds = [0, *(bound for span in spans for bound in span), len(text)]
+    pairs = zip(bounds[::2], bounds[1::2], strict=True)
+    return [(start, stop) for start, stop in pairs if start < stop]
+
+
+def _grown(write: Write, turns: Sequence[Turn], text: str, i: int) -> tuple[int, int] | None:
+    """Return the span by which the text grows with turn i, or None where it does not just grow.
+
+    That is so where a template writes a turn otherwise once others follow: Qwen3's leaves the
+    thoughts of earlier answers out.
+    """
+    try:
+        before = write(turns[:i], prompt=True)
+        if not text.startswith(before):
+            return None
+        through = text if i + 1 == len(turns) else write(turns[: i + 1])
+    except SampleFault:
+        return None
+    grows = text.startswith(through) and len(through) > len(before)
+    return (len(before), len(through)) if grows else None
+
+
+def _replaced(
+    write: Write, turns: Sequence[Turn], text: str, i: int, manner: Manner
+) -> tuple[int, int]:
+    """Return the span in which the text differs from one with a stand-in for turn i's answer.
+
+    Raises Untold.
+    """
+    here = f"messages[{i}]"
+    parts = isinstance(turns[i].get("content"), list)
+    content = [{"type": "text", "text": STAND_IN}] if parts else STAND_IN
+    stand_in = {"role": turns[i]["role"], "content": content}
+    try:
+        alone = write([*turns[:i], stand_in])
+        later = turns[i + 1 :]
+        whole = write([*turns[:i], stand_in, *later]) if later else alone
+    except SampleFault as fault:
+        raise Untold(f"with another answer in {here} {str(fault).partition(';')[0]}") from fault
+    if not alone.count(STAND_IN) == whole.count(STAND_IN) == 1:
+        raise Untold(f"it does not write {here} once")
+    head, _, tail = alone.partition(STAND_IN)
+    before, _, after = whole.partition(STAND_IN)
+    own = _between(write, turns[:i], head, manner.prompts)
+    start = len(before) - len(own) if before.endswith(own) else len(before)
+    shared = _shared(before[:start], text)
+    if before[shared:start].strip():
+        raise Untold(f"{here} is not where another answer would be")
+    rest = after[_end_of_turn(tail, after, manner.tokens) :]
+    if not text.endswith(rest) or len(text) - len(rest) < shared:
+        raise Untold(f"what follows {here} depends on it")
+    return shared, len(text) - len(rest)
+
+
+def _end_of_turn(tail: str, after: str, tokens: tuple[str, ...]) -> int:
+    """Return how much of `after`, the text behind an answer, belongs to its turn.
+
+    tail: what is behind the answer where nothing follows. Some templates close the whole
+    conversation too (Phi-3 with <|endoftext|>): then the last token of both ends the turn.
+    """
+    if after.startswith(tail):
+        return len(tail)
+    both = tail[: _shared(tail, after)]
+    return max((both.rfind(token) + len(token) for token in tokens if token in both), default=0)
+
+
+def _shared(one: str, other: str) -> int:
+    """Return how many characters two texts share at their start."""
+    if other.startswith(one):
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _between(write: Write, turns: Sequence[Turn], head: str, prompts: bool) -> str:
+    """Return what the template writes of itself between generation prompt and answer.
+
+    Qwen3 puts empty thoughts there. head: the text before the answer.
+    """
+    try:
+        prompt = write(turns, prompt=prompts)
+    except SampleFault:
+        return ""
+    own = head[len(prompt) :] if head.startswith(prompt) else ""
+    return own if prompts or not own.strip() else ""
