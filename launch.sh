@@ -25,6 +25,8 @@ to come, refused until then:
 
 environment: USPFT_PYTHON=/path/to/python   use that environment, install nothing
              NNODES NODE_RANK MASTER_ADDR MASTER_PORT   several hosts; start this on each
+several hosts: ./launch.sh train RECIPE.yaml --hostfile FILE   starts it on each by ssh
+               srun --ntasks-per-node=1 ./launch.sh RECIPE.yaml   inside a SLURM allocation
 TEXT
 }
 
@@ -87,14 +89,6 @@ case $1 in
   train | check | plan | inspect | verify | export | convert | calibrate | report) ;;
   *) set -- train "$@" ;;
 esac
-for word; do
-  case $word in
-    --hostfile | --hostfile=*)
-      refuse "--hostfile is not available yet." \
-        "Start launch.sh on every host with NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT set." ;;
-  esac
-done
-
 if [ -n "${USPFT_PYTHON:-}" ]; then
   python=$USPFT_PYTHON
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||

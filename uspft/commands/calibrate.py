@@ -15,7 +15,6 @@ from uspft.commands.starting import start_ranks
 from uspft.config import InputError, dump
 from uspft.config.problems import COMMAND_LINE
 from uspft.durable import write_text
-from uspft.launcher import hosts_from
 from uspft.planner.hardware import read_hardware
 from uspft.prepare.cluster import STANDS_IN, shipped
 from uspft.prepare.data import require_here
@@ -33,7 +32,8 @@ def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     that file is there already, before any rank starts.
     """
     words, to = _without_to(overrides)
-    hosts = hosts_from(place.environment)
+    hosts = place.meeting.hosts
+    place.meeting.says("examining the recipe")
     found = examine(target, words, hosts.count, None, trains=False)
     with found.placed():
         require_here(found.recipe)

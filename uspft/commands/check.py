@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from uspft.launcher import hosts_from
+from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
@@ -17,7 +17,7 @@ from uspft.prepare.space import space_free, space_needed
 
 def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
-    found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
+    found = examine(target, overrides, planned_hosts(place.environment), place.ranks)
     recipe, shape = found.recipe, found.shape
     examined, model = None, recipe.model
     asks = [f"model.{key}" for key in ("adapter", "freeze", "overrides") if getattr(model, key)]
