@@ -42,6 +42,7 @@ def rank(folder: Path, place: Invocation) -> int:
 
 def _run(job: Job, device: torch.device) -> int:
     from uspft.assemble import assemble
+    from uspft.kernels import slower
     from uspft.mesh import Groups
     from uspft.training.loop import Interrupted, train
 
@@ -52,6 +53,8 @@ def _run(job: Job, device: torch.device) -> int:
     set_deadline(limit)  # in DeepSpeed's groups too
     if first and job.recipe.model.attention == AUTO:
         leave_recipe(job, run.world.kernel.name, run.refused)
+    if first and (line := slower(run.world.kernel, device)):
+        print(f"model.attention: {line}", flush=True)
     asked: list[int] = []  # from here on there is something to save
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
     code = 0
