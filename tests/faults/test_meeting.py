@@ -198,17 +198,21 @@ def trains(recipe: dict[str, Any], folder: Path, index: int, port: int, *words: 
     return Forked([str(path), *words], place, **own, MASTER_PORT=str(port))
 
 
-def test_two_hosts_train_into_one_folder(recipe: dict[str, Any], tmp_path: Path) -> None:
-    """The later host finds what the first one has written there before it looks."""
+@pytest.mark.parametrize("late", [0, 1])
+def test_two_hosts_train_into_one_folder(recipe: dict[str, Any], tmp_path: Path, late: int) -> None:
+    """The later host finds what the earlier one has written there, which is nothing of its ranks
+    yet."""
     port = two_free_ports()
-    first = trains(recipe, tmp_path, 0, port)
+    early = trains(recipe, tmp_path, 1 - late, port)
+    shown, sign = tmp_path / "host1/stderr", tmp_path / "out/environment.json"
     until = time.monotonic() + 60
-    while not (tmp_path / "out/environment.json").exists():
-        assert time.monotonic() < until and first.poll() is None, first.communicate()
+    while not (sign.exists() if late else shown.exists() and "waiting for" in shown.read_text()):
+        assert time.monotonic() < until and early.poll() is None, early.communicate()
         time.sleep(0.02)
-    second = trains(recipe, tmp_path, 1, port)
-    ends = [host.communicate(timeout=120) for host in (first, second)]
-    assert [first.returncode, second.returncode] == [0, 0], ends
+    assert not (tmp_path / "out/logs").exists()
+    hosts = [early, trains(recipe, tmp_path, late, port)]
+    ends = [host.communicate(timeout=120) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], ends
     assert [one["step"] for one in records(tmp_path)] == [1, 2]
     logs = {path.name for path in (tmp_path / "out/logs").iterdir()}
     assert logs == {"rank-0.log", "rank-1.log"}

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 ASKS = {
-    aten._local_scalar_dense.default,  # item, bool, int, float of a tensor
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.equal.default,
-    aten.is_nonzero.default,
-    aten._unique2.default,
-    aten.repeat_interleave.Tensor,
+    "aten._local_scalar_dense",  # item, bool, int, float of a tensor
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten.equal",
+    "aten.is_nonzero",
+    "aten._unique2",
+    "aten.repeat_interleave",
 }
 """Operations whose result, or its shape, the host reads."""
 TAKES = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
@@ -35,7 +35,7 @@ class _Asked(TorchDispatchMode):
         by_mask = func is aten.index.Tensor and any(
             x is not None and x.dtype is torch.bool for x in args[1]
         )
-        if func in ASKS or by_mask:
+        if str(func.overloadpacket) in ASKS or by_mask:
             self._found[str(func)] += 1
         return func(*args, **(kwargs or {}))
 

@@ -19,6 +19,8 @@ PCI = Path("/sys/bus/pci/devices")
 DRIVER = Path("/proc/driver/nvidia/version")
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """The vendor, and the beginning of the class, of a GPU on the PCI bus."""
+NONE_GIVEN = "No CUDA GPUs are available"
+"""What torch says where the driver works and shows this process no GPU."""
 HIDDEN = ("", "-1")
 """Values of CUDA_VISIBLE_DEVICES with which a user hides all GPUs."""
 KEY, ANYWAY = "launch.device", "or write launch.device: cpu"
@@ -70,7 +72,9 @@ def why_none(environment: Mapping[str, str]) -> str | None:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
         said = " ".join(str(error).split()).split(". ")[0]
-        return f"the driver is {driver}, torch is built for CUDA {torch.version.cuda}, and {said}"
+        if NONE_GIVEN not in said:
+            built = torch.version.cuda
+            return f"the driver is {driver}, torch is built for CUDA {built}, and {said}"
     return "none is given to this process (SLURM: --gres=gpu:1; containers: --gpus all)"
 
 

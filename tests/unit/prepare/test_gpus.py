@@ -81,10 +81,10 @@ def test_a_torch_without_cuda(machine: Path, by: str, monkeypatch: pytest.Monkey
 def test_a_driver_that_is_not_there_or_too_old(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    says = ["The NVIDIA driver on your system is too old (found version 12040). Please update"]
+
     def init() -> None:
-        raise RuntimeError(
-            "The NVIDIA driver on your system is too old (found version 12040). Please update"
-        )
+        raise RuntimeError(says[-1])
 
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.init", init)
@@ -94,5 +94,5 @@ def test_a_driver_that_is_not_there_or_too_old(
     said = "The NVIDIA driver on your system is too old (found version 12040)"
     why = f"the driver is 550.54.15, torch is built for CUDA 13.0, and {said}"
     assert told("auto").endswith(why) and told("cuda").endswith(why)
-    monkeypatch.setattr("torch.cuda.init", lambda: None)
+    says.append("No CUDA GPUs are available")
     assert "none is given to this process (SLURM: --gres=gpu:1" in told("auto")
