@@ -4,6 +4,9 @@ launch.sh runs it where .venv is missing or not current. Four states, told apart
 in .venv: a stamp that matches (complete: nothing to do), a stamp that does not (pins changed:
 installed over), the mark of an installation under way (killed in the middle: made anew, because
 pip takes a half-copied package for a whole one), neither (somebody else's: moved aside).
+
+The stamp also says which build of torch is there: one for GPUs runs on hosts without one too, but
+not with every driver, and a build without one is not current where there is a driver.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,7 +33,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl"
+DRIVER = Path("/proc/driver/nvidia/version")
+LEAST_DRIVER = {"13": 580, "12": 525}
+"""The oldest major version of NVIDIA's driver that runs programs of a CUDA, by its major version,
+as its release notes have it (minor version compatibility)."""
+OF_PYPI, FOR_OLDER = "cu130", "cu129"
+"""The build of torch that PyPI has (its requirements name the toolkit), and that of TORCH_INDEX for
+drivers that are too old for it."""
+CPU, ANY = "cpu", "any"
+HOPPER = "9.0"
 PROBE_SECONDS = 3.0
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", "install")
 STAMP, STAMP_DEV, UNDER_WAY = ".uspft-stamp", ".uspft-stamp-dev", ".uspft-installing"
@@ -59,20 +72,23 @@ def torch_pin(root: Path) -> str | None:
 
 
 def stamp_of(root: Path, venv: Path) -> str:
-    """Return what a complete .venv is stamped with; launch.sh computes the same text in bash."""
+    """Return what a complete .venv is stamped with; launch.sh computes it in bash."""
     digest = hashlib.sha256(b"".join((root / name).read_bytes() for name in STAMPED_FILES))
-    return f"{digest.hexdigest()} {os.path.realpath(venv / 'bin' / 'python')}\n"
+    built = built_in(venv) if torch_pin(root) else ANY
+    return f"{digest.hexdigest()} {built} {os.path.realpath(venv / 'bin' / 'python')}\n"
 
 
 def is_complete(root: Path, *, dev: bool) -> bool:
-    """Tell whether .venv holds everything, for the files and the Python that are there now."""
+    """Tell whether .venv holds everything, for the files, Python and driver that are there now."""
     venv = root / ".venv"
     names = (STAMP, STAMP_DEV) if dev else (STAMP,)
     try:
         stamps = {(venv / name).read_text() for name in names}
     except OSError:
         return False
-    return stamps == {stamp_of(root, venv)} and python_runs(venv)
+    if stamps != {stamp_of(root, venv)} or not python_runs(venv):
+        return False
+    return not torch_pin(root) or runs_here(built_in(venv), driver_version())
 
 
 def python_runs(venv: Path) -> bool:
@@ -157,9 +173,64 @@ def run(command: Sequence[str], name: str) -> None:
         )
 
 
-def has_nvidia_driver() -> bool:
-    """Tell whether this host has an NVIDIA driver."""
-    return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver that is loaded on this host, or None."""
+    try:
+        text = DRIVER.read_text()
+    except OSError:
+        text = asked_of_gpus("driver_version")
+    found = re.search(r"(?<![\d.])\d{3,}\.\d+(\.\d+)?", text.partition("\n")[0])
+    return found[0] if found else None
+
+
+def asked_of_gpus(field: str) -> str:
+    """Return what nvidia-smi says of this host's GPUs, a line each; "" where it fails."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if done.returncode else done.stdout
+
+
+def built_in(venv: Path) -> str:
+    """Return which build of torch a .venv holds: cu130 for CUDA 13.0, or cpu."""
+    for file in venv.glob("lib/python*/site-packages/torch/version.py"):
+        found = re.search(r"^cuda\b.*?=\s*'(\d+)\.(\d+)", file.read_text(), re.MULTILINE)
+        if found:
+            return f"cu{found[1]}{found[2]}"
+    return CPU
+
+
+def least_driver(build: str) -> int:
+    """Return the oldest major version of the driver that runs a build for GPUs."""
+    return LEAST_DRIVER.get(build[2:4], max(LEAST_DRIVER.values()))
+
+
+def runs_here(build: str, driver: str | None) -> bool:
+    """Tell whether a build of torch is one for this host; launch.sh tells the same in bash."""
+    if wish := os.environ.get("USPFT_TORCH"):
+        return build == wish
+    if driver is None:
+        return True
+    return build != CPU and int(driver.partition(".")[0]) >= least_driver(build)
+
+
+def build_for(driver: str | None) -> str:
+    """Return the build of torch to install. Raises InstallError where the driver runs none."""
+    if wish := os.environ.get("USPFT_TORCH"):
+        if not re.fullmatch(r"cpu|cu\d{3}", wish):
+            raise InstallError(f"USPFT_TORCH={wish} is no build of torch; write cpu or {OF_PYPI}")
+        return wish
+    if driver is None:
+        return CPU
+    for build in (OF_PYPI, FOR_OLDER):
+        if runs_here(build, driver):
+            return build
+    raise InstallError(
+        f"this host's NVIDIA driver is {driver}, and torch is built for CUDA 12.9, which needs "
+        f"driver {least_driver(FOR_OLDER)} or newer: update the driver, or set USPFT_TORCH=cpu"
+    )
 
 
 def is_reachable(url: str, seconds: float) -> bool:
@@ -179,21 +250,74 @@ def is_reachable(url: str, seconds: float) -> bool:
     return bool(answers)
 
 
+def install_torch(pip: Sequence[str], torch: str, driver: str | None, there: str | None) -> None:
+    """Install torch alone, in the build for this host. Raises InstallError where it has none.
+
+    there: the build that is installed already, if any, which pip would take for the same.
+    """
+    build = build_for(driver)
+    index = f"{TORCH_INDEX}/{build}"
+    on = f"NVIDIA driver {driver}" if driver else "no NVIDIA driver"
+    command = [*pip, "--no-deps", *(["--force-reinstall"] if there not in (None, build) else [])]
+    if build == OF_PYPI:
+        say(f"installing {torch} ({on}: the build {build}; the first time takes minutes)")
+    elif is_reachable(f"{index}/torch/", PROBE_SECONDS):
+        say(f"installing {torch} ({on}: the build {build})")
+        command += ["--index-url", index]
+    elif driver or os.environ.get("USPFT_TORCH"):
+        raise InstallError(
+            f"{index} does not answer, and PyPI has {torch} for CUDA 13.0, which needs driver "
+            f"{least_driver(OF_PYPI)} or newer ({on}): reach that page, update the driver, or set "
+            f"USPFT_TORCH={OF_PYPI if build == CPU else CPU}"
+        )
+    else:
+        say(f"installing {torch} ({on}, and {index} does not answer)")
+    run([*command, torch], "pip")
+
+
+def require_build(torch: str, build: str, driver: str | None) -> None:
+    """Check that the build that was installed runs here. Raises InstallError where it does not."""
+    if runs_here(build, driver):
+        return
+    wish = os.environ.get("USPFT_TORCH")
+    wanted = f"USPFT_TORCH={wish} asks for another" if wish else f"the NVIDIA driver is {driver}"
+    needs = "no GPU" if build == CPU else f"driver {least_driver(build)} or newer"
+    raise InstallError(
+        f"{torch} came in the build {build}, which is for {needs}, and {wanted}: see which index "
+        f"pip takes it from, or set USPFT_TORCH={build} to have it all the same"
+    )
+
+
+def add_flash_attention(pip: Sequence[str], build: str) -> None:
+    """Install flash-attn 3 where this host has a GPU for it, and a wheel is to be had.
+
+    Its wheels are for every torch from 2.9 on. A run says where it goes without.
+    """
+    if build == CPU or HOPPER not in asked_of_gpus("compute_cap").split():
+        return
+    index = f"{TORCH_INDEX}/{build}"
+    try:
+        if not is_reachable(f"{index}/flash-attn-3/", PROBE_SECONDS):
+            raise InstallError("it does not answer")
+        say("installing flash-attn-3 (compute capability 9.0)")
+        options = ("--no-deps", "--only-binary", ":all:", "--index-url", index)
+        run([*pip, *options, "flash-attn-3"], "pip")
+    except InstallError:
+        say(f"no wheel of flash-attn-3 from {index}: attention takes a slower kernel")
+
+
 def install_packages(root: Path, pip: Sequence[str], *, dev: bool) -> None:
     """Install torch, then everything else, at the versions of constraints.txt."""
     wanted = requirements(root, dev=dev)
     constrained = [*pip, "-c", str(root / "constraints.txt")]
-    torch = torch_pin(root)
+    torch, venv, driver = torch_pin(root), root / ".venv", driver_version()
     if torch:
+        has_one = any(venv.glob("lib/python*/site-packages/torch/version.py"))
         # A range would fetch gigabytes for a GPU where a build without one is at hand.
-        if has_nvidia_driver():
-            say(f"installing {torch} (for the GPU; the first time takes minutes)")
-        elif is_reachable(f"{TORCH_CPU_INDEX}/torch/", PROBE_SECONDS):
-            say(f"installing {torch} (no NVIDIA driver: the CPU build)")
-            run([*pip, "--no-deps", "--index-url", TORCH_CPU_INDEX, torch], "pip")
-        else:
-            say(f"installing {torch} (no NVIDIA driver, and {TORCH_CPU_INDEX} does not answer)")
+        install_torch(pip, torch, driver, built_in(venv) if has_one else None)
         run([*constrained, torch], "pip")
+        require_build(torch, built_in(venv), driver)
+        add_flash_attention(pip, built_in(venv))
     say(f"installing {len(wanted)} packages and what they need")
     run([*constrained, *wanted], "pip")
 
@@ -241,6 +365,8 @@ def install(root: Path, *, dev: bool = False, pip: Sequence[str] = ()) -> None:
         if is_complete(root, dev=dev):
             return
         start_seconds = time.monotonic()
+        if torch_pin(root):
+            build_for(driver_version())  # refused before anything is touched
         prepare(root)
         venv = root / ".venv"
         python = venv / "bin" / "python"

@@ -24,7 +24,10 @@ to come, refused until then:
   report     output folder -> one HTML page
 
 environment: USPFT_PYTHON=/path/to/python   use that environment, install nothing
+             USPFT_TORCH=cpu (or cu130, cu129)   install that build of torch, whatever GPU is here
              NNODES NODE_RANK MASTER_ADDR MASTER_PORT   several hosts; start this on each
+several hosts: ./launch.sh train RECIPE.yaml --hostfile FILE   starts it on each by ssh
+               srun --ntasks-per-node=1 ./launch.sh RECIPE.yaml   inside a SLURM allocation
 TEXT
 }
 
@@ -58,13 +61,37 @@ find_python() {
     "or conda create -n uspft python=3.11 and USPFT_PYTHON=/path/to/that/python"
 }
 
+# The major version of the NVIDIA driver that is loaded here; nothing where there is none.
+driver_major() {
+  local text=''
+  if ! { read -r text </proc/driver/nvidia/version; } 2>/dev/null && command -v nvidia-smi >/dev/null; then
+    read -r text < <(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || text=''
+  fi
+  [[ $text =~ (^|[^0-9.])([0-9]{3,})\.[0-9] ]] && printf '%s' "${BASH_REMATCH[2]}"
+}
+
+# The build of torch that .venv has is one for this host, as install.py has it.
+runs_here() {
+  local built=$1 driver
+  if [ -n "${USPFT_TORCH:-}" ] || [ "$built" = any ]; then
+    [ "$built" = any ] || [ "$built" = "$USPFT_TORCH" ]
+    return
+  fi
+  driver=$(driver_major) || return 0
+  case $built in
+    cpu) return 1 ;;
+    cu12*) [ "$driver" -ge 525 ] ;;
+    *) [ "$driver" -ge 580 ] ;;
+  esac
+}
+
 # Complete and current, told without starting Python: install.py writes the same text as the stamp.
 is_current() {
-  local stamp digest python=$root/.venv/bin/python
+  local digest built there now python=$root/.venv/bin/python
   [ -x "$python" ] && [ -f "$root/.venv/pyvenv.cfg" ] || return 1
-  { read -r stamp <"$root/.venv/$1"; } 2>/dev/null || return 1
-  digest=$(cat "$root/constraints.txt" "$root/pyproject.toml" "$root/install.py" | sha256sum)
-  [ "$stamp" = "${digest%% *} $(readlink -f "$python")" ]
+  { read -r digest built there <"$root/.venv/$1"; } 2>/dev/null || return 1
+  now=$(cat "$root/constraints.txt" "$root/pyproject.toml" "$root/install.py" | sha256sum)
+  [ "$digest $there" = "${now%% *} $(readlink -f "$python")" ] && runs_here "$built"
 }
 
 # Ctrl-C waits until Python can say something better than where in its own start it hit.
@@ -87,14 +114,6 @@ case $1 in
   train | check | plan | inspect | verify | export | convert | calibrate | report) ;;
   *) set -- train "$@" ;;
 esac
-for word; do
-  case $word in
-    --hostfile | --hostfile=*)
-      refuse "--hostfile is not available yet." \
-        "Start launch.sh on every host with NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT set." ;;
-  esac
-done
-
 if [ -n "${USPFT_PYTHON:-}" ]; then
   python=$USPFT_PYTHON
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||

@@ -110,7 +110,7 @@ def assemble(
     loader = make_loader(job, worlds, under, groups)
 
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
-    model = empty_model(config, dtype)
+    model = empty_model(config, dtype, device)
     choose_trained(model, recipe.model, recipe.seed)
     how = import_module(TENSOR[recipe.parallel_config.tensor_parallel_algo].model)
     shards = [

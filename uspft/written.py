@@ -32,14 +32,11 @@ def is_written(place: Path) -> bool:
     return first in (METRICS, RECIPE, *EXPORTS, ENVIRONMENT)
 
 
-def written(output: Path, *, logs: bool = True) -> list[Path]:
-    """List what runs have left in an output folder; environment.json, which marks a run, is last.
-
-    logs: whether the ranks' logs are listed too.
-    """
+def written(output: Path) -> list[Path]:
+    """List what runs have left in an output folder, environment.json, which marks a run, last."""
     found = step_folders(output / CHECKPOINTS)
     names = [f"{CHECKPOINTS}/{LATEST}", METRICS, *EXPORTS, RECIPE]
-    if logs and os.path.isdir(output / LOGS):
+    if os.path.isdir(output / LOGS):
         names += [f"{LOGS}/{log}" for log in os.listdir(output / LOGS) if LOG.fullmatch(log)]
     return found + [
         output / name for name in [*names, ENVIRONMENT] if os.path.lexists(output / name)

@@ -16,12 +16,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SUPERVISOR = """
 import os, pathlib, sys
-from uspft.launcher import LaunchError, LocalRanks, hosts_from, run_ranks
+from uspft.config.problems import RunFailed
+from uspft.launcher import LaunchError, LocalRanks, Meeting, hosts_from, run_ranks
 try:
     ranks = LocalRanks(int(sys.argv[2]), hosts_from(os.environ))
     logs = pathlib.Path(sys.argv[1]).parent / "logs"
-    sys.exit(run_ranks([sys.executable, sys.argv[1]], ranks, environment=os.environ, log_dir=logs))
-except LaunchError as error:
+    command = [sys.executable, sys.argv[1]]
+    with Meeting(ranks.hosts) as meeting:
+        try:
+            watch = meeting.convene(ranks.count, "cpu", 0, 20.0)
+            sys.exit(run_ranks(command, ranks, environment=os.environ, log_dir=logs, watch=watch))
+        except KeyboardInterrupt:
+            sys.exit(meeting.end(130, "stopped"))
+except (LaunchError, RunFailed) as error:
     print(error, file=sys.stderr)
     sys.exit(2)
 """

@@ -240,3 +240,48 @@ def test_the_cause_among_real_collectives(tmp_path: Path) -> None:
     assert code == 1 and shown.count("failed: ") == 1
     assert "rank 2 failed: ValueError: boom" in shown
     assert list(tmp_path.glob("consequence-*"))
+
+
+def test_who_waits_too_long_is_told_with_the_collective(tmp_path: Path) -> None:
+    script = """
+    import torch, torch.distributed as dist
+    from datetime import timedelta
+    from uspft.comm import deadline, set_deadline
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.new_group([0, 1, 2])
+    dist.barrier(group=group)
+    set_deadline(deadline(0.05))
+    if rank == 2:
+        time.sleep(600)
+    try:
+        dist.all_reduce(torch.ones(1000), group=group)
+    except RuntimeError as error:
+        report(error)
+    """
+    code, shown = launch(tmp_path, 3, script).end(within=60)
+    first, *_ = shown.splitlines()
+    told = "waited 0.05 min in all_reduce for other ranks (launch.timeout_minutes)"
+    assert code == 1 and told in first, shown
+    assert first.startswith(("rank 0 on host 0 (", "rank 1 on host 0 ("))
+    assert first.endswith("; of this host, rank 2 did not join it")
+
+
+WATCHDOG = (
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+    "OpType=_ALLGATHER_BASE, NumelIn=4, NumelOut=8, Timeout(ms)=600000) ran for 600029 milliseconds"
+)
+"""What torch 2.13 prints before it aborts a process (ProcessGroupNCCL.cpp)."""
+
+
+def test_a_collective_that_nccl_gave_up_is_told(tmp_path: Path) -> None:
+    script = f"""
+    if rank == 1:
+        print({WATCHDOG!r}, flush=True)
+        os.abort()
+    time.sleep(600)
+    """
+    code, shown = launch(tmp_path, 2, script).end(within=10)
+    assert code == 1
+    told = "waited 10 min in _allgather_base for other ranks (launch.timeout_minutes)"
+    assert told in shown.splitlines()[0] and WATCHDOG in shown

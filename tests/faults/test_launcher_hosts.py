@@ -54,14 +54,6 @@ def test_all_wrong_variables_at_once() -> None:
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_slurm_is_refused_by_name() -> None:
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4"}
-    with pytest.raises(LaunchError, match=r"SLURM_NNODES=4.*not available yet.*MASTER_ADDR"):
-        hosts_from(slurm)
-    assert hosts_from({**slurm, **GOOD}).count == 2
-    assert hosts_from({**slurm, "SLURM_NNODES": "1"}) == Hosts()
-
-
 def test_the_interface_that_leads_to_an_address() -> None:
     assert interface_to("127.0.0.1") == "lo"
     assert interface_to("no.such.host.invalid") is None
@@ -185,25 +177,26 @@ def test_hosts_that_do_not_fit_together(tmp_path: Path) -> None:
     second = launch(tmp_path / "b", 2, "time.sleep(600)", **hosts, NODE_RANK="1")
     ends = [first.end(), second.end()]
     assert [code for code, _ in ends] == [2, 2]
-    assert all("NNODES and launch.processes must be the same" in shown for _, shown in ends)
+    told = "host 1 starts 2 ranks, host 0 1: launch.processes must be the same on every host"
+    assert all(told in shown for _, shown in ends)
 
 
 def test_a_taken_port_is_refused() -> None:
     with socket.create_server(("", 0)) as taken:
         hosts = Hosts(2, 0, "127.0.0.1", taken.getsockname()[1] - 1)
         with pytest.raises(LaunchError, match="set another MASTER_PORT"):
-            watch.Watch(LocalRanks(1, hosts))
+            watch.Watch(hosts)
 
 
 def test_a_silent_host_is_lost_and_a_stranger_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SILENCE_SECONDS", 0.3)
     port = two_free_ports()
-    here = watch.Watch(LocalRanks(1, Hosts(2, 0, "127.0.0.1", port)))
+    here = watch.Watch(Hosts(2, 0, "127.0.0.1", port))
     stranger = socket.create_connection(("127.0.0.1", port + 1))
     stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
     stranger.close()
     silent = socket.create_connection(("127.0.0.1", port + 1))
-    silent.sendall(json.dumps({"kind": "hello", "host": 1, "ranks": [1, 2]}).encode() + b"\n")
+    silent.sendall(json.dumps({"kind": "hello", "host": 1, "hosts": 2}).encode() + b"\n")
     until = time.monotonic() + 5
     while not (alarm := here.news()) and time.monotonic() < until:
         time.sleep(0.02)

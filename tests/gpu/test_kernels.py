@@ -59,6 +59,13 @@ def test_the_probe(place: Place, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 192, 256])
+def test_every_head_dim_passes_the_probe(place: Place, dim: int) -> None:
+    """Those of the models in configs/models and of their families."""
+    probe(place.kernel(), (4, 2, dim), place.dtype, place.device)
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("window", [None, 128])
 def test_long_packed_rows_equal_dense_attention(place: Place, window: int | None) -> None:
     length = 1024 * place.size

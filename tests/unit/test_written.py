@@ -49,12 +49,6 @@ def test_only_what_a_run_wrote_moves_and_never_twice_to_one_place(tmp_path: Path
     assert len(places) == 3
 
 
-def test_another_host_s_logs_stay(tmp_path: Path) -> None:
-    fill(tmp_path)
-    assert set_aside(tmp_path, written(tmp_path, logs=False))
-    assert (tmp_path / "logs/rank-0.log").exists() and not (tmp_path / "hf").exists()
-
-
 def test_going_on_moves_later_checkpoints_and_exports(tmp_path: Path) -> None:
     fill(tmp_path)
     for step in (5, 15, 20):

@@ -18,6 +18,7 @@ from uspft.comm.collectives import (
     sum_parts,
     total,
 )
+from uspft.comm.deadline import deadline, set_deadline
 from uspft.comm.group import Group
 
 __all__ = [
@@ -27,9 +28,11 @@ __all__ = [
     "Move",
     "Waited",
     "all_to_all",
+    "deadline",
     "gather_over",
     "largest",
     "max_over",
+    "set_deadline",
     "shift",
     "start_gather",
     "start_sum_parts",

@@ -16,6 +16,7 @@ from uspft.config.checks import closest
 from uspft.config.problems import COMMAND_LINE, InputError
 
 if TYPE_CHECKING:
+    from uspft.launcher import Meeting
     from uspft.prepare.invocation import Invocation
 
 VERBS = ("train", "check", "plan", "verify", "export", "calibrate")
@@ -26,6 +27,7 @@ USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
        uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
        uspft calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
+train, verify and calibrate run on the hosts of --hostfile FILE
 to come: inspect, convert, report"""
 
 
@@ -36,7 +38,29 @@ class UsageError(InputError):
         super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
 
 
-def command_of(given: Sequence[str]) -> Callable[[], int]:
+def starts_ranks(given: Sequence[str]) -> bool:
+    """Tell whether the words ask for a command that starts ranks on every host."""
+    return given[0] not in VERBS + LATER or given[0] in ("train", "verify", "calibrate")
+
+
+def without_hostfile(given: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the file of `--hostfile FILE` and the other words. Raises UsageError."""
+    words = list(given)
+    at = next((n for n, word in enumerate(words) if word.split("=")[0] == HOSTFILE), None)
+    if at is None:
+        return None, words
+    _, _, name = words.pop(at).partition("=")
+    if not name and at < len(words):
+        name = words.pop(at)
+    if not name:
+        raise UsageError(HOSTFILE, "names no file", f"write {HOSTFILE} FILE")
+    if not words or not starts_ranks(words):
+        what = f"{words[0] if words else 'the command'} starts nothing on hosts"
+        raise UsageError(HOSTFILE, what, "leave it out")
+    return Path(name), words
+
+
+def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
     """Return the command that the words ask for, ready to run. Raises InputError."""
     words = list(given)
     verb = words.pop(0) if words[0] in VERBS + LATER else "train"
@@ -53,7 +77,7 @@ def command_of(given: Sequence[str]) -> Callable[[], int]:
     require_versions()
     command = shlex.join(["uspft", verb, *words])
     ranks, steps = _whole("--ranks", options), _whole("--steps", options)
-    place = Invocation(command, dict(os.environ), cache, ranks)
+    place = Invocation(command, dict(os.environ), cache, ranks, meeting)
     if verb == "verify":
         from uspft.commands.verify import verify
         from uspft.prepare.make_verify_job import Asked
@@ -90,6 +114,7 @@ OPTIONS = {
     "verify": ("--steps", "--inject", "--all"),
 }
 FLAGS = ("--all",)
+HOSTFILE = "--hostfile"
 INSTEAD = {
     "--ranks": "launch.processes=N",
     "--steps": "training.steps=N",

@@ -15,11 +15,10 @@ from uspft.commands.starting import start_ranks
 from uspft.config import InputError, dump
 from uspft.config.problems import COMMAND_LINE
 from uspft.durable import write_text
-from uspft.launcher import hosts_from
 from uspft.planner.hardware import read_hardware
 from uspft.prepare.cluster import STANDS_IN, shipped
-from uspft.prepare.data import require_here
 from uspft.prepare.examine import examine
+from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.output import output_of
 
@@ -33,10 +32,11 @@ def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     that file is there already, before any rank starts.
     """
     words, to = _without_to(overrides)
-    hosts = hosts_from(place.environment)
+    hosts = place.meeting.hosts
+    place.meeting.says("examining the recipe")
     found = examine(target, words, hosts.count, None, trains=False)
     with found.placed():
-        require_here(found.recipe)
+        require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
     file = to or output_of(found.recipe) / FILE
     if hosts.index == 0:
         _require_new(file)

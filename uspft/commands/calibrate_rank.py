@@ -23,7 +23,7 @@ def rank(folder: Path, place: Invocation) -> int:
     """Be one rank; the first leaves what was measured in `folder`."""
     recipe = load(folder / "recipe.yaml").recipe
     here = int(place.environment["LOCAL_WORLD_SIZE"])
-    with joined(recipe.launch.device, place.environment, trains=False) as device:
+    with joined(recipe.launch, place.environment, trains=False) as device:
         dtype = getattr(torch, recipe.model.dtype)
         bench = Bench(device, dtype, Groups(), here, SIZES[device.type])
         heads, softcap = _heads(recipe)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from uspft.config import Recipe
 from uspft.data import first_look
-from uspft.launcher import hosts_from
+from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.data import tokenizer_of
 from uspft.prepare.examine import examine
@@ -23,7 +23,7 @@ SHOWN_FILES = 10
 
 def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
-    found = examine(target, overrides, hosts_from(place.environment).count, place.ranks)
+    found = examine(target, overrides, planned_hosts(place.environment), place.ranks)
     recipe, shape = found.recipe, found.shape
     examined, model = None, recipe.model
     asks = [f"model.{key}" for key in ("adapter", "freeze", "overrides") if getattr(model, key)]

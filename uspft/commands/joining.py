@@ -11,25 +11,34 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(minutes=30)
-"""How long a collective waits for a lost rank, before it fails and says which."""
+from uspft.comm import deadline
+from uspft.config import LaunchBlock
+from uspft.config.problems import RunFailed, said
+
+MEET_SECONDS = 300.0
+"""How long ranks wait for one another's start: all hosts have said before that they are ready."""
 
 
 @contextmanager
 def joined(
-    kind: str, environment: Mapping[str, str], *, talks: bool = False, trains: bool = True
+    launch: LaunchBlock,
+    environment: Mapping[str, str],
+    *,
+    talks: bool = False,
+    trains: bool = True,
 ) -> Iterator[torch.device]:
     """Yield this rank's device, with torch.distributed and DeepSpeed up; collective.
 
-    kind: cpu or cuda. environment: what the launcher gave this process. talks: DeepSpeed's own
-    loggers are heard. trains: whether DeepSpeed and transformers are needed.
+    launch: names the device, and how long collectives wait. environment: what the launcher gave
+    this process. talks: DeepSpeed's own loggers are heard. trains: whether DeepSpeed and
+    transformers are needed. Raises RunFailed where ranks do not meet.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor passes on what it is told
-    device = _device(kind, int(environment["LOCAL_RANK"]))
+    device = _device(launch.device, int(environment["LOCAL_RANK"]))
     warnings.filterwarnings("ignore", category=FutureWarning)
     if trains:
         _quiet()
-    join(environment, device)
+    join(environment, device, deadline(launch.timeout_minutes, first_step=True))
     if trains:
         from uspft.engine.quarantine import prepare_deepspeed
 
@@ -55,20 +64,31 @@ def _quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def join(environment: Mapping[str, str], device: torch.device) -> None:
+def join(environment: Mapping[str, str], device: torch.device, limit: timedelta) -> None:
+    """Meet the other ranks, and make the default group, whose collectives wait up to a limit.
+
+    Raises RunFailed where the ranks do not meet.
+    """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    address = environment["MASTER_ADDR"]
-    host = f"[{address}]" if ":" in address else address
-    where = f"tcp://{host}:{environment['MASTER_PORT']}"
-    world = int(environment["WORLD_SIZE"])
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    try:
+        meet = timedelta(seconds=MEET_SECONDS)
+        store = dist.TCPStore(address, port, world, rank == 0, timeout=meet)
+    except dist.DistError as error:
+        raise RunFailed(
+            f"the {world} ranks did not meet at {address}, port {port}, within "
+            f"{MEET_SECONDS / 60:g} min ({said(error)}); see that hosts reach that port"
+        ) from error
+    store.set_timeout(limit)
     # Bound to a device, torch splits every later group off the first; one rank alone has seen
     # NCCL fail at that (DeepSpeed issue 8248).
     bound = device.type == "cuda" and world > 1
     dist.init_process_group(
         backend,
-        init_method=where,
-        rank=int(environment["RANK"]),
+        store=store,
+        rank=rank,
         world_size=world,
-        timeout=TIMEOUT,
+        timeout=limit,
         device_id=device if bound else None,
     )

@@ -11,7 +11,15 @@ from types import FrameType
 
 from uspft.commands.imports import begin_imports, keep_imports
 from uspft.config.problems import InputError, RunFailed
-from uspft.launcher import ERROR_FILE, outlive_terminal, report_exception
+from uspft.launcher import (
+    ERROR_FILE,
+    Hosts,
+    Meeting,
+    hosts_from,
+    outlive_terminal,
+    report_exception,
+    run_on_hosts,
+)
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 130
@@ -58,22 +66,49 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _main(words: list[str]) -> int:
-    from uspft.commands.arguments import USAGE, command_of
+    from uspft.commands.arguments import USAGE, starts_ranks, without_hostfile
 
     if not words or {"-h", "--help"} & set(words):
         print(USAGE, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     try:
-        command = command_of(words)
-        keep_imports()
-        _on_stop(_interrupt)
-        return command()
-    except (InputError, RunFailed) as error:
+        file, words = without_hostfile(words)
+        if file:
+            return run_on_hosts(file, words, os.environ, program())
+        hosts = hosts_from(os.environ) if starts_ranks(words) else Hosts()
+        with Meeting(hosts) as meeting:
+            return _command(words, meeting)
+    except InputError as error:
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        return 2
     except KeyboardInterrupt:
         print(STOPPED, file=sys.stderr)
         return INTERRUPTED
+
+
+def program() -> list[str]:
+    """Return the beginning of a command line that starts uspft as this process was started."""
+    launch = Path(__file__).parents[2] / "launch.sh"
+    return [str(launch)] if launch.exists() else [sys.executable, "-m", "uspft"]
+
+
+def _command(words: list[str], meeting: Meeting) -> int:
+    """Run a command and return its exit code, which the other hosts are told."""
+    from uspft.commands.arguments import command_of
+
+    try:
+        command = command_of(words, meeting)
+        keep_imports()
+        _on_stop(_interrupt)
+        meeting.may_interrupt()
+        return meeting.end(command())
+    except (InputError, RunFailed) as error:
+        print(error, file=sys.stderr)
+        return meeting.end(2 if isinstance(error, InputError) else 1, str(error))
+    except KeyboardInterrupt:
+        if not meeting.alarm:
+            print(STOPPED, file=sys.stderr)
+        return meeting.end(INTERRUPTED, STOPPED)
 
 
 def _rank(words: Sequence[str]) -> int:

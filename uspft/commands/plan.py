@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from uspft.commands.aligned import aligned
-from uspft.launcher import hosts_from
+from uspft.launcher import planned_hosts
 from uspft.layout import Layout
 from uspft.metrics import as_size
 from uspft.planner.alternatives import Prediction, alternatives
@@ -45,7 +45,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str |
     named: the hardware that stands in for the recipe's, or None.
     """
     words = [*overrides, f"launch.hardware={named}"] if named is not None else overrides
-    hosts = hosts_from(place.environment).count
+    hosts = planned_hosts(place.environment)
     found = examine_for_plan(target, words, hosts, place.ranks)
     with found.placed():
         step = step_of(found)

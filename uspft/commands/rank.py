@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from uspft.comm import deadline, set_deadline
 from uspft.commands.imports import keep_imports
 from uspft.commands.joining import joined
 from uspft.commands.shared import require_shared
@@ -26,7 +27,7 @@ def rank(folder: Path, place: Invocation) -> int:
     """Be one rank of the job in `folder`, and return its exit code. Raises what the run raises."""
     job = Job.read(folder)
     logs_transfers = bool(job.recipe.deepspeed.comms_logger)
-    with joined(job.recipe.launch.device, place.environment, talks=logs_transfers) as device:
+    with joined(job.recipe.launch, place.environment, talks=logs_transfers) as device:
         assert job.recipe.output_dir is not None
         require_shared(job.recipe.output_dir, place.environment)
         renewed = job.lease.renewed() if job.lease and dist.get_rank() == 0 else nullcontext()
@@ -41,14 +42,19 @@ def rank(folder: Path, place: Invocation) -> int:
 
 def _run(job: Job, device: torch.device) -> int:
     from uspft.assemble import assemble
+    from uspft.kernels import slower
     from uspft.mesh import Groups
     from uspft.training.loop import Interrupted, train
 
     keep_imports()
     first = dist.get_rank() == 0
-    run = assemble(job, device, Groups())
+    limit = deadline(job.recipe.launch.timeout_minutes, first_step=True)
+    run = assemble(job, device, Groups(limit))
+    set_deadline(limit)  # in DeepSpeed's groups too
     if first and job.recipe.model.attention == AUTO:
         leave_recipe(job, run.world.kernel.name, run.refused)
+    if first and (line := slower(run.world.kernel, device)):
+        print(f"model.attention: {line}", flush=True)
     asked: list[int] = []  # from here on there is something to save
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
     code = 0

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from uspft.config import Recipe
-from uspft.launcher import Hosts, LocalRanks, run_ranks
+from uspft.launcher import Hosts, LocalRanks, Watch, run_ranks
 from uspft.prepare.invocation import Invocation
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -28,14 +30,22 @@ def start_ranks(
 ) -> int:
     """Start `uspft rank WORDS` as often as the recipe says, wait, and return the exit code.
 
-    on_stop: what a person who stops the ranks is told that they do.
+    The ranks start when all hosts are ready. on_stop: what a person who stops the ranks is told
+    that they do.
     """
-    assert isinstance(recipe.launch.processes, int)
+    launch = recipe.launch
+    assert isinstance(launch.processes, int)
+    if hosts.count > 1:
+        gpus, limit = torch.cuda.device_count(), launch.timeout_minutes * 60
+        watch = place.meeting.convene(launch.processes, launch.device, gpus, limit)
+    else:  # also host 0's own part of `verify`
+        watch = Watch(hosts)
     return run_ranks(
         [sys.executable, "-m", "uspft", "rank", *words],
-        LocalRanks(recipe.launch.processes, hosts),
-        environment=ranks_environment(recipe.launch.device, place.environment),
+        LocalRanks(launch.processes, hosts),
+        environment=ranks_environment(launch.device, place.environment),
         log_dir=logs,
+        watch=watch,
         on_stop=on_stop,
     )
 
@@ -49,6 +59,8 @@ def ranks_environment(device: str, own: Mapping[str, str]) -> dict[str, str]:
     if device == "cuda" and not own.keys() & ALLOCATOR:
         # Sizes differ from row to row: fixed segments would leave gaps that no row fits.
         defaults[ALLOCATOR[0]] = "expandable_segments:True"
+    if device == "cuda":  # a transfer that starts late is one that nothing hides
+        defaults["TORCH_NCCL_HIGH_PRIORITY"] = "1"
     if device == "cpu":
         defaults |= KEEP_FREED
     return {**defaults, **own, "DS_ACCELERATOR": device}

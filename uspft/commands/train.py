@@ -17,7 +17,7 @@ from uspft.commands.export import export_beside
 from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
 from uspft.config import Recipe
-from uspft.launcher import WRONG_INPUT, Hosts, hosts_from, say
+from uspft.launcher import WRONG_INPUT, Hosts, say
 from uspft.lease import Lease
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
@@ -29,9 +29,12 @@ from uspft.written import ADAPTER, EXPORTS, LOGS, MODEL
 
 def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Run a recipe and return the exit code. Raises InputError before any rank starts."""
-    hosts = hosts_from(place.environment)
-    found = examine(target, overrides, hosts.count, place.ranks)
+    hosts = place.meeting.hosts
+    place.meeting.says("examining the recipe")
+    # Host 0 takes the output folder for all: what others see there may be in the making.
+    found = examine(target, overrides, hosts.count, place.ranks, trains=hosts.index == 0)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
+    place.meeting.says("making model and data ready")
     with found.placed(), _held(found.recipe, hosts, screen) as lease:
         found, job, checkpoint, needed = prepare_job(found, place, screen)
         recipe = found.recipe

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from uspft.commands.starting import start_ranks
-from uspft.launcher import Hosts, hosts_from
+from uspft.launcher import Hosts
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_verify_job import Asked, clear_results, prepare_verify
@@ -29,9 +29,11 @@ def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Ask
     starts.
     """
     asked.require_known()
-    hosts = hosts_from(place.environment)
+    hosts = place.meeting.hosts
+    place.meeting.says("examining the recipe")
     found = examine(target, overrides, hosts.count, None, trains=False)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
+    place.meeting.says("making model and data ready")
     with found.placed():
         work, every, facts = prepare_verify(found, place, screen, asked)
         if hosts.index == 0:
@@ -59,6 +61,7 @@ def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Ask
 def _run(work: VerifyJob, hosts: Hosts, place: Invocation) -> int:
     """Run one process on the first host, then the layouts on all hosts, and return an exit code."""
     if hosts.index == 0:
+        place.meeting.says("running one process, which the layouts are compared with")
         code = _start(work.alone(), Hosts(), place, "one-process")
         if code:
             return code

@@ -17,7 +17,7 @@ def rank(folder: Path, place: Invocation) -> int:
     from uspft.verify.work import VerifyJob
 
     work = VerifyJob.read(folder)
-    with joined(work.job.recipe.launch.device, place.environment) as device:
+    with joined(work.job.recipe.launch, place.environment) as device:
         from uspft.verify.ranks import run_layouts, run_reference
 
         keep_imports()

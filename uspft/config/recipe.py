@@ -185,6 +185,8 @@ class LaunchBlock(RecipeBlock):
     """Processes on each host; `auto` is its GPUs or, on CPU, the product of the degrees ÷ hosts."""
     device: Annotated[Literal["auto", "cuda", "cpu"], _is(choice("auto", "cuda", "cpu"))] = "auto"
     """Where ranks compute; `auto` takes cuda where this host has a GPU."""
+    timeout_minutes: Annotated[float, _is(real(above=0))] = 10.0
+    """Minutes a collective waits for other ranks before it fails; in the first step three times."""
     hardware: Annotated[str, _is(text("auto, a name in configs/hardware or a file"))] = "auto"
     """Figures that `plan` and every `auto` take; `auto`: by the GPU's name, else shipped ones."""
 

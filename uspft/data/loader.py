@@ -19,6 +19,7 @@ from uspft.comm import largest, total
 from uspft.config.problems import RunFailed
 from uspft.data.stream import Row, RowStream, empty_row
 from uspft.data.tokenise import NOT_TRAINED
+from uspft.kernels.varlen import put
 from uspft.segments import Segments
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class RowLoader(ABC):
             return np.concatenate([whole[start:stop] for start, stop in share.held] or [whole[:0]])
 
         def placed(values: NDArray[np.int64]) -> torch.Tensor:
-            return torch.from_numpy(values).to(world.device, non_blocking=True)
+            return put(torch.from_numpy(values), world.device)
 
         def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
             return placed(kept(arrays))

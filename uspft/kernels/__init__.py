@@ -5,5 +5,6 @@ from uspft.kernels.choose import believed_kernel
 from uspft.kernels.grouped import Grouped
 from uspft.kernels.kernel import Kernel
 from uspft.kernels.merge import Partial
+from uspft.kernels.slower import slower
 
-__all__ = ["Block", "Grouped", "Kernel", "Mask", "Partial", "area", "believed_kernel"]
+__all__ = ["Block", "Grouped", "Kernel", "Mask", "Partial", "area", "believed_kernel", "slower"]

@@ -33,14 +33,15 @@ class KernelSource(NamedTuple):
 
 
 SOURCES = {
-    "flash_attn_4": KernelSource("flash_attn.cute", partial(cuda.torch_flash, "FA4")),
     "flash_attn_3": KernelSource("flash_attn_interface", partial(cuda.torch_flash, "FA3")),
+    "flash_attn_4": KernelSource("flash_attn.cute", cuda.flash_attn_4),
     "flash_attn_2": KernelSource(
         "flash_attn.flash_attn_interface", cuda.flash_attn_2, cuda.flash_attn_2
     ),
     "torch": KernelSource("torch", cuda.torch_flash, TorchCapped),
 }
-"""The sources of CUDA kernels by name, the fastest first; torch's own is always installed."""
+"""The sources of CUDA kernels by name, the fastest first; torch's own is always installed. That of
+flash_attn_3 runs on compute capability 9.0 alone, and is refused elsewhere."""
 
 
 def is_installed(name: str) -> bool:

@@ -6,6 +6,7 @@ They have not been run on a GPU yet; each is probed at the start of a run.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def torch_flash(package: str | None = None) -> VarlenKernel:
     """Return torch's own flash attention (aten), for float16 and bfloat16; it needs no
     installation.
 
-    package: FA3 (Hopper) or FA4, whose kernels torch is told to use in place of its own. Raises
+    package: FA3 (Hopper), whose kernels torch is told to use in place of its own. Raises
     ImportError where the package is not installed, RuntimeError where it does not fit.
     """
     aten = torch.ops.aten
@@ -61,6 +62,33 @@ def _use(package: str | None) -> None:
         attention.activate_flash_attention_impl(package)
     else:
         attention.restore_flash_attention_impl()
+
+
+def flash_attn_4() -> VarlenKernel:
+    """Return the kernel of the flash-attn 4 package. Raises ImportError where it is not installed.
+
+    torch 2.13 would run it too, but takes two results where release 4.0.0b36 gives five.
+    """
+    flash = importlib.import_module("flash_attn.cute.interface")
+
+    def sizes(x: Varlen) -> dict[str, Any]:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return {**dict(zip(names, x[:4], strict=True)), "causal": x.causal}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
+        asked = {"softmax_scale": scale, "return_lse": True, **sizes(x)}
+        out, lse, *_ = flash._flash_attn_fwd(q, k, v, **asked)
+        return out, lse
+
+    def backward(
+        qkv: tuple[Tensor, ...], saved: tuple[Tensor, Tensor, Tensor], x: Varlen, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, dout = saved
+        given = (*qkv, out, dout.contiguous(), lse)
+        dq, dk, dv, *_ = flash._flash_attn_bwd(*given, softmax_scale=scale, **sizes(x))
+        return dq, dk, dv
+
+    return VarlenKernel("flash_attn_4", forward, backward)
 
 
 def flash_attn_2(softcap: float | None = None) -> VarlenKernel:

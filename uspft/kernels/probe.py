@@ -48,15 +48,34 @@ LONG = Question(
 take seconds."""
 
 
+ALONE = Question(
+    *(3, 40),
+    (
+        (Block(0, 1, 0, 13, Mask.FULL), Block(1, 2, 13, 40, Mask.FULL)),
+        (Block(2, 3, 39, 40, Mask.CAUSAL),),
+    ),
+)
+"""A question of single queries, for which kernels turn grouped heads into queries: another path."""
+WINDOW = Question(
+    *(48, 48),
+    (
+        tuple(Block(at, at + 16, at, at + 16, Mask.CAUSAL) for at in (0, 16, 32)),
+        tuple(Block(at, at + 16, at - 16, at, Mask.FLIPPED) for at in (16, 32)),
+    ),
+)
+"""The question of a sliding window of 17 keys."""
+
+
 def probe(
     kernel: Kernel, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compare forward and backward of two attentions with the reference in float64.
+    """Compare forward and backward of some attentions with the reference in float64.
 
     heads: (query heads, KV heads, head dim). Raises RuntimeError, which names the kernel, the
     quantity and the error, where they differ by more than rounding in dtype.
     """
-    _ask(kernel, SHORT, heads, (dtype, device))
+    for question in (SHORT, ALONE, WINDOW):
+        _ask(kernel, question, heads, (dtype, device))
     _ask(kernel, LONG, (1, 1, heads[2]), (dtype, device))
 
 

@@ -149,7 +149,9 @@ def _call(blocks: Sequence[Block], device: torch.device) -> _Call:
     lengths = [[b - a for a, b in (reversed(side) if turned else side)] for side in ranges]
     cu = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in lengths]
     cu_q, cu_k = (put(side, device) for side in cu)
-    return _Call(q, k, Varlen(cu_q, cu_k, max(lengths[0]), max(lengths[1]), causal))
+    # For a longest of 1 with grouped heads, flash attention 2 gives lse in another order.
+    longest_q, longest_k = max(2, *lengths[0]), max(lengths[1])
+    return _Call(q, k, Varlen(cu_q, cu_k, longest_q, longest_k, causal))
 
 
 @lru_cache(maxsize=64)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from uspft.launcher.failure import ERROR_FILE, WRONG_INPUT, report_exception
-from uspft.launcher.hosts import Hosts, LaunchError, LocalRanks, hosts_from, interface_to
+from uspft.launcher.hosts import Hosts, LaunchError, LocalRanks, interface_to
+from uspft.launcher.meeting import Meeting
+from uspft.launcher.remote import run_on_hosts
 from uspft.launcher.supervise import run_ranks
 from uspft.launcher.terminal import outlive_terminal, say
+from uspft.launcher.variables import hosts_from, planned_hosts
+from uspft.launcher.watch import Watch
 
 __all__ = [
     "ERROR_FILE",
@@ -13,10 +17,14 @@ __all__ = [
     "Hosts",
     "LaunchError",
     "LocalRanks",
+    "Meeting",
+    "Watch",
     "hosts_from",
     "interface_to",
     "outlive_terminal",
+    "planned_hosts",
     "report_exception",
+    "run_on_hosts",
     "run_ranks",
     "say",
 ]

@@ -18,6 +18,12 @@ ERROR_FILE = "USPFT_ERROR_FILE"  # where a rank is told to write its error
 WRONG_INPUT = 2  # exit code of a rank that found the data wrong
 LAST_LINES = 20
 
+TIMED_OUT = re.compile(
+    r"Timed out waiting (?P<gloo>\d+)ms"
+    r"|WorkNCCL\([^)]*OpType=(?P<collective>\w+)[^)]*Timeout\(ms\)=(?P<nccl>\d+)"
+)
+"""What gloo and NCCL say of a collective that has waited too long for other ranks."""
+
 # What a rank says when another one is gone: gloo, NCCL, the store, a collective's time-out.
 CONSEQUENCES = re.compile(
     r"connection (was likely )?closed|connection reset|connection refused|broken pipe"
@@ -53,6 +59,8 @@ class Failure:
     details: str
     code: int = 1
     consequence: bool = False
+    waited: bool = False
+    """Whether the rank has waited in vain for other ranks."""
 
 
 def report_exception(path: str | Path, rank: int, error: BaseException, code: int = 1) -> None:
@@ -68,6 +76,7 @@ def report_exception(path: str | Path, rank: int, error: BaseException, code: in
         "code": code,
         "type": type(error).__name__,
         "message": str(error),
+        "waited": waited(str(error), collective_in(error)),
         "traceback": "" if isinstance(error, RunFailed) else _traceback(error),
     }
     aside.write_text(json.dumps(found))
@@ -78,6 +87,26 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
+def waited(said: str, collective: str = "") -> str:
+    """Return the sentence for a collective that timed out, from what was said of it, or ""."""
+    found = TIMED_OUT.search(said)
+    if not found:
+        return ""
+    minutes = int(found["gloo"] or found["nccl"]) / 60_000
+    name = collective or (found["collective"] or "").lower() or "a collective"
+    return f"waited {minutes:.3g} min in {name} for other ranks (launch.timeout_minutes)"
+
+
+def collective_in(error: BaseException) -> str:
+    """Return the collective that raised an error, and where uspft asked for it; "" for none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [f.name for f in frames if "/torch/distributed/" in f.filename and f.name[0] != "_"]
+    places = [f for f in frames if "/uspft/" in f.filename]
+    names = [name for name in calls if name != "wrapper"][-1:]
+    names += [f"{Path(f.filename).name}, {f.name}" for f in places][-1:]
+    return names[0] + "".join(f" ({name})" for name in names[1:]) if names else ""
+
+
 def from_error_file(path: Path, status: int | None) -> Failure | None:
     """Read the failure that a rank left in its error file, or None where it left nothing."""
     try:
@@ -86,12 +115,14 @@ def from_error_file(path: Path, status: int | None) -> Failure | None:
         return None
     if WRONG_INPUT in (status, found["code"]):
         return Failure(found["rank"], found["time"], found["message"], "", WRONG_INPUT)
+    summary = f"{found['type']}: {found['message']}" if found["traceback"] else found["message"]
     return Failure(
         rank=found["rank"],
         time=found["time"],
-        summary=f"{found['type']}: {found['message']}" if found["traceback"] else found["message"],
+        summary=found["waited"] or summary,
         details=found["traceback"].rstrip(),
         consequence=bool(CONSEQUENCES.search(found["message"])),
+        waited=bool(found["waited"]),
     )
 
 
@@ -106,6 +137,8 @@ def from_status(rank: Ended, status: int) -> Failure:
     if rank.number == 0:
         details = "  what it printed stands above"
     number, ended = rank.number, rank.ended
+    if in_vain := waited(printed):
+        return Failure(number, ended, in_vain, details, consequence=True, waited=True)
     if status > 0:
         code = WRONG_INPUT if status == WRONG_INPUT else 1
         return Failure(number, ended, f"exit code {status}", details, code, consequence)
@@ -116,5 +149,8 @@ def from_status(rank: Ended, status: int) -> Failure:
 
 
 def root_cause(failures: list[Failure]) -> Failure:
-    """Return the failure that the others follow from: the earliest that is not about a peer."""
-    return min(failures, key=lambda failure: (failure.consequence, failure.time))
+    """Return the failure that the others follow from: the earliest that is not about a peer.
+
+    Of those that are, one that has waited for a peer goes before one that has lost it.
+    """
+    return min(failures, key=lambda one: (one.consequence, not one.waited, one.time))

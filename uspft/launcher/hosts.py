@@ -1,4 +1,4 @@
-"""The hosts of one run, as NNODES and its like name them, and the interface that leads to them."""
+"""The hosts of one run, the ranks of this one, and the interface that leads to the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,49 +56,6 @@ class LocalRanks:
     def first(self) -> int:
         """The global number of this host's first rank."""
         return self.count * self.hosts.index
-
-
-def hosts_from(environment: Mapping[str, str]) -> Hosts:
-    """Read the hosts from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, as torchrun names them.
-
-    Raises LaunchError with a line for every variable that is missing or wrong.
-    """
-    slurm_nodes = environment.get("SLURM_NNODES", "1")
-    if "NNODES" not in environment:
-        if "SLURM_JOB_ID" in environment and slurm_nodes != "1":
-            raise LaunchError(
-                f"SLURM_NNODES={slurm_nodes}: reading the hosts from SLURM is not available yet; "
-                "set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT on every host"
-            )
-        return Hosts()
-    problems: list[str] = []
-
-    def number(name: str, low: int, high: int) -> int:
-        text = environment.get(name, "")
-        if text.isascii() and text.isdigit() and low <= int(text) <= high:
-            return int(text)
-        if not text:
-            problems.append(f"{name} is not set; with NNODES it must be, on every host")
-        else:
-            problems.append(f"{name}={text}: must be a whole number from {low} to {high}")
-        return low
-
-    count = number("NNODES", 1, MAX_PORT)
-    if count == 1 and not problems:
-        return Hosts()
-    index = number("NODE_RANK", 0, MAX_PORT if problems else count - 1)
-    port = number("MASTER_PORT", 1, MAX_PORT - 1)
-    address = environment.get("MASTER_ADDR", "")
-    if not address:
-        problems.append("MASTER_ADDR is not set; it is the name or address of host 0")
-    else:
-        try:
-            resolve(address)
-        except OSError as error:
-            problems.append(f"MASTER_ADDR={address}: this host cannot resolve it ({error})")
-    if problems:
-        raise LaunchError("\n".join(problems))
-    return Hosts(count, index, address, port)
 
 
 def resolve(address: str) -> tuple[socket.AddressFamily, str]:

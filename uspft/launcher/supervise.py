@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,6 +139,11 @@ class Supervision:
                 break
             time.sleep(POLL_SECONDS)
         headline = f"rank {cause.rank} failed: {cause.summary}"
+        if cause.waited:
+            host = f"host {self.watch.host} ({socket.gethostname()})"
+            late = [str(rank.number) for rank in self.ranks if rank.failure() is None]
+            absent = f"; of this host, rank {', '.join(late)} did not join it" if late else ""
+            headline = f"rank {cause.rank} on {host} {cause.summary}{absent}"
         there = f"host {self.watch.host} ended the run ({headline}); its own output has the cause"
         self.watch.tell("failed", there, cause.code)
         # Wrong input is told as it is before any rank starts: the message alone.
@@ -175,16 +181,16 @@ def run_ranks(
     *,
     environment: Mapping[str, str],
     log_dir: Path,
+    watch: Watch,
     on_stop: str = "saving a checkpoint",
 ) -> int:
     """Run a command as this host's ranks, and return the exit code for all of them.
 
-    The code is 0 where all ended well, 130 where they were stopped, 2 where a rank found wrong
-    input, and 1 where one failed, in which case the cause is printed. Must be called from the main
-    thread. Raises LaunchError where the hosts' port is taken.
+    watch: the lines to the other hosts, which are closed in the end. The code is 0 where all ended
+    well, 130 where they were stopped, 2 where a rank found wrong input, and 1 where one failed, in
+    which case the cause is printed. Must be called from the main thread.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    watch = Watch(ranks)
     signals = Signals()
     started: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="uspft-") as error_dir, signals.caught():

@@ -1,8 +1,8 @@
-"""The lines between the supervisors of several hosts: when one host fails or stops, all do.
+"""The lines between the supervisors of several hosts: all start together, and end together.
 
 Host 0 listens on MASTER_PORT + 1 and passes on what it hears. Each message is a JSON object on a
-line of its own: hello (who, how many ranks), beat (every second), stop, failed, done. Nothing here
-blocks.
+line of its own: hello (who), beat (every second: what the host does), ready (what it would start),
+go (by host 0, when all are ready), stop, failed, done. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from uspft.launcher.hosts import LaunchError, LocalRanks, resolve
+from uspft.launcher.hosts import Hosts, LaunchError, resolve
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # a host whose cable was cut ends the run after this
 RETRY_SECONDS = 1.0
 SEND_SECONDS = 2.0
 MAX_LINE_BYTES = 1 << 16
+NAMED = 4
+"""How many of the hosts that others wait for are named in one sentence."""
 
 Message = dict[str, Any]
 
@@ -41,6 +43,11 @@ class Line:
 
     socket: socket.socket
     host: int | None = None
+    name: str = ""
+    """What the host calls itself."""
+    doing: str = ""
+    ready: Message | None = None
+    """What the host would start, once it is ready."""
     heard: float = field(default_factory=time.monotonic)
     unread: bytes = b""
     done: bool = False
@@ -70,19 +77,25 @@ class Line:
 class Watch:
     """This host's end of the lines; with one host there are none, and nothing ever happens."""
 
-    def __init__(self, ranks: LocalRanks) -> None:
+    def __init__(self, hosts: Hosts) -> None:
         """Listen for other hosts, on host 0 alone. Raises LaunchError where the port is taken."""
-        self.ranks = ranks
-        self.host = ranks.hosts.index
+        self.hosts = hosts
+        self.host = hosts.index
+        self.doing = ""
+        self.ready: Message | None = None
+        self.begun = False
+        self.told = ""  # by host 0: whom all wait for
+        self.called: set[int] = set()
+        self.closed = False
         self.lines: list[Line] = []
         self.alarms: list[Alarm] = []
         self.beaten = self.tried = -SILENCE_SECONDS
         self.connecting: socket.socket | None = None
         self.listener: socket.socket | None = None
-        if ranks.hosts.count > 1 and self.host == 0:
-            port = ranks.hosts.watch_port
+        if hosts.count > 1 and self.host == 0:
+            port = hosts.watch_port
             try:
-                family, _ = resolve(ranks.hosts.address)
+                family, _ = resolve(hosts.address)
                 self.listener = socket.create_server(("", port), family=family)
             except OSError as error:
                 raise LaunchError(
@@ -92,7 +105,7 @@ class Watch:
 
     def news(self) -> Alarm | None:
         """Keep the lines alive, and return an alarm where another host raised one or is gone."""
-        if self.ranks.hosts.count == 1:
+        if self.hosts.count == 1:
             return None
         self.connect()
         sockets = [line.socket for line in self.lines]
@@ -107,14 +120,59 @@ class Watch:
                 self.lose(line, f"has said nothing for {SILENCE_SECONDS:.0f} s")
         if time.monotonic() - self.beaten > BEAT_SECONDS:
             self.beaten = time.monotonic()
-            self.tell("beat")
+            self.tell("beat", self.doing, waits_for=self.waits_for() if self.host == 0 else "")
         return self.alarms.pop(0) if self.alarms else None
 
-    def tell(self, kind: str, text: str = "", code: int = 1) -> None:
+    def tell(self, kind: str, text: str = "", code: int = 1, **more: Any) -> None:
         """Send a message to all connected hosts; host 0 passes alarms on to the others."""
-        message = {"kind": kind, "host": self.host, "text": text, "code": code}
+        message = {"kind": kind, "host": self.host, "text": text, "code": code, **more}
         for line in self.lines:
             line.send(message)  # a dead line shows when it is listened to
+
+    def declare(self, ready: Message) -> None:
+        """Say that this host is ready, and what it would start."""
+        self.ready = ready
+        self.tell("ready", start=ready)
+
+    def begin(self) -> None:
+        """Let all hosts start their ranks, where all are ready; host 0 alone decides.
+
+        Hosts that do not fit together end the run instead.
+        """
+        if self.host or self.begun or self.waits_for():
+            return
+        for line in self.lines:
+            if problem := misfit(self.ready or {}, line.ready or {}, line.host):
+                self.tell("failed", problem, 2)
+                self.alarms.append(Alarm("failed", problem, 2))
+                return
+        self.begun = True
+        self.tell("go")
+
+    def waits_for(self) -> str:
+        """Return the hosts that are not ready, with what each does; "" where the ranks may start.
+
+        Other hosts than host 0 know only what that one has told them.
+        """
+        if self.begun:
+            return ""
+        if self.host:
+            place = f"{self.hosts.address}, port {self.hosts.watch_port}"
+            return self.told or f"host 0 ({place}): " + ("not ready" if self.lines else "no answer")
+        known = {line.host: line for line in self.lines}
+        waiting = [] if self.ready else [f"host 0 ({socket.gethostname()}): {self.doing}"]
+        for host in range(1, self.hosts.count):
+            line = known.get(host)
+            if line is None:
+                waiting.append(f"host {host}: has not called")
+            elif line.ready is None:
+                waiting.append(f"host {host} ({line.name}): {line.doing}")
+        more = [f"and {len(waiting) - NAMED} more"] if len(waiting) > NAMED else []
+        return "; ".join(waiting[:NAMED] + more)
+
+    def all_called(self) -> bool:
+        """Tell whether every other host has been on the line; others but host 0 see that one."""
+        return len(self.called) == (1 if self.host else self.hosts.count - 1)
 
     def is_over(self) -> bool:
         """Tell whether every host that was on the line is done too."""
@@ -125,7 +183,7 @@ class Watch:
         for open_socket in [line.socket for line in self.lines] + [self.listener, self.connecting]:
             if open_socket:
                 open_socket.close()
-        self.lines = []
+        self.lines, self.closed = [], True
 
     def connect(self) -> None:
         """Call host 0 again and again until it answers, since it may start minutes later.
@@ -138,10 +196,10 @@ class Watch:
         if self.connecting is None and now - self.tried > RETRY_SECONDS:
             self.tried = now
             with contextlib.suppress(OSError):
-                family, place = resolve(self.ranks.hosts.address)
+                family, place = resolve(self.hosts.address)
                 self.connecting = socket.socket(family)
                 self.connecting.setblocking(False)
-                self.connecting.connect_ex((place, self.ranks.hosts.watch_port))
+                self.connecting.connect_ex((place, self.hosts.watch_port))
         if self.connecting is None or not select.select([], [self.connecting], [], 0)[1]:
             return
         answered, self.connecting = self.connecting, None
@@ -152,9 +210,11 @@ class Watch:
             return
         line = self.add(answered)
         line.host = 0
-        line.send(
-            {"kind": "hello", "host": self.host, "ranks": [self.ranks.count, self.ranks.world]}
-        )
+        self.called.add(0)
+        own = {"host": self.host, "name": socket.gethostname(), "hosts": self.hosts.count}
+        line.send({"kind": "hello", **own, "text": self.doing})
+        if self.ready:
+            line.send({"kind": "ready", "start": self.ready})
 
     def add(self, connected: socket.socket) -> Line:
         """Add a new connection to the lines of this watch, and return its line."""
@@ -175,6 +235,12 @@ class Watch:
                 self.greet(line, message)
             elif line.host is None:
                 continue
+            elif kind == "beat":
+                line.doing, self.told = text, message.get("waits_for", "")
+            elif kind == "ready":
+                line.ready = message.get("start")
+            elif kind == "go":
+                self.begun = True
             elif kind == "done":
                 line.done = True
             elif kind in ("stop", "failed"):
@@ -182,16 +248,18 @@ class Watch:
 
     def greet(self, line: Line, hello: Message) -> None:
         """Note which host is on the line; hosts that do not fit together end the run."""
-        host, here = hello.get("host"), [self.ranks.count, self.ranks.world]
+        host, count = int(hello.get("host", 0)), self.hosts.count
+        line.name, line.doing = hello.get("name", ""), hello.get("text", "")
         problem = ""
-        if hello.get("ranks") != here:
+        if hello.get("hosts") != count:
             problem = (
-                f"host {host} starts [ranks, of all] {hello.get('ranks')}, host 0 {here}: "
-                "NNODES and launch.processes must be the same on every host"
+                f"host {host} has NNODES={hello.get('hosts')}, host 0 NNODES={count}: "
+                "it must be the same on every host"
             )
         elif host == 0 or any(other.host == host for other in self.lines):
             problem = f"NODE_RANK={host} is set on two hosts"
         line.host = host
+        self.called.add(host)
         if problem:
             line.send({"kind": "failed", "text": problem, "code": 2})
             self.raise_alarm(Alarm("failed", problem, 2), source=line)
@@ -210,3 +278,19 @@ class Watch:
         self.lines.remove(line)
         if line.host is not None and not line.done:
             self.raise_alarm(Alarm("failed", f"host {line.host} {how}"), source=line)
+
+
+def misfit(here: Message, there: Message, host: int | None) -> str:
+    """Return why what a host would start does not fit host 0, or "" where it does."""
+    if there.get("device") != here.get("device"):
+        return (
+            f"host {host} computes on {there.get('device')}, host 0 on {here.get('device')}: "
+            f"launch.device must be the same on every host (host {host} sees "
+            f"{there.get('gpus')} GPUs, host 0 {here.get('gpus')})"
+        )
+    if there.get("ranks") != here.get("ranks"):
+        return (
+            f"host {host} starts {there.get('ranks')} ranks, host 0 {here.get('ranks')}: "
+            "launch.processes must be the same on every host"
+        )
+    return ""

@@ -13,15 +13,22 @@ from transformers import AutoModelForCausalLM
 from uspft.model.attention import NAME
 from uspft.parameters.experts import is_experts
 
+CPU = torch.device("cpu")
 
-def empty_model(config: Any, dtype: torch.dtype) -> Any:
-    """Return a config's model with parameters on meta, tied ones tied, and uspft's attention."""
+
+def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> Any:
+    """Return a config's model with parameters on meta, tied ones tied, and uspft's attention.
+
+    device: where its buffers are, such as the frequencies of rotary positions. DeepSpeed leaves
+    them where they are in stage 3, and each forward pass would copy them.
+    """
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     model.tie_weights()  # not above, where making a parameter empty makes a new object
     for buffer in model.buffers():
-        if buffer.is_floating_point():  # Gemma's embedding scale, made in dtype and used in it
-            buffer.data = buffer.data.float()
+        # In float32 too: Gemma's embedding scale, made in dtype and used in it.
+        wide = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        buffer.data = buffer.data.to(device, wide)
     return model
 
 

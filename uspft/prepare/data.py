@@ -1,62 +1,20 @@
-"""The work of train and verify before ranks start: check this host, and make the data ready."""
+"""The data of a run, made ready before ranks start."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from uspft.config import Fault, Recipe
+from uspft.config import Recipe
 from uspft.config.strategies import strategies_of
 from uspft.data import HELD_OUT, hold_out, prepare, prepare_sets, read_report, training_rows
-from uspft.kernels.choose import is_installed
 from uspft.prepare.invocation import Invocation
 from uspft.segments import Segments
 
 FIRST_ROWS = 4
 """How many of the first rows `auto` looks at before it picks one split for the run."""
-
-
-AMPERE = 8
-"""The major compute capability from which GPUs have flash attention, and bfloat16 in hardware."""
-
-
-def require_here(recipe: Recipe) -> None:
-    """Check that this host has the GPUs and the attention kernel that the recipe names.
-
-    `check` does without this, since it may run elsewhere. Raises Fault where something is lacking.
-    """
-    count, wanted = torch.cuda.device_count(), recipe.launch.processes
-    if recipe.launch.device == "cuda" and isinstance(wanted, int) and wanted > count:
-        what = f"{wanted} processes on this host, which has {count} GPUs"
-        remedy = f"start at most {count}" if count else "write launch.device: cpu"
-        raise Fault([("launch.processes", what, f"{remedy}, or start it on a host that has them")])
-    if recipe.launch.device == "cuda" and isinstance(wanted, int):
-        _require_flash(wanted)
-    name = recipe.model.attention
-    if name != "auto" and not is_installed(name):
-        what = f"is {name}, and its package is not installed in {sys.prefix}"
-        raise Fault([("model.attention", what, "install it there, or write auto")])
-
-
-def _require_flash(processes: int) -> None:
-    """Check that the GPU of each process is new enough. Raises Fault where one is too old.
-
-    The check makes no CUDA context on the GPUs.
-    """
-    for index in range(processes):
-        major, minor = torch.cuda.get_device_capability(index)
-        if major < AMPERE:
-            name = torch.cuda.get_device_name(index)
-            what = (
-                f"is cuda, and GPU {index} of this host, {name}, has compute capability "
-                f"{major}.{minor}: bfloat16 and flash attention need {AMPERE}.0 (Ampere) or newer"
-            )
-            remedy = "start it on a host with newer GPUs, or write launch.device: cpu"
-            raise Fault([("launch.device", what, remedy)])
 
 
 def prepare_data(

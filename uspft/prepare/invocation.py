@@ -6,16 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from uspft.launcher import Meeting
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 """The folder beside the package that holds shapes of hub models and fragments of recipes."""
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """A command as typed, the environment of its child processes, and its cache folder."""
+    """A command as typed, the environment of its child processes, its cache folder and hosts."""
 
     command: str
     environment: Mapping[str, str] = field(default_factory=dict)
     cache: Path = Path(".cache")
     ranks: int | None = None
     """The N of `--ranks N`: another number of processes than this machine would start."""
+    meeting: Meeting = field(default_factory=Meeting)
+    """The line to the other hosts of the run."""

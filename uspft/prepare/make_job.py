@@ -15,9 +15,10 @@ from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import layer_windows
 from uspft.parameters.digest import base_digest
 from uspft.planner.auto import Work
-from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of, tokenizer_of
+from uspft.prepare.data import first_rows, prepare_data, steps_of, tokenizer_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole
+from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.memory_need import exchange_findings
 from uspft.prepare.model import examine_model
@@ -34,7 +35,7 @@ def prepare_job(
     Returns the recipe, resolved as far as it can be before ranks start; the job; the checkpoint
     that the run goes on from, or None; and how many bytes the run will write.
     """
-    require_here(found.recipe)
+    require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
     found = found.knowing_model(fetch_model(found.recipe.model))
     recipe = found.recipe
     model = examine_model(found.here)

@@ -17,8 +17,9 @@ from uspft.model.hf_config import layer_windows
 from uspft.planner.auto import Work
 from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
 from uspft.planner.memory import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
-from uspft.prepare.data import first_rows, prepare_data, require_here, steps_of
+from uspft.prepare.data import first_rows, prepare_data, steps_of
 from uspft.prepare.examine import Examined, run_findings
+from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import output_of
@@ -55,7 +56,7 @@ def prepare_verify(
     Layouts that are not run have a reason. Raises Fault where this host, the model or the data
     cannot be verified.
     """
-    require_here(found.recipe)
+    require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
     found = found.asking(without_extras)
     places = fetch_model(found.recipe.model)
     found = found.knowing_model(places)

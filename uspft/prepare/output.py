@@ -81,8 +81,7 @@ def open_output(
         if checkpoint and checkpoint.folder.resolve().parent == here:
             moved = set_aside(output, made_anew(output, checkpoint.step))
         else:
-            # Another host may already log there.
-            moved = set_aside(output, written(output, logs=hosts.count == 1))
+            moved = set_aside(output, written(output))  # no host's ranks log there before all may
         write_text(output / ENVIRONMENT, environment_of(recipe, hosts, place))
         if recipe.model.attention != AUTO:
             write_text(output / RECIPE, dump(recipe))

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from uspft.blocks import HeadRange
 from uspft.comm import Group, all_to_all
 from uspft.kernels import Grouped, Kernel
+from uspft.kernels.varlen import put
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Rule, Split, rows_must_divide
 from uspft.sequence.ring import attend_blocks
@@ -114,7 +115,7 @@ def blocks_over_heads(
 
 def _both_ways(sorting: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (index that sorts, index that undoes it), both on the device."""
-    index = torch.as_tensor(sorting, device=device)
+    index = put(torch.from_numpy(sorting), device)
     return index, index.argsort()
 
 

@@ -17,7 +17,7 @@ from uspft.assemble import Run
 from uspft.checkpoint.hf_folder import export_folder
 from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.save import save_checkpoint
-from uspft.comm import largest
+from uspft.comm import deadline, largest, set_deadline
 from uspft.config.problems import RunFailed, said
 from uspft.data import fates, read_report
 from uspft.engine.state import on_first_rank
@@ -77,6 +77,8 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             rate = learning_rate(step, steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
             result = _step(run, step, batches, (rate, stop()))
             guards.first_loss(step, result.loss)
+            if step == run.first_step + 1:
+                set_deadline(deadline(recipe.launch.timeout_minutes))
             record = {"step": step, "learning_rate": rate} | meter.record(
                 step, batches, result, time.perf_counter() - started
             )

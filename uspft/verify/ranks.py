@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from uspft.comm import deadline
 from uspft.mesh import Groups
 from uspft.verify.gradients import Comparison, GradientFile, GradientWriter
 from uspft.verify.measure import measure
@@ -47,7 +48,9 @@ def run_reference(verify: VerifyJob, device: torch.device) -> None:
 def run_layouts(verify: VerifyJob, device: torch.device, say: Callable[[str], None]) -> None:
     """Run every layout in turn, with engines built anew; the first rank compares and leaves the
     results."""
-    first, groups = dist.get_rank() == 0, Groups()
+    launch = verify.job.recipe.launch
+    limit = deadline(launch.timeout_minutes, first_step=True)  # each layout has first steps
+    first, groups = dist.get_rank() == 0, Groups(limit)
     for number, layout in enumerate(verify.layouts, 1):
         started = time.perf_counter()
         comparison = Comparison(GradientFile(verify.folder / GRADIENTS)) if first else None

@@ -19,6 +19,13 @@ def test_memory_of_gpus_is_taken_in_segments_that_grow() -> None:
     assert not ranks_environment("cpu", {}).keys() & ALLOCATOR
 
 
+def test_transfers_on_gpus_go_before_products() -> None:
+    assert ranks_environment("cuda", {})["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    own = {"TORCH_NCCL_HIGH_PRIORITY": "0"}
+    assert ranks_environment("cuda", own)["TORCH_NCCL_HIGH_PRIORITY"] == "0"
+    assert "TORCH_NCCL_HIGH_PRIORITY" not in ranks_environment("cpu", {})
+
+
 @pytest.mark.parametrize("name", ALLOCATOR)
 def test_the_user_s_allocator_settings_stand_alone(name: str) -> None:
     own = {name: "max_split_size_mb:512"}

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def load() -> ModuleType:
+    """Return install.py as a module, since it stands in no package."""
+    spec = importlib.util.spec_from_file_location("install", ROOT / "install.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+install = load()
 
 # What the program was given, as JSON on stdout.
 PROGRAM = """

@@ -22,7 +22,9 @@ EVERY = [*FILES, *TESTS]
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 300, 60, 5
 
 # What is larger than the rules say: ten at most, each with its reason.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "install.py": "runs where nothing is installed, from one file that finds no other",
+}
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 # Each with a letter in brackets: this file must not hold them either.

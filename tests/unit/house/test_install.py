@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import importlib.util
 import os
 import re
 import shutil
@@ -15,23 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 
-from tests.unit.house.sandbox import ROOT, Sandbox, make_sandbox, path_without_python
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("install", ROOT / "install.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-install = load()
+from tests.unit.house.sandbox import ROOT, Sandbox, install, make_sandbox, path_without_python
 
 
 @pytest.fixture(scope="module")
@@ -213,37 +200,6 @@ def test_an_interrupted_installation_says_so(tmp_path: Path) -> None:
         running.send_signal(signal.SIGINT)
         _, shown = running.communicate(timeout=60)
     assert running.returncode == 130 and "installation interrupted" in shown
-
-
-@pytest.mark.parametrize(
-    ("driver", "reachable", "first"),
-    [
-        (True, True, ["-c", "C", "torch==9.9"]),
-        (False, True, ["--no-deps", "--index-url", install.TORCH_CPU_INDEX, "torch==9.9"]),
-        (False, False, ["-c", "C", "torch==9.9"]),
-    ],
-)
-def test_where_torch_comes_from(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    driver: bool,
-    reachable: bool,
-    first: list[str],
-) -> None:
-    sandbox = make_sandbox(tmp_path, dependencies='["torch>=9,<10"]')
-    (sandbox.root / "constraints.txt").write_text("torch==9.9\n")
-    ran: list[list[str]] = []
-    monkeypatch.setattr(install, "has_nvidia_driver", lambda: driver)
-    monkeypatch.setattr(install, "is_reachable", lambda url, seconds: reachable)
-    monkeypatch.setattr(install, "run", lambda command, name: ran.append(command))
-    install.install_packages(sandbox.root, ["pip"], dev=False)
-    constraints = str(sandbox.root / "constraints.txt")
-    assert ran[0] == ["pip", *[constraints if word == "C" else word for word in first]]
-    # The pinned requirement by itself comes before the one with a range.
-    assert ran[-2:] == [
-        ["pip", "-c", constraints, "torch==9.9"],
-        ["pip", "-c", constraints, "torch>=9,<10"],
-    ]
 
 
 def test_a_page_that_does_not_answer_in_time() -> None:

@@ -88,11 +88,10 @@ def test_packages_that_the_users_python_lacks_are_named(tmp_path: Path) -> None:
     assert not (sandbox.root / ".venv").exists()
 
 
-@pytest.mark.parametrize("words", [("--hostfile", "h", "a.yaml"), ("train", "a", "--hostfile=h")])
-def test_a_hostfile_is_refused_by_name(sandbox: Sandbox, words: tuple[str, ...]) -> None:
-    done = sandbox.run(*words)
-    assert done.returncode == 2 and "--hostfile is not available yet" in done.stderr
-    assert all(name in done.stderr for name in "NNODES NODE_RANK MASTER_ADDR MASTER_PORT".split())
+@pytest.mark.parametrize("words", [("--hostfile", "h", "a.yaml"), ("a.yaml", "--hostfile=h")])
+def test_a_hostfile_is_passed_on(sandbox: Sandbox, words: tuple[str, ...]) -> None:
+    done = sandbox.run(*words, USPFT_PYTHON=sys.executable)
+    assert json.loads(done.stdout)["argv"] == ["train", *words]
 
 
 def test_no_python_is_told_with_a_remedy(sandbox: Sandbox, no_python: Path) -> None:

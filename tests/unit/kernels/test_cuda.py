@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.varlen import cpu_backward, cpu_forward
 from uspft.kernels import Block, Mask, cuda
-from uspft.kernels.varlen import VarlenKernel
+from uspft.kernels.probe import probe
+from uspft.kernels.varlen import Varlen, VarlenKernel
 
 
 class Switch:
@@ -61,9 +63,57 @@ def test_each_kernel_runs_what_it_is_called(told: bool, monkeypatch: pytest.Monk
 
     own = cuda.torch_flash()
     assert run(own) == [None, None] and switch.turned == 0
-    hopper, blackwell = cuda.torch_flash("FA3"), cuda.torch_flash("FA4")
-    assert run(hopper) == ["FA3", "FA3"] and run(blackwell) == ["FA4", "FA4"]
+    hopper, another = cuda.torch_flash("FA3"), cuda.torch_flash("FA4")
+    assert run(hopper) == ["FA3", "FA3"] and run(another) == ["FA4", "FA4"]
     turned = switch.turned
-    assert run(blackwell) == ["FA4", "FA4"] and run(hopper) == ["FA3", "FA3"]
+    assert run(another) == ["FA4", "FA4"] and run(hopper) == ["FA3", "FA3"]
     if told:  # or torch is told anew each time, and its own cannot be had back
         assert switch.turned == turned + 1 and run(own) == [None, None]
+
+
+class Cute:
+    """flash-attn 4's functions with the parameters and results of release 4.0.0b36, on CPU."""
+
+    def __init__(self, results: int) -> None:
+        self.results = results
+
+    def _flash_attn_fwd(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        return_lse: bool,
+    ) -> tuple[Tensor | None, ...]:
+        assert return_lse
+        sizes = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+        found = cpu_forward(q, k, v, sizes, softmax_scale)
+        return (*found, None, None, None)[: self.results]
+
+    def _flash_attn_bwd(
+        self,
+        *given: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, ...]:
+        sizes = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+        q, k, v, out, dout, lse = given
+        return cpu_backward((q, k, v), (out, lse, dout), sizes, softmax_scale)
+
+
+@pytest.mark.parametrize("results", [2, 5])
+def test_flash_attn_4_is_called_as_it_is_released(
+    results: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda.importlib, "import_module", lambda name: Cute(results))
+    probe(cuda.flash_attn_4(), (4, 2, 16), torch.float32, torch.device("cpu"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.kernels import CPU, FLOAT, HEADS, Broken
 from tests.support.varlen import varlen_on_cpu
-from uspft.kernels import capped, torch_cpu
+from uspft.kernels import Mask, capped, torch_cpu
 from uspft.kernels.kernel import BlockOutput
 from uspft.kernels.probe import SHORT, probe
 from uspft.kernels.torch_cpu import TorchCpu
@@ -83,6 +83,33 @@ class Blind(TorchCpu):
     def forward(self, qkv: Any, blocks: Any, scale: float) -> list[BlockOutput]:
         q, k, v = (x.as_strided(x.shape, torch.empty(x.shape).stride()) for x in qkv)
         return super().forward((q, k, v), blocks, scale)
+
+
+class Lonely(TorchCpu):
+    """A kernel that lays out the lse of single queries with grouped heads in another order."""
+
+    def forward(self, qkv: Any, blocks: Any, scale: float) -> list[BlockOutput]:
+        parts = super().forward(qkv, blocks, scale)
+        grouped = qkv[0].shape[1] > qkv[1].shape[1]
+        if grouped and all(block.q1 - block.q0 == 1 for block in blocks):
+            return [part._replace(lse=part.lse.roll(1, 0)) for part in parts]
+        return parts
+
+
+class Unwindowed(TorchCpu):
+    """A kernel that sees no key before a window's last tile."""
+
+    def forward(self, qkv: Any, blocks: Any, scale: float) -> list[BlockOutput]:
+        parts = super().forward(qkv, blocks, scale)
+        if all(block.mask is Mask.FLIPPED for block in blocks):
+            return [part._replace(lse=part.lse - torch.inf) for part in parts]
+        return parts
+
+
+@pytest.mark.parametrize("kernel", [Lonely(), Unwindowed()])
+def test_the_probe_asks_what_models_ask_rarely(kernel: Any) -> None:
+    with pytest.raises(RuntimeError, match="is wrong on this machine"):
+        probe(kernel, (4, 2, 64), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

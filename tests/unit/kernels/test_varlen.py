@@ -81,3 +81,10 @@ def test_the_variable_length_path_equals_dense_attention(blocks: Sequence[Block]
     at_once = computed(varlen_on_cpu(), inputs, blocks, at_once=True)
     for got, again, want in zip(found, at_once, expected(dense, inputs), strict=True):
         assert torch.allclose(got, want) and torch.allclose(again, want)
+
+
+def test_a_call_never_has_a_longest_query_of_one() -> None:
+    """For that flash attention 2 makes grouped heads queries, and gives lse in their order."""
+    single = tuple(Block(n, n + 1, n, n + 1, Mask.CAUSAL) for n in range(3))
+    (call,) = varlen.calls(single, 3, torch.device("cpu"))
+    assert (call.lengths.longest_q, call.lengths.longest_k) == (2, 1)

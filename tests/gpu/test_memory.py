@@ -1,0 +1,77 @@
+"""Memory on one card: linear in the tokens, and no more a token than the formula says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gpu import Row, needs, steps_of
+from tests.support.models import make_documents
+from uspft.model.hf_config import model_config
+from uspft.planner.memory import sizes_of
+from uspft.prepare.examine import examine
+from uspft.prepare.invocation import CONFIGS
+
+LENGTHS = (16 << 10, 32 << 10, 64 << 10)
+LAYERS = 4
+STRAIGHT = 0.15
+"""How far, relatively, the bytes of a token may differ between the lengths."""
+SLACK = 1.25
+"""How many times the formula's bytes a token may take: the allocator rounds, and leaves gaps."""
+
+
+def recipe_of(data: Path, length: int) -> dict[str, Any]:
+    """One step of Llama 3.1 8B with four layers, from random weights, on one GPU."""
+    return {
+        "model": {
+            "config": str(CONFIGS / "models/meta-llama--Llama-3.1-8B.json"),
+            "overrides": {"num_hidden_layers": LAYERS},
+        },
+        "data": {"train": str(data), "sequence_length": length, "overlong": "split"},
+        "training": {"steps": 2, "global_batch_size": 1},
+        "checkpoint": {"every_steps": None},
+        "export": {"huggingface": False},
+        "launch": {"device": "cuda", "processes": 1},
+    }
+
+
+def slopes(sizes: dict[int, int]) -> list[float]:
+    """Bytes for each further token, between one length and the next."""
+    return [(sizes[b] - sizes[a]) / (b - a) for a, b in pairwise(sorted(sizes))]
+
+
+def formula(recipe: Path) -> int:
+    """The bytes that one process is predicted to need."""
+    found = examine(recipe, [], 1, 1, trains=False).recipe
+    config = model_config(found.model, found.data.sequence_length)
+    return sizes_of(found, config, with_plain=False).need_bytes(LAYERS)
+
+
+def test_the_formula_is_linear_in_the_tokens(tmp_path: Path) -> None:
+    from tests.support.launch import write_recipe
+
+    data = make_documents(tmp_path / "d.jsonl", [100], masked=[0.0]).path
+    sizes = {n: formula(write_recipe(recipe_of(data, n), tmp_path)) for n in LENGTHS}
+    first, second = slopes(sizes)
+    assert first == pytest.approx(second) and first > 2 * 4096 * LAYERS
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("gpus", [pytest.param(1, marks=needs(1))])
+def test_memory_grows_with_tokens_as_the_formula_says(tmp_path: Path, gpus: int, row: Row) -> None:
+    data = make_documents(tmp_path / "d.jsonl", [LENGTHS[-1]] * 3, masked=[0.0]).path
+    measured, predicted = {}, {}
+    for length in LENGTHS:
+        folder, recipe = tmp_path / str(length), recipe_of(data, length)
+        measured[length] = steps_of(recipe, folder)[-1]["peak_memory_bytes"]
+        predicted[length] = formula(folder / "recipe.yaml")
+        told = f"{measured[length] / 2**30:.2f} GiB, predicted {predicted[length] / 2**30:.2f}"
+        row(f"memory, 8B shape, {LAYERS} layers, {length >> 10}k tokens", told)
+    found, said = slopes(measured), slopes(predicted)[0]
+    row("memory, bytes a token", f"{found[0]:,.0f} and {found[1]:,.0f}, predicted {said:,.0f}")
+    assert found[1] == pytest.approx(found[0], rel=STRAIGHT), "not linear in the tokens"
+    assert max(found) <= SLACK * said

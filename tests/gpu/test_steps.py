@@ -1,0 +1,75 @@
+"""One ZeRO-3 step of each algorithm on GPUs has the loss and gradient norm of one GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gpu import Row, needs, steps_of
+from tests.support.models import make_documents, make_model
+from tests.support.runs import small_recipe
+from uspft.config.algorithms import CONTEXT
+
+LOSS, NORM = 0.01, 0.05
+"""How far, relatively, bfloat16 may round a loss and a norm of gradients apart."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    **{name: {"context_parallel_algo": name} for name in CONTEXT},
+    "megatron": {"tensor_parallel_algo": "megatron", "use_seq_parallel": True},
+    "meshslice": {"tensor_parallel_algo": "meshslice"},
+}
+PLACES = [
+    pytest.param("cpu", 2, id="cpu-2", marks=pytest.mark.full),
+    *(pytest.param("cuda", n, id=f"cuda-{n}", marks=needs(n)) for n in (2, 8)),
+]
+
+
+def recipe_of(inputs: tuple[Path, Path], device: str, count: int, name: str = "") -> dict[str, Any]:
+    """A recipe for as many processes that share a row, or the matrices, in a way."""
+    model, data = inputs
+    parallel = dict(LAYOUTS.get(name, {}))
+    degree = "context_parallel" if "context_parallel_algo" in parallel else "model_parallel"
+    if name in ("hybrid_cp", "planned_cp"):
+        parallel["ulysses_degree_in_cp"] = count // 2
+    return small_recipe(
+        model,
+        data,
+        2048 if device == "cuda" else 64,
+        model={"dtype": "bfloat16" if device == "cuda" else "float32"},
+        parallel_config={**parallel, degree: count} if name else {},
+        deepspeed={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+        training={"steps": 2, "global_batch_size": 2},
+        launch={"device": device, "processes": count},
+    )
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model whose heads any of the layouts divides, with head dim 64, and packed documents."""
+    folder = tmp_path_factory.mktemp("steps")
+    make_model(folder / "model", "llama", heads=8, kv_heads=8, head_dim=64)
+    lengths = [30, 50, 64, 20, 1, 63] * 40
+    return folder / "model", make_documents(folder / "d.jsonl", lengths, masked=[0.2]).path
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("device", "count"), PLACES)
+def test_algorithms_agree_with_one_process(
+    inputs: tuple[Path, Path], tmp_path: Path, device: str, count: int, row: Row
+) -> None:
+    packed = "data.packing=best_fit"
+    alone = steps_of(recipe_of(inputs, device, 1), tmp_path / "alone", packed)
+    wrong = []
+    for name in LAYOUTS:
+        found = steps_of(recipe_of(inputs, device, count, name), tmp_path / name, packed)
+        off = [
+            max(abs(a[key] / b[key] - 1) for a, b in zip(found, alone, strict=True))
+            for key in ("loss", "grad_norm")
+        ]
+        seconds = found[-1]["step_seconds"]
+        told = f"loss {off[0]:.1e}, gradient norm {off[1]:.1e} off; {seconds:.2f} s a step"
+        row(f"ZeRO-3, {name}, {count} GPUs", told)
+        if not (off[0] <= LOSS and off[1] <= NORM):
+            wrong.append(f"{name}: {told}")
+    assert not wrong and len(LAYOUTS) >= 7

@@ -1,0 +1,51 @@
+"""Runs of the program on the GPUs of this machine, and marks for what needs so many of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launch import ROOT, environment, write_recipe
+
+Row = Callable[[str, str], None]
+"""Adds a line, what and how much, to the table that the run of the tests ends with."""
+
+
+def needs(gpus: int) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a case that needs so many GPUs."""
+    there = torch.cuda.device_count()
+    lacking = pytest.mark.skipif(there < gpus, reason=f"needs {gpus} NVIDIA GPUs, here are {there}")
+    return pytest.mark.gpu, lacking
+
+
+def ran(
+    recipe: dict[str, Any], folder: Path, *words: str, verb: str = "train", seconds: float = 900.0
+) -> tuple[int, str]:
+    """Run a recipe as a user does, into folder/out: the exit code, and all that was shown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "uspft", verb, str(write_recipe(recipe, folder)), *words]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(XDG_CACHE_HOME=str(folder / "cache")),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def steps_of(recipe: dict[str, Any], folder: Path, *words: str) -> list[dict[str, Any]]:
+    """The steps' records in metrics.jsonl of a run that must end well."""
+    code, shown = ran(recipe, folder, *words)
+    assert code == 0, shown[-4000:]
+    lines = (folder / "out/metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]

@@ -1,0 +1,164 @@
+"""The meeting of a run's hosts before their ranks start: a refusal on one of them ends all.
+
+Each host opens its line before it looks at anything, says what it does while it gets ready, and
+starts its ranks when all are. A host that ends before tells the others why.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from types import TracebackType
+
+from uspft.config.problems import RunFailed
+from uspft.launcher.hosts import Hosts, LaunchError
+from uspft.launcher.terminal import say
+from uspft.launcher.watch import Alarm, Message, Watch
+
+POLL_SECONDS = 0.05
+PATIENCE_SECONDS = 5.0
+"""How long a host that is ready waits before it says for whom."""
+AGAIN_SECONDS = 10.0
+"""How long it then waits before it says that it waits for another."""
+HEARD_SECONDS = 10.0
+"""How long a host that ends early stays, to tell those that have not called yet."""
+
+LEAVE_SECONDS = 1.0
+"""How long it then waits for them to hang up."""
+
+
+class Meeting:
+    """This host's part in the meeting of a run's hosts; with one host there is nothing to it."""
+
+    def __init__(self, hosts: Hosts | None = None) -> None:
+        """Open the line to the other hosts. Raises LaunchError where its port is taken."""
+        self.hosts = hosts or Hosts()
+        self.watch = Watch(self.hosts)
+        self.alarm: Alarm | None = None
+        """What another host has said that ends the run."""
+        self._interruptible = False
+        self._last: Message | None = None
+        self._rest = threading.Event()
+        self._listener: threading.Thread | None = None
+        if self.hosts.count > 1:
+            self._listener = threading.Thread(target=self._listen, name="hosts", daemon=True)
+            self._listener.start()
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Tell the other hosts how this one ended, unless its ranks have run, and close."""
+        if error is not None and self._last is None:
+            self.end(1, f"{type(error).__name__}: {error}")
+        try:
+            self._take_over()
+            if self._last and self.hosts.count > 1 and not self.watch.closed:
+                self._be_heard(self._last)
+        finally:
+            self.watch.close()
+
+    def says(self, doing: str) -> None:
+        """Note what this host does now, for hosts that wait for it."""
+        self.watch.doing = doing
+
+    def may_interrupt(self) -> None:
+        """Let an end by another host raise KeyboardInterrupt in the main thread.
+
+        Until then, while modules are imported, such an end leaves the process at once.
+        """
+        self._interruptible = True
+
+    def end(self, code: int, text: str = "") -> int:
+        """Note how this host ends, for the others, and return its exit code.
+
+        Where another host has ended the run, what that one said is printed, and its code returned.
+        """
+        if self.alarm:
+            say(self.alarm.text)
+            code, text = self.alarm.code, self.alarm.text
+        else:
+            text = f"host {self.hosts.index} ({socket.gethostname()}): {text}"
+        self._last = {"kind": "failed" if code else "done", "code": code, "text": text}
+        return code
+
+    def convene(self, ranks: int, device: str, gpus: int, limit_seconds: float) -> Watch:
+        """Wait until every host is ready to start its ranks, and return the lines to them.
+
+        ranks, device, gpus: what this host starts, on what, and how many GPUs it has. It says for
+        whom it waits. Raises RunFailed where a host has not called within the limit, LaunchError
+        where one has left, and KeyboardInterrupt where one has ended the run: `alarm` says why.
+        """
+        self._take_over()
+        watch, began, spoke, said = self.watch, time.monotonic(), 0.0, ""
+        watch.doing = "ready"
+        watch.declare({"ranks": ranks, "device": device, "gpus": gpus})
+        while self.hosts.count > 1:
+            watch.begin()
+            if watch.begun:
+                break
+            self._heed(watch.news())
+            waited, missing = time.monotonic() - began, watch.waits_for()
+            if waited > limit_seconds and not watch.all_called():
+                raise RunFailed(
+                    f"waited {limit_seconds / 60:.3g} min (launch.timeout_minutes) for {missing}"
+                )
+            late = spoke + AGAIN_SECONDS if said else PATIENCE_SECONDS
+            if missing and missing != said and waited > late:
+                say(f"waiting for {missing}")
+                spoke, said = waited, missing
+            time.sleep(POLL_SECONDS)
+        if said:
+            say("all hosts are ready")
+        return watch
+
+    def _heed(self, alarm: Alarm | None) -> None:
+        """Raise an error where another host has ended the run, or left it."""
+        if alarm and alarm.kind == "stop":  # it comes after `go`, and is the ranks' concern
+            self.watch.alarms.insert(0, alarm)
+        elif alarm:
+            self.alarm = alarm
+            raise KeyboardInterrupt
+        elif left := next((line for line in self.watch.lines if line.done), None):
+            raise LaunchError(
+                f"host {left.host} has nothing left to do, and this host has; "
+                "name an output_dir that both see"
+            )
+
+    def _listen(self) -> None:
+        """Keep the lines alive beside the main thread, and end it where another host says so."""
+        while not self._rest.wait(POLL_SECONDS):
+            self.alarm = self.watch.news()
+            if self.alarm and self._interruptible:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            if self.alarm:
+                say(self.alarm.text)
+                os._exit(self.alarm.code)
+
+    def _take_over(self) -> None:
+        """Let the main thread have the lines for itself."""
+        if self._listener:
+            self._rest.set()
+            self._listener.join()
+            self._listener = None
+
+    def _be_heard(self, last: Message) -> None:
+        """Tell the other hosts why this one has ended, also those that call within a while."""
+        until = time.monotonic() + HEARD_SECONDS
+        while not self.watch.all_called() and time.monotonic() < until:
+            self.watch.news()
+            time.sleep(POLL_SECONDS)
+        self.watch.tell(last["kind"], last["text"], last["code"])
+        until = time.monotonic() + LEAVE_SECONDS
+        while self.watch.lines and time.monotonic() < until:
+            self.watch.news()  # a line that is closed with something unread on it loses the last
+            time.sleep(POLL_SECONDS)

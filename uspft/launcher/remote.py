@@ -1,0 +1,173 @@
+"""The start of a command on every host of a hostfile, by ssh: each then has its own supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from uspft.launcher.hostfile import read_hostfile
+from uspft.launcher.hosts import LaunchError, carriers_v4, is_loopback, resolve
+from uspft.launcher.supervise import Signals
+from uspft.launcher.terminal import say
+
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+NO_CONNECTION = 255
+"""The exit code with which ssh says that it did not reach a host."""
+PORT = "29500"
+"""MASTER_PORT where the user sets none, as torchrun and DeepSpeed have it."""
+TAKEN_ALONG = (
+    *("USPFT_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "UCX_", "FI_", "HF_", "OMP_", "MALLOC_"),
+    *("XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy"),
+)
+"""Beginnings of the names of variables that every host gets as they are here."""
+END_SECONDS = 10.0
+"""How long the other hosts are given to end by themselves, after one has failed."""
+KILL_SECONDS = 30.0
+POLL_SECONDS = 0.05
+
+# The first line of stdin is the environment, which may hold secrets: no command line shows it. Each
+# later line asks to stop, and its end, where the connection is lost, to save and end.
+SCRIPT = """\
+IFS= read -r settings; eval "$settings"; cd {folder} || exit 2
+exec 3<&0
+{command} </dev/null 3<&- & child=$!
+{{ while read -r _; do kill -TERM $child; done; kill -HUP $child; }} <&3 >/dev/null 2>&1 & heed=$!
+wait $child; code=$?; kill $heed 2>/dev/null; exit $code
+"""
+
+
+@dataclass
+class Remote:
+    """A host's command, as this host sees it."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+
+    def ask(self) -> None:
+        """Ask the command to stop; a second time, to stop at once."""
+        assert self.process.stdin
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(b"stop\n")
+            self.process.stdin.flush()
+
+
+def run_on_hosts(
+    file: Path, words: Sequence[str], environment: Mapping[str, str], program: Sequence[str]
+) -> int:
+    """Run a command on every host of a hostfile, and return the exit code for all of them.
+
+    words: the command without its `--hostfile`. program: what starts uspft, at the same path on
+    every host. Slots become launch.processes, unless the words set that. What host 0 prints is
+    shown as it is, lines of others after their names. Raises LaunchError.
+    """
+    if told := next((name for name in ("NNODES", "NODE_RANK") if name in environment), None):
+        raise LaunchError(f"{told} is set beside --hostfile, which sets it on each host; unset it")
+    names, slots = read_hostfile(file)
+    if slots and not any(word.startswith("launch.processes=") for word in words):
+        words = [*words, f"launch.processes={slots}"]
+    where = {
+        "NNODES": str(len(names)),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or names[0],
+        "MASTER_PORT": environment.get("MASTER_PORT") or PORT,
+    }
+    settings = where | _taken_along(environment)
+    command = shlex.join([*program, *words])
+    script = SCRIPT.format(folder=shlex.quote(os.getcwd()), command=command)
+    signals = Signals()
+    with signals.caught():
+        remotes = [
+            _start(name, script, settings | {"NODE_RANK": str(index)}, shown=index == 0)
+            for index, name in enumerate(names)
+        ]
+        try:
+            return _follow(remotes, signals)
+        finally:
+            for remote in remotes:
+                remote.process.kill()
+
+
+def _taken_along(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what other hosts get of this one's environment, values of one line alone."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(TAKEN_ALONG) and "\n" not in value
+    }
+
+
+def _start(name: str, script: str, settings: Mapping[str, str], *, shown: bool) -> Remote:
+    """Start a host's command; where the host is this one, without ssh. Raises LaunchError."""
+    here = ["sh", "-c", script]
+    command = here if _is_here(name) else [*SSH, name, shlex.join(here)]
+    output = None if shown else subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output if shown else subprocess.STDOUT,
+            start_new_session=True,  # a terminal's Ctrl-C would end ssh itself
+        )
+    except OSError as error:
+        raise LaunchError(f"{command[0]}: {error.strerror}; --hostfile needs it") from error
+    assert process.stdin
+    line = "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in settings.items())
+    with contextlib.suppress(OSError):
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+    if process.stdout:
+        threading.Thread(target=_show, args=(name, process.stdout), daemon=True).start()
+    return Remote(name, process)
+
+
+def _show(name: str, lines: IO[bytes]) -> None:
+    for line in lines:
+        say(f"[{name}] {line.decode(errors='replace').rstrip()}")
+
+
+def _is_here(name: str) -> bool:
+    """Tell whether a name is this host's own."""
+    if is_loopback(name) or name in (socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        return resolve(name)[1] in carriers_v4()
+    except OSError:
+        return False
+
+
+def _follow(remotes: Sequence[Remote], signals: Signals) -> int:
+    """Wait until all commands have ended, and return the code of the one that failed first.
+
+    Where one has failed, the others hear of it from one another; those that do not end are asked
+    to after a while, and left after another.
+    """
+    ended: dict[str, int] = {}
+    asked, code, failed = 0, 0, 0.0
+    while True:
+        for remote in remotes:
+            status = remote.process.poll()
+            if status is None or remote.name in ended:
+                continue
+            ended[remote.name] = status
+            if status == NO_CONNECTION:
+                say(f"{remote.name}: ssh did not reach this host, or has lost it")
+            if status and not failed:
+                failed = time.monotonic() - END_SECONDS * (status == NO_CONNECTION)
+                code = status if 0 < status < NO_CONNECTION else 1
+        waited = time.monotonic() - failed if failed else 0.0
+        if len(ended) == len(remotes) or waited > END_SECONDS + KILL_SECONDS:
+            return code
+        if signals.count > asked or (waited > END_SECONDS and not asked):
+            asked += 1
+            for remote in remotes:
+                remote.ask()
+        time.sleep(POLL_SECONDS)
