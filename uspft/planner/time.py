@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from functools import lru_cache
 from typing import cast
 
 from uspft.families import ModelShape
 from uspft.layout import COPIES, Layout
+from uspft.planner.attention import attention_of_row
 from uspft.planner.flops import step_flops
 from uspft.planner.hardware import Hardware
 from uspft.planner.links import Collective
@@ -26,10 +26,8 @@ from uspft.planner.products import (
 from uspft.planner.spread import Spread
 from uspft.planner.steps import GRADIENT_BYTES, StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
-from uspft.segments import Segments
-from uspft.sequence import Algorithm, Cost, Forwards, Heads, Traffic
+from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
-from uspft.sequence.rows.share import everyones
 from uspft.sequence.rows.spans import work_of
 
 NOT_PREDICTED = (
@@ -162,7 +160,9 @@ def _attention(
     most = max(last - first for first, last in shares)
     for window, layers in Counter(step.windows).items():
         again, frozen = step.attention, cast("Hashable", algorithm)  # a dataclass that is
-        most_pairs, sent = _of_one_row(frozen, step.row, heads, (step.element_bytes, window, again))
+        most_pairs, sent = attention_of_row(
+            frozen, step.row, heads, (step.element_bytes, window, again)
+        )
         pairs = step.rows * most_pairs
         there, back = (
             hardware.attention_seconds(pairs, most, heads.dim, backward=way)
@@ -184,20 +184,6 @@ def _attention(
             yield StepPart(name, layers * seconds, layers * hidden, layers * traffic.bytes)
         exchanged = layers * cost.all_to_all.bytes
         yield StepPart("all_to_all", layers * wire.all_to_all, bytes=exchanged)
-
-
-@lru_cache(maxsize=1024)  # a row of many documents takes a second on 32 ranks
-def _of_one_row(
-    algorithm: Algorithm, row: Segments, heads: Heads, how: tuple[int, int | None, Forwards]
-) -> tuple[int, Cost]:
-    """Return the pairs of the rank with most of them, and what one layer sends.
-
-    how: the bytes of an element, the layer's window, and what of attention runs how often.
-    """
-    element_bytes, window, forwards = how
-    shares = everyones(row, algorithm.token_order(row), algorithm.ulysses, window)
-    cost = algorithm.cost(row, heads, element_bytes, window, forwards)
-    return max(share.area for share in shares), cost
 
 
 def local_heads(model: ModelShape, tensor: int) -> Heads:
