@@ -20,7 +20,7 @@ RING = "{max_length: 64, context_parallel: 4, context_parallel_algo: ring_cp}"
 KEY = "parallel_config.strategies"
 
 
-def loaded(folder: Path, parallel: str, stage: int = 1):  # type: ignore[no-untyped-def]
+def loaded(folder: Path, parallel: str, stage: int | str = 1):  # type: ignore[no-untyped-def]
     file = folder / "r.yaml"
     file.write_text(BASE % (stage, parallel))
     return load(file).recipe
@@ -68,7 +68,9 @@ WRONG = {
     "{max_length: 64, model_parallel: 4, use_seq_parallel: true}]": KEY
     + "[1].use_seq_parallel: is true, and parallel_config.strategies[0] has the other",
     "strategies: auto": f"{KEY}: is auto, and choosing them is not available yet",
-    f"switching: move, strategies: [{RING}]": "parallel_config.switching: is move, and moving",
+    "switching: move, strategies: [{max_length: 16, model_parallel: 2}, "
+    "{max_length: 64, model_parallel: 2, use_seq_parallel: true}]": KEY
+    + "[1].use_seq_parallel: is true, and another strategy with model_parallel 2 has not",
     "switching: in_place": "parallel_config.switching: is in_place, and there are no strategies",
 }
 
@@ -97,6 +99,15 @@ def test_a_recipe_that_is_written_keeps_its_strategies(tmp_path: Path) -> None:
     assert again.parallel_config.switching == "in_place"
     assert layouts_of(again)[0] == layouts_of(recipe)[0]
     assert row_lengths(again) == (8, 64)
+
+
+def test_weights_that_move_need_no_zero(tmp_path: Path) -> None:
+    text = f"switching: move, strategies: [{{max_length: 8, model_parallel: 3}}, {RING}]"
+    loaded(tmp_path, text)
+    with pytest.raises(RecipeError, match=r"zero_optimization\.stage: is 3, and with switching"):
+        loaded(tmp_path, text, 3)
+    with pytest.raises(RecipeError, match=r"\.overlap_comm: is set, and with switching: move"):
+        loaded(tmp_path, text, "1, overlap_comm: true")
 
 
 def test_the_longest_rows_layout_may_stand_beside(tmp_path: Path) -> None:

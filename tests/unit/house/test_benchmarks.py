@@ -32,6 +32,7 @@ from benchmarks.convergence.rows import rows_of
 from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
+from benchmarks.meshslice.hosts import report as hosts
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
 from benchmarks.switching.simulation import report as switching
@@ -218,9 +219,11 @@ def test_the_orders_of_layouts() -> None:
 
 def test_results_are_one_file_a_benchmark_and_three_pictures_at_most() -> None:
     names = {path.name for path in RESULTS.iterdir()}
-    every = {path.parent.name for path in RESULTS.parent.glob("*/__main__.py")}
+    home = RESULTS.parent
+    mains = [path.parent.relative_to(home) for path in home.rglob("__main__.py")]
+    every = {"-".join(path.parts) for path in mains}
     benchmarks = every - {"tensor"}  # which waits for a quiet machine
-    assert len(every) == 6 and len(benchmarks) == 5
+    assert len(every) == 8 and len(benchmarks) == 7
     assert {name for name in names if name.endswith(".json")} == {f"{b}.json" for b in benchmarks}
     pictures = {name for name in names if name.endswith(".svg")}
     assert len(pictures) <= 3 and len(names) == len(pictures) + len(benchmarks) + len(["README.md"])
@@ -262,6 +265,7 @@ def test_the_readme_of_the_results_says_what_the_files_say() -> None:
         figures.table(step),
         comparison.table(compared),
         *meshslice.tables(read(RESULTS, "meshslice")),
+        *hosts.tables(read(RESULTS, "meshslice-hosts")),
         *map(memory.table, read(RESULTS, "memory").values()),
         *switching.tables(read(RESULTS, "switching-simulation")),
     ]
