@@ -17,6 +17,7 @@ usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
              (--ranks N; --hardware NAME)
   export     checkpoint -> Hugging Face folder
   calibrate  this cluster's links and products -> hardware file (to=FILE)
+  recipes    the shipped recipes; recipes NAME [FILE] copies one
 
 to come, refused until then:
   inspect    rows as the model will see them
@@ -111,7 +112,7 @@ case $1 in
     [ $# = 1 ] || refuse "--install takes nothing but --dev, not: $2"
     set -- --install
     ;;
-  train | check | plan | inspect | verify | export | convert | calibrate | report) ;;
+  train | check | plan | inspect | verify | export | convert | calibrate | report | recipes) ;;
   *) set -- train "$@" ;;
 esac
 if [ -n "${USPFT_PYTHON:-}" ]; then

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from uspft.launcher import Meeting
     from uspft.prepare.invocation import Invocation
 
-VERBS = ("train", "check", "plan", "verify", "export", "calibrate")
+VERBS = ("train", "check", "plan", "verify", "export", "calibrate", "recipes")
 LATER = ("inspect", "convert", "report")
 USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
@@ -27,6 +27,7 @@ USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
        uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
        uspft calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
+       uspft recipes [NAME [FILE]]
 train, verify and calibrate run on the hosts of --hostfile FILE
 to come: inspect, convert, report"""
 
@@ -67,6 +68,10 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
     if verb in LATER:
         first, last = ", ".join(VERBS[:-1]), VERBS[-1]
         raise UsageError(verb, "is not available yet", f"use {first} or {last}")
+    if verb == "recipes":
+        from uspft.commands.recipes import recipes
+
+        return lambda: recipes(words)
     target, overrides, options = _arguments(verb, words)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
     from uspft.commands.versions import require_versions

@@ -1,0 +1,134 @@
+"""The command `recipes`: it lists the shipped recipes, and copies one for a user to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from uspft.commands.arguments import UsageError
+from uspft.config import InputError, Recipe, load
+from uspft.config.checks import closest
+from uspft.config.problems import COMMAND_LINE
+from uspft.config.strategies import layouts_of
+from uspft.data.sources import STDLIB
+from uspft.prepare.invocation import CONFIGS
+
+SHIPPED = CONFIGS.parent / "recipes"
+"""The folder of the shipped recipes, beside the package."""
+DATA = {"messages": "conversations", "text": "texts"}
+"""What the rows of a recipe hold, by its `data.format`."""
+
+
+def recipes(words: Sequence[str], shipped: Path = SHIPPED) -> int:
+    """Print the shipped recipes; with the words NAME or NAME FILE copy one. Raises InputError."""
+    if wrong := next((word for word in words if word.startswith("-")), None):
+        raise UsageError(wrong, "unknown option", "write uspft recipes [NAME [FILE]]")
+    if len(words) > 2:
+        remedy = "write uspft recipes NAME FILE, and change the copy"
+        raise UsageError(words[2], "recipes takes a name and a file", remedy)
+    found = {path.stem: path for path in shipped.glob("*.yaml")}
+    if not found:
+        remedy = "take uspft's repository"
+        raise UsageError("recipes", f"no recipes are beside the package, in {shipped}", remedy)
+    if not words:
+        print(listing(found.values()))
+        return 0
+    name = Path(words[0]).name.removesuffix(".yaml")
+    if name not in found:
+        near = closest(name, list(found))
+        remedy = f"did you mean `{near}`?" if near else "`uspft recipes` lists them"
+        raise UsageError(words[0], "is no shipped recipe", remedy)
+    to = Path(words[1]) if len(words) > 1 else Path(f"{name}.yaml")
+    if to.is_dir():
+        to = to / f"{name}.yaml"
+    copy(found[name], to)
+    print(f"written: {to}  ({purpose(load(to).recipe)})")
+    print(f"put your model and data in it, then: {shlex.join([_program(), 'check', str(to)])}")
+    return 0
+
+
+def listing(files: Iterable[Path]) -> str:
+    """Return two lines for each recipe, the smallest first, and how to copy one."""
+    every = [(path.stem, load(path).recipe) for path in files]
+    every.sort(key=lambda one: (one[1].launch.device != "cpu", cards(one[1]), one[0]))
+    lines = [f"{name}\n    {purpose(recipe)}" for name, recipe in every]
+    return "\n".join([*lines, f"copy one here: {_program()} recipes NAME [FILE]"])
+
+
+def cards(recipe: Recipe) -> int:
+    """Return how many processes a recipe is made for, on all hosts together."""
+    each = [
+        one.parallel_config.model_parallel * one.parallel_config.context_parallel
+        for one in layouts_of(recipe)
+    ]
+    here = recipe.launch.processes
+    return max(*each, here if isinstance(here, int) else 1)
+
+
+def purpose(recipe: Recipe) -> str:
+    """Return a recipe's model, cards, row length, and what it trains on what."""
+    count, on_gpus = cards(recipe), recipe.launch.device == "cuda"
+    one, several = ("GPU", "GPUs") if on_gpus else ("CPU process", "CPU processes")
+    model, data = recipe.model, recipe.data
+    trains = "LoRA" if model.adapter else "all weights"
+    on = DATA.get(data.format, data.format)
+    if any(source.path == STDLIB for source in data.train):
+        on = "Python's standard library"
+    length = f"rows of {data.sequence_length // 1024}k"
+    name = model.name_or_path or "random weights"
+    return f"{name}, {count} {several if count > 1 else one}, {length}: {trains}, on {on}"
+
+
+def copy(recipe: Path, to: Path) -> None:
+    """Copy a recipe, whose paths then lead from the copy to where they led before.
+
+    Raises InputError where `to` is there already, or cannot be written.
+    """
+    text = recipe.read_text().replace(f"recipes/{recipe.name}", shlex.quote(str(to)))
+    changed = text
+    for start, end, target in reversed(list(_paths(yaml.compose(text), recipe.parent))):
+        changed = changed[:start] + _written(target, to, recipe.parent.parent) + changed[end:]
+    try:
+        with to.open("x") as file:
+            file.write(changed)
+    except FileExistsError as error:
+        what = "is there already, and nothing is overwritten"
+        raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another FILE") from error
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}"
+        raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another FILE") from error
+
+
+def _paths(node: yaml.Node | None, folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield where a value of a recipe stands that names something in or beside its folder."""
+    if isinstance(node, yaml.MappingNode):
+        for _, value in node.value:
+            yield from _paths(value, folder)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _paths(value, folder)
+    elif isinstance(node, yaml.ScalarNode) and node.value and (folder / node.value).exists():
+        yield node.start_mark.index, node.end_mark.index, folder / node.value
+
+
+def _written(target: Path, to: Path, project: Path) -> str:
+    """Return a path as YAML: relative where the copy is inside the project, else absolute."""
+    place, target = to.absolute().parent.resolve(), target.resolve()
+    inside = place.is_relative_to(project.resolve())
+    name = os.path.relpath(target, place) if inside else str(target)
+    return name if re.fullmatch(r"[\w./-]+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def _program() -> str:
+    """Return how uspft is started from the folder of this command."""
+    launch = CONFIGS.parent / "launch.sh"
+    here = Path("launch.sh")
+    if here.exists() and here.samefile(launch):
+        return "./launch.sh"
+    return str(launch) if launch.exists() else "uspft"
