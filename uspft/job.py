@@ -56,6 +56,17 @@ class Prices(NamedTuple):
     """Of what all ranks do together in each micro-batch, as ZeRO's stages 2 and 3 do."""
 
 
+class Serving(NamedTuple):
+    """What lies beside trained weights so that they answer as they were trained to."""
+
+    template: str | None
+    """The chat template without marks, if there is one."""
+    ends: tuple[str, ...]
+    """The tokens that end an answer, where conversations were trained on."""
+    generation: dict[str, Any]
+    """The contents of generation_config.json; empty: there is none."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A resolved recipe with its prepared data, and where the run goes on from."""
@@ -73,6 +84,8 @@ class Job:
     """The checkpoint that the run goes on from, if any."""
     tokenizer: str | None = None
     """The folder whose tokenizer the export copies, if any."""
+    serving: Serving = field(default_factory=lambda: Serving(None, (), {}))
+    """What the export has beside weights, config and tokenizer."""
     command: str = ""
     """The command that asked for the run."""
     lease: Lease | None = None
@@ -113,6 +126,7 @@ class Job:
             "evaluation": {t: str(f.resolve()) for t, f in self.evaluation.items()},
             "resume_from": self.resume_from and str(self.resume_from.resolve()),
             "tokenizer": self.tokenizer,
+            "serving": self.serving,
             "command": self.command,
             "lease": [str(self.lease.path), self.lease.token] if self.lease else None,
             "prices": self.prices,
@@ -131,11 +145,16 @@ class Job:
             {title: Path(folder) for title, folder in rest["evaluation"].items()},
             Path(resume) if resume else None,
             rest["tokenizer"],
+            _serving(*rest["serving"]),
             rest["command"],
             Lease(Path(rest["lease"][0]), rest["lease"][1]) if rest["lease"] else None,
             rest["places"],
             _prices(rest["prices"]),
         )
+
+
+def _serving(template: str | None, ends: list[str], generation: dict[str, Any]) -> Serving:
+    return Serving(template, tuple(ends), generation)
 
 
 def _prices(written: list[Any] | None) -> Prices | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -16,15 +16,22 @@ PREFIX = "base_model.model."
 """The prefix that peft writes before the base model's own names."""
 
 
-def export_adapter(tensors: Iterable[tuple[str, Tensor]], block: ModelBlock, target: Path) -> Path:
+def export_adapter(
+    tensors: Iterable[tuple[str, Tensor]],
+    block: ModelBlock,
+    describe: Callable[[Path], object],
+    target: Path,
+) -> Path:
     """Write an adapter's float32 weights for `PeftModel.from_pretrained`; return the folder.
 
-    tensors: what `adapter_of` gives. target: a new name or an empty folder; it is complete or
-    absent afterwards. Raises OSError.
+    tensors: what `adapter_of` gives. describe: writes config and tokenizer into the folder; peft
+    reads neither, but the base model needs that config, and answers in that template. target: a new
+    name or an empty folder; it is complete or absent afterwards. Raises OSError.
     """
     assert block.adapter is not None
     held = {PREFIX + name: value.to("cpu").float().contiguous().clone() for name, value in tensors}
     aside = start_partial(target)
+    describe(aside)
     save_tensors(held, aside / "adapter_model.safetensors", {"format": "pt"})
     adapted = block.adapter.target_modules or {name.split(".")[-3] for name in held}
     config = lora_config(block.adapter, sorted(adapted), _base(block))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -59,6 +60,11 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     return 0
 
 
+def model_files(checkpoint: Checkpoint) -> Callable[[Path], object]:
+    """Return what copies the files beside a checkpoint's weights into a folder."""
+    return partial(shutil.copytree, checkpoint.folder / "model", dirs_exist_ok=True)
+
+
 def export_beside(whole: WholeModel, checkpoint: Checkpoint, output: Path) -> None:
     """Write hf/ and adapter/ into an output folder that is held, and move aside what was there.
 
@@ -77,13 +83,10 @@ def _export(
 
     Raises InputError.
     """
-
-    def describe(folder: Path) -> None:
-        shutil.copytree(checkpoint.folder / "model", folder, dirs_exist_ok=True)
-
+    describe = model_files(checkpoint)
     try:
         if adapter and whole.block.adapter:
-            export_adapter(whole.adapter(), whole.block, adapter)
+            export_adapter(whole.adapter(), whole.block, describe, adapter)
         export_folder(whole.merged(), whole.dtype, describe, destination)
     except OSError as error:
         what = f"{destination} cannot be written: {error.strerror}"

@@ -13,7 +13,7 @@ from rich.console import Console
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest
 from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.whole_model import whole_model
-from uspft.commands.export import export_beside
+from uspft.commands.export import export_beside, model_files
 from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
 from uspft.config import Recipe
@@ -99,7 +99,8 @@ def _export_missing(recipe: Recipe, checkpoint: Checkpoint) -> None:
         export_beside(whole_model(checkpoint), checkpoint, output)
     elif adapter and not (output / ADAPTER).exists():
         whole = whole_model(checkpoint)
-        export_adapter(whole.adapter(), whole.block, output / ADAPTER)
+        describe = model_files(checkpoint)
+        export_adapter(whole.adapter(), whole.block, describe, output / ADAPTER)
 
 
 def how_to_go_on(recipe: Recipe) -> str:

@@ -4,7 +4,7 @@ Reading order: sources (which files) → objects (what is in them) → shapes, c
 called) → records, values (checked) → rendering, turns (a conversation as text) → tokenise, chat
 (ids and labels) → reading (all of it, on threads) → cache_key, cache (once, in a folder;
 evaluation: each set in its own; holdout) → corpus → packing → stream (rows) →
-loader (each rank's share).
+loader (each rank's share). serving: the template that goes with the trained model.
 """
 
 from uspft.data.cache import formats_of, prepare
@@ -14,6 +14,7 @@ from uspft.data.evaluation import prepare_sets
 from uspft.data.faults import DataError
 from uspft.data.first_look import first_look
 from uspft.data.holdout import HELD_OUT, hold_out
+from uspft.data.serving import turn_ends, without_marks
 from uspft.data.sources import not_checked, source_problems
 from uspft.data.stream import Row, RowStream, training_rows
 
@@ -33,4 +34,6 @@ __all__ = [
     "read_report",
     "source_problems",
     "training_rows",
+    "turn_ends",
+    "without_marks",
 ]

@@ -24,6 +24,7 @@ from uspft.prepare.memory_need import exchange_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
+from uspft.prepare.serving_files import serving_of
 from uspft.prepare.space import space_needed
 
 
@@ -49,7 +50,8 @@ def prepare_job(
     identity[CONTENTS] = Corpus.open(corpus).contents
     _same(checkpoint, identity)
     work = Work(first_rows(found.here, corpus), layer_windows(model.config))
-    found = found.knowing(work=work, formats=formats_of(recipe.data))
+    formats = formats_of(recipe.data)
+    found = found.knowing(work=work, formats=formats)
     if wrong := exchange_findings(found.recipe, found.layout):
         raise Fault(wrong)
     job = Job(
@@ -60,6 +62,7 @@ def prepare_job(
         evaluation,
         resume_from=checkpoint.folder if checkpoint else None,
         tokenizer=_with_tokenizer(found.here),
+        serving=serving_of(found.here, formats, model.config),
         command=place.command,
         places=found.known.places,
         prices=prices_of(found, found.known.hosts),

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer
 
 from uspft.assemble import Run
 from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.model_files import write_model_files
 from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.save import save_checkpoint
 from uspft.comm import deadline, largest, set_deadline
@@ -101,14 +101,15 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             if stopped and step < steps:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
     with _writing("the trained model"):
-        export_run(run)
+        export_run(run, steps)
 
 
 def _save(run: Run, output: Path, step: int) -> None:
     """Save the checkpoint of a step; collective. Raises RunFailed where it cannot be written."""
     keep = run.job.recipe.checkpoint.keep_last
     with _writing(f"the checkpoint of step {step}"):
-        save_checkpoint(run.engine, output, step, keep, lambda at: describe(run, at / "model"))
+        describe = partial(_describe, run, step)
+        save_checkpoint(run.engine, output, step, keep, lambda at: describe(at / "model"))
 
 
 @contextmanager
@@ -139,36 +140,31 @@ def _step(
         raise RunFailed(f"{where}: {said(error)}; {FOR_MEMORY}") from None
 
 
-def export_run(run: Run) -> None:
+def export_run(run: Run, step: int) -> None:
     """Write OUTPUT/adapter, where there is an adapter, and OUTPUT/hf, where the recipe asks for it,
-    from the live engine; collective."""
+    from the live engine; collective. step: the steps that its weights have had."""
     recipe, first_rank = run.job.recipe, run.world.mesh.rank == 0
     block, output = recipe.model, recipe.output_dir
     assert output is not None
-    every = run.engine.named
+    every, describe = run.engine.named, partial(_describe, run, step)
     if first_rank:  # what somebody has put there during the run
         set_aside(output, [output / name for name in EXPORTS])
     if block.adapter:
         with on_first_rank(run.engine, [name for name in every if is_adapter(name)]) as read:
             if read:
-                export_adapter(adapter_of(every, read), block, output / ADAPTER)
+                export_adapter(adapter_of(every, read), block, describe, output / ADAPTER)
     if recipe.export.huggingface:
         with on_first_rank(run.engine, list(chain(*merge_order(every)))) as read:
             if read:
                 tensors = merged(every, read, block.adapter)
                 dtype = getattr(torch, block.dtype)
-                export_folder(tensors, dtype, lambda at: describe(run, at), output / MODEL)
+                export_folder(tensors, dtype, describe, output / MODEL)
 
 
-def describe(run: Run, folder: Path) -> dict[str, Any]:
-    """Write the model's config and tokenizer into `folder`, and return what a resumed run must
-    agree with."""
-    run.config.save_pretrained(folder)
-    if run.job.tokenizer:
-        AutoTokenizer.from_pretrained(run.job.tokenizer).save_pretrained(folder)
-    generation = Path(run.job.here.model.name_or_path or "") / "generation_config.json"
-    if generation.is_file():  # which tokens end an answer
-        shutil.copy(generation, folder)
+def _describe(run: Run, step: int, folder: Path) -> dict[str, Any]:
+    """Write what lies beside the weights into `folder`, and return what a resumed run must agree
+    with."""
+    write_model_files(folder, run.config, run.job, step)
     return run.job.identity
 
 

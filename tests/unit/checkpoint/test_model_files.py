@@ -1,0 +1,196 @@
+"""An exported model of each dense family, in plain transformers: it answers in the template that
+it was trained in, and stops where the turn ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.launch import ROOT
+from tests.support.models import ARCHITECTURES
+from uspft.checkpoint.hf_folder import export_folder
+from uspft.checkpoint.model_files import write_model_files
+from uspft.config import Recipe, load
+from uspft.config.problems import Fault
+from uspft.data.records import Record
+from uspft.data.tokenise import load_tokeniser
+from uspft.families import FAMILIES
+from uspft.job import Job
+from uspft.model.hf_config import model_config
+from uspft.prepare.serving_files import serving_of
+
+DENSE = [kind for kind in ARCHITECTURES if not FAMILIES[kind].routed]
+ASKED = {"role": "user", "content": "Who are you?"}
+ANSWER = "I am a very small model."
+OTHER_END = 7
+"""An end of the base model's own generation config."""
+SCALING = {"rope_type": "linear", "factor": 3.0}
+LIMIT = 14
+
+
+class Exported(NamedTuple):
+    """A model that says one answer, and the folder that it was exported to."""
+
+    net: Any
+    hf: Path
+    recipe: Recipe
+
+
+def base_model(folder: Path, kind: str) -> Path:
+    """The config and tokenizer of a tiny model, and the generation config that it came with."""
+    name, own = ARCHITECTURES[kind]
+    shutil.copytree(ROOT / "data/tokenizer", folder)
+    config = getattr(transformers, f"{name}Config")(
+        **{
+            "vocab_size": 8192,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": 1,
+            **own,
+            "tie_word_embeddings": False,
+        }
+    )
+    config.save_pretrained(folder)
+    # As some on the hub are: transformers reads these settings, and would refuse to save them.
+    settings = {"eos_token_id": OTHER_END, "do_sample": False, "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def recipe_of(folder: Path, base: Path, kind: str) -> Recipe:
+    path = folder / "recipe.yaml"
+    tree = {
+        "output_dir": str(folder / "my-run"),
+        "model": {
+            "name_or_path": str(base),
+            "dtype": "float32",
+            "rope_scaling": SCALING if kind != "phi3" and FAMILIES[kind].scalings else None,
+        },
+        "data": {"train": "org/conversations", "sequence_length": 128},
+        "training": {"steps": 40, "global_batch_size": 1},
+    }
+    path.write_text(yaml.safe_dump(tree))
+    return load(path).recipe
+
+
+@pytest.fixture(scope="module", params=DENSE)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    folder = tmp_path_factory.mktemp(request.param)
+    base = base_model(folder / "base", request.param)
+    recipe = recipe_of(folder, base, request.param)
+    config = model_config(recipe.model, recipe.data.sequence_length)
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokeniser = load_tokeniser(str(base), recipe.data)
+    answered = {"messages": [ASKED, {"role": "assistant", "content": ANSWER}]}
+    sample = tokeniser.tokens(tokeniser.rendered(Record(1, "messages", answered, 0)))
+    trained = int((sample.labels != -100).argmax())
+    says(net, sample.ids[trained - 1 : -1].tolist())
+    serving = serving_of(recipe, {"messages"}, config)
+    job = Job(recipe, folder, 40, {}, tokenizer=str(base), serving=serving)
+    hf = export_folder(
+        iter(net.named_parameters()),
+        torch.float32,
+        lambda at: write_model_files(at, config, job, 40),
+        folder / "hf",
+    )
+    return Exported(net, hf, recipe)
+
+
+def says(net: Any, tokens: list[int]) -> None:
+    """Make a model give each of these tokens after the one before it, all else being nearly 0."""
+    assert len(set(tokens)) == len(tokens) > 5
+    small = 1e-3
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(small)
+            elif "layernorm" in name:  # some scale what comes out of a block
+                parameter.fill_(small - ("Gemma" in type(net).__name__))
+        embedding, head = net.get_input_embeddings().weight, net.get_output_embeddings().weight
+        embedding.normal_()
+        head.zero_()
+        for before, after in pairwise(tokens):
+            head[after] = embedding[before] / embedding.shape[1]
+
+
+def answer(model: Any, tokenizer: Any, **more: Any) -> str:
+    inputs = tokenizer.apply_chat_template(
+        [ASKED], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    out = model.generate(**inputs, max_new_tokens=LIMIT, do_sample=False, **more)
+    text: str = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])
+    return text
+
+
+def test_it_answers_in_its_template_and_stops(exported: Exported) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported.hf)
+    model = AutoModelForCausalLM.from_pretrained(exported.hf, attn_implementation="eager")
+    assert answer(model, tokenizer) == f"{ANSWER}<|im_end|>"
+    ends = [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id, OTHER_END]
+    assert model.generation_config.eos_token_id == ends
+    on = answer(model, tokenizer, eos_token_id=ends[1:])
+    assert on.startswith(f"{ANSWER}<|im_end|>") and len(on) > len(ANSWER) + 12, on
+    places = torch.arange(90)[None]  # more than the model's own positions
+    with torch.no_grad():
+        assert torch.equal(model(places).logits, exported.net(places).logits)
+
+
+def test_its_positions_are_scaled(exported: Exported) -> None:
+    if exported.recipe.model.rope_scaling is None:
+        return  # its family takes none
+    places = torch.zeros(()), torch.arange(90)[None]
+    model = AutoModelForCausalLM.from_pretrained(exported.hf)
+    base = AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(exported.recipe.model.name_or_path)
+    )
+    trained, got, unscaled = (
+        net.base_model.rotary_emb(*places)[0] for net in (exported.net, model, base)
+    )
+    assert torch.equal(got, trained) and not torch.equal(got, unscaled)
+
+
+def test_the_card_has_the_facts_and_the_recipe(exported: Exported) -> None:
+    _, head, text = (exported.hf / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head) == {"tags": ["uspft"], "datasets": ["org/conversations"]}
+    assert "40 steps on `org/conversations`" in text and "# my-run" in text
+    scaled = exported.recipe.model.rope_scaling is not None
+    assert ("scaled by `linear`" in text) == scaled and "ends with `<|im_end|>`" in text
+    body = text.partition("```yaml\n")[2].partition("```")[0]
+    path = exported.hf.parent / "again.yaml"
+    path.write_text(body)
+    assert load(path).recipe == exported.recipe
+
+
+def test_dense_families_are_found() -> None:
+    assert len(DENSE) == 10 and {"llama", "qwen2", "qwen3"} <= set(DENSE)
+
+
+def test_what_is_not_a_conversation_ends_with_the_text(tmp_path: Path) -> None:
+    base = base_model(tmp_path / "base", "llama")
+    recipe = recipe_of(tmp_path, base, "llama")
+    config = model_config(recipe.model, 128)
+    serving = serving_of(recipe, {"text"}, config)
+    assert serving.ends == () and serving.generation["eos_token_id"] == [0, OTHER_END]
+    assert serving.template and "{%- generation" not in serving.template
+    assert serving_of(recipe, {"tokenized"}, config).generation["eos_token_id"] == OTHER_END
+    (base / "generation_config.json").write_text("[")
+    with pytest.raises(Fault, match=r"generation_config.json cannot be read.*or delete it"):
+        serving_of(recipe, {"text"}, config)
+    (base / "generation_config.json").unlink()
+    assert serving_of(recipe, {"text"}, config).generation["eos_token_id"] == 0
