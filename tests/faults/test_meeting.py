@@ -44,7 +44,7 @@ sys.exit(code)
 """
 
 READY = "return convene()"
-WAITS = "time.sleep(60)"
+WAITS = 'print("up", flush=True); time.sleep(60)'
 REFUSES = 'raise InputError("r.yaml:3: model.nam: unknown key")'
 NAME = socket.gethostname()
 
@@ -63,6 +63,13 @@ class Host:
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def up(self) -> Host:
+        """Return when it has called, which is well before its second second of waiting."""
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "up\n"
+        time.sleep(1.0)
+        return self
 
     def end(self, within: float = 20.0) -> tuple[int, str, str]:
         try:
@@ -149,8 +156,9 @@ def test_a_host_with_nothing_left_to_do() -> None:
 @pytest.mark.parametrize("body", [WAITS, READY])
 def test_a_host_that_is_stopped_stops_the_others(body: str) -> None:
     port = two_free_ports()
-    stopped, other = Host(body, 0, port, 3), Host(WAITS, 1, port, 3)
-    time.sleep(2.0)
+    stopped, other = Host(body, 0, port, 3), Host(WAITS, 1, port, 3).up()
+    if body == WAITS:
+        stopped.up()
     stopped.process.send_signal(signal.SIGINT)
     last = Host(READY, 2, port, 3)
     assert stopped.end()[0] == 130
@@ -162,7 +170,8 @@ def test_a_host_that_is_stopped_stops_the_others(body: str) -> None:
 def test_a_killed_host_is_missed() -> None:
     port = two_free_ports()
     killed, other = Host(WAITS, 1, port), Host(WAITS, 0, port)
-    time.sleep(2.0)
+    for host in (killed, other):
+        host.up()
     killed.process.kill()
     code, _, err = other.end()
     assert code == 1 and err.endswith("host 1 is gone\n")

@@ -43,9 +43,11 @@ def waits(
     if careless:
         attend = hook.attend_once
 
-        def looking(memory: Any, layer: int, run: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+        def looking(
+            memory: Any, layer: int, run: Any, inputs: tuple[torch.Tensor, ...], **options: Any
+        ) -> Any:
             assert inputs[0].flatten()[0].item() == inputs[0].flatten()[0].item()
-            return attend(memory, layer, run, inputs)
+            return attend(memory, layer, run, inputs, **options)
 
         hook.attend_once = looking  # type: ignore[attr-defined]
     found = {}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Mix:
+class SourceMix:
     """How many tokens of each source there are, and how many times an epoch takes them."""
 
     sources: tuple[Source, ...]
@@ -35,7 +35,7 @@ class Mix:
         ]
 
 
-def mixed(sources: tuple[Source, ...], tokens: list[int]) -> Mix:
+def mixed(sources: tuple[Source, ...], tokens: list[int]) -> SourceMix:
     """Return how often an epoch takes each source, so that its tokens have the share of its weight.
 
     An epoch has as many tokens as the sources together; without weights it takes each sample once.
@@ -43,11 +43,11 @@ def mixed(sources: tuple[Source, ...], tokens: list[int]) -> Mix:
     given = [source.weight for source in sources]
     weights = [w if w is not None and n else 0.0 for w, n in zip(given, tokens, strict=True)]
     if not any(weights):
-        return Mix(sources, tokens, [1.0] * len(sources))
+        return SourceMix(sources, tokens, [1.0] * len(sources))
     unit = sum(tokens) / sum(weights)
     # Rounded, so that a share that is the source's own is one, and an epoch like the next.
     times = [round(w * unit / n, 9) if n else 0.0 for w, n in zip(weights, tokens, strict=True)]
-    return Mix(sources, tokens, times)
+    return SourceMix(sources, tokens, times)
 
 
 class Taken:

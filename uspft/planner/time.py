@@ -12,7 +12,7 @@ from typing import cast
 
 from uspft.families import ModelShape
 from uspft.layout import COPIES, Layout
-from uspft.planner.attention import attention_of_row
+from uspft.planner.attention_time import attention_of_row
 from uspft.planner.flops import step_flops
 from uspft.planner.hardware import Hardware
 from uspft.planner.links import Collective
