@@ -11,6 +11,8 @@ usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
 
   train      the run
   check      everything that can be known before a process starts; writes nothing
+  preprocess what happens to the data before ranks start, on all cores, without a GPU
+             (--clean empties the cache)
   verify     the recipe's first steps under every legal layout, beside one process
              (--steps N; --inject order|mask|scale|label must be caught; --all)
   plan       seconds of a step by part, beside other layouts of the same ranks, predicted
@@ -112,7 +114,7 @@ case $1 in
     [ $# = 1 ] || refuse "--install takes nothing but --dev, not: $2"
     set -- --install
     ;;
-  train | check | plan | inspect | verify | export | convert | calibrate | report | recipes) ;;
+  train | check | plan | preprocess | inspect | verify | export | convert | calibrate | report | recipes) ;;
   *) set -- train "$@" ;;
 esac
 if [ -n "${USPFT_PYTHON:-}" ]; then

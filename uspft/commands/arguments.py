@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from uspft.launcher import Meeting
     from uspft.prepare.invocation import Invocation
 
-VERBS = ("train", "check", "plan", "verify", "export", "calibrate", "recipes")
+VERBS = ("train", "check", "plan", "preprocess", "verify", "export", "calibrate", "recipes")
 LATER = ("inspect", "convert", "report")
 USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
        uspft plan RECIPE.yaml [--ranks N] [--hardware NAME_OR_FILE] [key.path=value ...]
+       uspft preprocess RECIPE.yaml [--ranks N] [--clean] [key.path=value ...]
        uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
        uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
        uspft calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
@@ -83,6 +84,10 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
     command = shlex.join(["uspft", verb, *words])
     ranks, steps = _whole("--ranks", options), _whole("--steps", options)
     place = Invocation(command, dict(os.environ), cache, ranks, meeting)
+    if verb == "preprocess":
+        from uspft.commands.preprocess import preprocess
+
+        return lambda: preprocess(target, overrides, place, clean="--clean" in options)
     if verb == "verify":
         from uspft.commands.verify import verify
         from uspft.prepare.make_verify_job import Asked
@@ -116,9 +121,10 @@ def _run_of(verb: str) -> Callable[[Path, Sequence[str], Invocation], int]:
 OPTIONS = {
     "check": ("--ranks",),
     "plan": ("--ranks", "--hardware"),
+    "preprocess": ("--ranks", "--clean"),
     "verify": ("--steps", "--inject", "--all"),
 }
-FLAGS = ("--all",)
+FLAGS = ("--all", "--clean")
 HOSTFILE = "--hostfile"
 INSTEAD = {
     "--ranks": "launch.processes=N",

@@ -164,6 +164,6 @@ class DataBlock(RecipeBlock):
     shuffle: Flag = True
     """Whether samples come in an order drawn from `seed` and the epoch; else in file order."""
     workers: Annotated[int, _is(whole(0))] = 2
-    """Number of threads that tokenise; 0 and 1 are the same."""
+    """Processes that tokenise (threads, where there is little); `preprocess` takes all cores."""
     cache_dir: PathOrNone = None
     """Folder for tokenised data; null takes `uspft/data` in `$XDG_CACHE_HOME` (~/.cache)."""

@@ -2,12 +2,13 @@
 
 Reading order: sources (which files) → objects (what is in them) → shapes, conversations (what it is
 called) → records, values (checked) → rendering, turns (a conversation as text) → tokenise, chat
-(ids and labels) → reading (all of it, on threads) → cache_key, cache (once, in a folder;
-evaluation: each set in its own; holdout) → corpus → packing → stream (rows) →
+(ids and labels) → reading (all of it, on threads or in processes) → cache_key, cache (once, in a
+folder; evaluation: each set in its own; holdout; cleaning) → corpus → packing → stream (rows) →
 loader (each rank's share). serving: the template that goes with the trained model.
 """
 
 from uspft.data.cache import formats_of, prepare
+from uspft.data.cleaning import corpora_in, empty, holding
 from uspft.data.corpus import Corpus, read_report
 from uspft.data.counts import fates
 from uspft.data.evaluation import prepare_sets
@@ -24,10 +25,13 @@ __all__ = [
     "DataError",
     "Row",
     "RowStream",
+    "corpora_in",
+    "empty",
     "fates",
     "first_look",
     "formats_of",
     "hold_out",
+    "holding",
     "not_checked",
     "prepare",
     "prepare_sets",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 from uspft.data.faults import SampleFault
@@ -24,9 +26,10 @@ def tokenise_spans(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
     way decodes to the text, because the tokenizer loses something.
     """
     whole = backend.encode_batch([rendered.text], add_special_tokens=False)[0]
+    ids = whole.ids  # a copy, each time that it is asked for
     ranges = _ranges(whole.offsets, rendered.spans)
-    if _decodes(backend, whole.ids, ranges, rendered):
-        return whole.ids, ranges
+    if _decodes(backend, ids, ranges, rendered):
+        return ids, ranges
     ids, ranges = _apart(backend, rendered)
     if _decodes(backend, ids, ranges, rendered):
         return ids, ranges
@@ -42,14 +45,11 @@ def _ranges(offsets: list[tuple[int, int]], spans: Spans) -> Spans:
     that straddles a bound.
     """
     ranges: Spans = []
-    token, count = 0, len(offsets)
-    for start, stop in spans:
-        while token < count and offsets[token][1] <= start:
-            token += 1
-        first = token
-        while token < count and offsets[token][1] <= stop:
-            token += 1
-        ranges.append((first, token))
+    end, stop = itemgetter(1), 0
+    for start, until in spans:
+        first = bisect_right(offsets, start, stop, key=end)
+        stop = bisect_right(offsets, until, first, key=end)
+        ranges.append((first, stop))
     return ranges
 
 

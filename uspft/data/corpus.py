@@ -114,36 +114,38 @@ class CorpusWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tokens = (folder / TOKENS).open("wb")
-        self._labels = (folder / LABELS).open("wb")
-        self._offsets = [0]
-        self._origins: list[tuple[int, int]] = []
+        self._samples = self._end = 0
+        names = (TOKENS, LABELS, OFFSETS, ORIGINS)  # none in memory: there may be too many samples
+        self._files = [(folder / name).open("wb") for name in names]
+        self._files[2].write(np.int64(0).tobytes())
 
     def __enter__(self) -> CorpusWriter:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._tokens.close()
-        self._labels.close()
+        for file in self._files:
+            file.close()
 
     def __len__(self) -> int:
-        return len(self._origins)
+        return self._samples
 
     def add(self, sample: Tokens, file: int, line: int) -> None:
-        self._tokens.write(sample.ids.tobytes())
-        self._labels.write(sample.labels.tobytes())
-        self._offsets.append(self._offsets[-1] + len(sample.ids))
-        self._origins.append((file, line))
+        self._samples += 1
+        self._end += len(sample.ids)
+        index = np.array([self._end, file, line], np.int64)
+        written: list[NDArray[Any]] = [sample.ids, sample.labels, index[:1], index[1:]]
+        for to, values in zip(self._files, written, strict=True):
+            to.write(values.tobytes())
 
     def finish(
         self, files: list[str], sources: list[SourceSpan], overlong: str, contents: str
     ) -> None:
-        """Write the index, after which the folder can be opened."""
-        np.array(self._offsets, np.int64).tofile(self._folder / OFFSETS)
-        np.array(self._origins, np.int64).tofile(self._folder / ORIGINS)
+        """Write what the folder holds, after which it can be opened."""
+        for file in self._files:
+            file.flush()
         meta = {
             "samples": len(self),
-            "tokens": self._offsets[-1],
+            "tokens": self._end,
             "files": files,
             "sources": [[s.first, s.stop, s.weight] for s in sources],
             "overlong": overlong,

@@ -87,6 +87,6 @@ def _look_at(
             continue
         try:
             if encoder:
-                encoder.tokens(encoder.rendered(item))
+                encoder.tokens(item)
         except SampleFault as fault:
             faults.add(f"{part.content.shown}:{item.line}", str(fault))

@@ -32,8 +32,14 @@ class Entry:
     """
 
     line: int
-    fields: dict[str, Any]
+    content: dict[str, Any] | bytes
+    """The object, or the line of JSON that holds it: whoever makes tokens of it reads it."""
     size: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The object itself. Raises SampleFault where its line holds none."""
+        return parsed(self.content) if isinstance(self.content, bytes) else self.content
 
 
 def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | BadRecord]:
@@ -104,13 +110,12 @@ def _json(file: SourceFile) -> Iterator[Entry | BadRecord]:
             if not raw.strip():
                 continue
             size, before = at() - before, at()
-            try:
-                if len(raw) > LONGEST_LINE:
-                    what = f"a line of more than {LONGEST_LINE:,} bytes"
-                    raise SampleFault(f"{what}; write one sample a line, and split long ones")
-                yield Entry(number, parsed(raw), size)
-            except SampleFault as fault:
-                yield BadRecord(f"{file.shown}:{number}", str(fault))
+            if len(raw) > LONGEST_LINE:
+                what = f"a line of more than {LONGEST_LINE:,} bytes"
+                remedy = "write one sample a line, and split long ones"
+                yield BadRecord(f"{file.shown}:{number}", f"{what}; {remedy}")
+            else:
+                yield Entry(number, raw, size)
 
 
 def _lines(handle: IO[bytes]) -> Iterator[bytes]:

@@ -1,22 +1,31 @@
-"""Tokenisation of all records in order, on as many threads as the recipe's `data.workers`."""
+"""Tokenisation of all records in order, by as many threads or processes as the recipe says."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from uspft.data.chat import Rendered
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
-from uspft.data.records import Record, read
+from uspft.data.objects import Entry, objects
+from uspft.data.records import Reader, Record
+from uspft.data.shapes import columns
 from uspft.data.sources import SourceFile
 from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
+from uspft.data.workers import Workers
 
-_BATCH_SIZE = 1 << 20  # bytes of files; one thread's work
+_BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
 BATCH_RECORDS = 512
+WORTH_PROCESSES = 1 << 24
+"""Bytes of data from which on processes work in place of threads, since each starts for 1.5 s."""
+EACH_PROCESS = 1 << 22
+"""Bytes of data that are worth one more process."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,13 @@ class SourcePart:
             return len(self.content.dataset)
         return self.content.path.stat().st_size
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of a file, or of a hub split's tables."""
+        if isinstance(self.content, HubSplit):
+            return int(self.content.dataset.data.nbytes)
+        return self.size
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -44,40 +60,32 @@ class Sample:
     tokens: Tokens
 
 
-@dataclass(frozen=True)
 class Encoder:
-    """The step from records to tokens; tokenized records need no tokenizer."""
+    """The step from records to tokens; tokenized records need no tokenizer. Threads may share it.
 
-    tokeniser: TextTokeniser | None
-    vocab_size: int
+    Of several threads one at a time renders conversations, since transformers keeps track of a
+    template's marks in an object that calls share.
+    """
 
-    def rendered(self, record: Record) -> Record | Rendered:
-        """Do the part of the work that must stay on one thread: render a conversation as text.
+    def __init__(self, tokeniser: TextTokeniser | None, vocab_size: int) -> None:
+        self.tokeniser = tokeniser
+        self._vocab_size = vocab_size
+        self._rendering = threading.Lock()
 
-        Raises SampleFault.
-        """
-        return self.tokeniser.rendered(record) if self.tokeniser else record
+    def __reduce__(self) -> tuple[type[Encoder], tuple[TextTokeniser | None, int]]:
+        return Encoder, (self.tokeniser, self._vocab_size)
 
-    def tokens(self, sample: Record | Rendered) -> Tokens:
-        """Do the part of the work that any thread may do: return ids below vocab_size, and labels.
-
-        Raises SampleFault.
-        """
-        if isinstance(sample, Record) and sample.format == "tokenized":
-            return given_tokens(sample, self.vocab_size)
+    def tokens(self, record: Record) -> Tokens:
+        """Return a record's ids, which are below vocab_size, and labels. Raises SampleFault."""
+        if record.format == "tokenized":
+            return given_tokens(record, self._vocab_size)
         if self.tokeniser is None:
             raise SampleFault("its format needs a tokenizer; set model.tokenizer")
-        tokens = self.tokeniser.tokens(sample)
-        require_vocabulary(tokens, self.vocab_size)
+        with self._rendering if record.format == "messages" else nullcontext():
+            rendered = self.tokeniser.rendered(record)
+        tokens = self.tokeniser.tokens(rendered)
+        require_vocabulary(tokens, self._vocab_size)
         return tokens
-
-
-@dataclass(frozen=True)
-class _Item:
-    part: int
-    line: int
-    where: str
-    content: Record | Rendered | BadRecord
 
 
 @dataclass
@@ -88,65 +96,80 @@ class Portion:
     size: int
 
 
+@dataclass
+class Bundle:
+    """Some objects in reading order, each with the number of its part, and readers by part.
+
+    An object is a record already where it had to tell what all of its part look like.
+    """
+
+    items: list[tuple[int, Entry | Record | BadRecord]] = field(default_factory=list)
+    readers: dict[int, Reader] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, part: int, item: Entry | BadRecord, reader: Reader) -> None:
+        self.size += item.size if isinstance(item, Entry) else 0
+        self.items.append((part, item if reader.settled else reader.record(item)))
+        self.readers[part] = reader
+
+    def encoded(self, encoder: Encoder) -> Portion:
+        """Return the samples that the objects are, and what is wrong with those that are none."""
+        samples = [self._sample(part, item, encoder) for part, item in self.items]
+        return Portion(samples, self.size)
+
+    def _sample(
+        self, part: int, item: Entry | Record | BadRecord, encoder: Encoder
+    ) -> Sample | BadRecord:
+        reader = self.readers[part]
+        record = item if isinstance(item, Record) else reader.record(item)
+        if isinstance(record, BadRecord):
+            return replace(record, part=part)
+        try:
+            return Sample(part, record.line, encoder.tokens(record))
+        except SampleFault as fault:
+            return BadRecord(f"{reader.shown}:{record.line}", str(fault), part)
+
+
 def tokenised(
     parts: list[SourcePart], encoder: Encoder, workers: int, full: Set[int]
 ) -> Iterator[Portion]:
     """Yield the samples of all parts in order, whatever the number of workers.
 
-    full: the sources of which no more is wanted; what was read ahead of them comes all the same.
-
-    Only a few batches are in memory at a time. Threads suffice, since the tokenizer runs outside
-    Python's lock, and they start without a new process.
+    workers: processes where there is much to do, else threads; the caller's thread reads files and
+    no more. full: the sources of which no more is wanted; what was read ahead of them comes all the
+    same. Only a few bundles are in memory at a time. Raises RunFailed where a process is killed.
     """
+    size = sum(part.bytes for part in parts)
     pending: deque[Future[Portion]] = deque()
+    processes = None
+    if workers > 1 and size >= WORTH_PROCESSES:
+        workers = min(workers, 1 + size // EACH_PROCESS)
+        processes = Workers(workers, encoder)
+    work: Callable[[Bundle], Portion] = partial(Bundle.encoded, encoder=encoder)
     with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
         try:
-            for items, size in _batches(parts, encoder, full):
-                pending.append(pool.submit(_encoded, items, size, encoder))
+            for bundle in _bundles(parts, full):
+                pending.append(pool.submit(processes.ask if processes else work, bundle))
                 if len(pending) > 2 * workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         finally:
+            if processes:
+                processes.end()
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _batches(
-    parts: list[SourcePart], encoder: Encoder, full: Set[int]
-) -> Iterator[tuple[list[_Item], int]]:
-    items: list[_Item] = []
-    size = 0
+def _bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
+    bundle = Bundle()
     for number, part in enumerate(parts):
-        for record in read(part.content, part.asked):
+        reader = Reader(part.content, part.asked)
+        for item in objects(part.content, partial(columns, asked=part.asked)):
             if part.source in full:
                 break
-            items.append(_rendered(number, part, record, encoder))
-            size += record.size if isinstance(record, Record) else 0
-            if size >= _BATCH_SIZE or len(items) >= BATCH_RECORDS:
-                yield items, size
-                items, size = [], 0
-    if items:
-        yield items, size
-
-
-def _rendered(number: int, part: SourcePart, record: Record | BadRecord, encoder: Encoder) -> _Item:
-    if isinstance(record, BadRecord):
-        return _Item(number, 0, record.where, replace(record, part=number))
-    where = f"{part.content.shown}:{record.line}"
-    try:
-        return _Item(number, record.line, where, encoder.rendered(record))
-    except SampleFault as fault:
-        return _Item(number, record.line, where, BadRecord(where, str(fault), number))
-
-
-def _encoded(items: list[_Item], size: int, encoder: Encoder) -> Portion:
-    samples: list[Sample | BadRecord] = []
-    for item in items:
-        if isinstance(item.content, BadRecord):
-            samples.append(item.content)
-            continue
-        try:
-            samples.append(Sample(item.part, item.line, encoder.tokens(item.content)))
-        except SampleFault as fault:
-            samples.append(BadRecord(item.where, str(fault), item.part))
-    return Portion(samples, size)
+            bundle.add(number, item, reader)
+            if bundle.size >= _BATCH_SIZE or len(bundle.items) >= BATCH_RECORDS:
+                yield bundle
+                bundle = Bundle()
+    if bundle.items:
+        yield bundle

@@ -10,7 +10,7 @@ from typing import Any
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
-from uspft.data.objects import objects
+from uspft.data.objects import Entry, objects
 from uspft.data.shapes import (
     SPLIT,
     RecordShape,
@@ -47,40 +47,62 @@ class Record:
     shape: str = ""
 
 
-def read(content: SourceFile | HubSplit, asked: Naming) -> Iterator[Record | BadRecord]:
-    """Yield the records of a file or a split in order, with a BadRecord for each fault.
+class Reader:
+    """What makes checked records of the objects of one file or split, in order.
 
-    The fields of the first good record decide what all have: one file has one shape.
+    The fields of the first good record decide what all have: one file has one shape. Once they have
+    decided (`settled`), records may be made in any order, by copies in other processes too.
     """
-    first: Record | None = None
-    shape: RecordShape | None = None
-    spelt: set[frozenset[str]] = set()
-    for item in objects(content, partial(columns, asked=asked)):
+
+    def __init__(self, content: SourceFile | HubSplit, asked: Naming) -> None:
+        self.shown = content.shown
+        self._asked = asked
+        self._text = isinstance(content, SourceFile) and content.kind == "text"
+        self._shape: RecordShape | None = None
+        self._format, self._words = "", ""
+        self._spelt: set[frozenset[str]] = set()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is decided what records look like."""
+        return self._text or bool(self._format)
+
+    def record(self, item: Entry | BadRecord) -> Record | BadRecord:
+        """Return the record that an object is, or what is wrong with it."""
         if isinstance(item, BadRecord):
-            yield item
-            continue
+            return item
         try:
-            if isinstance(content, SourceFile) and content.kind == "text":
-                yield Record(item.line, "text", checked(item.fields, "text"), item.size, "text")
-                continue
-            fields = renamed(item.fields, asked)
-            shape = shape or recognised(fields, asked)
-            names = frozenset(fields)
-            if names not in spelt:
-                require_shape(fields, shape, asked)
-                spelt.add(names)
-            form, made = formed(fields, shape, asked)
-            if first is None:
-                words = described(shape, item.fields, asked)
-                first = Record(item.line, form, checked(made, form), item.size, words)
-                yield first
-            elif form == first.format:
-                yield Record(item.line, form, checked(made, form), item.size)
-            else:
-                raise SampleFault(f"{form}, where the file began with {first.shape}; {SPLIT}")
+            if self._text:
+                return Record(item.line, "text", checked(item.fields, "text"), item.size, "text")
+            return self._shaped(item)
         except SampleFault as fault:
-            yield BadRecord(f"{content.shown}:{item.line}", str(fault))
-            shape = shape if first else None
+            self._shape = self._shape if self.settled else None
+            return BadRecord(f"{self.shown}:{item.line}", str(fault))
+
+    def _shaped(self, item: Entry) -> Record:
+        own, asked = item.fields, self._asked
+        fields = renamed(own, asked)
+        shape = self._shape = self._shape or recognised(fields, asked)
+        names = frozenset(fields)
+        if names not in self._spelt:
+            require_shape(fields, shape, asked)
+            self._spelt.add(names)
+        form, made = formed(fields, shape, asked)
+        if self.settled:
+            if form != self._format:
+                raise SampleFault(f"{form}, where the file began with {self._words}; {SPLIT}")
+            return Record(item.line, form, checked(made, form), item.size)
+        words = described(shape, own, asked)
+        first = Record(item.line, form, checked(made, form), item.size, words)
+        self._format, self._words = form, words
+        return first
+
+
+def read(content: SourceFile | HubSplit, asked: Naming) -> Iterator[Record | BadRecord]:
+    """Yield the records of a file or a split in order, with a BadRecord for each fault."""
+    reader = Reader(content, asked)
+    for item in objects(content, partial(columns, asked=asked)):
+        yield reader.record(item)
 
 
 def first_record(content: SourceFile | HubSplit, asked: Naming) -> Record | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from hashlib import blake2b
@@ -121,26 +122,29 @@ class TextTokeniser:
             ids = self._ids(sample.text, special=False)
             return made_tokens(ids, ids)
         ids, ranges = tokenise_spans(self.backend, sample)
-        labels = [NOT_TRAINED] * len(ids)
-        for first, stop in ranges:
-            labels[first:stop] = ids[first:stop]
-        return made_tokens(ids, labels)
+        return made_tokens(ids, ranges=ranges)
 
     def _ids(self, text: str, special: bool) -> list[Any]:
         # A batch of one: unlike `encode`, it lets other threads run meanwhile.
         return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
 
-def made_tokens(ids: list[int], labels: list[int]) -> Tokens:
+def made_tokens(
+    ids: list[int], labels: list[int] | None = None, ranges: Sequence[tuple[int, int]] = ()
+) -> Tokens:
     """Return Tokens with a masked first label: nothing before a document predicts its first token.
 
-    Raises SampleFault where there are no ids.
+    ranges: [first, stop) of the tokens that train, where there are no labels. Raises SampleFault
+    where there are no ids.
     """
     if not ids:
         raise SampleFault("an empty sample (no tokens); remove the record")
-    tokens = Tokens(np.array(ids, np.int32), np.array(labels, np.int32))
-    tokens.labels[0] = NOT_TRAINED
-    return tokens
+    found = np.array(ids, np.int32)
+    targets = np.full_like(found, NOT_TRAINED) if labels is None else np.array(labels, np.int32)
+    for first, stop in ranges:
+        targets[first:stop] = found[first:stop]
+    targets[0] = NOT_TRAINED
+    return Tokens(found, targets)
 
 
 def given_tokens(record: Record, vocab_size: int) -> Tokens:

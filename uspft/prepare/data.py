@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TimeElapsedColumn
 
 from uspft.config import Recipe
 from uspft.config.strategies import strategies_of
@@ -26,16 +26,20 @@ def prepare_data(
 
     Returns the folder of the training data, and the folders of the evaluation sets by title.
     """
-    cache = recipe.data.cache_dir or place.cache / "data"
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        task = progress.add_task("tokenising", total=None)
+    cache = cache_of(recipe, place)
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=screen, transient=True, disable=not screen.is_terminal
+    ) as progress:
+        task = progress.add_task("reading data", total=None)
 
         def tick(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
+            progress.update(task, description="tokenising", completed=done, total=total)
 
         tokenizer = tokenizer_of(recipe)
-        corpus = prepare(recipe.data, tokenizer, vocabulary, Path(cache), tick)
-        evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, Path(cache), tick)
+        corpus = prepare(recipe.data, tokenizer, vocabulary, cache, tick)
+        progress.reset(task, description="reading evaluation data", total=None)
+        evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, cache, tick)
     _tell("data", corpus, screen)
     if recipe.data.eval_fraction:
         corpus, held = hold_out(corpus, recipe)
@@ -43,6 +47,11 @@ def prepare_data(
     for title, folder in evaluation.items():
         _tell(f"evaluation data {title}", folder, screen)
     return corpus, evaluation
+
+
+def cache_of(recipe: Recipe, place: Invocation) -> Path:
+    """Return the folder in which tokenised data is kept."""
+    return Path(recipe.data.cache_dir or place.cache / "data")
 
 
 def _tell(what: str, folder: Path, screen: Console) -> None:

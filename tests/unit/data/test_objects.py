@@ -69,7 +69,16 @@ FILES: dict[str, Callable[[], bytes]] = {
 
 def read(path: Path) -> list[Entry | BadRecord]:
     (file,) = list_files(str(path), "auto")
-    return list(objects.objects(file, lambda names: names))
+    return [_parsed(file.shown, item) for item in objects.objects(file, lambda names: names)]
+
+
+def _parsed(shown: str, item: Entry | BadRecord) -> Entry | BadRecord:
+    if isinstance(item, BadRecord):
+        return item
+    try:
+        return Entry(item.line, item.fields, item.size)
+    except SampleFault as fault:
+        return BadRecord(f"{shown}:{item.line}", str(fault))
 
 
 def bad_of(path: Path, content: bytes) -> list[str]:

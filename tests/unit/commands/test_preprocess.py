@@ -1,0 +1,67 @@
+"""`preprocess` leaves in the cache what a run then uses, and says where that is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.support.data_cases import CHAT, TOKENIZER, write_lines
+from tests.support.launch import ROOT
+from uspft.__main__ import main
+from uspft.data import cache
+from uspft.prepare.data import cache_of
+from uspft.prepare.examine import examine
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.make_job import prepare_job
+
+
+def recipe_in(folder: Path) -> Path:
+    data = {
+        "train": str(write_lines(folder / "a.jsonl", [CHAT] * 9)),
+        "eval": str(write_lines(folder / "b.jsonl", [CHAT] * 2)),
+        "sequence_length": 32,
+    }
+    tree = {
+        "output_dir": str(folder / "out"),
+        "model": {
+            "config": str(ROOT / "configs/models/quickstart.json"),
+            "tokenizer": str(TOKENIZER),
+            "dtype": "float32",
+        },
+        "data": data,
+        "training": {"steps": 2, "global_batch_size": 2},
+        "launch": {"device": "cpu"},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+@pytest.mark.timeout(120)
+def test_a_run_uses_what_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe_in(tmp_path)
+    home = tmp_path / "home"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    assert main(["preprocess", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "tokenised in " in said and " tokens/s, up to " in said
+    place = Invocation("uspft", cache=home / "uspft")
+    folder = cache_of(examine(path, [], 1, None).recipe, place)
+    assert len(list(folder.iterdir())) == 2
+    assert f"cache: {folder} holds " in said and " of 2 data sets; preprocess " in said
+    monkeypatch.setattr(cache, "build", None)  # nothing may be made again
+    _, job, _, _ = prepare_job(examine(path, [], 1, None), place, Console(quiet=True))
+    for prepared in (job.corpus, *job.evaluation.values()):
+        assert f"prepared: {prepared} (" in said
+    assert main(["preprocess", str(path)]) == 0
+    assert "all of it was in the cache" in capsys.readouterr().out
+    (folder / "mine").mkdir()
+    assert main(["preprocess", str(path), "--clean"]) == 0
+    assert " of 2 data sets, which are gone" in capsys.readouterr().out
+    assert [entry.name for entry in folder.iterdir()] == ["mine"]
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,70 @@
+"""The command `preprocess`: it leaves data in the cache as a run's start would, on all cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from uspft.config import Fault, load
+from uspft.data import corpora_in, empty, holding, read_report
+from uspft.launcher import planned_hosts
+from uspft.metrics import as_size
+from uspft.model.fetch import fetch_model
+from uspft.prepare.data import cache_of, prepare_data
+from uspft.prepare.examine import examine
+from uspft.prepare.invocation import Invocation
+
+
+def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, clean: bool) -> int:
+    """Make model and data ready for a run, and say where they are; no GPU is needed.
+
+    clean: delete what the cache holds, and make nothing. Raises InputError.
+    """
+    screen = Console(highlight=False, soft_wrap=True)
+    if clean:
+        _empty(cache_of(load(target, overrides).recipe, place), screen)
+        return 0
+    found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
+    with found.placed():
+        found = found.knowing_model(fetch_model(found.recipe.model))
+        data = found.here.data
+        cores = max(data.workers, len(os.sched_getaffinity(0)))
+        recipe = found.here.model_copy(update={"data": data.model_copy(update={"workers": cores})})
+        cache = cache_of(recipe, place)
+        before = corpora_in(cache)
+        assert found.shape  # or knowing_model had refused it
+        corpus, evaluation = prepare_data(recipe, found.shape.vocab_size, place, screen)
+    made = [folder for folder in corpora_in(cache) if folder not in before]
+    reports = [report for folder in made if (report := read_report(folder)).get("seconds")]
+    seconds = sum(report["seconds"] for report in reports)
+    tokens = sum(report["tokens"] for report in reports)
+    if seconds:
+        rate = f"{tokens / seconds:,.0f} tokens/s, up to {cores} processes"
+        screen.print(f"tokenised in {seconds:,.1f} s ({rate})", markup=False)
+    else:
+        screen.print("all of it was in the cache", markup=False)
+    for folder in dict.fromkeys([corpus, *evaluation.values()]):
+        screen.print(f"prepared: {folder} ({as_size(holding([folder]).bytes)})", markup=False)
+    whole = holding(corpora_in(cache))
+    screen.print(
+        f"cache: {cache} holds {as_size(whole.bytes)} of {whole.corpora:,} data sets; "
+        f"preprocess {target} --clean empties it",
+        markup=False,
+    )
+    return 0
+
+
+def _empty(cache: Path, screen: Console) -> None:
+    """Empty the cache, and say how much went. Raises Fault."""
+    try:
+        gone = empty(cache)
+    except OSError as error:
+        what = f"`{error.filename or cache}` cannot be deleted: {error.strerror}"
+        raise Fault([("data.cache_dir", what, "delete it by hand, or name another")]) from error
+    screen.print(
+        f"cache: {cache} held {as_size(gone.bytes)} of {gone.corpora:,} data sets, which are gone",
+        markup=False,
+    )
