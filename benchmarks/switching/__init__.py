@@ -1,1 +1,1 @@
-"""Hot switching beside one layout for all rows."""
+"""Hot switching: a step whose rows run under several layouts, beside steps of one layout."""

@@ -31,7 +31,7 @@ def deepspeed_ulysses(layer: Layer) -> Attention:
     sizes = (1, layer.query_heads, layer.dim, layer.kv_heads, 1)
     try:
         ulysses = UlyssesSPAttentionHF(
-            _by_document(sdpa_attention_forward) if packed else sdpa_attention_forward,
+            by_document(sdpa_attention_forward) if packed else sdpa_attention_forward,
             *sizes,
             dist.group.WORLD,
             seq_length_is_variable=True,
@@ -64,7 +64,7 @@ class _Module(torch.nn.Module):
         self.num_key_value_groups = groups
 
 
-def _by_document(attend: Any) -> Any:
+def by_document(attend: Any) -> Any:
     """A transformers attention function over the documents that position_ids tell of."""
 
     def attend_each(

@@ -1,0 +1,81 @@
+"""What `plan`'s formula says of a contender's step, from the cluster's own figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from benchmarks.switching.contenders import Contender
+from benchmarks.switching.setting import HOSTS
+from uspft.config.algorithms import row_of
+from uspft.config.strategies import row_lengths, strategies_of, under
+from uspft.layout import Layout, layout_of
+from uspft.planner.hardware import read_hardware
+from uspft.planner.room import USABLE_SHARE
+from uspft.prepare.examine import Examined
+from uspft.prepare.make_plan import step_of
+from uspft.sequence import of_recipe
+from uspft.switching.choice import choose
+from uspft.switching.drawn_steps import DrawnSteps
+from uspft.switching.mix import Mix
+from uspft.switching.priced import PricedLayout, priced
+from uspft.switching.setting import Setting as Given
+
+MEMORY_BYTES = 1e12
+"""No bound: the contenders are given."""
+SLACK = 1.02
+"""What `auto` has more than its one layout needs."""
+
+
+@dataclass(frozen=True)
+class EveryStep(DrawnSteps):
+    """Steps of which each has just these samples."""
+
+    @cached_property
+    def steps(self) -> list[list[int]]:
+        return [list(self.lengths)]
+
+
+def predicted_seconds(one: Contender, found: Examined, lengths: tuple[int, ...]) -> float:
+    """Return the seconds of a step by the planner; found: its recipe, with launch.hardware."""
+    assert isinstance(found.recipe.launch.hardware, str)
+    given, drawn = _given(found, Path(found.recipe.launch.hardware), lengths)
+    return _mix(given, found, drawn, moves=one.moves).seconds(drawn)
+
+
+def auto_of(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> str:
+    """Return what `strategies: auto` takes, and why, where ranks have the memory that the one
+    layout of a recipe needs."""
+    given, drawn = _given(found, hardware, lengths)
+    mix = _mix(given, found, drawn)
+    need = MEMORY_BYTES * USABLE_SHARE - mix.room(mix.buckets[0]) + mix.buckets[0].row_bytes
+    chosen = choose(replace(given, memory_bytes=SLACK * need / USABLE_SHARE), drawn)
+    if chosen.switches and chosen.mix:
+        rows = ", ".join(f"{one.length} {one.name}" for one in chosen.mix.buckets)
+        return f"{rows}{'; moving' if chosen.mix.moves else ''}: {chosen.why}"
+    best = chosen.best_static
+    return f"{best.priced.name if best else 'nothing'}: {chosen.why}"
+
+
+def _given(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> tuple[Given, DrawnSteps]:
+    ranks, recipe = found.layout.ranks, found.recipe
+    figures = read_hardware(hardware).on_hosts_of(ranks // HOSTS)
+    drawn = EveryStep(lengths, len(lengths), recipe.data.sequence_length)
+    return Given(step_of(found), figures, ranks, MEMORY_BYTES), drawn
+
+
+def _mix(given: Given, found: Examined, drawn: DrawnSteps, *, moves: bool = False) -> Mix:
+    every = range(len(strategies_of(found.recipe)))
+    buckets = tuple(_priced(given, found, number, drawn) for number in every)
+    return Mix(given, buckets, min(bucket.layout.tensor for bucket in buckets), moves)
+
+
+def _priced(given: Given, found: Examined, number: int, drawn: DrawnSteps) -> PricedLayout:
+    alone, length = under(found.recipe, number), row_lengths(found.recipe)[number]
+    layout = layout_of(alone.parallel_config, found.layout.ranks)
+    assert isinstance(layout, Layout)  # or the recipe would have been refused
+    row = row_of(alone.parallel_config.context_parallel_algo, layout.context)
+    tokens = alone.parallel_config.use_seq_parallel
+    setting = replace(given, step=replace(given.step, use_seq_parallel=tokens))
+    return priced(setting, (row, layout, of_recipe(alone, layout)), length, drawn.typical(length))

@@ -1,0 +1,148 @@
+"""The tables of what two hosts measured, from the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.switching.contenders import BOUND, PEER, STATIC, SWITCHED, Contender, contenders
+from benchmarks.switching.formulas import sent_bytes
+
+WANTED = {"ulysses": 1.5, "ring": 1.5, "tensor": 2.0}
+"""How many times faster than the static layout of the same family."""
+WANTED_OF_PEER = 2.0
+NEAR = 1.05
+"""Times the bound's seconds at which a target counts as forbidden by it, and so as reached."""
+HEADS = (
+    *("s", "static of its kind", "DeepSpeed", "bound", "predicted s", "MiB between hosts"),
+    *("state sent, B", "formula", "switch s", "plan ms", "state held, B", "live MiB"),
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What all contenders took at one ZeRO stage."""
+
+    ranks: int
+    mbit: int
+    zero: int
+    parameters: int
+    measured: Mapping[str, Any]
+
+    @property
+    def every(self) -> dict[str, Contender]:
+        return {name: contenders(self.ranks)[name] for name in self.measured}
+
+    def seconds(self, name: str) -> float:
+        """It returns the median of a contender's rounds."""
+        return float(median(self.measured[name]["seconds"]))
+
+    def peer(self) -> str:
+        return next(name for name, one in self.every.items() if one.kind == PEER)
+
+    def static(self, family: str) -> str | None:
+        """It returns the static layout of a family, if there is one."""
+        found = [n for n, one in self.every.items() if (one.kind, one.family) == (STATIC, family)]
+        return found[0] if found else None
+
+    def bound(self) -> float | None:
+        return self.seconds(BOUND) if BOUND in self.measured else None
+
+    def state_sent(self, name: str) -> float | None:
+        """It returns the bytes of the model's state that a rank sends for each parameter: all that
+        it writes to others, without what uspft counts as its own of rows."""
+        if self.every[name].kind == PEER:
+            return None
+        found = []
+        for step in self.measured[name]["steps"]:
+            rows = sum(size for kind, size in step["own_bytes"].items() if kind != "switch")
+            found.append((step["written_bytes"] - rows) / self.ranks / self.parameters)
+        return float(median(found))
+
+
+def tables(result: Mapping[str, Any]) -> list[str]:
+    """This lays out each number of ranks and stage as Markdown, then the targets."""
+    stages = [
+        Stage(
+            int(ranks),
+            stage["setting"]["mbit"],
+            stage["setting"]["stage"],
+            found["parameters"],
+            stage["measured"],
+        )
+        for ranks, found in result.get("by_ranks", {}).items()
+        for stage in found["stages"]
+    ]
+    if not stages:
+        return []
+    return [*map(_table, stages), targets([one for one in stages if one.zero == 1])]
+
+
+def _table(stage: Stage) -> str:
+    peer, bound = stage.seconds(stage.peer()), stage.bound()
+    rows = []
+    for name, one in stage.every.items():
+        record, seconds = stage.measured[name], stage.seconds(name)
+        static = stage.static(one.family) if one.kind == SWITCHED else None
+        last = [step["switch_seconds"] for step in record["steps"]]
+        host = median(step["host_bytes"] for step in record["steps"])
+        plan = record.get("schedule_seconds")
+        said = sent_bytes(one, stage.ranks) if stage.zero == 1 and one.kind != PEER else None
+        cells = [
+            f"{seconds:.2f}",
+            _cell(stage.seconds(static) / seconds if static else None),
+            _cell(peer / seconds if name != stage.peer() else None),
+            _cell(bound and seconds / bound),
+            _cell(record.get("predicted_seconds")),
+            f"{host / 2**20:.1f}",
+            _cell(stage.state_sent(name)),
+            _cell(said),
+            _cell(median(last) if one.moves else None),
+            _cell(plan and 1000 * plan, 1),
+            f"{record['held_bytes'] / stage.parameters:.2f}",
+            f"{record['live_bytes'] / 2**20:.1f}",
+        ]
+        rows.append([name, *cells])
+    title = f"{stage.ranks} ranks, {stage.mbit} Mbit/s, ZeRO-{stage.zero}"
+    return _markdown([title, *HEADS], rows, left=1)
+
+
+def targets(stages: Sequence[Stage]) -> str:
+    """This says of each switched contender what was wanted, and whether it was reached."""
+    heads = ["ranks, switched", "against", "wanted", "reached", "bound allows", "of the bound"]
+    rows = []
+    for stage in stages:
+        bound = stage.bound()
+        for name, one in stage.every.items():
+            if one.kind != SWITCHED or one.family not in WANTED or bound is None:
+                continue
+            static, own = stage.static(one.family), stage.seconds(name)
+            for other, wanted in ((static, WANTED[one.family]), (stage.peer(), WANTED_OF_PEER)):
+                if other is None:
+                    continue
+                gain, allowed = stage.seconds(other) / own, stage.seconds(other) / bound
+                reached = gain >= wanted or (allowed < wanted and own <= NEAR * bound)
+                rows.append(
+                    [
+                        f"{stage.ranks}, {name}",
+                        other,
+                        f"{wanted:.1f} ×",
+                        f"{gain:.2f} ×",
+                        f"{allowed:.2f} ×",
+                        f"{own / bound:.2f}",
+                        "yes" if reached else "no",
+                    ]
+                )
+    return _markdown([*heads, "target met"], rows, left=2)
+
+
+def _cell(value: float | None, places: int = 2) -> str:
+    return "–" if value is None else f"{value:.{places}f}"
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    ruler = [" --- " if place < left else " ---: " for place in range(len(heads))]
+    lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(ruler)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
