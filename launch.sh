@@ -13,6 +13,8 @@ usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
   check      everything that can be known before a process starts; writes nothing
   preprocess what happens to the data before ranks start, on all cores, without a GPU
              (--clean empties the cache)
+  inspect    rows as the model will see them: what trains, documents, which rank holds what
+             (--rows N; --html FILE)
   verify     the recipe's first steps under every legal layout, beside one process
              (--steps N; --inject order|mask|scale|label must be caught; --all)
   plan       seconds of a step by part, beside other layouts of the same ranks, predicted
@@ -22,7 +24,6 @@ usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
   recipes    the shipped recipes; recipes NAME [FILE] copies one
 
 to come, refused until then:
-  inspect    rows as the model will see them
   convert    MindSpore Transformers YAML -> recipe
   report     output folder -> one HTML page
 

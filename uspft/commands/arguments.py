@@ -19,18 +19,29 @@ if TYPE_CHECKING:
     from uspft.launcher import Meeting
     from uspft.prepare.invocation import Invocation
 
-VERBS = ("train", "check", "plan", "preprocess", "verify", "export", "calibrate", "recipes")
-LATER = ("inspect", "convert", "report")
+VERBS = (
+    "train",
+    "check",
+    "plan",
+    "preprocess",
+    "inspect",
+    "verify",
+    "export",
+    "calibrate",
+    "recipes",
+)
+LATER = ("convert", "report")
 USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
        uspft plan RECIPE.yaml [--ranks N] [--hardware NAME_OR_FILE] [key.path=value ...]
        uspft preprocess RECIPE.yaml [--ranks N] [--clean] [key.path=value ...]
+       uspft inspect RECIPE.yaml [--ranks N] [--rows N] [--html FILE] [key.path=value ...]
        uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
        uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
        uspft calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
        uspft recipes [NAME [FILE]]
 train, verify and calibrate run on the hosts of --hostfile FILE
-to come: inspect, convert, report"""
+to come: convert, report"""
 
 
 class UsageError(InputError):
@@ -88,6 +99,11 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
         from uspft.commands.preprocess import preprocess
 
         return lambda: preprocess(target, overrides, place, clean="--clean" in options)
+    if verb == "inspect":
+        from uspft.commands.inspect import inspect
+
+        rows, page = _whole("--rows", options), _file("--html", options)
+        return lambda: inspect(target, overrides, place, rows, page)
     if verb == "verify":
         from uspft.commands.verify import verify
         from uspft.prepare.make_verify_job import Asked
@@ -122,6 +138,7 @@ OPTIONS = {
     "check": ("--ranks",),
     "plan": ("--ranks", "--hardware"),
     "preprocess": ("--ranks", "--clean"),
+    "inspect": ("--ranks", "--rows", "--html"),
     "verify": ("--steps", "--inject", "--all"),
 }
 FLAGS = ("--all", "--clean")
@@ -160,6 +177,16 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
         remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
         raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)
     return Path(rest[0]), rest[1:], options
+
+
+def _file(name: str, options: dict[str, str]) -> Path | None:
+    """Return the value of an option that names a file, or None where it is not given.
+
+    Raises UsageError where it names none.
+    """
+    if options.get(name) == "":
+        raise UsageError(name, "names no file", f"write {name} FILE")
+    return Path(options[name]) if name in options else None
 
 
 def _whole(name: str, options: dict[str, str]) -> int | None:

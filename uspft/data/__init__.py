@@ -18,6 +18,7 @@ from uspft.data.holdout import HELD_OUT, hold_out
 from uspft.data.serving import turn_ends, without_marks
 from uspft.data.sources import not_checked, source_problems
 from uspft.data.stream import Row, RowStream, training_rows
+from uspft.data.tokenise import load_tokeniser
 
 __all__ = [
     "HELD_OUT",
@@ -32,6 +33,7 @@ __all__ = [
     "formats_of",
     "hold_out",
     "holding",
+    "load_tokeniser",
     "not_checked",
     "prepare",
     "prepare_sets",

@@ -185,7 +185,7 @@ def _write(
     aside: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
 ) -> tuple[Counts, dict[str, list[str]]]:
     """Write the samples, and return the counts, and lines on what was skipped and on the mix."""
-    faults, counts, taken = Faults(), Counts(), Taken(data.train)
+    faults, left, counts, taken = Faults(), Faults(), Counts(), Taken(data.train)
     ends = [0] * len(data.train)
     done, total = 0, sum(part.size for part in reading.parts)
     with CorpusWriter(aside) as writer:
@@ -201,7 +201,10 @@ def _write(
                 if not taken.fits(source, sample.tokens, data):
                     continue
                 kept = counts.kept(sample.tokens, data.overlong, data.sequence_length)
-                if kept is not None:
+                if kept is None:
+                    where = f"{reading.parts[sample.part].content.shown}:{sample.line}"
+                    left.add(where, _overlong(len(sample.tokens.ids), data.sequence_length))
+                else:
                     writer.add(kept, sample.part, sample.line)
                     taken.add(source, len(kept.ids))
                     ends[source] = len(writer)
@@ -219,7 +222,7 @@ def _write(
         shown = [part.content.shown for part in reading.parts]
         writer.finish(shown, spans, data.overlong, reading.contents)
     progress(total, total)
-    return counts, {"skipped": faults.lines(), "mix": mix.lines()}
+    return counts, {"skipped": faults.lines() + left.lines(), "mix": mix.lines()}
 
 
 def _publish(aside: Path, folder: Path) -> None:
@@ -253,10 +256,14 @@ def _require_lengths(corpus: Corpus, data: DataBlock) -> None:
     faults = Faults()
     lengths = corpus.lengths
     for sample in np.flatnonzero(lengths > data.sequence_length).tolist():
-        what = f"{lengths[sample]:,} tokens, a row has {data.sequence_length:,}"
+        what = _overlong(lengths[sample], data.sequence_length)
         remedy = "set data.overlong to truncate, drop or split, or a larger data.sequence_length"
         faults.add(corpus.origin(sample), f"{what}; {remedy}")
     faults.raise_any()
+
+
+def _overlong(tokens: int, row: int) -> str:
+    return f"{tokens:,} tokens, a row has {row:,}"
 
 
 def _silent(done: int, total: int) -> None:

@@ -1,0 +1,86 @@
+"""The command `inspect`: it shows rows as the model will see them, in the terminal or as a page."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from uspft.commands.inspect_page import page_of
+from uspft.commands.inspect_screen import show
+from uspft.config.algorithms import AUTO
+from uspft.config.problems import InputError
+from uspft.data import formats_of, load_tokeniser, read_report
+from uspft.durable import write_text
+from uspft.launcher import planned_hosts
+from uspft.model.fetch import fetch_model
+from uspft.model.hf_config import layer_windows
+from uspft.planner.auto import Work
+from uspft.prepare.data import first_rows, prepare_data, tokenizer_of
+from uspft.prepare.examine import Examined, examine
+from uspft.prepare.inspection import Decode, inspected
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.model import examine_model
+
+ROWS = 2
+"""How many rows are shown, where the command does not say."""
+
+
+def inspect(
+    target: Path, overrides: Sequence[str], place: Invocation, rows: int | None, page: Path | None
+) -> int:
+    """Show the first rows of the data, as the run's ranks will hold them; no GPU is needed.
+
+    rows: how many. page: the file to write them to as one HTML page, in place of the terminal.
+    Raises InputError.
+    """
+    screen = Console(highlight=False, soft_wrap=True)
+    if page:
+        _require_writable(page)
+    found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
+    with found.placed():
+        found = found.knowing_model(fetch_model(found.recipe.model))
+        assert found.shape  # or knowing_model had refused it
+        corpus, _ = prepare_data(found.here, found.shape.vocab_size, place, screen)
+        found = _settled(found, corpus)
+        seen = inspected(found, corpus, rows or ROWS)
+        decode = _decoder(found)
+    if page is None:
+        show(seen, decode, Console(highlight=False))
+        return 0
+    report = read_report(corpus)
+    notes = [*report.get("shapes", ()), *report["notes"], *report.get("skipped", ())]
+    title = shlex.join(["inspect", str(target), *overrides])
+    write_text(page, page_of(seen, decode, title, [*notes, *report.get("mix", ())]))
+    screen.print(f"page: {page}", markup=False)
+    return 0
+
+
+def _settled(found: Examined, corpus: Path) -> Examined:
+    """Return the examination with an algorithm: `auto` is chosen by the data, as a run does."""
+    if found.recipe.parallel_config.context_parallel_algo != AUTO:
+        return found
+    windows = layer_windows(examine_model(found.here).config)
+    work = Work(first_rows(found.here, corpus), windows)
+    return found.knowing(work=work, formats=formats_of(found.recipe.data))
+
+
+def _decoder(found: Examined) -> Decode:
+    """Return what makes text of token ids; without a tokenizer, it is their numbers."""
+    place = tokenizer_of(found.here)
+    if place is None:
+        return lambda ids: "".join(f"{one} " for one in ids)
+    backend = load_tokeniser(place, found.here.data).backend
+    return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
+
+
+def _require_writable(page: Path) -> None:
+    """Check that the page replaces nothing but a page. Raises InputError."""
+    if page.is_dir() or (page.exists() and page.suffix.lower() not in (".html", ".htm")):
+        what = f"{page} is there already, and no page"
+        raise InputError(f"command line: --html: {what}; name another file")
+    if not page.absolute().parent.is_dir():
+        what = f"there is no folder {page.absolute().parent}"
+        raise InputError(f"command line: --html: {what}; make it, or name another file")

@@ -1,0 +1,227 @@
+"""What `inspect` shows, as values: rows in words, who holds what of them, and lengths in counts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from uspft.config.strategies import layouts_of, row_lengths, strategies_of
+from uspft.data import Corpus, Row, RowStream, training_rows
+from uspft.layout import Layout, layout_of
+from uspft.segments import Segments
+from uspft.sequence import of_recipe
+from uspft.sequence.rows.spans import Span, tokens_in
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from uspft.config import Recipe
+    from uspft.prepare.examine import Examined
+
+Decode = Callable[[list[int]], str]
+"""What makes text of token ids."""
+
+_COUNTED_ROWS = 10_000
+_NOT_TRAINED = -100
+
+
+class Stretch(NamedTuple):
+    """Neighbouring tokens of one document, of which all train or none does."""
+
+    first: int
+    """The place of the first token in the row."""
+    ids: list[int]
+    trained: bool
+
+
+@dataclass(frozen=True)
+class SeenDocument:
+    """A document of a row: where it comes from, where it lies, and its tokens."""
+
+    origin: str
+    span: Span
+    runs: list[Stretch]
+
+    @property
+    def targets(self) -> int:
+        return sum(len(run.ids) for run in self.runs if run.trained)
+
+
+class HeldPart(NamedTuple):
+    """Ranks that hold the same positions of a row, in this order."""
+
+    ranks: list[int]
+    spans: tuple[Span, ...]
+    targets: int
+
+    @property
+    def tokens(self) -> int:
+        return tokens_in(self.spans)
+
+
+@dataclass(frozen=True)
+class SeenRow:
+    """A row as the model sees it."""
+
+    index: int
+    step: int
+    layout: str
+    """The layout and its algorithm, in words."""
+    segments: Segments
+    trained: NDArray[np.bool_]
+    """Which positions of the row hold a token that trains."""
+    documents: list[SeenDocument]
+    holders: list[HeldPart]
+
+    @property
+    def padding(self) -> int:
+        return self.segments.length - self.segments.bounds[-1]
+
+
+class Bin(NamedTuple):
+    """How many samples have from `least` to `most` tokens, and how many tokens they have."""
+
+    least: int
+    most: int
+    samples: int
+    tokens: int
+
+
+class Filling(NamedTuple):
+    """How full the first rows of an epoch are."""
+
+    rows: int
+    """All rows of the epoch."""
+    counted: int
+    tokens: int
+    """Of the rows that were counted, without padding."""
+    row_tokens: int
+
+    @property
+    def share(self) -> float:
+        return self.tokens / (self.counted * self.row_tokens)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` shows beside what preparing the data says."""
+
+    lengths: list[Bin]
+    filling: Filling | None
+    """None where rows are made from samples inside each step (`strategies`)."""
+    rows: list[SeenRow]
+
+
+def inspected(found: Examined, corpus: Path, count: int) -> Inspection:
+    """Return how long the samples are, how full rows are, and the first `count` rows."""
+    recipe, whole = found.recipe, Corpus.open(corpus)
+    switches = bool(strategies_of(recipe))
+    stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
+    filling = None if switches else _filling(stream, recipe.data.sequence_length)
+    ways = _ways(recipe, found.layout)
+    rows = [_seen(recipe, ways, whole, stream, index) for index in range(count)]
+    return Inspection(bins(whole.lengths), filling, rows)
+
+
+def bins(lengths: NDArray[np.int64]) -> list[Bin]:
+    """Return the samples by length, in powers of two, from the shortest to the longest."""
+    powers = np.frexp(lengths.astype(np.float64))[1] - 1  # exact, where a logarithm is not
+    found = []
+    for power in range(int(powers.min()), int(powers.max()) + 1):
+        inside = lengths[powers == power]
+        found.append(Bin(1 << power, (2 << power) - 1, len(inside), int(inside.sum())))
+    return found
+
+
+def _filling(stream: RowStream, row_tokens: int) -> Filling:
+    rows = stream.rows_in_epoch(0)
+    counted = min(rows, _COUNTED_ROWS)
+    return Filling(rows, counted, sum(map(stream.tokens_of, range(counted))), row_tokens)
+
+
+class _Way(NamedTuple):
+    """A layout of rows of a length, with the recipe that has it alone."""
+
+    length: int
+    recipe: Recipe
+    layout: Layout
+
+
+def _ways(recipe: Recipe, layout: Layout) -> list[_Way]:
+    if not strategies_of(recipe):
+        return [_Way(recipe.data.sequence_length, recipe, layout)]
+    found = []
+    for length, alone in zip(row_lengths(recipe), layouts_of(recipe), strict=False):
+        own = layout_of(alone.parallel_config, layout.ranks)
+        assert isinstance(own, Layout)  # or the recipe had been refused
+        found.append(_Way(length, alone, own))
+    return found
+
+
+def _seen(
+    recipe: Recipe, ways: Sequence[_Way], corpus: Corpus, stream: RowStream, index: int
+) -> SeenRow:
+    size = stream.tokens_of(index)
+    way = ways[0] if len(ways) == 1 else ways[bisect_left([w.length for w in ways], size)]
+    row = stream.together([index], way.length)
+    trained = np.zeros(way.length, bool)
+    trained[1:] = row.labels[:-1] != _NOT_TRAINED  # a label is the next token
+    training = recipe.training
+    step, number = divmod(index, training.global_batch_size)
+    replica = number // training.micro_batch_size % way.layout.data
+    return SeenRow(
+        index,
+        step + 1,
+        way.layout.sentence(way.recipe.parallel_config.context_parallel_algo),
+        row.segments,
+        trained,
+        _documents(row, corpus, trained),
+        _holders(way, row, replica),
+    )
+
+
+def _documents(row: Row, corpus: Corpus, trained: NDArray[np.bool_]) -> list[SeenDocument]:
+    found = []
+    for span, sample in zip(row.segments, row.samples, strict=True):
+        places = groupby(range(*span), lambda place: bool(trained[place]))
+        runs = []
+        for trains, group in places:
+            inside = list(group)
+            ids = row.input_ids[inside[0] : inside[-1] + 1].tolist()
+            runs.append(Stretch(inside[0], ids, trains))
+        found.append(SeenDocument(corpus.origin(sample), span, runs))
+    return found
+
+
+def _holders(way: _Way, row: Row, replica: int) -> list[HeldPart]:
+    """Return who holds what of a row that a replica takes."""
+    layout = way.layout
+    places = [layout.coordinates(rank) for rank in range(layout.ranks)]
+    found = []
+    for number, spans in enumerate(of_recipe(way.recipe, layout).token_order(row.segments)):
+        ring, ulysses = divmod(number, layout.ulysses)
+        mine = {"ring": ring, "ulysses": ulysses, "data": replica}
+        ranks = [rank for rank, at in enumerate(places) if mine.items() <= at.items()]
+        targets = sum(int((row.labels[a:b] != _NOT_TRAINED).sum()) for a, b in spans)
+        found.append(HeldPart(ranks, tuple(spans), targets))
+    return found
+
+
+def texts_of(ids: Sequence[int], decode: Decode) -> list[tuple[str, int]]:
+    """Return the texts of tokens, each with how many tokens it is: several where they share a
+    character's bytes."""
+    found: list[tuple[str, int]] = []
+    waiting: list[int] = []
+    for one in ids:
+        waiting.append(one)
+        text = decode(waiting)
+        if "\ufffd" not in text or len(waiting) == 4:
+            found.append((text, len(waiting)))
+            waiting = []
+    return [*found, (decode(waiting), len(waiting))] if waiting else found
