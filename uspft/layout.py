@@ -124,8 +124,12 @@ class Layout:
         ]
         return "-".join(part for part, degree in parts if degree > 1) or "single"
 
-    def sentence(self, algorithm: str | None) -> str:
-        """Describe the layout to a person. algorithm: the recipe's `context_parallel_algo`."""
+    def sentence(self, algorithm: str | None, *, open_: bool = False) -> str:
+        """Describe the layout to a person.
+
+        algorithm: the recipe's `context_parallel_algo`. open_: whether the mesh, whose rows share
+        rows of tokens, is yet to be chosen.
+        """
         row = row_of(algorithm, self.context)
         both = f"Ulysses {self.ulysses} × {row.label} {self.ring}"
         shared = {
@@ -137,6 +141,9 @@ class Layout:
         if self.tensor > 1:
             mesh = f"mesh {self.mesh_rows} × {self.mesh_columns}"
             ways = mesh if self.is_mesh else f"tensor {self.tensor}"
+            if open_:
+                ways = "a mesh that the model's sizes decide"
+                shared = f"each row shared by its rows{f' × {self.context}' * (self.context > 1)}"
             shared = f"each matrix split over {self.tensor} ({ways}), {shared}"
             shared = shared.replace("whole on one process", "whole on each of them")
         stages = f", layers in {self.pipeline} stages" if self.pipeline > 1 else ""

@@ -181,8 +181,32 @@ def test_folders_that_cannot_be_written(ground: Ground, capsys: pytest.CaptureFi
     found = ground.call(capsys)
     found.about("output_dir", "File name too long")
     found.about("data.train.path", "does not exist")
-    ground.write({"output_dir": "/proc/uspft"})  # only making it tells, for some users
-    ground.call(capsys).about("output_dir", "`/proc/uspft` cannot be written", "name another")
+    (ground.folder / "out").mkdir()
+    (ground.folder / "out/logs").write_text("")
+    for verb in ("train", "check"):
+        ground.write({"output_dir": "/proc/uspft"})  # root has every permission there, in vain
+        found = ground.call(capsys, verb, str(ground.path))
+        found.about("output_dir", "`/proc/uspft` cannot be written", "name another")
+        ground.write({"output_dir": "out"})
+        found = ground.call(capsys, verb, str(ground.path))
+        found.about("output_dir", "`out/logs` cannot be written", "out/logs is not a folder")
+
+
+def test_a_cache_that_cannot_be_written(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/cache")
+    found = ground.call(capsys, "check", str(ground.path))
+    found.about("data.cache_dir", "`/proc/cache/uspft` cannot be written", "name another folder")
+    ground.write({"data.cache_dir": str(ground.folder)})
+    assert main(["check", str(ground.path)]) == 0
+
+
+def test_a_folder_as_template(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    ground.write({"data.chat_template": "."})
+    for verb in ("train", "check"):
+        found = ground.call(capsys, verb, str(ground.path))
+        found.about("data.chat_template", "is a folder, and a template is one file", "name the")
 
 
 def test_more_processes_than_gpus(

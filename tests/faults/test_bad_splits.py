@@ -26,6 +26,16 @@ RECIPES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         f"{PARALLEL}.tensor_mesh",
         ("is [2, 3], 6 ranks, and model_parallel is 4", "write one of [1, 4], [2, 2], [4, 1]"),
     ),
+    "mesh of one rank": (
+        {PARALLEL: {"tensor_parallel_algo": "meshslice", "tensor_mesh": [1, 1]}},
+        f"{PARALLEL}.tensor_mesh",
+        ("is [1, 1], and model_parallel is 1: no matrix is split", "model_parallel above 1"),
+    ),
+    "slices of no product": (
+        {PARALLEL: {"tensor_parallel_algo": "meshslice", "tensor_slices": 4}},
+        f"{PARALLEL}.tensor_slices",
+        ("is 4, and model_parallel is 1: no matrix is split", "leave it out, or write"),
+    ),
     "mesh columns": (
         {PARALLEL: MESH | {"model_parallel": 3, "tensor_mesh": [1, 3]}, "launch.processes": 3},
         f"{PARALLEL}.tensor_mesh",

@@ -19,6 +19,7 @@ from tests.support.models import make_documents, make_model
 LINE = re.compile(
     r"evaluation after step (\d+): loss (\d+\.\d{4})  perplexity \d+\.\d{4}  ([\d,]+) tokens"
     r"  \(\S+/(\w+)\.jsonl \d+\.\d{4}, \S+/(\w+)\.jsonl \d+\.\d{4}\)"
+    r"(?:  best so far|  best \d+\.\d{4} after step \d+)?"
 )
 
 

@@ -15,7 +15,10 @@ from tests.support.launch import ROOT, environment, records
 
 COMMAND = "./launch.sh recipes/quickstart.yaml"
 LAYOUT = "layout: 4 processes, each row shared by 4 (Ulysses 2 × ring 2), 1 row at a time; ZeRO-3"
-STEP = re.compile(r"step (\d+)/(\d+)  loss \d+\.\d{4}  [\d,]+ tokens/s  \d\d:\d\d:\d\d left")
+STEP = re.compile(
+    r"step (\d+)/(\d+)  loss \d+\.\d{4}  rate \d\.\d\de[+-]\d\d  gradient norm [\d.e+-]+  "
+    r"epoch \d+\.\d\d  [\d,]+ tokens/s  \d\d:\d\d:\d\d left"
+)
 WRITTEN = {"recipe.yaml", "metrics.jsonl", "checkpoints", "hf", "environment.json", "logs"}
 
 
@@ -64,7 +67,7 @@ def test_what_a_person_sees_of_three_steps(tmp_path: Path) -> None:
     lines = quickstart(tmp_path, "training.steps=3")
     is_complete(tmp_path, lines, 3)
     told = ("data: ", "layout: ", "parameters: ", "step ", "done: ", "model: ", "checkpoint: ")
-    told += ("hardware: ", "numbers: ", "try next: ")
+    told += ("hardware: ", "run: ", "waiting: ", "numbers: ", "try next: ")
     assert [line for line in lines if not line.startswith(told)] == []
 
 

@@ -215,3 +215,14 @@ def test_who_holds_what_of_sixteen_tokens(degrees: tuple[int, int]) -> None:
 def test_every_axis_in_words(layout: Layout, sentence: str, name: str) -> None:
     assert layout.sentence("hybrid_cp") == sentence
     assert layout.name("hybrid_cp") == name
+
+
+def test_a_mesh_that_is_not_chosen_is_not_told_as_chosen() -> None:
+    told = "each matrix split over 8 (a mesh that the model's sizes decide), each row shared by its"
+    layout = Layout(mesh_columns=8, data=2, blocks=True)
+    assert layout.sentence("planned_cp", open_=True) == (
+        f"16 processes, {told} rows, 2 rows at a time"
+    )
+    longer = Layout(mesh_columns=4, ring=2, blocks=True).sentence("planned_cp", open_=True)
+    assert "each row shared by its rows × 2, 1 row at a time" in longer
+    assert "mesh 1 × 8" in layout.sentence("planned_cp")

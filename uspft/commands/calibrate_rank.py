@@ -12,6 +12,7 @@ from uspft.commands.joining import joined
 from uspft.config import Recipe, load
 from uspft.families import ModelShape, read_shape
 from uspft.kernels import believed_kernel
+from uspft.launcher import Waiting
 from uspft.mesh import Groups
 from uspft.prepare.invocation import CONFIGS, Invocation
 
@@ -19,11 +20,12 @@ UNKNOWN_HEADS = (8, 8, 64)
 """Query heads, KV heads and head dim that are measured where the model's config is not here."""
 
 
-def rank(folder: Path, place: Invocation) -> int:
+def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
     """Be one rank; the first leaves what was measured in `folder`."""
     recipe = load(folder / "recipe.yaml").recipe
     here = int(place.environment["LOCAL_WORLD_SIZE"])
     with joined(recipe.launch, place.environment, trains=False) as device:
+        waiting.close()
         dtype = getattr(torch, recipe.model.dtype)
         bench = Bench(device, dtype, Groups(), here, SIZES[device.type])
         heads, softcap = _heads(recipe)

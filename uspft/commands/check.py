@@ -6,17 +6,20 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from uspft.config import Recipe
+from uspft.config import Fault, Recipe
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.data import tokenizer_of
 from uspft.prepare.examine import examine
+from uspft.prepare.files import not_writable
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
 from uspft.prepare.output import output_of
 from uspft.prepare.space import space_free, space_needed
+from uspft.prepare.waste import wasted
 
+CACHE = "data.cache_dir"
 SHOWN_FILES = 10
 """How many files of data are told."""
 
@@ -25,6 +28,9 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks)
     recipe, shape = found.recipe, found.shape
+    with found.placed():
+        if recipe.data.cache_dir is None and (wrong := not_writable(CACHE, place.cache)):
+            raise Fault([wrong])
     examined, model = None, recipe.model
     asks = [f"model.{key}" for key in ("adapter", "freeze", "overrides") if getattr(model, key)]
     here = model.config or os.path.isdir(model.name_or_path or "")
@@ -50,6 +56,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     if found.mesh:
         print(f"mesh: {found.mesh}")
     print(f"hardware: {found.hardware}")
+    for line in wasted(found):
+        print(f"warning: {line}")
     if shape:
         print(
             f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "

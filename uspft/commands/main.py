@@ -15,6 +15,7 @@ from uspft.launcher import (
     ERROR_FILE,
     Hosts,
     Meeting,
+    Waiting,
     hosts_from,
     outlive_terminal,
     report_exception,
@@ -119,6 +120,8 @@ def _rank(words: Sequence[str]) -> int:
         print("command line: rank: is what train starts; write uspft train", file=sys.stderr)
         return 2
     outlive_terminal()
+    waiting = Waiting.of_rank(os.environ)
+    waiting.now(f"the start of {os.environ['WORLD_SIZE']} processes")
     begin_imports()
     try:
         if words[1:] == ["verify"]:
@@ -127,8 +130,9 @@ def _rank(words: Sequence[str]) -> int:
             from uspft.commands.calibrate_rank import rank
         else:
             from uspft.commands.rank import rank
-        code = rank(Path(words[0]), Invocation("rank", dict(os.environ)))
+        code = rank(Path(words[0]), Invocation("rank", dict(os.environ)), waiting)
     except BaseException as error:
+        waiting.close()
         code = 2 if isinstance(error, InputError) else 1
         report_exception(os.environ[ERROR_FILE], int(os.environ["RANK"]), error, code)
         sys.stdout.flush()

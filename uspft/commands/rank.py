@@ -17,14 +17,18 @@ from uspft.config import dump
 from uspft.config.algorithms import AUTO
 from uspft.durable import write_text
 from uspft.job import Job
+from uspft.launcher import Waiting
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Known
 from uspft.prepare.resolve import resolve
 from uspft.written import RECIPE
 
 
-def rank(folder: Path, place: Invocation) -> int:
-    """Be one rank of the job in `folder`, and return its exit code. Raises what the run raises."""
+def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
+    """Be one rank of the job in `folder`, and return its exit code. Raises what the run raises.
+
+    waiting: says what this rank waits for until the run has a display of its own.
+    """
     job = Job.read(folder)
     logs_transfers = bool(job.recipe.deepspeed.comms_logger)
     with joined(job.recipe.launch, place.environment, talks=logs_transfers) as device:
@@ -32,7 +36,7 @@ def rank(folder: Path, place: Invocation) -> int:
         require_shared(job.recipe.output_dir, place.environment)
         renewed = job.lease.renewed() if job.lease and dist.get_rank() == 0 else nullcontext()
         with renewed:
-            code = _run(job, device)
+            code = _run(job, device, waiting)
         if logs_transfers:
             import deepspeed
 
@@ -40,7 +44,8 @@ def rank(folder: Path, place: Invocation) -> int:
     return code
 
 
-def _run(job: Job, device: torch.device) -> int:
+def _run(job: Job, device: torch.device, waiting: Waiting) -> int:
+    waiting.now("the model to be built")
     from uspft.assemble import assemble
     from uspft.kernels import slower
     from uspft.mesh import Groups
@@ -51,6 +56,7 @@ def _run(job: Job, device: torch.device) -> int:
     limit = deadline(job.recipe.launch.timeout_minutes, first_step=True)
     run = assemble(job, device, Groups(limit))
     set_deadline(limit)  # in DeepSpeed's groups too
+    waiting.close()
     if first and job.recipe.model.attention == AUTO:
         leave_recipe(job, run.world.kernel.name, run.refused)
     if first and (line := slower(run.world.kernel, device)):

@@ -12,14 +12,17 @@ import torch
 
 from uspft.config import Recipe
 from uspft.config.algorithms import CONTEXT, Splits
+from uspft.prepare.output import output_of
+from uspft.written import ADAPTER, METRICS, MODEL
+
+QUICKSTART = "quickstart.yaml"
 
 
 def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
     """Return a few lines for the end of a run that went well."""
-    output = recipe.output_dir
-    assert output is not None
+    output = output_of(recipe)
     lines = []
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
     losses = [record["loss"] for record in steps if "loss" in record]
     if losses:
         tenth = max(1, len(losses) // 10)
@@ -29,30 +32,56 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
         lines += _evaluated([record for record in steps if "eval_loss" in record])
     if recipe.export.huggingface:
         lines.append(
-            f"model:      {output / 'hf'}  (AutoModelForCausalLM.from_pretrained loads it)"
+            f"model:      {output / MODEL}  (AutoModelForCausalLM.from_pretrained loads it)"
         )
     if recipe.model.adapter:
-        lines.append(f"adapter:    {output / 'adapter'}  (PeftModel.from_pretrained loads it)")
+        lines.append(f"adapter:    {output / ADAPTER}  (PeftModel.from_pretrained loads it)")
     if recipe.checkpoint.every_steps:
         lines.append(f"checkpoint: {output / 'checkpoints'}  (more training.steps goes on from it)")
-    lines.append(f"numbers:    {output / 'metrics.jsonl'}")
+    lines.append(f"numbers:    {output / METRICS}")
+    return "\n".join([*lines, *_next(recipe, target, overrides)])
+
+
+def _next(recipe: Recipe, target: Path, overrides: Sequence[str]) -> list[str]:
+    """Return lines on what a person may do next: of the quickstart its point, the swap of an
+    algorithm, and of other runs what is done with a model."""
+
+    def command(words: list[str]) -> str:
+        keys = {word.partition("=")[0] for word in words}
+        kept = [word for word in overrides if word.partition("=")[0] not in keys]
+        return shlex.join(["./launch.sh", str(target), *kept, *words])
+
     gpus = torch.cuda.device_count()
     if recipe.launch.device == "cpu" and gpus:
-        words, said = _on_gpus(recipe, gpus), "on this machine's GPUs:"
-    else:
-        words, said = _another_layout(recipe), "try next:  "
-    keys = {word.partition("=")[0] for word in words}
-    kept = [word for word in overrides if word.partition("=")[0] not in keys]
-    lines.append(f"{said} {shlex.join(['./launch.sh', str(target), *kept, *words])}")
-    return "\n".join(lines)
+        return [f"on this machine's GPUs: {command(_on_gpus(recipe, gpus))}"]
+    if target.name == QUICKSTART:
+        return [f"try next:   {command(_another_layout(recipe))}"]
+    lines, output, training = [], output_of(recipe), recipe.training
+    if recipe.export.huggingface:
+        folder = shlex.quote(str(output / MODEL))
+        lines.append(f"serve:      vllm serve {folder}")
+        lines.append(f"            for llama.cpp: python convert_hf_to_gguf.py {folder}")
+    elif recipe.model.adapter:
+        base, adapter = recipe.model.name_or_path, shlex.quote(str(output / ADAPTER))
+        lines.append(f"serve:      vllm serve {base} --enable-lora --lora-modules tuned={adapter}")
+    if recipe.checkpoint.every_steps:
+        key, count = "epochs", training.epochs
+        if training.steps:
+            key, count = "steps", training.steps
+        lines.append(f"go on:      {command([f'training.{key}={2 * (count or 1)}'])}")
+    return lines
 
 
 def _evaluated(records: list[dict[str, Any]]) -> list[str]:
-    """Return a line on the first and the last evaluation, or none where no loss was finite."""
+    """Return a line on the first, last and best evaluation, or none where no loss was finite."""
     losses = [record["eval_loss"] for record in records if record["eval_loss"] is not None]
     if not losses:
         return []
     known = f"{losses[0]:.3f} → {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"
+    best = min(losses)
+    if best < losses[-1]:
+        step = next(record["step"] for record in records if record["eval_loss"] == best)
+        known += f", best {best:.3f} after step {step}"
     return [f"evaluation: loss {known}"]
 
 
@@ -67,10 +96,10 @@ def _on_gpus(recipe: Recipe, gpus: int) -> list[str]:
 def _another_layout(recipe: Recipe) -> list[str]:
     """Return overrides for the same run, split another way: its numbers should not change.
 
-    Where rows are not split, or in several ways, they ask for twice as many steps instead.
+    Where rows are not split, they ask for twice as many steps instead.
     """
     parallel = recipe.parallel_config
-    if parallel.context_parallel == 1 or parallel.strategies:
+    if parallel.context_parallel == 1:
         return [f"training.steps={2 * (recipe.training.steps or 100)}"]
     others = [row for row in CONTEXT.values() if not row.ulysses_required]
     others.sort(key=lambda row: (row.splits is Splits.HEADS, row.automatic))

@@ -19,11 +19,13 @@ from uspft.commands.summary import summary
 from uspft.config import Recipe
 from uspft.launcher import WRONG_INPUT, Hosts, say
 from uspft.lease import Lease
+from uspft.prepare.course import course_of, rate_after
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_job import prepare_job
 from uspft.prepare.output import held_output, open_output, output_of
 from uspft.prepare.space import require_space
+from uspft.prepare.waste import wasted
 from uspft.written import ADAPTER, EXPORTS, LOGS, MODEL
 
 
@@ -57,8 +59,13 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         if found.mesh:
             screen.print(f"mesh: {found.mesh}", markup=False)
         screen.print(f"hardware: {found.hardware}", markup=False)
+        for line in wasted(found):
+            screen.print(f"warning: {line}", markup=False)
+        screen.print(f"run: {course_of(recipe, job.corpus, job.steps)}", markup=False)
         if checkpoint:
             screen.print(f"going on from {checkpoint.folder}", markup=False)
+            if change := rate_after(recipe, checkpoint, job.steps):
+                screen.print(change, markup=False)
         with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
             job.write(Path(folder))
             logs = output_of(recipe) / LOGS

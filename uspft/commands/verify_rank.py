@@ -9,15 +9,17 @@ import torch.distributed as dist
 from uspft.commands.imports import keep_imports
 from uspft.commands.joining import joined
 from uspft.commands.shared import require_shared
+from uspft.launcher import Waiting
 from uspft.prepare.invocation import Invocation
 
 
-def rank(folder: Path, place: Invocation) -> int:
+def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
     """Be one rank of the job that `verify` left in `folder`. Raises what the run raises."""
     from uspft.verify.work import VerifyJob
 
     work = VerifyJob.read(folder)
     with joined(work.job.recipe.launch, place.environment) as device:
+        waiting.close()
         from uspft.verify.ranks import run_layouts, run_reference
 
         keep_imports()

@@ -8,6 +8,7 @@ from functools import wraps
 from uspft.config.algorithms import (
     AUTO,
     CONTEXT,
+    MESH_OPTIONS,
     ON_A_MESH,
     TENSOR,
     Splits,
@@ -61,6 +62,14 @@ def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
             shapes = [f"[{r}, {degree // r}]" for r in range(1, degree + 1) if degree % r == 0]
             what = f"is [{rows}, {columns}], {rows * columns} ranks, and model_parallel is {degree}"
             yield f"{at}.{mesh}", what, f"write one of {', '.join(shapes)}, or {AUTO}"
+            return
+    own = MESH_OPTIONS & TENSOR[name].options.keys()
+    for option in sorted(own if degree == 1 else ()):
+        value = getattr(parallel, option)
+        if value not in (AUTO, None):
+            shown = list(value) if isinstance(value, tuple) else value
+            what = f"is {shown}, and model_parallel is 1: no matrix is split"
+            yield f"{at}.{option}", what, "leave it out, or write model_parallel above 1"
 
 
 @of_each_layout

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
-from uspft.config.algorithms import AUTO, CONTEXT, TENSOR, every_option
+from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, every_option
 from uspft.config.layout_rules import algorithm, own_options, tensor_options, ulysses_degree
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
@@ -153,7 +153,9 @@ RULES = (
         _degrees("context_parallel", "context_parallel_algo", "tensor_parallel_algo"), algorithm
     ),
     KeyRule(
-        _degrees("model_parallel", "use_seq_parallel", "tensor_parallel_algo", "tensor_mesh"),
+        _degrees(
+            "model_parallel", "use_seq_parallel", "tensor_parallel_algo", *sorted(MESH_OPTIONS)
+        ),
         tensor_options,
     ),
     KeyRule(

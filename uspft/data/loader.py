@@ -78,6 +78,11 @@ class RowLoader(ABC):
         """Return the indices, in the stream, of what a step takes."""
         return self._of_step.of(step)
 
+    def epochs_after(self, step: int) -> float:
+        """Return how many times the data has been taken once a step is done."""
+        with self._reading:
+            return self.stream.epochs_after(self.rows_of(step).stop - 1)
+
     @abstractmethod
     def batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step."""

@@ -86,6 +86,17 @@ class RowStream:
         """Return ceil(rows ÷ rows_per_step) for so many epochs; the last step may be shorter."""
         return -(-self.rows_in(epochs) // rows_per_step)
 
+    def epochs_after(self, index: int) -> float:
+        """Return how many times the data has been taken once the row at an index is."""
+        epoch, at = self._place(index)
+        return epoch + (at + 1) / self.rows_in_epoch(epoch)
+
+    def padding(self) -> float:
+        """Return the share of padding among the tokens of the first epoch's rows."""
+        plan = self._plan(0)
+        pieces = np.minimum(self._lengths[plan.samples] - plan.starts, self._length)
+        return 1.0 - float(pieces.sum()) / (plan.rows * self._length)
+
     def row(self, index: int) -> Row:
         """Return the row at an index of the stream, from 0. Raises IndexError below 0."""
         return self.together([index], self._length)

@@ -9,6 +9,7 @@ from uspft.launcher.remote import run_on_hosts
 from uspft.launcher.supervise import run_ranks
 from uspft.launcher.terminal import outlive_terminal, say
 from uspft.launcher.variables import hosts_from, planned_hosts
+from uspft.launcher.waiting import Waiting
 from uspft.launcher.watch import Watch
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LaunchError",
     "LocalRanks",
     "Meeting",
+    "Waiting",
     "Watch",
     "hosts_from",
     "interface_to",

@@ -15,7 +15,7 @@ from types import FrameType
 from uspft.launcher.failure import WRONG_INPUT, root_cause
 from uspft.launcher.hosts import LocalRanks
 from uspft.launcher.processes import INTERRUPTED, Rank, kill_all, start
-from uspft.launcher.terminal import LogOnTerminal, say
+from uspft.launcher.terminal import LogOnTerminal, say, show_cursor
 from uspft.launcher.watch import Alarm, Watch
 
 POLL_SECONDS = 0.05
@@ -205,4 +205,5 @@ def run_ranks(
             return supervision.follow()
         finally:
             kill_all(started)
+            show_cursor()
             watch.close()

@@ -59,6 +59,14 @@ def outlive_terminal() -> None:
     sys.stdout, sys.stderr = Patient(sys.stdout), Patient(sys.stderr)
 
 
+def show_cursor() -> None:
+    """Show a terminal's cursor, which a process that was ended at once may have hidden."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")
+            sys.stdout.flush()
+
+
 class LogOnTerminal:
     """A copier of rank 0's log to this process's stderr, from byte `start` of the log on."""
 

@@ -1,12 +1,16 @@
-"""The display of a run for a person: a live line on a terminal, elsewhere a line now and then."""
+"""The display of a run for a person: a live view on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console as Terminal
+from rich.console import Group
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,35 +19,49 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
+
+from uspft.launcher import Waiting
 
 QUIET_SECONDS = 15.0
 """The least time between two lines of progress where output is not a terminal."""
 
 
 class RunDisplay:
-    """The progress display of a run of `steps` steps, silent on all ranks but the first."""
+    """The progress display of a run of `steps` steps, silent on all ranks but the first.
 
-    def __init__(self, steps: int, done: int, *, speaks: bool) -> None:
-        self._terminal = Terminal(quiet=not speaks, highlight=False, soft_wrap=True)
+    terminal: where it is shown; by default the standard output.
+    """
+
+    def __init__(
+        self, steps: int, done: int, *, speaks: bool, terminal: Terminal | None = None
+    ) -> None:
+        self._terminal = terminal or Terminal(quiet=not speaks, highlight=False, soft_wrap=True)
         self._steps, self._done = steps, done
         self._last_line, self._started = 0.0, time.monotonic()
         self._first_step = done
-        self._progress = Progress(
+        self._facts = self._evaluated = ""
+        self._best: dict[str, Any] | None = None
+        self._waiting = Waiting(self._terminal)
+        self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[facts]}"),
+            BarColumn(bar_width=None),
             TimeElapsedColumn(),
             TextColumn("elapsed,"),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self._terminal,
-            disable=not (speaks and self._terminal.is_terminal),
+            expand=True,
         )
-        self._task = self._progress.add_task("", total=steps, completed=done, facts="")
+        self._task = self._bar.add_task("", total=steps, completed=done)
+        self._live = Live(get_renderable=self.view, console=self._terminal)
 
     def __enter__(self) -> RunDisplay:
-        self._progress.start()
+        if self._terminal.is_terminal:
+            self._live.start()
+        if self._done < self._steps:
+            self._waiting.now(f"step {self._done + 1}, the first of this start")
         return self
 
     def __exit__(
@@ -52,32 +70,89 @@ class RunDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        self._waiting.over()
+        self._live.stop()
+
+    def view(self) -> Group:
+        """Return what a terminal shows: the bar, the last step, the evaluations, and what is waited
+        for."""
+        told = [line for line in (self._facts, self._evaluated) if line]
+        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in told]
+        return Group(self._bar, *lines, self._waiting.view)
 
     def say(self, line: str) -> None:
         self._terminal.print(line, markup=False)
 
+    @contextmanager
+    def waits(self, what: str) -> Iterator[None]:
+        """Say that this is waited for inside the `with` block."""
+        with self._waiting.on(what):
+            if self._live.is_started:  # what is waited for may be over before the next drawing
+                self._live.refresh()
+            yield
+
+    def knows(self, evaluations: Sequence[dict[str, Any]]) -> None:
+        """Take note of the records of earlier evaluations, the best of which is shown."""
+        for record in evaluations:
+            self._best = better(self._best, record)
+
     def evaluation(self, record: dict[str, Any]) -> None:
-        """Show an evaluation's record in one line."""
+        """Show an evaluation's record in one line, with the best so far where that is another."""
         loss, perplexity = (_shown(record[f"eval_{name}"]) for name in ("loss", "perplexity"))
         sets = record.get("eval_sets", {})
         parts = [f"{title} {_shown(one['loss'])}" for title, one in sets.items()]
         each = f"  ({', '.join(parts)})" if parts else ""
         line = f"evaluation after step {record['step']}: loss {loss}  perplexity {perplexity}"
-        self.say(f"{line}  {record['eval_target_tokens']:,} tokens{each}")
+        first = self._best is None
+        best = self._best = better(self._best, record)
+        so_far = ""
+        if best and not first:
+            here = best is record
+            so_far = "  best so far" if here else f"  best {_of(best)}"
+        self._evaluated = f"eval loss {loss} after step {record['step']}"
+        self._evaluated += f", best {_of(best)}" if best else ""
+        self.say(f"{line}  {record['eval_target_tokens']:,} tokens{each}{so_far}")
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a training step's record."""
+        if self._done == self._first_step:
+            self._waiting.over()
         self._done = record["step"]
-        facts = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
-        self._progress.update(self._task, completed=self._done, facts=facts)
+        self._facts = facts(record)
+        self._bar.update(self._task, completed=self._done)
         now = time.monotonic()
         due = now - self._last_line >= QUIET_SECONDS or self._done == self._steps
         if not self._terminal.is_terminal and due:
             self._last_line = now
             rate = (now - self._started) / max(1, self._done - self._first_step)
             left = time.strftime("%H:%M:%S", time.gmtime(rate * (self._steps - self._done)))
-            self.say(f"step {self._done}/{self._steps}  {facts}  {left} left")
+            self.say(f"step {self._done}/{self._steps}  {self._facts}  {left} left")
+
+
+def facts(record: dict[str, Any]) -> str:
+    """Return what a person reads of a training step's record."""
+    norm = record["grad_norm"]
+    return "  ".join(
+        [
+            f"loss {record['loss']:.4f}",
+            f"rate {record['learning_rate']:.2e}",
+            f"gradient norm {'not finite' if norm is None else f'{norm:.3g}'}",
+            f"epoch {record['epoch']:.2f}",
+            f"{record['tokens_per_second']:,.0f} tokens/s",
+        ]
+    )
+
+
+def better(best: dict[str, Any] | None, record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the record of two evaluations that has the lower loss, the first where both are
+    equal, or None where neither has a finite one."""
+    if record["eval_loss"] is None or (best and best["eval_loss"] <= record["eval_loss"]):
+        return best
+    return record
+
+
+def _of(record: dict[str, Any]) -> str:
+    return f"{record['eval_loss']:.4f} after step {record['step']}"
 
 
 def _shown(value: float | None) -> str:

@@ -31,9 +31,12 @@ class Journal:
 
     def has_evaluation(self, step: int) -> bool:
         """Tell whether the file holds the record of an evaluation after this step."""
+        return any(record["step"] == step for record in self.evaluations())
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the records of the evaluations in the file."""
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        records = map(json.loads, lines)
-        return any("eval_loss" in record and record["step"] == step for record in records)
+        return [record for record in map(json.loads, lines) if "eval_loss" in record]
 
     def write(self, record: dict[str, Any]) -> None:
         with self._path.open("a") as file:

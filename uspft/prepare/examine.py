@@ -86,9 +86,10 @@ class Examined:
     @property
     def sentence(self) -> str:
         """The layout, ZeRO stage and compute type in words for a person."""
-        stage = self.recipe.deepspeed.zero_optimization.get("stage", 1)
-        layout = self.layout.sentence(self.recipe.parallel_config.context_parallel_algo)
-        return f"{layout}; ZeRO-{stage}, {self.recipe.model.dtype} on {self.recipe.launch.device}"
+        recipe, parallel = self.recipe, self.recipe.parallel_config
+        layout = self.layout.sentence(parallel.context_parallel_algo, open_=parallel.mesh_is_open)
+        stage = recipe.deepspeed.zero_optimization.get("stage", 1)
+        return f"{layout}; ZeRO-{stage}, {recipe.model.dtype} on {recipe.launch.device}"
 
     @property
     def strategies(self) -> list[str]:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from uspft.checkpoint.folder import CheckpointError
+from uspft.checkpoint.folder import CHECKPOINTS, CheckpointError
 from uspft.checkpoint.folder import named as named_checkpoint
 from uspft.config import Fault, Finding, Recipe, dump, load
 from uspft.data.sources import is_hub_id, list_files
 from uspft.families.shape import HUB_ID
 from uspft.prepare.output import ANOTHER, KEY, output_of
-from uspft.written import is_of_a_run, is_written, written
+from uspft.written import LOGS, is_of_a_run, is_written, written
 
 
 def file_findings(recipe: Recipe) -> list[Finding]:
@@ -30,13 +30,15 @@ def file_findings(recipe: Recipe) -> list[Finding]:
     for key, name in named.items():
         if name and not os.path.exists(name):
             found.append((key, f"`{name}` does not exist", "name a file or folder that does"))
-    for key, folder in (
-        ("output_dir", recipe.output_dir),
-        ("data.cache_dir", recipe.data.cache_dir),
-    ):
-        why = folder and _cannot_write(folder)
-        if why:
-            found.append((key, f"`{folder}` cannot be written: {why}", "name another folder"))
+    template = recipe.data.chat_template
+    if template and os.path.isdir(os.path.expanduser(template)):
+        what = f"`{template}` is a folder, and a template is one file"
+        found.append(("data.chat_template", what, "name the Jinja file in it"))
+    output, cache = output_of(recipe), recipe.data.cache_dir
+    inside = [output / name for name in (CHECKPOINTS, LOGS) if os.path.lexists(output / name)]
+    for key, folders in (("output_dir", [output, *inside]), ("data.cache_dir", [cache])):
+        wrong = [not_writable(key, folder) for folder in folders if folder]
+        found += [finding for finding in wrong if finding][:1]
     if resume not in ("auto", "never") and os.path.exists(resume):
         try:
             named_checkpoint(Path(resume))
@@ -49,6 +51,15 @@ def not_whole(error: CheckpointError) -> Fault:
     """Return the Fault that tells of a checkpoint from which a run cannot go on."""
     remedy = "name a whole one, .../checkpoints/step-00000500, or write never to start anew"
     return Fault([("checkpoint.resume", str(error), remedy)])
+
+
+def not_writable(key: str, folder: Path) -> Finding | None:
+    """Return the finding that a folder cannot be written, or None where it can be.
+
+    key: what names the folder.
+    """
+    why = _cannot_write(folder)
+    return (key, f"`{folder}` cannot be written: {why}", ANOTHER) if why else None
 
 
 def _cannot_write(folder: Path) -> str | None:
@@ -64,7 +75,10 @@ def _cannot_write(folder: Path) -> str | None:
         nearest = nearest.parent
     if not nearest.is_dir():
         return f"{nearest} is not a folder"
-    return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission in {nearest}"
+    # The kernel's own folders let root pass, and yet nothing can be made there.
+    kernels = os.statvfs(nearest).f_blocks == 0 and not nearest.stat().st_mode & 0o222
+    may = os.access(nearest, os.W_OK | os.X_OK) and not kernels
+    return None if may else f"no permission in {nearest}"
 
 
 def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:

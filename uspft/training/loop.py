@@ -85,6 +85,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             if first_rank:
                 if run.job.lease:
                     run.job.lease.require()
+                record["epoch"] = run.loader.epochs_after(step)
                 if step % recipe.logging.every_steps == 0 or step == steps:
                     with _writing(f"the record of step {step}"):
                         journal.write(record)
@@ -92,22 +93,23 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             every = recipe.checkpoint.every_steps
             saved = bool(every and (step % every == 0 or step == steps)) or result.stop
             if saved:
-                _save(run, output, step)
+                _save(run, output, step, display)
             stopped = result.stop
             if evaluation.is_due(step) and not stopped:
                 stopped = not evaluation.run(step, stop)
             if stopped and not saved:
-                _save(run, output, step)
+                _save(run, output, step, display)
             if stopped and step < steps:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
-    with _writing("the trained model"):
-        export_run(run, steps)
+        with display.waits("the export of the trained model"), _writing("the trained model"):
+            export_run(run, steps)
 
 
-def _save(run: Run, output: Path, step: int) -> None:
+def _save(run: Run, output: Path, step: int, display: RunDisplay) -> None:
     """Save the checkpoint of a step; collective. Raises RunFailed where it cannot be written."""
     keep = run.job.recipe.checkpoint.keep_last
-    with _writing(f"the checkpoint of step {step}"):
+    what = f"the checkpoint of step {step}"
+    with display.waits(f"{what} to be saved"), _writing(what):
         describe = partial(_describe, run, step)
         save_checkpoint(run.engine, output, step, keep, lambda at: describe(at / "model"))
 
@@ -173,6 +175,8 @@ class Evaluation:
 
     def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
         self._run, self._journal, self._display = run, journal, display
+        if run.evaluation and run.world.mesh.rank == 0:
+            display.knows(journal.evaluations())
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation follows this step: after every so many steps, and at the
@@ -194,7 +198,8 @@ class Evaluation:
         return False."""
         started = time.perf_counter()
         run = self._run
-        scores = evaluate(run.engine, run.evaluation, stop)
+        with self._display.waits(f"the evaluation after step {step}"):
+            scores = evaluate(run.engine, run.evaluation, stop)
         run.world.books.close()  # these bytes are of no training step
         if scores is None:
             self._display.say(f"the evaluation after step {step} was stopped")

@@ -167,3 +167,23 @@ def test_samples_that_no_rule_cuts_are_refused(tmp_path: Path) -> None:
         RowStream(corpus, 4, "none", False, 0)
     with pytest.raises(ValueError, match="packing"):
         RowStream(corpus, 8, "first_fit", False, 0)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_epochs_are_counted_by_the_rows_that_each_has(tmp_path: Path, shuffle: bool) -> None:
+    corpus = corpus_of(write_lengths(tmp_path / "a.jsonl", [5, 3, 4, 2, 6, 1, 2, 5] * 3))
+    stream = RowStream(corpus, 8, "best_fit", shuffle, 1)
+    rows = [stream.rows_in_epoch(epoch) for epoch in range(3)]
+    counted = [stream.epochs_after(index) for index in range(sum(rows))]
+    want = [epoch + (at + 1) / rows[epoch] for epoch in range(3) for at in range(rows[epoch])]
+    assert counted == want and counted[-1] == 3.0
+
+
+def test_padding_is_what_no_document_fills(tmp_path: Path) -> None:
+    corpus = corpus_of(
+        write_lengths(tmp_path / "a.jsonl", [5, 19, 4]), overlong="split", sequence_length=8
+    )
+    stream = RowStream(corpus, 8, "best_fit", False, 0)
+    rows = [stream.row(index) for index in range(stream.rows_in_epoch(0))]
+    filled = sum(row.segments.bounds[-1] for row in rows)
+    assert filled == 28 and stream.padding() == 1 - 28 / (8 * len(rows))

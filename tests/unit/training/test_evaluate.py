@@ -57,7 +57,8 @@ def test_it_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == [
         "evaluation after step 7: loss 0.8500  perplexity 2.3396  40 tokens"
         "  (a.jsonl 3.0000, b.jsonl 0.1333)",
-        "evaluation after step 8: loss not finite  perplexity not finite  1,000 tokens",
+        "evaluation after step 8: loss not finite  perplexity not finite  1,000 tokens"
+        "  best 0.8500 after step 7",
     ]
 
 
@@ -94,6 +95,9 @@ def test_the_summary_tells_both_kinds_of_loss_apart(tmp_path: Path) -> None:
     said = summary(recipe(tmp_path, eval="x"), Path("r.yaml"), []).splitlines()
     assert said[0].startswith("done: loss 5.000 → 3.000 ")
     assert said[1] == "evaluation: loss 4.000 → 2.000"
+    journal.write(record_of(4, {"a": Score(35.0, 10)}, 0.0))
+    said = summary(recipe(tmp_path, eval="x"), Path("r.yaml"), []).splitlines()
+    assert said[1] == "evaluation: loss 4.000 → 3.500, best 2.000 after step 3"
     without = summary(recipe(tmp_path), Path("r.yaml"), []).splitlines()
     assert without[0] == said[0], "goes on from a run that evaluated"
     assert not any(line.startswith("evaluation") for line in without)

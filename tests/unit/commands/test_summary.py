@@ -1,0 +1,96 @@
+"""What a person may do next fits what ran, and each command there is one that can be typed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from uspft.commands.summary import summary
+from uspft.config import Recipe, load
+
+ROOT = Path(__file__).parents[3]
+
+
+def recipe(folder: Path, changes: dict[str, Any] | None = None) -> Recipe:
+    """A recipe with a run's metrics in its output folder."""
+    tree = {
+        "output_dir": str(folder / "my out"),
+        "model": {"name_or_path": "org/base"},
+        "data": {"train": "x", "sequence_length": 16},
+        "training": {"steps": 3, "global_batch_size": 1},
+        **(changes or {}),
+    }
+    (folder / "r.yaml").write_text(json.dumps(tree))
+    (folder / "my out").mkdir()
+    (folder / "my out/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    return load(folder / "r.yaml").recipe
+
+
+def commands(recipe: Recipe, target: str, *overrides: str) -> dict[str, list[str]]:
+    """The words of the commands that are named, by what they are for."""
+    lines = summary(recipe, Path(target), overrides).splitlines()
+    every = [line.partition(":") for line in lines if "(" not in line]
+    return {name.strip(): shlex.split(rest) for name, _, rest in every if name != "numbers"}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def test_the_quickstart_shows_that_algorithms_swap(tmp_path: Path) -> None:
+    quick = load(ROOT / "recipes/quickstart.yaml").recipe
+    (tmp_path / "metrics.jsonl").write_text("")
+    quick = quick.model_copy(update={"output_dir": tmp_path})
+    named = commands(quick, "recipes/quickstart.yaml", "training.steps=3")
+    assert named == {
+        "try next": [
+            "./launch.sh",
+            "recipes/quickstart.yaml",
+            "training.steps=3",
+            "parallel_config.context_parallel_algo=ring_cp",
+            "parallel_config.ulysses_degree_in_cp=null",
+            "checkpoint.resume=never",
+        ]
+    }
+    words = named["try next"][2:]
+    assert load(ROOT / "recipes/quickstart.yaml", words).recipe != quick
+
+
+def test_a_run_of_one_s_own_is_served_or_goes_on(tmp_path: Path) -> None:
+    hf = str(tmp_path / "my out/hf")
+    own = recipe(tmp_path)
+    named = commands(own, "r.yaml", "training.steps=3", "seed=1")
+    assert named == {
+        "serve": ["vllm", "serve", hf],
+        "for llama.cpp": ["python", "convert_hf_to_gguf.py", hf],
+        "go on": ["./launch.sh", "r.yaml", "seed=1", "training.steps=6"],
+    }
+    assert load(tmp_path / "r.yaml", named["go on"][2:]).recipe.training.steps == 6
+
+
+def test_epochs_go_on_by_epochs_and_an_adapter_is_served_with_its_base(tmp_path: Path) -> None:
+    own = recipe(
+        tmp_path,
+        {
+            "model": {"name_or_path": "org/base", "adapter": {"type": "lora", "rank": 2}},
+            "training": {"epochs": 2, "global_batch_size": 1},
+            "export": {"huggingface": False},
+        },
+    )
+    named = commands(own, "r.yaml")
+    adapter = f"tuned={tmp_path}/my out/adapter"
+    assert named == {
+        "serve": ["vllm", "serve", "org/base", "--enable-lora", "--lora-modules", adapter],
+        "go on": ["./launch.sh", "r.yaml", "training.epochs=4"],
+    }
+
+
+def test_nothing_is_named_that_is_not_there(tmp_path: Path) -> None:
+    bare = {"export": {"huggingface": False}, "checkpoint": {"every_steps": None}}
+    assert commands(recipe(tmp_path, bare), "r.yaml") == {}
