@@ -216,13 +216,8 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
             )
         ]
     if device == "cpu" and recipe.model.attention.startswith("flash"):
-        return [
-            (
-                "model.attention",
-                f"{recipe.model.attention} runs on GPUs only",
-                "write auto or torch",
-            )
-        ]
+        what = f"{recipe.model.attention} runs on GPUs only"
+        return [("model.attention", what, "write auto or torch")]
     return []
 
 

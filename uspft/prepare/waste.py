@@ -13,8 +13,8 @@ from uspft.prepare.examine import Examined
 
 def wasted(found: Examined) -> list[str]:
     """Return a line `key: what; remedy` for each thing that leaves ranks without work."""
-    every, lines = layouts_of(found.recipe), []
-    for number, recipe in enumerate(every):
+    lines: list[str] = []
+    for number, recipe in enumerate(layouts_of(found.recipe)):
         layout = layout_of(recipe.parallel_config, found.layout.ranks)
         assert isinstance(layout, Layout)  # anything else was refused before
         at = f"{KEY}[{number}]" if strategies_of(found.recipe) else "parallel_config"
