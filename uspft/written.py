@@ -13,11 +13,14 @@ from pathlib import Path
 
 from uspft.checkpoint.folder import CHECKPOINTS, LATEST, STEP_FOLDER, step_folders
 from uspft.durable import partial_of
+from uspft.metrics.trackers import EVENTS, RUNS, WANDB
 
 RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json"
 MODEL, ADAPTER = "hf", "adapter"
 EXPORTS = (MODEL, ADAPTER)
 """The folders that a run writes at its end, beside checkpoints/."""
+TRACKED = (EVENTS, RUNS, WANDB)
+"""What trackers keep here of a run that goes on in them."""
 LOGS = "logs"
 LOG = re.compile(r"rank-\d+\.log")
 
@@ -29,13 +32,13 @@ def is_written(place: Path) -> bool:
         return rest[0] == LATEST or STEP_FOLDER.fullmatch(rest[0]) is not None
     if first == LOGS and rest:
         return LOG.fullmatch(rest[0]) is not None
-    return first in (METRICS, RECIPE, *EXPORTS, ENVIRONMENT)
+    return first in (METRICS, RECIPE, *EXPORTS, *TRACKED, ENVIRONMENT)
 
 
 def written(output: Path) -> list[Path]:
     """List what runs have left in an output folder, environment.json, which marks a run, last."""
     found = step_folders(output / CHECKPOINTS)
-    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, *EXPORTS, RECIPE]
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, *EXPORTS, *TRACKED, RECIPE]
     if os.path.isdir(output / LOGS):
         names += [f"{LOGS}/{log}" for log in os.listdir(output / LOGS) if LOG.fullmatch(log)]
     return found + [
@@ -83,7 +86,7 @@ def clear_partial(output: Path) -> None:
 
     No other run may be alive in the folder.
     """
-    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, RECIPE, ENVIRONMENT, *EXPORTS]
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, RECIPE, ENVIRONMENT, RUNS, *EXPORTS]
     left = [partial_of(output / name) for name in names]
     for hidden in (output / CHECKPOINTS).glob(".step-*.partial"):
         if STEP_FOLDER.fullmatch(hidden.name[1:].removesuffix(".partial")):

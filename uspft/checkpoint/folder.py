@@ -258,7 +258,8 @@ def named(place: Path) -> Checkpoint:
         raise CheckpointError(f"{error}{before}") from error
 
 
-def delete_older(output: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints of an output folder."""
+def delete_older(output: Path, keep: int, best: int | None = None) -> None:
+    """Delete all but the newest `keep` checkpoints of an output folder, and that of step `best`."""
     for folder in step_folders(output / CHECKPOINTS)[:-keep]:
-        shutil.rmtree(folder)
+        if best is None or folder != folder_of(output, best):
+            shutil.rmtree(folder)

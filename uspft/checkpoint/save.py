@@ -60,15 +60,21 @@ class _Parts:
 
 
 def save_checkpoint(
-    engine: Engine, output: Path, step: int, keep_last: int, describe: Describe
+    engine: Engine,
+    output: Path,
+    step: int,
+    keep_last: int,
+    describe: Describe,
+    *,
+    best: int | None = None,
 ) -> Path:
     """Write weights and Adam moments of what trains, by name, as the checkpoint of a step.
 
     Collective; returns the checkpoint's folder. output: must be one folder for all hosts.
-    keep_last: how many checkpoints stay. describe: called on rank 0 with the folder; writes the
-    model's own files there and returns what a resumed run must agree with. Raises CheckpointError
-    where a host's files cannot be seen from rank 0's, and OSError where one cannot be written: the
-    checkpoints before are then as they were.
+    keep_last: how many checkpoints stay, besides that of the step `best`. describe: called on rank
+    0 with the folder; writes the model's own files there and returns what a resumed run must agree
+    with. Raises CheckpointError where a host's files cannot be seen from rank 0's, and OSError
+    where one cannot be written: the checkpoints before are then as they were.
     """
     rank, world = (dist.get_rank(), dist.get_world_size())
     final = folder_of(output, step)
@@ -93,7 +99,7 @@ def save_checkpoint(
             for name, held in split.items()
         }
         _publish(aside, final, {**state, "identity": describe(aside), "files": files}, sizes)
-        delete_older(output, keep_last)
+        delete_older(output, keep_last, best)
     dist.barrier()
     return final
 

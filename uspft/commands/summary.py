@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from uspft.checkpoint.folder import folder_of
 from uspft.config import Recipe
 from uspft.config.algorithms import CONTEXT, Splits
+from uspft.metrics import Best
 from uspft.prepare.output import output_of
 from uspft.written import ADAPTER, METRICS, MODEL
 
@@ -28,8 +30,14 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
         tenth = max(1, len(losses) // 10)
         first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
         lines.append(f"done: loss {first:.3f} → {last:.3f} (first and last tenth of the steps)")
+    best = Best()
     if recipe.data.eval or recipe.data.eval_fraction:  # else from an earlier run
-        lines += _evaluated([record for record in steps if "eval_loss" in record])
+        evaluations = [record for record in steps if "eval_loss" in record]
+        lines += _evaluated(evaluations)
+        best = Best.of(evaluations)
+        if recipe.checkpoint.keep_best and best.step is not None:
+            folder = folder_of(output, best.step)
+            lines.append(f"best:       step {best.step}, loss {best.loss:.3f}  ({folder})")
     if recipe.export.huggingface:
         lines.append(
             f"model:      {output / MODEL}  (AutoModelForCausalLM.from_pretrained loads it)"
@@ -39,10 +47,10 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
     if recipe.checkpoint.every_steps:
         lines.append(f"checkpoint: {output / 'checkpoints'}  (more training.steps goes on from it)")
     lines.append(f"numbers:    {output / METRICS}")
-    return "\n".join([*lines, *_next(recipe, target, overrides)])
+    return "\n".join([*lines, *_next(recipe, target, overrides, best)])
 
 
-def _next(recipe: Recipe, target: Path, overrides: Sequence[str]) -> list[str]:
+def _next(recipe: Recipe, target: Path, overrides: Sequence[str], best: Best) -> list[str]:
     """Return lines on what a person may do next: of the quickstart its point, the swap of an
     algorithm, and of other runs what is done with a model."""
 
@@ -64,7 +72,9 @@ def _next(recipe: Recipe, target: Path, overrides: Sequence[str]) -> list[str]:
     elif recipe.model.adapter:
         base, adapter = recipe.model.name_or_path, shlex.quote(str(output / ADAPTER))
         lines.append(f"serve:      vllm serve {base} --enable-lora --lora-modules tuned={adapter}")
-    if recipe.checkpoint.every_steps:
+    if training.patience and best.since >= training.patience:
+        lines.append(f"go on:      {command([f'training.patience={2 * training.patience}'])}")
+    elif recipe.checkpoint.every_steps:
         key, count = "epochs", training.epochs
         if training.steps:
             key, count = "steps", training.steps
@@ -78,10 +88,9 @@ def _evaluated(records: list[dict[str, Any]]) -> list[str]:
     if not losses:
         return []
     known = f"{losses[0]:.3f} → {losses[-1]:.3f}" if len(losses) > 1 else f"{losses[0]:.3f}"
-    best = min(losses)
-    if best < losses[-1]:
-        step = next(record["step"] for record in records if record["eval_loss"] == best)
-        known += f", best {best:.3f} after step {step}"
+    best = Best.of(records)
+    if best.since:
+        known += f", best {best.loss:.3f} after step {best.step}"
     return [f"evaluation: loss {known}"]
 
 

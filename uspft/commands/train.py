@@ -10,10 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest
-from uspft.checkpoint.peft_folder import export_adapter
-from uspft.checkpoint.whole_model import whole_model
-from uspft.commands.export import export_beside, model_files
+from uspft.checkpoint.folder import CheckpointError, newest
+from uspft.commands.finishing import all_done, export_missing, reason_to_end
 from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
 from uspft.config import Recipe
@@ -26,7 +24,7 @@ from uspft.prepare.make_job import prepare_job
 from uspft.prepare.output import held_output, open_output, output_of
 from uspft.prepare.space import require_space
 from uspft.prepare.waste import wasted
-from uspft.written import ADAPTER, EXPORTS, LOGS, MODEL
+from uspft.written import LOGS
 
 
 def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
@@ -40,10 +38,10 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     with found.placed(), _held(found.recipe, hosts, screen) as lease:
         found, job, checkpoint, needed = prepare_job(found, place, screen)
         recipe = found.recipe
-        if checkpoint and checkpoint.step >= job.steps:
+        if checkpoint and (why := reason_to_end(recipe, job.steps, checkpoint)):
             if lease:
-                _export_missing(recipe, checkpoint)
-            screen.print(_all_done(output_of(recipe), job.steps, checkpoint), markup=False)
+                export_missing(recipe, checkpoint)
+            screen.print(all_done(recipe, why, checkpoint), markup=False)
             return 0
         if lease:
             require_space(recipe, needed)
@@ -70,6 +68,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             job.write(Path(folder))
             logs = output_of(recipe) / LOGS
             code = start_ranks([folder], job.recipe, hosts, place, logs=logs)
+        if lease and code == 0:
+            export_missing(recipe, None)
     if lease and code == 0:
         screen.print(summary(recipe, target, overrides), markup=False)
     elif lease and code != WRONG_INPUT:
@@ -88,26 +88,6 @@ def _held(recipe: Recipe, hosts: Hosts, screen: Console) -> Iterator[Lease | Non
         return
     with held_output(output_of(recipe), screen) as lease:
         yield lease
-
-
-def _all_done(output: Path, steps: int, checkpoint: Checkpoint) -> str:
-    made = [f"{name} {output / name}" for name in EXPORTS if (output / name).exists()]
-    where = ", ".join([f"checkpoint {checkpoint.folder}", *made])
-    return f"all {steps} steps are done: {where}; to train anew: checkpoint.resume=never"
-
-
-def _export_missing(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Write the exports that the recipe asks for and that are not there.
-
-    They are missing where the run ended between its last save and its export.
-    """
-    output, model, adapter = output_of(recipe), recipe.export.huggingface, recipe.model.adapter
-    if model and not (output / MODEL).exists():
-        export_beside(whole_model(checkpoint), checkpoint, output)
-    elif adapter and not (output / ADAPTER).exists():
-        whole = whole_model(checkpoint)
-        describe = model_files(checkpoint)
-        export_adapter(whole.adapter(), whole.block, describe, output / ADAPTER)
 
 
 def how_to_go_on(recipe: Recipe) -> str:

@@ -35,10 +35,6 @@ def _is(*words: object) -> Asks:
     return lambda value: any(type(value) is type(word) and value == word for word in words)
 
 
-def _given(value: Any) -> bool:
-    return value is not None
-
-
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -63,8 +59,6 @@ LATER = (
         },
     ),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
-    Later("TensorBoard", {"logging.tensorboard": (_is(True), "false")}),
-    Later("Weights & Biases", {"logging.wandb": (_given, "null")}),
     Later("the report", {"logging.report": (_is(True), "false")}),
 )
 

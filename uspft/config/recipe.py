@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, model_validator
 
 from uspft.config.allowed import Described, described
-from uspft.config.checks import choice, each, free, real, table, text, tokens, whole
+from uspft.config.checks import choice, each, real, table, text, tokens, whole
 from uspft.config.deepspeed_fields import AIO, COMMS_LOGGER, FLOPS_PROFILER, ZERO, zero_fields
 from uspft.config.degrees import ParallelBlock
 from uspft.config.fields import (
@@ -23,6 +23,7 @@ from uspft.config.fields import (
     RecipeBlock,
 )
 from uspft.config.inputs import DataBlock, ModelBlock, Source
+from uspft.config.tracking import MLFLOW, WANDB
 
 __all__ = [
     "CheckpointBlock",
@@ -119,6 +120,8 @@ class TrainingBlock(RecipeBlock):
     """Largest norm of the gradients of all parameters together; they are clipped to it."""
     eval_every_steps: CountOrNone = None
     """Number of steps between evaluations; the last step has one too; null leaves only that one."""
+    patience: CountOrNone = None
+    """Evaluations without a lower loss after which the run ends; null: it takes all its steps."""
     eval_micro_batch_size: CountOrNone = None
     """The `micro_batch_size` of evaluations; null takes that of training."""
     debug: Flag = False
@@ -154,6 +157,8 @@ class CheckpointBlock(RecipeBlock):
     """Steps between checkpoints; the last step has one too; null saves only if a run is stopped."""
     keep_last: Count = 2
     """Number of newest checkpoints that stay; older ones are deleted."""
+    keep_best: Flag = False
+    """Whether the one with the least loss of an evaluation stays too, and becomes `hf`."""
     resume: Annotated[str, _is(text("auto, never or the path of a checkpoint"))] = "auto"
     """Checkpoint to go on from: a path, or `auto` for the newest whole one; `never` starts anew."""
 
@@ -171,9 +176,11 @@ class LoggingBlock(RecipeBlock):
     every_steps: Count = 1
     """Number of steps between two lines of metrics.jsonl; the last step has one too."""
     tensorboard: Flag = False
-    """Whether TensorBoard's event files are written."""
-    wandb: Annotated[dict[str, Any] | None, _is(free(also=_NONE))] = None
-    """Arguments of wandb.init; null turns Weights & Biases off."""
+    """Whether TensorBoard's files are written, to `events` in `output_dir`."""
+    wandb: Annotated[dict[str, Any] | None, _is(table(WANDB, also=_NONE))] = None
+    """Arguments of wandb.init, `{}` for none; null turns Weights & Biases off."""
+    mlflow: Annotated[dict[str, Any] | None, _is(table(MLFLOW, also=_NONE))] = None
+    """Settings of an MLflow run, `{}` for none; null turns MLflow off."""
     report: Flag = True
     """Whether the run ends with report.html, a page of its numbers."""
 

@@ -85,6 +85,24 @@ def _evaluation(recipe: Recipe) -> Iterator[Finding]:
             yield f"training.{key}", what, "write data.eval or data.eval_fraction, or null here"
 
 
+def _least_loss(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse what compares evaluations where there are none to compare."""
+    for key, value, off in (
+        ("training.patience", recipe.training.patience, "null"),
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best or None, "false"),
+    ):
+        if value is None:
+            continue
+        what = f"is {str(value).lower()}, and"
+        if not (recipe.data.eval or recipe.data.eval_fraction):
+            what = f"{what} there is nothing to evaluate on"
+            remedy = f"write data.eval or data.eval_fraction, or {off} here"
+            yield key, what, remedy
+        elif recipe.training.eval_every_steps is None:
+            what = f"{what} the only evaluation is that of the last step"
+            yield key, what, f"write training.eval_every_steps, such as 100, or {off} here"
+
+
 def _evaluation_sets(recipe: Recipe) -> Iterator[Finding]:
     titles: list[str] = []
     for number, source in enumerate(recipe.data.eval or ()):
@@ -180,6 +198,16 @@ RULES = (
             "data.eval_fraction",
         ),
         _evaluation,
+    ),
+    KeyRule(
+        (
+            "training.patience",
+            "checkpoint.keep_best",
+            "training.eval_every_steps",
+            "data.eval",
+            "data.eval_fraction",
+        ),
+        _least_loss,
     ),
     KeyRule(("data.eval",), _evaluation_sets),
     KeyRule(("data.train",), _weights),

@@ -1,8 +1,10 @@
 """A run's reports on itself: its progress on the screen, metrics.jsonl, peak memory and sizes."""
 
+from uspft.metrics.best import Best
 from uspft.metrics.console import RunDisplay
 from uspft.metrics.journal import Journal
 from uspft.metrics.peak_memory import peak_memory_bytes
 from uspft.metrics.size import as_size
+from uspft.metrics.trackers import tracking
 
-__all__ = ["Journal", "RunDisplay", "as_size", "peak_memory_bytes"]
+__all__ = ["Best", "Journal", "RunDisplay", "as_size", "peak_memory_bytes", "tracking"]

@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.text import Text
 
 from uspft.launcher import Waiting
+from uspft.metrics.best import Best
 
 QUIET_SECONDS = 15.0
 """The least time between two lines of progress where output is not a terminal."""
@@ -41,7 +42,7 @@ class RunDisplay:
         self._last_line, self._started = 0.0, time.monotonic()
         self._first_step = done
         self._facts = self._evaluated = ""
-        self._best: dict[str, Any] | None = None
+        self._best = Best()
         self._waiting = Waiting(self._terminal)
         self._bar = Progress(
             TextColumn("step"),
@@ -93,8 +94,7 @@ class RunDisplay:
 
     def knows(self, evaluations: Sequence[dict[str, Any]]) -> None:
         """Take note of the records of earlier evaluations, the best of which is shown."""
-        for record in evaluations:
-            self._best = better(self._best, record)
+        self._best = Best.of(evaluations)
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Show an evaluation's record in one line, with the best so far where that is another."""
@@ -103,14 +103,15 @@ class RunDisplay:
         parts = [f"{title} {_shown(one['loss'])}" for title, one in sets.items()]
         each = f"  ({', '.join(parts)})" if parts else ""
         line = f"evaluation after step {record['step']}: loss {loss}  perplexity {perplexity}"
-        first = self._best is None
-        best = self._best = better(self._best, record)
+        first = self._best.step is None
+        best = self._best = self._best.after(record)
+        known = best.step is not None
+        at = f"{best.loss:.4f} after step {best.step}"
         so_far = ""
-        if best and not first:
-            here = best is record
-            so_far = "  best so far" if here else f"  best {_of(best)}"
+        if known and not first:
+            so_far = f"  best {at}" if best.since else "  best so far"
         self._evaluated = f"eval loss {loss} after step {record['step']}"
-        self._evaluated += f", best {_of(best)}" if best else ""
+        self._evaluated += f", best {at}" if known else ""
         self.say(f"{line}  {record['eval_target_tokens']:,} tokens{each}{so_far}")
 
     def step(self, record: dict[str, Any]) -> None:
@@ -141,18 +142,6 @@ def facts(record: dict[str, Any]) -> str:
             f"{record['tokens_per_second']:,.0f} tokens/s",
         ]
     )
-
-
-def better(best: dict[str, Any] | None, record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the record of two evaluations that has the lower loss, the first where both are
-    equal, or None where neither has a finite one."""
-    if record["eval_loss"] is None or (best and best["eval_loss"] <= record["eval_loss"]):
-        return best
-    return record
-
-
-def _of(record: dict[str, Any]) -> str:
-    return f"{record['eval_loss']:.4f} after step {record['step']}"
 
 
 def _shown(value: float | None) -> str:

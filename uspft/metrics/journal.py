@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.also: Callable[[dict[str, Any]], None] = _nothing
+        """What else takes each record, once it is written."""
 
     def cut_back(self, step: int) -> None:
         """Drop the records that came after a checkpoint's step, and note the resumption."""
@@ -29,15 +32,24 @@ class Journal:
         write_text(self._path, "".join(kept))
         self.write({"resumed_from_step": step})
 
-    def has_evaluation(self, step: int) -> bool:
-        """Tell whether the file holds the record of an evaluation after this step."""
-        return any(record["step"] == step for record in self.evaluations())
-
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return the records of the evaluations in the file."""
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        return [record for record in map(json.loads, lines) if "eval_loss" in record]
+        """Return the records of the evaluations in the file, the oldest first."""
+        lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
+        found = []
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the torn last line of a killed run
+            if "eval_loss" in record:
+                found.append(record)
+        return found
 
     def write(self, record: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        self.also(record)
+
+
+def _nothing(record: dict[str, Any]) -> None:
+    """Take a record and do nothing with it."""

@@ -20,6 +20,7 @@ from uspft.layout import Layout, layout_of
 from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
+from uspft.prepare.installed import tracker_findings
 from uspft.prepare.invocation import CONFIGS
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import exchange_findings, memory_sentence, tile_findings
@@ -165,7 +166,7 @@ def examine(
     paths = find_paths(loaded.recipe, path)
     asked = paths.recipe
     loaded = replace(loaded, recipe=asked)
-    findings = file_findings(asked) + source_problems(asked.data)
+    findings = file_findings(asked) + source_problems(asked.data) + tracker_findings(asked)
     findings += in_the_way(asked, path) if trains else []
     open_questions = list(not_checked(asked.data))
     tokenizer = asked.model.tokenizer or asked.model.name_or_path
@@ -273,13 +274,8 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
 def _hosts(layout: Layout, hosts: int) -> list[Finding]:
     if layout.ranks % hosts == 0:
         return []
-    return [
-        (
-            "launch.processes",
-            f"{layout.ranks} processes do not spread evenly over {hosts} hosts",
-            "start as many on each host",
-        )
-    ]
+    what = f"{layout.ranks} processes do not spread evenly over {hosts} hosts"
+    return [("launch.processes", what, "start as many on each host")]
 
 
 def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:

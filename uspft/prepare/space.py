@@ -25,7 +25,9 @@ def space_needed(recipe: Recipe, trained: int, parameters: int, steps: int | Non
     """
     model, every = recipe.model, recipe.checkpoint.every_steps
     wanted = 1  # a run that is stopped saves one whatever it is told
-    if every:
+    if recipe.checkpoint.keep_best:
+        wanted = recipe.checkpoint.keep_last + 2
+    elif every:
         wanted = recipe.checkpoint.keep_last + 1
         wanted = min(wanted, -(-steps // every)) if steps else wanted
     there = step_folders(output_of(recipe) / CHECKPOINTS)

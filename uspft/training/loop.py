@@ -17,15 +17,15 @@ from uspft.checkpoint.hf_folder import export_folder
 from uspft.checkpoint.model_files import write_model_files
 from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.save import save_checkpoint
-from uspft.comm import deadline, largest, set_deadline
+from uspft.comm import deadline, set_deadline
 from uspft.config.problems import RunFailed, said
 from uspft.data import fates, read_report
 from uspft.engine.state import on_first_rank
 from uspft.engine.step import NotFinite, StepResult
-from uspft.metrics import Journal, RunDisplay
+from uspft.metrics import Journal, RunDisplay, tracking
 from uspft.model.adapter import adapter_of, merge_order, merged
 from uspft.parameters.names import is_adapter
-from uspft.training.evaluate import evaluate, record_of
+from uspft.training.evaluating import Evaluation
 from uspft.training.guards import Guards
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
@@ -50,7 +50,7 @@ class Interrupted(Exception):
 
 
 def train(run: Run, stop: Callable[[], bool]) -> None:
-    """Run all steps that are left, then export the trained model.
+    """Run all steps that are left, or fewer where patience ends, then export the trained model.
 
     stop: asked before each step on every rank; one rank's yes stops all after the step under way,
     which is saved. Raises Interrupted then, and RunFailed where the run cannot go on.
@@ -59,19 +59,20 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
     first_rank = run.world.mesh.rank == 0
     output = recipe.output_dir
     assert output is not None
-    journal = Journal(output / METRICS)
-    if run.first_step and first_rank:
-        journal.cut_back(run.first_step)
-    elif first_rank and (found := fates(read_report(run.job.corpus))):
-        journal.write({"data": found})
+    journal, step = Journal(output / METRICS), run.first_step
+    if first_rank:
+        _begin(run, journal)
     meter = Meter(run)
-    with RunDisplay(steps, run.first_step, speaks=first_rank) as display:
+    with (
+        RunDisplay(steps, step, speaks=first_rank) as display,
+        _tracked(run, journal, display),
+    ):
         guards = Guards(run, display.say)
         evaluation = Evaluation(run, journal, display)
-        if evaluation.is_missing() and not evaluation.run(run.first_step, stop):
-            raise Interrupted(f"stopped before step {run.first_step + 1}")
-        for step in range(run.first_step + 1, steps + 1):
-            started = time.perf_counter()
+        if evaluation.is_missing() and not evaluation.run(step, stop):
+            raise Interrupted(f"stopped before step {step + 1}")
+        while step < steps and not evaluation.is_over:
+            step, started = step + 1, time.perf_counter()
             batches = run.loader.batches(step)
             guards.rows(step, batches)
             rate = learning_rate(step, steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
@@ -90,28 +91,79 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                     with _writing(f"the record of step {step}"):
                         journal.write(record)
                 display.step(record)
-            every = recipe.checkpoint.every_steps
-            saved = bool(every and (step % every == 0 or step == steps)) or result.stop
-            if saved:
-                _save(run, output, step, display)
-            stopped = result.stop
-            if evaluation.is_due(step) and not stopped:
-                stopped = not evaluation.run(step, stop)
-            if stopped and not saved:
-                _save(run, output, step, display)
+            stopped = _finish(run, evaluation, (step, display), stop, stopped=result.stop)
             if stopped and step < steps:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
-        with display.waits("the export of the trained model"), _writing("the trained model"):
-            export_run(run, steps)
+        if evaluation.exports_here(step):
+            with display.waits("the export of the trained model"), _writing("the trained model"):
+                export_run(run, step)
 
 
-def _save(run: Run, output: Path, step: int, display: RunDisplay) -> None:
+def _begin(run: Run, journal: Journal) -> None:
+    """Make the journal ready: cut back to where the run goes on, or begun with what was read."""
+    if run.first_step:
+        journal.cut_back(run.first_step)
+    elif found := fates(read_report(run.job.corpus)):
+        journal.write({"data": found})
+
+
+@contextmanager
+def _tracked(run: Run, journal: Journal, display: RunDisplay) -> Iterator[None]:
+    """Hand what the journal gets to the recipe's trackers too, on the first rank alone."""
+    recipe, output = run.job.recipe, run.job.recipe.output_dir
+    if run.world.mesh.rank or output is None:
+        yield
+        return
+    with tracking(recipe, output, run.first_step, display.say) as log:
+        journal.also = log
+        yield
+
+
+def _finish(
+    run: Run,
+    evaluation: Evaluation,
+    shown: tuple[int, RunDisplay],
+    stop: Callable[[], bool],
+    *,
+    stopped: bool,
+) -> bool:
+    """Save and evaluate after a step, where that is due; collective.
+
+    shown: the step, and where is said what is waited for. stopped: whether the run was asked to
+    stop, which is saved too. Returns whether it has been by
+    now.
+    """
+    (step, display), block = shown, run.job.recipe.checkpoint
+    last = step == run.job.steps
+    every = block.every_steps
+    saved = bool(every and (step % every == 0 or last)) or stopped
+    if saved:
+        _save(run, evaluation, step, display)
+    if evaluation.is_due(step) and not stopped:
+        stopped = not evaluation.run(step, stop)
+        last = last or evaluation.is_over
+    keeps = last and bool(every or block.keep_best)
+    if not saved and (stopped or keeps or evaluation.best_step == step):
+        _save(run, evaluation, step, display)
+    evaluation.delete_older()
+    return stopped
+
+
+def _save(run: Run, evaluation: Evaluation, step: int, display: RunDisplay) -> None:
     """Save the checkpoint of a step; collective. Raises RunFailed where it cannot be written."""
-    keep = run.job.recipe.checkpoint.keep_last
+    recipe, describe = run.job.recipe, partial(_describe, run, step)
+    keep, best = recipe.checkpoint.keep_last, evaluation.best_step
+    assert recipe.output_dir is not None
     what = f"the checkpoint of step {step}"
     with display.waits(f"{what} to be saved"), _writing(what):
-        describe = partial(_describe, run, step)
-        save_checkpoint(run.engine, output, step, keep, lambda at: describe(at / "model"))
+        save_checkpoint(
+            run.engine,
+            recipe.output_dir,
+            step,
+            keep,
+            lambda at: describe(at / "model"),
+            best=best,
+        )
 
 
 @contextmanager
@@ -168,43 +220,3 @@ def _describe(run: Run, step: int, folder: Path) -> dict[str, Any]:
     with."""
     write_model_files(folder, run.config, run.job, step)
     return run.job.identity
-
-
-class Evaluation:
-    """The evaluations of a run: when they are due, and where their scores go; collective."""
-
-    def __init__(self, run: Run, journal: Journal, display: RunDisplay) -> None:
-        self._run, self._journal, self._display = run, journal, display
-        if run.evaluation and run.world.mesh.rank == 0:
-            display.knows(journal.evaluations())
-
-    def is_due(self, step: int) -> bool:
-        """Return whether an evaluation follows this step: after every so many steps, and at the
-        end."""
-        every, steps = self._run.job.recipe.training.eval_every_steps, self._run.job.steps
-        due = step == steps or bool(every and step % every == 0)
-        return due and step > 0 and bool(self._run.evaluation)
-
-    def is_missing(self) -> bool:
-        """Return whether the run that this one goes on from was stopped before its evaluation."""
-        engine, step = self._run.engine, self._run.first_step
-        if not self.is_due(step):
-            return False
-        stands = engine.holders.rank == 0 and self._journal.has_evaluation(step)
-        return largest([float(stands)], engine.holders.everyone, engine.device) == [0.0]
-
-    def run(self, step: int, stop: Callable[[], bool]) -> bool:
-        """Evaluate after a step, and return True; where a rank asks to stop, write nothing and
-        return False."""
-        started = time.perf_counter()
-        run = self._run
-        with self._display.waits(f"the evaluation after step {step}"):
-            scores = evaluate(run.engine, run.evaluation, stop)
-        run.world.books.close()  # these bytes are of no training step
-        if scores is None:
-            self._display.say(f"the evaluation after step {step} was stopped")
-        elif self._run.world.mesh.rank == 0:
-            record = record_of(step, scores, time.perf_counter() - started)
-            self._journal.write(record)
-            self._display.evaluation(record)
-        return scores is not None

@@ -78,6 +78,7 @@ training:
   micro_batch_size: 1
   max_grad_norm: 1.0
   eval_every_steps: null
+  patience: null
   eval_micro_batch_size: null
   debug: false
 memory:
@@ -86,9 +87,9 @@ memory:
   offload_activations: none
   loss_tile_tokens: auto
   mlp_tile_tokens: none
-checkpoint: {every_steps: 500, keep_last: 2, resume: auto}
+checkpoint: {every_steps: 500, keep_last: 2, keep_best: false, resume: auto}
 export: {huggingface: true}
-logging: {every_steps: 1, tensorboard: false, wandb: null, report: false}
+logging: {every_steps: 1, tensorboard: false, wandb: null, mlflow: null, report: false}
 launch: {processes: auto, device: auto}
 """
 # Keys that the example does not write out: alternatives to keys that it does, and pass-through.
@@ -127,7 +128,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 82
+    assert len(keys) == len(set(keys)) == 85
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 10,
@@ -148,11 +149,11 @@ def test_the_contract_has_this_many_keys() -> None:
         "deepspeed.zero_optimization.leaf_module": 3,
         "optimizer": 5,
         "lr_schedule": 4,
-        "training": 8,
+        "training": 9,
         "memory": 5,
-        "checkpoint": 3,
+        "checkpoint": 4,
         "export": 1,
-        "logging": 4,
+        "logging": 5,
         "launch": 4,
     }
 

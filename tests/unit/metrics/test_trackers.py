@@ -1,0 +1,152 @@
+"""What trackers are told: the numbers of metrics.jsonl, in one run however often it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from uspft.config import Recipe, load
+from uspft.config.problems import RunFailed
+from uspft.metrics import trackers
+from uspft.metrics.trackers import numbers, tracking
+
+RECORD = {
+    "step": 3,
+    "loss": 1.5,
+    "mfu": None,
+    "strategy": "ring2",
+    "comm_bytes": {"ring": 7},
+    "strategies": [{"name": "ring2"}],
+    "eval_sets": {"/data/a b (x).jsonl": {"loss": 2.0}},
+    "skipped": True,
+}
+FLAT = {
+    "loss": 1.5,
+    "comm_bytes/ring": 7,
+    "eval_sets/data/a b _x_.jsonl/loss": 2.0,
+    "skipped": True,
+}
+
+
+def recipe_of(folder: Path, **logging: Any) -> Recipe:
+    tree = {
+        "output_dir": str(folder / "my-run"),
+        "model": {"name_or_path": "org/name"},
+        "data": {"train": "a.jsonl", "sequence_length": 8},
+        "training": {"steps": 3, "global_batch_size": 1},
+        "logging": logging,
+    }
+    (folder / "my-run").mkdir(exist_ok=True)
+    (folder / "r.yaml").write_text(yaml.safe_dump(tree))
+    return load(folder / "r.yaml").recipe
+
+
+def track(recipe: Recipe, first_step: int, *records: dict[str, Any]) -> list[str]:
+    """Hand records to the recipe's trackers; what is said meanwhile."""
+    said: list[str] = []
+    assert recipe.output_dir
+    with tracking(recipe, recipe.output_dir, first_step, said.append) as log:
+        for record in records:
+            log(record)
+    return said
+
+
+def test_the_numbers_of_a_record() -> None:
+    assert numbers(RECORD) == FLAT
+
+
+def test_nothing_is_written_where_no_tracker_is_asked_for(tmp_path: Path) -> None:
+    assert track(recipe_of(tmp_path), 0, RECORD) == []
+    assert list((tmp_path / "my-run").iterdir()) == []
+
+
+def test_tensorboard_hides_what_was_lost(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, tensorboard=True)
+    track(recipe, 0, *({"step": step, "loss": 1.0} for step in (1, 2, 3)), {"data": {"read": 1}})
+    track(recipe, 1, {"resumed_from_step": 1}, {"step": 2, "loss": 2.0})
+    shown = EventAccumulator(str(tmp_path / "my-run/events"))
+    shown.Reload()
+    assert shown.Tags()["scalars"] == ["loss"]
+    assert [(e.step, e.value) for e in shown.Scalars("loss")] == [(1, 1.0), (2, 2.0)]
+
+
+class Broken:
+    """A tracker whose service goes away after one record."""
+
+    def __init__(self) -> None:
+        self.got: list[dict[str, float]] = []
+        self.tracker = SimpleNamespace(id="id")
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if self.got:
+            raise ConnectionError("gone")
+        self.got.append(values)
+
+    def finish(self) -> None:
+        raise AssertionError("it was left alone")
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken()
+    monkeypatch.setattr(trackers, "_wandb", lambda *given: broken)
+    recipe = recipe_of(tmp_path, wandb={}, tensorboard=True)
+    said = track(recipe, 0, *({"step": step, "loss": 1.0} for step in (1, 2, 3)))
+    assert said == ["logging.wandb: gone; no more goes there, metrics.jsonl has it all"]
+    assert broken.got == [{"loss": 1.0}]
+    shown = EventAccumulator(str(tmp_path / "my-run/events"))
+    shown.Reload()
+    assert len(shown.Scalars("loss")) == 3, "the others go on"
+
+
+def test_a_tracker_that_does_not_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise ConnectionError("no such host")
+
+    monkeypatch.setattr(trackers, "_mlflow", refuse)
+    with pytest.raises(
+        RunFailed, match=r"logging\.mlflow: cannot be started: no such host; .* out"
+    ):
+        track(recipe_of(tmp_path, mlflow={}), 0)
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="Weights & Biases is not installed")
+    monkeypatch.setitem(os.environ, "WANDB_SILENT", "true")
+    recipe = recipe_of(tmp_path, wandb={"mode": "offline", "project": "mine"})
+    track(recipe, 0, RECORD)
+    made = json.loads((tmp_path / "my-run/trackers.json").read_text())["wandb"]
+    track(recipe, 3, {"step": 4, "loss": 1.0})
+    assert json.loads((tmp_path / "my-run/trackers.json").read_text()) == {"wandb": made}
+    written = sorted((tmp_path / "my-run/wandb").glob(f"offline-run-*-{made}"))
+    assert len(written) >= 1
+    parts = [file.read_bytes() for folder in written for file in folder.glob("*.wandb")]
+    for name in FLAT:
+        assert any(name.encode() in part for part in parts), name
+
+
+def test_mlflow_in_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy", reason="MLflow is not installed, or without its database")
+    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    recipe = recipe_of(tmp_path, mlflow={"tracking_uri": uri, "experiment_name": "mine"})
+    track(recipe, 0, RECORD)
+    track(recipe, 3, {"step": 4, "loss": 1.0})
+    made = json.loads((tmp_path / "my-run/trackers.json").read_text())["mlflow"]
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert run.info.run_id == made and run.info.run_name == "my-run"
+    assert run.data.params["training.steps"] == "3"
+    assert set(run.data.metrics) == set(FLAT)
+    points = [(one.step, one.value) for one in client.get_metric_history(made, "loss")]
+    assert points == [(3, 1.5), (4, 1.0)]
