@@ -59,10 +59,10 @@ class RunDisplay:
         self._live = Live(get_renderable=self.view, console=self._terminal)
 
     def __enter__(self) -> RunDisplay:
-        if self._terminal.is_terminal:
-            self._live.start()
         if self._done < self._steps:
             self._waiting.now(f"step {self._done + 1}, the first of this start")
+        if self._terminal.is_terminal:
+            self._live.start(refresh=True)  # a line that is said meanwhile would run into it
         return self
 
     def __exit__(

@@ -23,7 +23,8 @@ def course_of(recipe: Recipe, corpus: Path, steps: int) -> str:
     epochs = recipe.training.epochs or steps * each / rows  # later ones may have other rows
     of_epoch = f"{rows:,} {counts} an epoch"
     if not switches:
-        of_epoch = f"{rows:,} rows of {recipe.data.sequence_length:,} tokens an epoch"
+        many = "rows" if rows > 1 else "row"
+        of_epoch = f"{rows:,} {many} of {recipe.data.sequence_length:,} tokens an epoch"
         of_epoch += f", {stream.padding():.1%} of them padding"
     of_step = f"{each:,} {counts}" if each > 1 else counts.removesuffix("s")
     many = f"{epochs:.3g} epoch{'s' if epochs != 1 else ''}"

@@ -46,8 +46,9 @@ def _rows(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if empty:
         turns = f"{passes} passes" if passes > 1 else "one pass"
         of = f"{layout.data} replicas, {micro} rows each" if micro > 1 else f"{layout.data} rows"
+        few = f"{rows} rows a step leave" if rows > 1 else "a row a step leaves"
         yield (
-            f"training.global_batch_size: {rows} rows a step leave {empty} of "
-            f"{passes * at_once} places empty ({turns} of {of}), which compute padding; "
+            f"training.global_batch_size: {few} {empty} of {passes * at_once} places empty "
+            f"({turns} of {of}), which compute padding; "
             f"write a multiple of {at_once}, or use fewer processes"
         )

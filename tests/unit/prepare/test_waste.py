@@ -75,7 +75,7 @@ def test_ulysses_ranks_without_heads(
     [
         (8, 1, []),
         (4, 2, ["4 rows a step leave 4 of 8 places empty (one pass of 4 replicas, 2 rows each)"]),
-        (1, 1, ["1 rows a step leave 3 of 4 places empty (one pass of 4 rows)"]),
+        (1, 1, ["a row a step leaves 3 of 4 places empty (one pass of 4 rows)"]),
         (6, 1, ["6 rows a step leave 2 of 8 places empty (2 passes of 4 rows)"]),
     ],
 )
