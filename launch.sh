@@ -20,6 +20,7 @@ usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
   plan       seconds of a step by part, beside other layouts of the same ranks, predicted
              (--ranks N; --hardware NAME)
   export     checkpoint -> Hugging Face folder
+  chat       talks to the model of an output folder, in the template it was trained in
   calibrate  this cluster's links and products -> hardware file (to=FILE)
   recipes    the shipped recipes; recipes NAME [FILE] copies one
 
@@ -115,7 +116,7 @@ case $1 in
     [ $# = 1 ] || refuse "--install takes nothing but --dev, not: $2"
     set -- --install
     ;;
-  train | check | plan | preprocess | inspect | verify | export | convert | calibrate | report | recipes) ;;
+  train | check | plan | preprocess | inspect | verify | export | chat | convert | calibrate | report | recipes) ;;
   *) set -- train "$@" ;;
 esac
 if [ -n "${USPFT_PYTHON:-}" ]; then

@@ -27,9 +27,12 @@ VERBS = (
     "inspect",
     "verify",
     "export",
+    "chat",
     "calibrate",
     "recipes",
 )
+OF_OUTPUT = ("export", "chat")
+"""The verbs whose target is no recipe, but what a run has left."""
 LATER = ("convert", "report")
 USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
@@ -38,6 +41,7 @@ USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
        uspft inspect RECIPE.yaml [--ranks N] [--rows N] [--html FILE] [key.path=value ...]
        uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
        uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
+       uspft chat OUTPUT [system=TEXT] [max_new_tokens=N] [base=FOLDER]
        uspft calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
        uspft recipes [NAME [FILE]]
 train, verify and calibrate run on the hosts of --hostfile FILE
@@ -89,7 +93,7 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
     from uspft.commands.versions import require_versions
     from uspft.prepare.invocation import Invocation
 
-    if verb != "export":  # a misspelt key is told before seconds of imports
+    if verb not in OF_OUTPUT:  # a misspelt key is told before seconds of imports
         load(target, [word for word in overrides if verb != "calibrate" or word[:3] != "to="])
     require_versions()
     command = shlex.join(["uspft", verb, *words])
@@ -125,6 +129,8 @@ def _run_of(verb: str) -> Callable[[Path, Sequence[str], Invocation], int]:
     """What runs a command that takes a target, overrides and nothing else."""
     if verb == "check":
         from uspft.commands.check import check as run
+    elif verb == "chat":
+        from uspft.commands.talk import chat as run
     elif verb == "export":
         from uspft.commands.export import export as run
     elif verb == "calibrate":
@@ -167,12 +173,12 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
             raise UsageError(word, "unknown option", f"{takes}; all take --help")
         else:
             rest.append(word)
-    takes = "export OUTPUT" if verb == "export" else f"{verb} RECIPE.yaml"
+    takes = f"{verb} OUTPUT" if verb in OF_OUTPUT else f"{verb} RECIPE.yaml"
     if not rest:
         raise UsageError(verb, "needs a target", f"write uspft {takes}")
     if "=" in rest[0] and not os.path.exists(rest[0]):
         raise UsageError(rest[0], "comes before the target", f"write uspft {takes} {rest[0]}")
-    if verb != "export" and re.fullmatch(r"\w+", rest[0]) and not os.path.exists(rest[0]):
+    if verb not in OF_OUTPUT and re.fullmatch(r"\w+", rest[0]) and not os.path.exists(rest[0]):
         near = closest(rest[0], VERBS + LATER)
         remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"
         raise UsageError(rest[0], "is neither a verb nor a recipe", remedy)

@@ -65,6 +65,8 @@ def _next(recipe: Recipe, target: Path, overrides: Sequence[str], best: Best) ->
     if target.name == QUICKSTART:
         return [f"try next:   {command(_another_layout(recipe))}"]
     lines, output, training = [], output_of(recipe), recipe.training
+    if any((output / name / "chat_template.jinja").is_file() for name in (MODEL, ADAPTER)):
+        lines.append(f"chat:       {shlex.join(['./launch.sh', 'chat', str(output)])}")
     if recipe.export.huggingface:
         folder = shlex.quote(str(output / MODEL))
         lines.append(f"serve:      vllm serve {folder}")

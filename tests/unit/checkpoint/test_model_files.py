@@ -3,9 +3,6 @@ it was trained in, and stops where the turn ends."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +12,12 @@ import transformers
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.launch import ROOT
+from tests.support.answers import ANSWER, ASKED, OTHER_END, base_model, says
 from tests.support.models import ARCHITECTURES
 from uspft.checkpoint.hf_folder import export_folder
 from uspft.checkpoint.model_files import write_model_files
 from uspft.config import Recipe, load
 from uspft.config.problems import Fault
-from uspft.data.records import Record
 from uspft.data.tokenise import load_tokeniser
 from uspft.families import FAMILIES
 from uspft.job import Job
@@ -29,10 +25,6 @@ from uspft.model.hf_config import model_config
 from uspft.prepare.serving_files import serving_of
 
 DENSE = [kind for kind in ARCHITECTURES if not FAMILIES[kind].routed]
-ASKED = {"role": "user", "content": "Who are you?"}
-ANSWER = "I am a very small model."
-OTHER_END = 7
-"""An end of the base model's own generation config."""
 SCALING = {"rope_type": "linear", "factor": 3.0}
 LIMIT = 14
 
@@ -43,33 +35,6 @@ class Exported(NamedTuple):
     net: Any
     hf: Path
     recipe: Recipe
-
-
-def base_model(folder: Path, kind: str) -> Path:
-    """The config and tokenizer of a tiny model, and the generation config that it came with."""
-    name, own = ARCHITECTURES[kind]
-    shutil.copytree(ROOT / "data/tokenizer", folder)
-    config = getattr(transformers, f"{name}Config")(
-        **{
-            "vocab_size": 8192,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "pad_token_id": 1,
-            **own,
-            "tie_word_embeddings": False,
-        }
-    )
-    config.save_pretrained(folder)
-    # As some on the hub are: transformers reads these settings, and would refuse to save them.
-    settings = {"eos_token_id": OTHER_END, "do_sample": False, "temperature": 0.5}
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def recipe_of(folder: Path, base: Path, kind: str) -> Recipe:
@@ -97,10 +62,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     torch.manual_seed(0)
     net = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     tokeniser = load_tokeniser(str(base), recipe.data)
-    answered = {"messages": [ASKED, {"role": "assistant", "content": ANSWER}]}
-    sample = tokeniser.tokens(tokeniser.rendered(Record(1, "messages", answered, 0)))
-    trained = int((sample.labels != -100).argmax())
-    says(net, sample.ids[trained - 1 : -1].tolist())
+    says(net, tokeniser)
     serving = serving_of(recipe, {"messages"}, config)
     job = Job(recipe, folder, 40, {}, tokenizer=str(base), serving=serving)
     hf = export_folder(
@@ -110,23 +72,6 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         folder / "hf",
     )
     return Exported(net, hf, recipe)
-
-
-def says(net: Any, tokens: list[int]) -> None:
-    """Make a model give each of these tokens after the one before it, all else being nearly 0."""
-    assert len(set(tokens)) == len(tokens) > 5
-    small = 1e-3
-    with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
-                parameter.mul_(small)
-            elif "layernorm" in name:  # some scale what comes out of a block
-                parameter.fill_(small - ("Gemma" in type(net).__name__))
-        embedding, head = net.get_input_embeddings().weight, net.get_output_embeddings().weight
-        embedding.normal_()
-        head.zero_()
-        for before, after in pairwise(tokens):
-            head[after] = embedding[before] / embedding.shape[1]
 
 
 def answer(model: Any, tokenizer: Any, **more: Any) -> str:

@@ -13,7 +13,9 @@ import pytest
 
 from tests.unit.house.sandbox import Sandbox, make_sandbox, path_without_python
 
-VERBS = "train check plan preprocess inspect verify export convert calibrate report recipes".split()
+VERBS = (
+    "train check plan preprocess inspect verify export chat convert calibrate report recipes"
+).split()
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def test_usage(sandbox: Sandbox) -> None:
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert (asked.returncode, asked.stderr) == (0, "")
     assert nothing.stderr == asked.stdout
-    assert all(f"  {verb} " in asked.stdout for verb in VERBS) and len(VERBS) == 11
+    assert all(f"  {verb} " in asked.stdout for verb in VERBS) and len(VERBS) == 12
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -1,0 +1,106 @@
+"""`chat`: a tiny model answers in the terminal, whole or as an adapter, and what cannot is told."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.answers import ANSWER, ASKED, base_model, says
+from uspft.__main__ import main
+from uspft.config.recipe import DataBlock
+from uspft.data.tokenise import load_tokeniser
+
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model that answers, as a run's hf/ has it."""
+    folder = base_model(tmp_path_factory.mktemp("talk") / "base", "llama")
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    data = DataBlock.model_validate({"train": "x", "sequence_length": 128})
+    tokeniser = load_tokeniser(str(folder), data)
+    says(net, tokeniser)
+    ends = [tokeniser.backend.token_to_id(END), tokeniser.eos]
+    net.generation_config.eos_token_id = ends
+    net.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def out(base: Path, tmp_path: Path) -> Path:
+    shutil.copytree(base, tmp_path / "out/hf")
+    return tmp_path / "out"
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, typed: str, *words: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    return main(["chat", *words])
+
+
+def test_it_answers_every_line(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = f"{ASKED['content']}\n\n/new\n{ASKED['content']}"
+    assert talk(monkeypatch, typed, str(out), "max_new_tokens=14") == 0
+    said = capsys.readouterr()
+    assert [line for line in said.out.splitlines() if line] == [ANSWER, ANSWER]
+    assert talk(monkeypatch, ASKED["content"], str(out / "hf"), "max_new_tokens=3") == 0
+    first, told = capsys.readouterr().out.splitlines()
+    assert (
+        ANSWER.startswith(first.strip())
+        and told == "(cut at 3 tokens: max_new_tokens=N takes more)"
+    )
+
+
+def test_an_adapter_answers_on_its_base(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "out/adapter"
+    net = AutoModelForCausalLM.from_pretrained(base)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    get_peft_model(net, lora).save_pretrained(adapter)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
+        shutil.copy(base / name, adapter)
+    shutil.copy(base / "generation_config.json", adapter)
+    assert talk(monkeypatch, ASKED["content"], str(tmp_path / "out"), "max_new_tokens=14") == 0
+    assert capsys.readouterr().out.strip() == ANSWER
+    moved = base.rename(base.with_name("moved"))
+    try:
+        assert talk(monkeypatch, "", str(tmp_path / "out")) == 2
+        said = capsys.readouterr().err
+        assert "cannot be loaded" in said and "write base=PLACE" in said and said.count("\n") == 1
+        words = (str(tmp_path / "out"), f"base={moved}", "max_new_tokens=14")
+        assert talk(monkeypatch, ASKED["content"], *words) == 0
+        assert capsys.readouterr().out.strip() == ANSWER
+    finally:
+        moved.rename(base)
+
+
+def test_what_cannot_be_talked_to_is_told(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: str) -> str:
+        assert talk(monkeypatch, "", *words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("command line: ") and said.count("\n") == 1, said
+        return said
+
+    assert "nowhere: does not exist; name a run's output folder" in refused("nowhere")
+    assert "chat: needs a target; write uspft chat OUTPUT" in refused()
+    empty = out.with_name("empty")
+    (empty / "checkpoints").mkdir(parents=True)
+    assert f"holds no trained model yet; write uspft export {empty}" in refused(str(empty))
+    assert "is a whole model; leave it out" in refused(str(out), "base=/x")
+    assert "`many` is no number of tokens" in refused(str(out), "max_new_tokens=many")
+    assert "temperature=1: chat takes system=TEXT" in refused(str(out), "temperature=1")
+    assert "system: is given twice" in refused(str(out), "system=a", "system=b")
+    (out / "hf/chat_template.jinja").unlink()
+    assert "has no chat template" in refused(str(out))
