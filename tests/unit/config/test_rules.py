@@ -58,6 +58,7 @@ def test_what_is_required(tmp_path: Path) -> None:
 
 CP = "parallel_config: {context_parallel: 6, context_parallel_algo: %s}"
 DATA = "data: {train: [{path: a, weight: 2}, {path: b%s}], sequence_length: 8, format: text%s}"
+EVAL = "%s\ndata: {eval_fraction: 0.1}"
 COMBINATIONS = {
     DATA % ("", ""): "data.train[1].weight: is missing, and other sources have one; write one for "
     "each source, or for none",
@@ -65,6 +66,13 @@ COMBINATIONS = {
     "data.eval names what is evaluated on; keep one and write null for the other",
     "training: {eval_every_steps: 5}": "training.eval_every_steps: is 5, and there is no "
     "`data.eval`; write data.eval or data.eval_fraction, or null here",
+    "training: {patience: 3}": "training.patience: is 3, and there is nothing to evaluate on; "
+    "write data.eval or data.eval_fraction, or null here",
+    "checkpoint: {keep_best: true}": "checkpoint.keep_best: is true, and there is nothing to "
+    "evaluate on; write data.eval or data.eval_fraction, or false here",
+    EVAL % "checkpoint: {keep_best: true}": "checkpoint.keep_best: is true, and the only "
+    "evaluation is that of the last step; write training.eval_every_steps, such as 100, or false "
+    "here",
     "training: {epochs: 2}": "training.epochs: stands beside `training.steps`, and only one of "
     "them ends the run; keep one and write null for the other",
     "lr_schedule: {warmup_steps: 3, warmup_ratio: 0.1}": "lr_schedule.warmup_steps: stands beside "
@@ -134,6 +142,7 @@ def test_a_wrong_combination_is_one_problem(tmp_path: Path, text: str) -> None:
 FINE = [
     DATA % (", weight: 1", ", eval_fraction: 0.1"),
     "training: {steps: null, epochs: 2}",
+    EVAL % "training: {patience: 1, eval_every_steps: 5}\ncheckpoint: {keep_best: true}",
     "model: {name_or_path: null, config: c.json}",
     "lr_schedule: {warmup_steps: 0}",
     "lr_schedule: {warmup_ratio: null, warmup_steps: 5}",

@@ -64,16 +64,16 @@ def test_it_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_journal_keeps_an_evaluation_with_its_step(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "metrics.jsonl")
-    assert not journal.has_evaluation(1)
+    assert journal.evaluations() == []
     for step in (1, 2, 3):
         journal.write({"step": step, "loss": 1.0})
         if step != 2:
             journal.write(record_of(step, SCORES, 0.0))
-    assert [journal.has_evaluation(step) for step in (1, 2, 3)] == [True, False, True]
+    assert [record["step"] for record in journal.evaluations()] == [1, 3]
     journal.cut_back(2)
-    assert [journal.has_evaluation(step) for step in (1, 2, 3)] == [True, False, False]
+    assert [record["step"] for record in journal.evaluations()] == [1]
     journal.cut_back(1)
-    assert journal.has_evaluation(1)
+    assert [record["step"] for record in journal.evaluations()] == [1]
 
 
 def recipe(folder: Path, **data: Any) -> Recipe:
