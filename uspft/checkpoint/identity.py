@@ -50,6 +50,8 @@ def identity_of(recipe: Recipe) -> dict[str, Any]:
     # With strategies it counts samples: the data then goes on from another place.
     samples = tree["parallel_config"].get("strategies") is not None
     found["training.global_batch_size"] = f"{batch} samples" if samples else batch
+    if not tree["model"]["add_tokens"]:  # as in checkpoints from before there was the key
+        del found["model.add_tokens"]
     found["training.max_grad_norm"] = tree["training"]["max_grad_norm"]
     return {key: value for key, value in found.items() if key not in LOOSE}
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uspft.checkpoint.folder import Checkpoint
 from uspft.model.adapter import AdapterStart
 from uspft.model.trained import trained_parameters
+from uspft.parameters.grown import GrownWeights, table_names
 from uspft.parameters.source import FolderWeights, RandomWeights, SplitWeights, Weights
 
 if TYPE_CHECKING:
@@ -60,5 +61,6 @@ def _start(block: ModelBlock, seed: int, model: Any) -> Weights:
         std = getattr(config, "initializer_range", math.sqrt(1 / config.hidden_size))
         base = RandomWeights(model, seed, std)
     else:
-        base = FolderWeights(Path(block.name_or_path or ""))
+        folder = FolderWeights(Path(block.name_or_path or ""))
+        base = GrownWeights(folder, table_names(model)) if block.add_tokens else folder
     return AdapterStart(base, seed) if block.adapter else base

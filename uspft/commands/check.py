@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from uspft.config import Fault, Recipe
@@ -15,6 +17,7 @@ from uspft.prepare.examine import examine
 from uspft.prepare.files import not_writable
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
+from uspft.prepare.new_tokens import with_tokens
 from uspft.prepare.output import output_of
 from uspft.prepare.space import space_free, space_needed
 from uspft.prepare.waste import wasted
@@ -40,8 +43,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     elif asks:
         found.not_checked.append(f"the names in {', '.join(asks)} (no config of the model here)")
     vocabulary = shape.vocab_size if shape else None
-    with found.placed():
-        look = first_look(recipe.data, _tokenizer_here(recipe), vocabulary)
+    with found.placed(), _tokenizer_here(recipe) as tokenizer:
+        look = first_look(recipe.data, tokenizer, vocabulary)
     found.not_checked.extend(look.left_out)
     print(f"{target}: no problem found")
     for line in look.shapes[:SHOWN_FILES]:
@@ -84,7 +87,17 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     return 0
 
 
-def _tokenizer_here(recipe: Recipe) -> str | None:
-    """Return the tokenizer's folder, or None where it is a hub id."""
+@contextmanager
+def _tokenizer_here(recipe: Recipe) -> Iterator[str | None]:
+    """Yield the tokenizer's folder, or None where it is a hub id.
+
+    With model.add_tokens it is one that has them, for as long as the `with` block lasts.
+    """
     folder = tokenizer_of(recipe)
-    return folder if folder and os.path.isdir(folder) else None
+    if not (folder and os.path.isdir(folder)):
+        yield None
+    elif not recipe.model.add_tokens:
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(prefix="uspft-") as aside:
+            yield str(with_tokens(folder, recipe.model.add_tokens, Path(aside)))

@@ -15,7 +15,6 @@ from uspft.config.problems import InputError
 from uspft.data import formats_of, load_tokeniser, read_report
 from uspft.durable import write_text
 from uspft.launcher import planned_hosts
-from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import layer_windows
 from uspft.planner.auto import Work
 from uspft.prepare.data import first_rows, prepare_data, tokenizer_of
@@ -23,6 +22,7 @@ from uspft.prepare.examine import Examined, examine
 from uspft.prepare.inspection import Decode, inspected
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
+from uspft.prepare.new_tokens import fetched
 
 ROWS = 2
 """How many rows are shown, where the command does not say."""
@@ -41,7 +41,7 @@ def inspect(
         _require_writable(page)
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
     with found.placed():
-        found = found.knowing_model(fetch_model(found.recipe.model))
+        found = found.knowing_model(fetched(found.recipe.model, place.cache))
         assert found.shape  # or knowing_model had refused it
         corpus, _ = prepare_data(found.here, found.shape.vocab_size, place, screen)
         found = _settled(found, corpus)

@@ -12,10 +12,10 @@ from uspft.config import Fault, load
 from uspft.data import corpora_in, empty, holding, read_report
 from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
-from uspft.model.fetch import fetch_model
 from uspft.prepare.data import cache_of, prepare_data
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
+from uspft.prepare.new_tokens import fetched
 
 
 def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, clean: bool) -> int:
@@ -29,7 +29,7 @@ def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, cle
         return 0
     found = examine(target, overrides, planned_hosts(place.environment), place.ranks, trains=False)
     with found.placed():
-        found = found.knowing_model(fetch_model(found.recipe.model))
+        found = found.knowing_model(fetched(found.recipe.model, place.cache))
         data = found.here.data
         cores = max(data.workers, len(os.sched_getaffinity(0)))
         recipe = found.here.model_copy(update={"data": data.model_copy(update={"workers": cores})})

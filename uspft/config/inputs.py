@@ -123,6 +123,10 @@ class ModelBlock(RecipeBlock):
     """LoRA adapter that trains in place of the weights; null trains the weights themselves."""
     freeze: Annotated[tuple[str, ...], _is(each(pattern, "a list of regular expressions"))] = ()
     """Regular expressions; a parameter is not trained where one of them is found in its name."""
+    add_tokens: Annotated[
+        tuple[str, ...], _is(each(text("a token's text"), "a list of tokens"))
+    ] = ()
+    """Special tokens that the tokenizer lacks; embedding and head grow by rows of their mean."""
     trust_remote_code: Flag = False
     """Whether Python code that a hub model brings may run."""
 

@@ -47,6 +47,16 @@ def _one_model(recipe: Recipe) -> Iterator[Finding]:
         yield "model.name_or_path", what, "write a Hugging Face folder or hub id, or model.config"
 
 
+def _new_tokens(recipe: Recipe) -> Iterator[Finding]:
+    tokens = recipe.model.add_tokens
+    if tokens and recipe.model.adapter:
+        what = "stands beside `model.adapter`, which does not train the rows of new tokens"
+        yield "model.add_tokens", what, "leave one of them out"
+    for number, token in enumerate(tokens):
+        if token in tokens[:number]:
+            yield f"model.add_tokens[{number}]", f"`{token}` stands there twice", "write it once"
+
+
 def _one_length(recipe: Recipe) -> Iterator[Finding]:
     steps, epochs = recipe.training.steps, recipe.training.epochs
     if steps is not None and epochs is not None:
@@ -164,6 +174,7 @@ RULES = (
         own_options,
     ),
     KeyRule(("model.name_or_path", "model.config"), _one_model),
+    KeyRule(("model.add_tokens", "model.adapter"), _new_tokens),
     KeyRule(("training.steps", "training.epochs"), _one_length),
     KeyRule(("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"), _one_warmup),
     KeyRule(("lr_schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock
 
 NOT_TRAINED = -100
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_SPECIAL = re.compile(r"<[|｜][^\s<>|｜]+[|｜]>|<(?:start|end)_of_turn>")
 _SHIPPED = "data/templates/ has some: chatml.jinja (Qwen), llama3.jinja"
 
 
@@ -90,7 +94,23 @@ class TextTokeniser:
         if "messages" in formats and self.template is None:
             what = "the tokenizer has no chat template"
             found.append(("data.chat_template", what, f"name a Jinja file, {_SHIPPED}"))
+        if "messages" in formats and (lacking := self._lacking()):
+            what = f"it writes {', '.join(lacking)}, and the tokenizer has no such token"
+            listed = json.dumps(lacking, ensure_ascii=False)
+            remedy = f"write model.add_tokens: {listed}, or name another template"
+            found.append(("data.chat_template", what, remedy))
         return found
+
+    def _lacking(self) -> list[str]:
+        """Return what the template writes that reads as a special token, and is none here."""
+        if not self.template:
+            return []
+        try:
+            text = self.template.write(_PROBE)
+        except SampleFault:  # the records' faults will tell what it refuses
+            return []
+        names = dict.fromkeys(_SPECIAL.findall(text))
+        return [name for name in names if self.backend.token_to_id(name) is None]
 
     def rendered(self, record: Record) -> Record | Rendered:
         """Render a conversation as text; return any other record as it is. Raises SampleFault.

@@ -9,6 +9,7 @@ from typing import Any
 from uspft.config.problems import Fault, said
 from uspft.model.build import empty_model
 from uspft.parameters.experts import is_router
+from uspft.parameters.grown import table_names
 from uspft.parameters.source import FolderWeights, WeightsError
 
 
@@ -30,15 +31,19 @@ def require_model(config: Any, key: str) -> Any:
     return model
 
 
-def require_fit(model: Any, folder: Path) -> None:
+def require_fit(model: Any, folder: Path, *, grows: bool = False) -> None:
     """Require that names and shapes in the folder's safetensors files are the model's.
 
     A tensor for a bias or norm that the model was built without is refused too: it would be dropped
     in silence. Tensors of layers beyond the model's are allowed, since model.overrides can shorten
-    it, and so are buffers. Raises WeightsError.
+    it, and so are buffers. grows: whether embedding and head may have more rows than the folder's,
+    for new tokens. Raises WeightsError.
     """
     held = FolderWeights(folder).shapes()
     wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    for name in table_names(model) & held.keys() & wanted.keys() if grows else ():
+        if held[name][0] < wanted[name][0]:
+            held[name] = (wanted[name][0], *held[name][1:])
     modules = dict(model.named_modules())
     missing = [name for name in wanted if name not in held]
     other = [

@@ -15,15 +15,15 @@ from uspft.config.algorithms import AUTO
 from uspft.config.strategies import KEY, layouts_of, row_lengths, strategies_of, under
 from uspft.data import not_checked, source_problems
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import FAMILIES, ModelShape, check_length, read_shape
+from uspft.families import FAMILIES, ModelShape, check_length
 from uspft.layout import Layout, layout_of
 from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.installed import tracker_findings
-from uspft.prepare.invocation import CONFIGS
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import exchange_findings, memory_sentence, tile_findings
+from uspft.prepare.new_tokens import shape_of
 from uspft.prepare.paths import find_paths
 from uspft.prepare.resolve import choice, ranks_of, resolve, slices_of, tuning
 from uspft.sequence import Heads, of_recipe
@@ -124,7 +124,7 @@ class Examined:
         where rows are longer than it can take, or where the layout does not split it.
         """
         local = replace(self.known, places=places).here(self.loaded.recipe)
-        shape = read_shape(local.model, CONFIGS)
+        shape = shape_of(local.model)
         findings = shape if isinstance(shape, list) else []
         if isinstance(shape, ModelShape):
             findings = check_length(shape, local.model, local.data.sequence_length)
@@ -172,7 +172,7 @@ def examine(
     tokenizer = asked.model.tokenizer or asked.model.name_or_path
     if tokenizer and not Path(tokenizer).is_dir():
         open_questions.append(f"the tokenizer {tokenizer} (not on this machine)")
-    shape = read_shape(asked.model, CONFIGS)
+    shape = shape_of(asked.model)
     if isinstance(shape, ModelShape):
         known = replace(known, shape=shape)
     elif shape is None:

@@ -11,7 +11,6 @@ from uspft.checkpoint.identity import BASE, CONTENTS, differences, identity_of
 from uspft.config import Fault, Recipe
 from uspft.data import Corpus, formats_of
 from uspft.job import Job
-from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import layer_windows
 from uspft.parameters.digest import base_digest
 from uspft.planner.auto import Work
@@ -22,6 +21,7 @@ from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.memory_need import exchange_findings
 from uspft.prepare.model import examine_model
+from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
 from uspft.prepare.serving_files import serving_of
@@ -37,7 +37,7 @@ def prepare_job(
     that the run goes on from, or None; and how many bytes the run will write.
     """
     require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
-    found = found.knowing_model(fetch_model(found.recipe.model))
+    found = found.knowing_model(fetched(found.recipe.model, place.cache))
     recipe = found.recipe
     model = examine_model(found.here)
     if model.trains:

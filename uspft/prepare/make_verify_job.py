@@ -12,7 +12,6 @@ from uspft.config import Fault, InputError, Recipe
 from uspft.config.problems import COMMAND_LINE
 from uspft.job import Job
 from uspft.layout import Layout
-from uspft.model.fetch import fetch_model
 from uspft.model.hf_config import layer_windows
 from uspft.planner.auto import Work
 from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
@@ -22,6 +21,7 @@ from uspft.prepare.examine import Examined, run_findings
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
+from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
 from uspft.verify.inject import FAULTS
@@ -58,7 +58,7 @@ def prepare_verify(
     """
     require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
     found = found.asking(without_extras)
-    places = fetch_model(found.recipe.model)
+    places = fetched(found.recipe.model, place.cache)
     found = found.knowing_model(places)
     memory = memory_here(found.recipe)
     config = examine_model(found.here).config

@@ -44,7 +44,7 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     model = require_model(config, "model.name_or_path" if named else "model.config")
     folder = Path(recipe.model.name_or_path or "")
     if named and os.path.isdir(folder):
-        require_fit(model, folder)
+        require_fit(model, folder, grows=bool(recipe.model.add_tokens))
     choose_trained(model, recipe.model, recipe.seed)
     trained = parameter_count(model, trained_only=True)
     return ExaminedModel(config, what_trains(model, recipe.model), trained, parameter_count(model))

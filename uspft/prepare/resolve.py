@@ -22,6 +22,7 @@ from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
 from uspft.planner.steps import StepShape
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import settled_memory
+from uspft.prepare.new_tokens import with_vocabulary
 from uspft.segments import Segments
 from uspft.sequence import Heads, forwards_of, of_recipe
 
@@ -30,7 +31,7 @@ def resolve(recipe: Recipe, known: Known) -> Recipe:
     """Return the recipe with everything settled that can be."""
     for settle in SETTLED.values():
         recipe = settle(recipe, known)
-    return recipe
+    return with_vocabulary(recipe, known.shape)
 
 
 def _strategies(recipe: Recipe, known: Known) -> Recipe:

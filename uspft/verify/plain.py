@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from uspft.config.strategies import row_lengths
 from uspft.data import Row, training_rows
@@ -97,8 +97,7 @@ def _model(recipe: Recipe) -> Any:
     config = plain_config(recipe.model)
     how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention_of(config)}
     if recipe.model.config is None:
-        name = recipe.model.name_or_path
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
+        model = _loaded(recipe, config, how)
     else:
         model = AutoModelForCausalLM.from_config(config, **how)
         source = weights_under_way(recipe.model, recipe.seed, model)
@@ -112,6 +111,21 @@ def _model(recipe: Recipe) -> Any:
     if recipe.memory.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def _loaded(recipe: Recipe, config: Any, how: dict[str, Any]) -> Any:
+    """Return the model of a folder; transformers itself grows it where the recipe adds tokens."""
+    name, wanted = recipe.model.name_or_path, config.vocab_size
+    if recipe.model.add_tokens:
+        config.vocab_size = AutoConfig.from_pretrained(name).vocab_size
+    stored = config.vocab_size
+    model = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
+    if wanted > stored:
+        model.resize_token_embeddings(wanted, mean_resizing=False)  # else it adds noise
+        with torch.no_grad():
+            for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+                module.weight[stored:] = module.weight[:stored].double().mean(0)
+    return model
 
 
 def _start_adapter(model: Any, recipe: Recipe) -> None:

@@ -98,9 +98,11 @@ def test_the_key_is_all_that_changes_the_tokens_and_no_more(tmp_path: Path) -> N
     same.append(key(train=source(path, format="messages")))  # which auto finds
     assert set(same) == {first}
     bos = changed_tokenizer(tmp_path / "t", (TEMPLATES / "chatml.jinja").read_text(), eos_token="x")
+    other = tmp_path / "other.jinja"
+    other.write_text((TEMPLATES / "chatml.jinja").read_text().replace("assistant\\n", "assistant "))
     others = [
         key(train_on="all"),
-        key(chat_template=str(TEMPLATES / "llama3.jinja")),
+        key(chat_template=str(other)),
         key(overlong="truncate"),
         key(overlong="truncate", sequence_length=999),
         key(tokenizer=bos),

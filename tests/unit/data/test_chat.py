@@ -24,8 +24,10 @@ from uspft.data.chat import tokenise_spans
 from uspft.data.faults import SampleFault
 from uspft.data.rendering import ChatTemplate, Rendered
 from uspft.data.rendering import render as render_fields
+from uspft.prepare.new_tokens import with_tokens
 
 CHATML = (TEMPLATES / "chatml.jinja").read_text()
+LLAMA3S = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 LLAMA3 = (TEMPLATES / "llama3.jinja").read_text()
 HARD = (
     "🙂👩‍👩‍👧‍👦",
@@ -120,8 +122,9 @@ def test_trained_tokens_decode_to_the_assistants_text(tmp_path: Path, template: 
         ),
     )
     data = block(path, chat_template=str(TEMPLATES / f"{template}.jinja"))
-    corpus = Corpus.open(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    place = TOKENIZER if template == "chatml" else with_tokens(str(TOKENIZER), LLAMA3S, tmp_path)
+    corpus = Corpus.open(prepare(data, str(place), 8195, tmp_path / "cache"))
+    tokenizer = AutoTokenizer.from_pretrained(place)
     answers = [a for _ in HARD for a in HARD]
     assert len(corpus) == len(answers)
     for index, answer in enumerate(answers):
