@@ -230,10 +230,10 @@ def pages() -> list[Path]:
 
 
 def words() -> Iterator[str]:
-    """`key.path=value` of every command that a page shows."""
+    """`key.path=value` of every command that a page shows; `export` takes no keys of a recipe."""
     for path in pages():
         for line in path.read_text().replace("\\\n", " ").splitlines():
-            if line.startswith(("./launch.sh", "$ ./launch.sh")):
+            if line.startswith(("./launch.sh", "$ ./launch.sh")) and " export " not in line:
                 shown = shlex.split(line, comments=True)
                 yield from (word for word in shown if re.match(r"[a-z_]+(\.[a-z_]+)*=", word))
 
