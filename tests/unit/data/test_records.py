@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.data_cases import SAMPLES, block, write_lines
-from uspft.data import DataError, prepare
+from tests.support.data_cases import CHAT, SAMPLES, TOKENIZER, block, faults_of, write_lines
+from uspft.data import DataError, fates, prepare, read_report
 from uspft.data.conversations import Naming
 from uspft.data.records import FIELDS, Record, first_record, read
 from uspft.data.sources import SourceFile, list_files
@@ -218,3 +218,36 @@ def test_the_shipped_samples_are_good() -> None:
         "document.txt": "text",
         **{f"{name}.jsonl": name for name in FIELDS},
     }
+
+
+def test_shapes_that_are_mixed_in_one_file_are_named(tmp_path: Path) -> None:
+    text = {"text": "x"}
+    pair = {"prompt": "a", "completion": "b"}
+    path = write_lines(tmp_path / "a.jsonl", [CHAT, text, pair, CHAT, text])
+    first, second = faults_of(tmp_path, block(path))
+    split = "put each shape into a file of its own"
+    began = "where the file began with messages"
+    assert first == f"{path}:2: text, {began} (2 such: lines 2, 5); {split}"
+    assert second == f"{path}:3: prompt and completion, {began}; {split}"
+    turns = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
+    write_lines(path, [pair, turns])
+    (line,) = faults_of(tmp_path, block(path))
+    assert line.startswith(f"{path}:2: messages, where the file began with prompt and completion: ")
+    assert line.endswith(split)
+
+
+def test_roles_that_the_template_refuses_are_named_or_skipped(tmp_path: Path) -> None:
+    picky = tmp_path / "picky.jinja"
+    raises = "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    picky.write_text(
+        f"{{% for m in messages %}}{raises}<|im_start|>{{{{ m.role }}}}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tool = {"messages": [*CHAT["messages"], {"role": "tool", "content": "rain"}]}
+    path = write_lines(tmp_path / "a.jsonl", [tool, CHAT, tool])
+    (line,) = faults_of(tmp_path, block(path, chat_template=str(picky)))
+    assert line.startswith(f"{path}:1: the chat template refuses it: no tools here (2 such: lines")
+    data = block(path, chat_template=str(picky), on_bad_sample="skip")
+    report = read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))
+    assert fates(report) == {"read": 3, "kept": 1, "dropped": {"cannot be used": 2}}
