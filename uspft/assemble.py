@@ -21,6 +21,7 @@ from uspft.config.recipe import MemoryBlock
 from uspft.config.strategies import layouts_of, strategies_of
 from uspft.data import Corpus, RowStream, training_rows
 from uspft.data.loader import RowLoader, StepLoader, StepRows
+from uspft.data.orders import Orders
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.engine.step import Engine
 from uspft.engine.zero import ZeroEngine, partitioner
@@ -87,13 +88,15 @@ def assemble(
     weights: WeightsOf = weights_of,
     *,
     tensor_of_rows: int = 1,
+    orders: Orders | None = None,
 ) -> Run:
     """Build every part of a job's run on this rank; collective.
 
     torch.distributed and DeepSpeed must be up. groups: the process groups of this process, to which
     the run adds those that it needs. weights: gives the source of the model's weights.
     tensor_of_rows: the largest tensor degree that rows will run at, where some have more than the
-    recipe's. Raises RunFailed where another rank has another job.
+    recipe's. orders: where token orders are found; None: in this process. Raises RunFailed where
+    another rank has another job.
     """
     same_job(job)
     recipe = job.here
@@ -104,12 +107,12 @@ def assemble(
     moves = recipe.parallel_config.switching == "move"
     by_degree = sorted(worlds, key=lambda one: one.layout.tensor)
     under = by_degree if moves else by_degree[:1]  # the last is how weights are held
-    most = max(tensor_of_rows, by_degree[-1].layout.tensor)
-    degrees = {} if moves else {"tensor_of_rows": most}
-
-    loader = make_loader(job, worlds, under, groups)
+    degrees = {} if moves else {"tensor_of_rows": max(tensor_of_rows, by_degree[-1].layout.tensor)}
 
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
+    first_step = checkpoint.step if checkpoint else 0
+    loader = make_loader(job, worlds, under, groups, orders)
+    loader.begin(first_step + 1)
     model = empty_model(config, dtype, device)
     choose_trained(model, recipe.model, recipe.seed)
     how = import_module(TENSOR[recipe.parallel_config.tensor_parallel_algo].model)
@@ -136,7 +139,6 @@ def assemble(
         engine = ZeroEngine(module, recipe, holders, device, passes=passes)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
-    first_step = checkpoint.step if checkpoint else 0
     evaluation = evaluation_sets(job, world)
     return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
 
@@ -219,7 +221,11 @@ def this_layout(recipe: Recipe) -> Layout:
 
 
 def make_loader(
-    job: Job, worlds: Sequence[World], holders: Sequence[World], groups: Groups
+    job: Job,
+    worlds: Sequence[World],
+    holders: Sequence[World],
+    groups: Groups,
+    orders: Orders | None = None,
 ) -> RowLoader:
     """Return the loader of the training rows, which end with the last epoch if `epochs` is set.
 
@@ -238,9 +244,10 @@ def make_loader(
             rows_per_step=training.global_batch_size,
             rows_per_batch=training.micro_batch_size,
             last_row=last,
+            orders=orders,
         )
     of_step = StepRows(training.global_batch_size, last)
-    return switching_loader(job, stream, of_step, (worlds, holders), groups)
+    return switching_loader(job, stream, of_step, (worlds, holders), groups, orders=orders)
 
 
 def evaluation_sets(job: Job, world: World) -> list[EvalSet]:

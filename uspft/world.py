@@ -18,6 +18,7 @@ from uspft.layout import Layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Attend, Rule, Share, Split
+from uspft.sequence.rows.share import Order
 from uspft.tensor import TensorAlgorithm
 
 
@@ -50,14 +51,15 @@ class World:
         """The layout's short name, as metrics.jsonl has it."""
         return self.layout.name(self.row.name)
 
-    def share(self, rows: Sequence[Segments]) -> Share:
+    def share(self, rows: Sequence[Segments], orders: Sequence[Order] | None = None) -> Share:
         """Return this rank's share of a micro-batch.
 
         Rows are laid end to end: position p of row i counts as p + the length of the rows before
         it. Every rank derives everybody's part from the same document bounds, so nothing is
-        negotiated.
+        negotiated. orders: the rows' token orders, where they are at hand.
         """
-        orders = [self.algorithm.token_order(row) for row in rows]
+        if orders is None:
+            orders = [self.algorithm.token_order(row) for row in rows]
         return Share(rows, orders, (self.layout.ulysses, self.mesh.context.index))
 
     def attend(

@@ -13,8 +13,10 @@ from uspft.comm import deadline, set_deadline
 from uspft.commands.imports import keep_imports
 from uspft.commands.joining import joined
 from uspft.commands.shared import require_shared
-from uspft.config import dump
+from uspft.config import Recipe, dump
 from uspft.config.algorithms import AUTO
+from uspft.config.strategies import layouts_of
+from uspft.data.orders import Orders, searching_beside
 from uspft.durable import write_text
 from uspft.job import Job
 from uspft.launcher import Waiting
@@ -31,12 +33,15 @@ def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
     """
     job = Job.read(folder)
     logs_transfers = bool(job.recipe.deepspeed.comms_logger)
-    with joined(job.recipe.launch, place.environment, talks=logs_transfers) as device:
+    with (
+        searching_beside() if splits_rows(job.recipe) else nullcontext() as orders,
+        joined(job.recipe.launch, place.environment, talks=logs_transfers) as device,
+    ):
         assert job.recipe.output_dir is not None
         require_shared(job.recipe.output_dir, place.environment)
         renewed = job.lease.renewed() if job.lease and dist.get_rank() == 0 else nullcontext()
         with renewed:
-            code = _run(job, device, waiting)
+            code = _run(job, device, waiting, orders)
         if logs_transfers:
             import deepspeed
 
@@ -44,7 +49,13 @@ def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
     return code
 
 
-def _run(job: Job, device: torch.device, waiting: Waiting) -> int:
+def splits_rows(recipe: Recipe) -> bool:
+    """Tell whether ranks share rows under any of a recipe's layouts."""
+    every = [one.parallel_config for one in layouts_of(recipe)]
+    return any(p.context_parallel > 1 or p.tensor_parallel_algo == "meshslice" for p in every)
+
+
+def _run(job: Job, device: torch.device, waiting: Waiting, orders: Orders | None) -> int:
     waiting.now("the model to be built")
     from uspft.assemble import assemble
     from uspft.kernels import slower
@@ -54,7 +65,7 @@ def _run(job: Job, device: torch.device, waiting: Waiting) -> int:
     keep_imports()
     first = dist.get_rank() == 0
     limit = deadline(job.recipe.launch.timeout_minutes, first_step=True)
-    run = assemble(job, device, Groups(limit))
+    run = assemble(job, device, Groups(limit), orders=orders)
     set_deadline(limit)  # in DeepSpeed's groups too
     waiting.close()
     if first and job.recipe.model.attention == AUTO:

@@ -17,6 +17,7 @@ import torch
 from uspft.batch import Batch
 from uspft.comm import largest, total
 from uspft.config.problems import RunFailed
+from uspft.data.orders import Orders
 from uspft.data.stream import Row, RowStream, empty_row
 from uspft.data.tokenise import NOT_TRAINED
 from uspft.kernels.varlen import put
@@ -25,6 +26,7 @@ from uspft.segments import Segments
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from uspft.sequence import Share
     from uspft.world import World
 
 EMPTY = -1
@@ -69,10 +71,26 @@ class RowLoader(ABC):
     worlds: Sequence[World] = ()
     """The live layout of each strategy, where the recipe has several."""
 
-    def __init__(self, stream: RowStream, tokens_apart: int, of_step: StepRows) -> None:
-        """tokens_apart: how far the tokens of neighbouring rows are numbered apart."""
+    def __init__(
+        self, stream: RowStream, tokens_apart: int, of_step: StepRows, orders: Orders | None
+    ) -> None:
+        """tokens_apart: how far the tokens of neighbouring rows are numbered apart. orders: where
+        token orders are found; None: in this process."""
         self.stream, self._tokens_apart, self._of_step = stream, tokens_apart, of_step
-        self._reading = threading.Lock()
+        self._reading, self._orders = threading.Lock(), orders or Orders()
+        self._pool = ThreadPoolExecutor(1, "rows ahead")
+        self._ahead: Future[None] | None = None
+
+    def begin(self, step: int) -> None:
+        """Begin to work out how the rows of a step are dealt out, while other things are done."""
+        self._ahead = self._pool.submit(self._look_ahead, step)
+
+    @abstractmethod
+    def _look_ahead(self, step: int) -> None:
+        """Find the token orders of this rank's rows of a step, which are remembered."""
+
+    def _share(self, world: World, rows: Sequence[Segments]) -> Share:
+        return world.share(rows, [self._orders.of(world.algorithm, row) for row in rows])
 
     def rows_of(self, step: int) -> range:
         """Return the indices, in the stream, of what a step takes."""
@@ -102,7 +120,7 @@ class RowLoader(ABC):
     def batch_of(self, world: World, indices: Sequence[int]) -> Batch:
         """Return the micro-batch that holds this rank's share of the rows with these indices."""
         rows = [self.row(i) for i in indices]
-        share = world.share([row.segments for row in rows])
+        share = self._share(world, [row.segments for row in rows])
 
         def kept(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
             whole = np.concatenate(arrays)
@@ -160,7 +178,7 @@ class RowLoader(ABC):
         for batch in batches:
             world = batch.world
             rows = [self.row(index) for index in batch.rows]
-            said = world.share(self.documents(batch)).held
+            said = self._share(world, self.documents(batch)).held
             places = [np.arange(a, b) for a, b in said]
             told = (batch.input_ids[0], batch.labels, batch.position_ids[0])
             held_here = [x.cpu().numpy() for x in told]
@@ -205,22 +223,19 @@ class StepLoader(RowLoader):
         rows_per_step: int,
         rows_per_batch: int,
         last_row: int | None = None,
+        orders: Orders | None = None,
     ) -> None:
-        super().__init__(stream, row_tokens, StepRows(rows_per_step, last_row))
+        super().__init__(stream, row_tokens, StepRows(rows_per_step, last_row), orders)
         self._world, self._row_tokens = world, row_tokens
         self._rows_per_step, self._rows_per_batch = rows_per_step, rows_per_batch
-        self._pool = ThreadPoolExecutor(1, "rows ahead")
-        self._ahead: Future[None] | None = None
 
     def batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step, as many on every rank and in every step.
-
-        While the step runs, a thread works out how the next step's rows are dealt out.
-        """
+        """Return this rank's micro-batches of a step, as many on every rank and in every step, and
+        begin to work out how the next step's rows are dealt out."""
         if self._ahead:
             self._ahead.result()
         found = [self.batch(indices) for indices in self._indices(step)]
-        self._ahead = self._pool.submit(self._look_ahead, step + 1)
+        self.begin(step + 1)
         return found
 
     def _indices(self, step: int) -> list[list[int]]:
@@ -236,9 +251,8 @@ class StepLoader(RowLoader):
         ]
 
     def _look_ahead(self, step: int) -> None:
-        """Search for the token orders of a step's rows, which the algorithm remembers."""
         for index in chain.from_iterable(self._indices(step)):
-            self._world.algorithm.token_order(self.row(index).segments)
+            self._orders.of(self._world.algorithm, self.row(index).segments)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the micro-batch that holds this rank's share of the rows with these indices."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +21,7 @@ from uspft.world import make_world
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
+    from uspft.data.orders import Orders
     from uspft.job import Job, Prices
     from uspft.mesh import Groups
     from uspft.world import World
@@ -84,14 +84,13 @@ class SwitchingLoader(RowLoader):
         *,
         row_tokens: int,
         packing: str,
+        orders: Orders | None = None,
     ) -> None:
         """stream: of rows of one document each. row_tokens: of the longest row."""
-        super().__init__(stream, row_tokens, of_step)
+        super().__init__(stream, row_tokens, of_step, orders)
         self._strategies, self._prices, self._packing = strategies, prices, packing
         self.worlds = strategies.worlds
         self._plans: dict[int, StepPlan] = {}
-        self._pool = ThreadPoolExecutor(1, "plans ahead")
-        self._ahead: Future[None] | None = None
 
     def batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step.
@@ -109,7 +108,7 @@ class SwitchingLoader(RowLoader):
                 elif self._strategies.together:
                     here.append(self._idle(tensor))
             found += here or [self._idle(tensor)]
-        self._ahead = self._pool.submit(self._look_ahead, step + 1)
+        self.begin(step + 1)
         return found
 
     def plan(self, step: int) -> StepPlan:
@@ -173,13 +172,13 @@ class SwitchingLoader(RowLoader):
         return self.batch_of(world, [plan.numbers[row] for row in group.rows])
 
     def _look_ahead(self, step: int) -> None:
-        """Plan a step, and search for the token orders of this rank's rows in it."""
+        """Plan a step, and find the token orders of this rank's rows in it."""
         plan = self.plan(step)
         every = chain.from_iterable(phase.groups for phase in plan.phases)
         for group in filter(None, map(self._mine, every)):
             algorithm = self._strategies.worlds[group.bucket].algorithm
             for row in group.rows:
-                algorithm.token_order(self.row(plan.numbers[row]).segments)
+                self._orders.of(algorithm, self.row(plan.numbers[row]).segments)
 
     def empty(self) -> Batch:
         return self._idle(next(iter(self._strategies.idle)))
@@ -215,6 +214,8 @@ def switching_loader(
     of_step: StepRows,
     live: tuple[Sequence[World], Sequence[World]],
     groups: Groups,
+    *,
+    orders: Orders | None = None,
 ) -> SwitchingLoader:
     """Return the loader of a recipe with strategies; collective.
 
@@ -241,6 +242,7 @@ def switching_loader(
         of_step,
         row_tokens=data.sequence_length,
         packing=data.packing,
+        orders=orders,
     )
 
 

@@ -9,12 +9,11 @@ what the busiest rank sends and the balance holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from uspft.segments import Segments
+from uspft.sequence.rows.dealt import Dealt, Floats, Ints
 from uspft.sequence.rows.spans import Span, pairs
 
 MAX_IMBALANCE = 1.05
@@ -35,9 +34,6 @@ MAX_EXACT_FLOAT32 = 1 << 24
 RESTARTS = 16
 """How often a search starts again near the best assignment it has found; where chunks are many, it
 does so less often."""
-
-Floats = NDArray[np.floating[Any]]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -76,17 +72,18 @@ def assign(
     how often keys travel; 2 where the backward pass fetches them again. The search is
     deterministic, so every rank of a row finds the same assignment.
     """
-    found: list[Assignment] = []
+    balanced: list[Search] = []
+    rest: list[Search] = []
     for per_rank in CHUNKS_PER_RANK:
-        if per_rank > USUAL_CHUNKS_PER_RANK and any(a.balance <= MAX_IMBALANCE for a in found):
+        if per_rank > USUAL_CHUNKS_PER_RANK and balanced:
             break
         chunk, left = divmod(segments.length, ring * per_rank)
         if left == 0 and chunk and (chunk * per_rank) % multiple == 0:
-            found.append(Search(segments, (ring, per_rank), fetches, window).best())
-    balanced = [a for a in found if a.balance <= MAX_IMBALANCE]
-    if balanced:
-        return min(balanced, key=lambda a: a.sent)
-    return min(found, key=lambda a: a.balance)
+            search = Search(segments, (ring, per_rank), fetches, window)
+            (balanced if search.balance() <= MAX_IMBALANCE else rest).append(search)
+    # Swaps are for bytes: a start that is out of balance is not searched where another is not.
+    tried = balanced or [min(rest, key=Search.balance)]
+    return min((search.best() for search in tried), key=lambda found: found.sent)
 
 
 class Search:
@@ -110,42 +107,48 @@ class Search:
         # Up to three rows' tokens are added up, exactly: in float32 where it can, at half the time.
         dtype = np.float32 if 3 * segments.length <= MAX_EXACT_FLOAT32 else np.float64
         self.need: Floats = np.tril(np.clip(seen, 0, self.chunk), -1).astype(dtype)
+        self.start = self._longest_first()
+
+    def balance(self) -> float:
+        """Return the balance that the search starts with; no swap may make it worse."""
+        return self._balance(self.start)
 
     def best(self) -> Assignment:
         """Return the best assignment of an iterated local search.
 
         It swaps to a dead end, shakes and swaps again; the best dead end wins.
         """
-        owner = self._longest_first()
-        limit = max(MAX_IMBALANCE, self._balance(owner))
+        limit, count = max(MAX_IMBALANCE, self.balance()), len(self.work)
         # Raw bits: their stream is the same in every numpy, and so on every host.
         dice = np.random.Philox(0)
-        cost, owner = self._descend(owner, limit)
-        most = RESTARTS * MAX_CHUNKS_ALL_SWAPS // max(MAX_CHUNKS_ALL_SWAPS, len(owner))
+        best = Dealt(self.start, self.need, self.ring, self.fetches)
+        cost = self._descend(best, limit)
+        most = RESTARTS * MAX_CHUNKS_ALL_SWAPS // max(MAX_CHUNKS_ALL_SWAPS, count)
         for _ in range(most if cost and self.ring > 1 else 0):
-            trial = owner.copy()
+            trial = best.copy()
             for _ in range(2):
-                a, b = (int(n) % len(trial) for n in dice.random_raw(2))
-                trial[a], trial[b] = trial[b], trial[a]
+                a, b = (int(n) % count for n in dice.random_raw(2))
+                trial.swap(a, b)
             found = self._descend(trial, limit)
-            if self._balance(found[1]) <= limit and found[0] < cost:
-                cost, owner = found
-        unit = self.chunk * self.per_rank
-        busiest = float(self.traffic(owner).max())
+            if self._balance(trial.owner) <= limit and found < cost:
+                cost, best = found, trial
+        owner, unit = best.owner, self.chunk * self.per_rank
         # Ranks are numbered by their first chunk: in a ring, neighbours of the row are neighbours.
         numbers = {rank: number for number, rank in enumerate(dict.fromkeys(owner.tolist()))}
         numbered = tuple(numbers[rank] for rank in owner.tolist())
-        return Assignment(numbered, self.chunk, self._balance(owner), busiest / unit)
+        return Assignment(
+            numbered, self.chunk, self._balance(owner), float(best.traffic.max()) / unit
+        )
 
-    def _descend(self, owner: Ints, limit: float) -> tuple[float, Ints]:
-        """Swap two chunks at a time until no swap helps any more, and return (cost, owner)."""
-        owner, cost = owner.copy(), self._cost(owner)
-        while found := self._best_swap(owner, limit):
+    def _descend(self, dealt: Dealt, limit: float) -> float:
+        """Swap two chunks at a time until no swap helps any more, and return the cost."""
+        cost = float(_weigh(dealt.traffic))
+        while found := self._best_swap(dealt, limit):
             if found[0] >= cost - 1e-9:
                 break
             cost, a, b = found
-            owner[a], owner[b] = owner[b], owner[a]
-        return cost, owner
+            dealt.swap(a, b)
+        return cost
 
     def _longest_first(self) -> Ints:
         owner = np.zeros(len(self.work), dtype=np.int64)
@@ -163,42 +166,17 @@ class Search:
         mean = float(load.mean())
         return float(load.max()) / mean if mean else 1.0
 
-    def needs(self, owner: Ints) -> tuple[Floats, Floats]:
-        """Return how many tokens' keys a rank needs of each chunk, with and without a chunk's
-        queries.
-
-        The first is [rank, chunk], 0 for the rank's own chunks. The second is [chunk, chunk]: what
-        the rank of the first chunk would need of the second without the first one's queries, own
-        chunks too.
-        """
-        held = np.argsort(owner, kind="stable")
-        each = self.need[held].reshape(self.ring, self.per_rank, -1)
-        second, most = np.partition(each, self.per_rank - 2, axis=1)[:, -2:].swapaxes(0, 1)
-        without = np.where(self.need == most[owner], second[owner], most[owner])
-        most[owner, np.arange(len(owner))] = 0.0
-        return most, without
-
-    def traffic(self, owner: Ints) -> Floats:
-        """Return the tokens of keys and values that each rank sends: its own to others, and the
-        gradients of others' home."""
-        wanted, _ = self.needs(owner)
-        given = np.bincount(owner, wanted.sum(axis=0), self.ring)
-        return np.asarray(self.fetches * given + wanted.sum(axis=1))
-
-    def _cost(self, owner: Ints) -> float:
-        return float(_weigh(self.traffic(owner)))
-
-    def _best_swap(self, owner: Ints, limit: float) -> tuple[float, int, int] | None:
+    def _best_swap(self, dealt: Dealt, limit: float) -> tuple[float, int, int] | None:
         """Return (cost, a, b) of the best swap of chunks a and b that keeps the balance, or None.
 
         Where chunks are more than MAX_CHUNKS_ALL_SWAPS, a is one of the rank that sends most.
         """
-        swaps = Swaps(owner, self.needs(owner), self.need, self.fetches)
+        owner = dealt.owner
         load, every = np.bincount(owner, self.work, self.ring), np.arange(len(owner))
         ceiling = limit * float(load.mean())
         first = every
         if len(owner) > MAX_CHUNKS_ALL_SWAPS:
-            first = np.flatnonzero(owner == swaps.traffic.argmax())
+            first = np.flatnonzero(owner == dealt.traffic.argmax())
         shift = self.work[first, None] - self.work
         fits = (load[owner[first], None] - shift <= ceiling) & (load[owner] + shift <= ceiling)
         fits &= owner[first, None] != owner
@@ -206,52 +184,13 @@ class Search:
             fits = np.triu(fits)
         at, b = np.nonzero(fits)
         a, best = first[at], None
-        for start in range(0, len(a), TABLE_NUMBERS // len(owner)):
-            part = slice(start, start + TABLE_NUMBERS // len(owner))
-            costs = _weigh(swaps.traffic_after(a[part], b[part]))
+        for start in range(0, len(a), TABLE_NUMBERS // self.ring):
+            part = slice(start, start + TABLE_NUMBERS // self.ring)
+            costs = _weigh(dealt.traffic_after(a[part], b[part]))
             least = int(costs.argmin())
             if best is None or costs[least] < best[0]:
                 best = float(costs[least]), int(a[start + least]), int(b[start + least])
         return best
-
-
-class Swaps:
-    """What ranks would send after swaps of two chunks.
-
-    Only what the two ranks need changes, and who sends the two chunks' keys. All numbers are whole
-    tokens, and exact in any order of adding.
-    """
-
-    def __init__(
-        self, owner: Ints, needs: tuple[Floats, Floats], need: Floats, fetches: int
-    ) -> None:
-        """Sum up what ranks send before any swap. needs: what `Search.needs` finds then."""
-        self.owner, (self.wanted, self.without) = owner, needs
-        self.need, self.fetches = need, fetches
-        self.held = np.eye(len(self.wanted), dtype=self.need.dtype)[owner]
-        self.column = self.wanted.sum(axis=0)
-        self.sums = self.wanted @ self.held  # [to, from]
-        self.given, self.taken = self.sums.sum(axis=0), self.sums.sum(axis=1)
-        self.traffic: Floats = fetches * self.given + self.taken
-
-    def traffic_after(self, a: Ints, b: Ints) -> Floats:
-        """Return the traffic [swap, rank] where chunks a[i] and b[i], of two ranks, change
-        places."""
-        ra, rb, i = self.owner[a], self.owner[b], np.arange(len(a))
-        mine = np.maximum(self.without[a], self.need[b])
-        theirs = np.maximum(self.without[b], self.need[a])
-        # By the rank that gives: none to itself, and each of the two one chunk in another's place.
-        to_a, to_b = mine @ self.held, theirs @ self.held
-        to_a[i, ra], to_b[i, rb] = 0.0, 0.0
-        to_a[i, rb] += mine[i, a] - mine[i, b]
-        to_b[i, ra] += theirs[i, b] - theirs[i, a]
-        given = self.given - self.sums[ra] - self.sums[rb] + to_a + to_b
-        moved = self.column[a] - self.wanted[rb, a] - self.column[b] + self.wanted[ra, b]
-        given[i, ra] -= moved
-        given[i, rb] += moved
-        taken = np.tile(self.taken, (len(a), 1))
-        taken[i, ra], taken[i, rb] = to_a.sum(axis=1), to_b.sum(axis=1)
-        return np.asarray(self.fetches * given + taken)
 
 
 def _weigh(traffic: Floats) -> Floats:

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from uspft.kernels import Block
 from uspft.segments import Segments
-from uspft.sequence.rows.spans import Holding, Span, blocks_between, tokens_in, work_of
+from uspft.sequence.rows.spans import (
+    Holding,
+    Span,
+    blocks_between,
+    looking_back,
+    tokens_in,
+    work_of,
+)
 
 Order = list[tuple[Span, ...]]
 Made = TypeVar("Made")
@@ -106,15 +113,17 @@ class Share:
         return self.once(("places", i, j), lambda: self.holdings[j].places(self.parcel(i, j)))
 
     def _parcel(self, i: int, j: int) -> tuple[Span, ...]:
+        held, seen = self.holdings[j], self.once(("seen", i), lambda: self._seen(i))
+        return tuple(span for start, stop in seen for span in held.within(start, stop))
+
+    def _seen(self, i: int) -> list[Span]:
+        """Return the positions before ring rank i's spans whose keys its queries see, merged."""
         found: list[Span] = []
-        for start, stop in self.documents:
-            for a, _ in self.holdings[i].within(start, stop):
-                earliest = start if self.window is None else max(start, a - self.window + 1)
-                if found and found[-1][0] <= earliest <= found[-1][1]:
-                    earliest = found.pop()[0]
-                found.append((earliest, a))
-        held = self.holdings[j]
-        return tuple(span for start, stop in found for span in held.within(start, stop))
+        for earliest, a, _ in looking_back(self.holdings[i], self.documents, self.window):
+            if found and found[-1][0] <= earliest <= found[-1][1]:
+                earliest = found.pop()[0]
+            found.append((earliest, a))
+        return found
 
     @cached_property
     def hops(self) -> tuple[int, ...]:

@@ -6,8 +6,10 @@ local index of a token counts through them.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -86,32 +88,47 @@ def blocks_between(
     another rank's keys a span of queries sees a prefix: all keys before the span's first position.
     """
     found: list[Block] = []
-    same = queries is keys
+    if queries is not keys:
+        for earliest, a, b in looking_back(queries, documents, window):
+            for block in _blocks_behind((a, b), keys, earliest, window):
+                _append(found, _local(block, queries, keys))
+        return found
     for start, stop in documents:
-        if same and (window is None or stop - start <= window):
+        if window is None or stop - start <= window:
             first, last = queries.before(start), queries.before(stop)
             if first < last:
                 found.append(Block(first, last, first, last, Mask.CAUSAL))
             continue
         for a, b in queries.within(start, stop):
-            earliest = start if window is None else max(start, a - window + 1)
-            for block in _span_blocks((a, b), keys, (earliest, window), same=same):
+            earliest = max(start, a - window + 1)
+            behind = _blocks_behind((a, b), keys, earliest, window)
+            for block in chain(_square(a, b, window), behind):
                 _append(found, _local(block, queries, keys))
     return found
 
 
-def _span_blocks(
-    span: Span, keys: Holding, reach: tuple[int, int | None], *, same: bool
-) -> Iterator[Block]:
-    """Yield the blocks of one span of queries, by position.
+def looking_back(
+    queries: Holding, documents: Sequence[Span], window: int | None
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (first key, a, b) for the queries [a, b) of one document that see keys before them.
 
-    reach: (the first key that any of them sees, the window). same: whether the keys are the
-    queries' own rank's.
+    Of a held span only the queries of its first document can: the others begin in it. documents:
+    their bounds, sorted.
+    """
+    for a, stop in queries.spans:
+        i = bisect_right(documents, a, key=itemgetter(0)) - 1
+        if i >= 0 and documents[i][0] < a < documents[i][1]:
+            start = documents[i][0]
+            earliest = start if window is None else max(start, a - window + 1)
+            yield earliest, a, min(stop, documents[i][1])
+
+
+def _blocks_behind(span: Span, keys: Holding, earliest: int, window: int | None) -> Iterator[Block]:
+    """Yield the blocks of one span of queries against keys before it, by position.
+
+    earliest: the first key that any of them sees.
     """
     a, b = span
-    earliest, window = reach
-    if same:
-        yield from _square(a, b, window or b - a)
     if window is None:
         held = keys.within(earliest, a)
         if held:  # one block, though the positions have gaps: all of them are seen

@@ -16,7 +16,8 @@ from tests.support.algorithms import ALGORITHMS, named
 from tests.support.rows import packed
 from uspft.segments import Segments
 from uspft.sequence import Heads
-from uspft.sequence.rows.balance import Search, Swaps, assign
+from uspft.sequence.rows.balance import Search, assign
+from uspft.sequence.rows.dealt import Dealt
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.spans import Span
 
@@ -207,16 +208,25 @@ def test_every_swap_costs_what_the_masks_say(window: int | None, fetches: int) -
         assert search.work.tolist() == seen.sum(axis=1).reshape(-1, CHUNK).sum(axis=1).tolist()
         owner = dice.permutation(np.repeat(np.arange(RING), EACH))
         before = sent(seen, owner, fetches)
-        swaps = Swaps(owner, search.needs(owner), search.need, fetches)
-        assert swaps.traffic.tolist() == search.traffic(owner).tolist() == before.tolist()
+        dealt = Dealt(owner, search.need, RING, fetches)
+        assert dealt.traffic.tolist() == before.tolist()
         pairs = [p for p in combinations(range(len(owner)), 2) if owner[p[0]] != owner[p[1]]]
         a, b = np.array(pairs).T
-        for i, found in enumerate(swaps.traffic_after(a, b)):
+        for i, found in enumerate(dealt.traffic_after(a, b)):
             swapped = owner.copy()
             swapped[[a[i], b[i]]] = owner[[b[i], a[i]]]
             want = sent(seen, swapped, fetches)
             assert found.tolist() == want.tolist(), (row, a[i], b[i])
             changed += want.tolist() != before.tolist()
+        for a, b in dice.integers(0, len(owner), (20, 2)).tolist():  # of one rank too
+            left, kept = dealt.copy(), dealt.traffic.tolist()
+            left.swap(a, b)
+            assert dealt.traffic.tolist() == kept, "what was copied has moved"
+            assert left.traffic.tolist() == sent(seen, left.owner, fetches).tolist(), (row, a, b)
+            dealt = left
+        want = Dealt(dealt.owner, search.need, RING, fetches)
+        a, b = np.array([p for p in pairs if dealt.owner[p[0]] != dealt.owner[p[1]]]).T
+        assert dealt.traffic_after(a, b).tolist() == want.traffic_after(a, b).tolist()
     assert changed > 40
 
 
@@ -250,3 +260,44 @@ def test_the_search_leaves_python_to_the_thread_that_starts_kernels() -> None:
         sys.setprofile(before)
     assert len(found.owner) == 64 and found.chunk == ROW // 64
     assert calls < 50_000
+
+
+LONG = 131072
+
+
+def one(window: int | None) -> list[int]:
+    return [LONG] if window else [LONG - 4096, 4096]
+
+
+def long_among_short(_: int | None) -> list[int]:
+    """One long document among 2,752 short ones."""
+    dice = np.random.default_rng(3)
+    short = dice.multinomial(LONG - 37_000 - 2752, [1 / 2752] * 2752) + 1
+    return [*short[:1000].tolist(), 37_000, *short[1000:].tolist()]
+
+
+def halves(_: int | None) -> list[int]:
+    return [LONG // part for part in (2, 4, 8, 16, 32, 64, 128, 128)]
+
+
+def short(_: int | None) -> list[int]:
+    dice = np.random.default_rng(2)
+    return (dice.multinomial(LONG - 904, [1 / 904] * 904) + 1).tolist()
+
+
+# What the busiest of eight ranks sent under the search of before, in units of its own keys and
+# values (received ones kept): whole documents, and with a window of 4096 tokens.
+RECORDED = [
+    (one, 10.5, 0.4999),
+    (halves, 6.0, 0.9998),
+    (short, 0.0087, 0.0087),
+    (long_among_short, 3.6721, 0.9297),
+]
+
+
+@pytest.mark.parametrize(("mix", "whole", "windowed"), RECORDED)
+def test_no_mix_costs_more_bytes_than_was_recorded(mix: Any, whole: float, windowed: float) -> None:
+    for window, most in ((None, whole), (4096, windowed)):
+        found = assign(packed(mix(window)), 8, 1, window=window)
+        assert found.balance <= LIMIT
+        assert found.sent <= most + 1e-4, (found.sent, window)
