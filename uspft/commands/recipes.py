@@ -80,7 +80,8 @@ def purpose(recipe: Recipe) -> str:
     on = DATA.get(data.format, data.format)
     if any(source.path == STDLIB for source in data.train):
         on = "Python's standard library"
-    length = f"rows of {data.sequence_length // 1024}k"
+    mega, rest = divmod(data.sequence_length, 1 << 20)
+    length = f"rows of {data.sequence_length >> 10}k" if rest else f"rows of {mega}m"
     name = model.name_or_path or "random weights"
     return f"{name}, {count} {several if count > 1 else one}, {length}: {trains}, on {on}"
 

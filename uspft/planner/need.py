@@ -33,11 +33,17 @@ class Need:
 
     state_bytes: float
     """Weights, gradients, the optimizer's state and buckets."""
+    state_host_bytes: float
+    """Those of them that lie in the host's memory."""
     activations: Activations
 
     @property
     def bytes(self) -> float:
         return self.state_bytes + self.activations.peak_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        return self.state_host_bytes + self.activations.host_bytes
 
 
 def need_of(recipe: Recipe, shape: ModelShape, layout: Layout) -> Need | None:
@@ -48,29 +54,36 @@ def need_of(recipe: Recipe, shape: ModelShape, layout: Layout) -> Need | None:
         return None
     tokens = -(-rows * recipe.data.sequence_length // layout.context)
     found = activations(shape, layout, tokens, recipe.memory, row)
-    return Need(state_bytes(recipe, shape, layout), found) if found else None
+    return Need(*state_bytes(recipe, shape, layout), found) if found else None
 
 
-def state_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> float:
-    """Return the bytes of weights, gradients and the optimizer's state under the ZeRO stage.
+def state_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """Return the bytes of weights, gradients and the optimizer's state under the ZeRO stage, on
+    the device and on the host.
 
     Weights are in 16 bits; gradients are summed in float32, in which the master weights and two
-    moments are too. Stage 3 has the head, or two layers, whole at a time.
+    moments are too. Stage 3 has the head, or two layers, whole at a time; where it offloads the
+    optimizer's state, gradients are summed beside it (DeepSpeed's grad_partitions_flat_buffer).
     """
     zero = recipe.deepspeed.zero_optimization
     stage, ranks = int(zero.get("stage", 1)), layout.context * layout.data
     outside, layer = parameters_of(shape)
     every = outside + shape.layers * layer
     if stage == 0:
-        return 20.0 * every
+        return 20.0 * every, 0.0
     bucket = 4 * min(float(zero.get("reduce_bucket_size") or BUCKET), every)
-    optimizer = 0 if (zero.get("offload_optimizer") or {}).get("device") == "cpu" else 12
-    weights = 0 if (zero.get("offload_param") or {}).get("device") == "cpu" else 2
+    optimizer_away, weights_away = (
+        (zero.get(key) or {}).get("device") == "cpu"
+        for key in ("offload_optimizer", "offload_param")
+    )
     if stage == 3:
         whole = 2 * max(head_projection(shape).parameters, 2 * layer)
-        return (weights + 4 + optimizer) * every / ranks + whole + bucket
+        away = (4 + 12) * optimizer_away + 2 * weights_away
+        return (2 + 4 + 12 - away) * every / ranks + whole + bucket, away * every / ranks
     gradients = 4 * every / (ranks if stage == 2 else 1)
-    return 2 * every + gradients + optimizer * every / ranks + bucket
+    optimizer = 12 * every / ranks
+    device = 2 * every + gradients + bucket
+    return (device, optimizer) if optimizer_away else (device + optimizer, 0.0)
 
 
 def least_work(recipe: Recipe, shape: ModelShape, layout: Layout, memory_bytes: float) -> str:

@@ -57,8 +57,8 @@ def memory_sentence(
         f"activations {_gib(need.activations.peak_bytes)}, "
         f"weights, gradients and optimizer {_gib(need.state_bytes)}"
     )
-    if need.activations.offloaded:
-        parts += f"; on the host {_gib(need.activations.host_bytes)}"
+    if need.host_bytes:
+        parts += f"; on the host {_gib(need.host_bytes)}"
     if not hardware.device:
         return f"about {_gib(need.bytes)} GiB a rank ({parts})"
     card = hardware.memory.bytes

@@ -17,6 +17,8 @@ NAMES = sorted(path.stem for path in SHIPPED.iterdir())
 WANTED = """\
 quickstart
     random weights, 4 CPU processes, rows of 4k: all weights, on Python's standard library
+llama3.1-8b-text-whole-512k
+    meta-llama/Llama-3.1-8B, 1 GPU, rows of 512k: all weights, on texts
 qwen3-0.6b-chat-whole-8k
     Qwen/Qwen3-0.6B, 1 GPU, rows of 8k: all weights, on conversations
 llama3.1-8b-text-ulysses-64k
@@ -27,6 +29,8 @@ llama3.1-70b-lora-tensor-32k
     meta-llama/Llama-3.1-70B, 8 GPUs, rows of 32k: LoRA, on conversations
 llama3.1-8b-text-hybrid-128k
     meta-llama/Llama-3.1-8B, 8 GPUs, rows of 128k: all weights, on texts
+llama3.1-8b-text-ulysses-4m
+    meta-llama/Llama-3.1-8B, 8 GPUs, rows of 4m: all weights, on texts
 qwen2.5-32b-lora-planned-32k
     Qwen/Qwen2.5-32B, 8 GPUs, rows of 32k: LoRA, on conversations
 qwen2.5-7b-chat-switching-32k
@@ -37,6 +41,8 @@ qwen3-8b-text-ring-64k
     Qwen/Qwen3-8B, 8 GPUs, rows of 64k: all weights, on texts
 llama3.1-8b-text-hybrid-128k-16gpu
     meta-llama/Llama-3.1-8B, 16 GPUs, rows of 128k: all weights, on texts
+llama3.1-8b-text-planned-15m-32gpu
+    meta-llama/Llama-3.1-8B, 32 GPUs, rows of 15m: all weights, on texts
 llama3.1-70b-text-tensor-128k-64gpu
     meta-llama/Llama-3.1-70B, 64 GPUs, rows of 128k: all weights, on texts
 """

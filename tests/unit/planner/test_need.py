@@ -1,0 +1,56 @@
+"""What a rank needs for weights, gradients and optimizer: on the device, and on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uspft.config import load
+from uspft.config.inputs import ModelBlock
+from uspft.families import ModelShape, read_shape
+from uspft.layout import Layout
+from uspft.planner.need import need_of
+from uspft.planner.products import head_projection, parameters_of
+
+ROOT = Path(__file__).parents[3]
+EIGHT = Layout(ulysses=8)
+AWAY = {"device": "cpu"}
+
+
+def needed(**zero: Any) -> tuple[float, float]:
+    """Bytes a parameter that one of eight ranks has on its device and on the host, without buckets
+    and what stage 3 has whole."""
+    recipe = load(ROOT / "recipes" / "llama3.1-8b-text-ulysses-4m.yaml").recipe
+    block = recipe.deepspeed.model_copy(update={"zero_optimization": zero})
+    shape = read_shape(ModelBlock(name_or_path="meta-llama/Llama-3.1-8B"), ROOT / "configs")
+    assert isinstance(shape, ModelShape)
+    need = need_of(recipe.model_copy(update={"deepspeed": block}), shape, EIGHT)
+    assert need
+    outside, layer = parameters_of(shape)
+    every = outside + shape.layers * layer
+    whole = 2 * max(head_projection(shape).parameters, 2 * layer) if zero["stage"] == 3 else 0
+    buckets = 4 * zero.get("reduce_bucket_size", 5e8)
+    offloaded = need.host_bytes - need.activations.host_bytes
+    return (need.state_bytes - whole - buckets) / every * 8, offloaded / every * 8
+
+
+@pytest.mark.parametrize(
+    ("zero", "device", "host"),
+    [
+        ({"stage": 1}, 8 * 6 + 12, 0),
+        ({"stage": 2}, 8 * 2 + 4 + 12, 0),
+        ({"stage": 3}, 18, 0),
+        ({"stage": 3, "reduce_bucket_size": 1000}, 18, 0),
+        ({"stage": 2, "offload_optimizer": AWAY}, 8 * 2 + 4, 12),
+        # Gradients are summed beside the optimizer's state.
+        ({"stage": 3, "offload_optimizer": AWAY}, 2, 16),
+        ({"stage": 3, "offload_optimizer": AWAY, "offload_param": AWAY}, 0, 18),
+        ({"stage": 3, "offload_param": AWAY}, 16, 2),
+    ],
+)
+def test_what_zero_offloads_lies_on_the_host(
+    zero: dict[str, Any], device: float, host: float
+) -> None:
+    assert needed(**zero) == pytest.approx((device, host))
