@@ -51,14 +51,13 @@ def main(words: list[str]) -> int:
     options = _options(words)
     signal.signal(signal.SIGTERM, _leave)  # so that hosts and ranks are taken down
     try:
-        if not options.show:
-            found = circumstances()
-            found["by_ranks"] = {}
-            for ranks in options.ranks:
-                for so_far in _at(ranks, options):  # what is measured is kept, whatever comes
-                    found["by_ranks"][str(ranks)] = so_far
-                    found["machine"]["load_average_after"] = os.getloadavg()[0]
-                    print(results.write(options.out, NAME, found), flush=True)
+        for ranks in () if options.show else options.ranks:
+            about = circumstances()
+            for found in _at(ranks, options):  # what is measured is kept, whatever comes
+                about["machine"]["load_average_after"] = os.getloadavg()[0]
+                kept = results.read(options.out, NAME).get("by_ranks", {})
+                whole = {"by_ranks": {**kept, str(ranks): {**about, **found}}}
+                print(results.write(options.out, NAME, whole), flush=True)
     except (NoCluster, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
