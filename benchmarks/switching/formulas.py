@@ -1,4 +1,5 @@
-"""Bytes of the model's state that a rank sends in a step, for each of its parameters."""
+"""Bytes of the model's state that a rank sends in a step and holds between steps, for each of
+its parameters."""
 
 from __future__ import annotations
 
@@ -24,3 +25,16 @@ def sent_bytes(one: Contender, ranks: int) -> float:
         return sum((1 / t - 1 / ranks) * (WEIGHT + GRADIENT) for t in degrees)
     reduced = sum(2 * (1 - t / ranks) / t * GRADIENT for t in degrees if t < most)
     return (1 / degrees[0] - 1 / most) * WEIGHT + reduced + home * (GRADIENT + WEIGHT)
+
+
+def held_bytes(one: Contender, ranks: int) -> float:
+    """Return what a rank holds between steps for each parameter under ZeRO-1.
+
+    In place: weights, and of the ranks that hold the same a share of masters and Adam's moments.
+    Moving, as uspft/switching/moving.py says: masters, moments and summed gradients of what it
+    owns; straight also the weights of the most sharded layout.
+    """
+    degrees = one.degrees()
+    if one.moves:
+        return 16 / ranks + one.straight * WEIGHT / degrees[-1]
+    return WEIGHT / degrees[0] + 12 / ranks

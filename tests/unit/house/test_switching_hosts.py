@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.switching.contenders import BOUND, PEER, STATIC, SWITCHED, contenders
 from benchmarks.switching.corpus import even, scaled, write_samples
-from benchmarks.switching.formulas import sent_bytes
+from benchmarks.switching.formulas import held_bytes, sent_bytes
 from benchmarks.switching.report import Stage, tables, targets
 from benchmarks.switching.setting import Setting, make_jobs, make_model, make_samples
 
@@ -53,6 +53,8 @@ def test_the_formulas_of_what_is_sent() -> None:
         "tensor 4, 2, 1 moved straight",
     )
     assert [every[name] for name in named] == [9, 8, 11]
+    held = {name: held_bytes(one, 4) for name, one in contenders(4).items()}
+    assert [held[name] for name in named] == [7, 4, 5] and held["static tensor 4"] == 4
     assert every["static tensor 4"] == 0 and every["static tensor 2 × planned 2"] == 3
 
 
@@ -94,7 +96,8 @@ def test_the_tables_and_what_was_reached() -> None:
     shown = tables(made(seconds))
     lines = {line.split(" | ")[0]: line for line in shown[0].splitlines()}
     assert lines[f"| {BOUND}"] == (
-        f"| {BOUND} | 1.00 | – | 4.00 | 1.00 | 0.50 | 1.0 | 9.00 | 9.00 | – | 2.0 | 4.00 | 2.0 |"
+        f"| {BOUND} | 1.00 | – | 4.00 | 1.00 | 0.50 | 1.0 | 9.00 | 9.00 | – | 2.0 "
+        "| 4.00 | 7.00 | 2.0 |"
     )
     assert "| 0.25 |" in lines[f"| {names[4]}"] and len(lines) == len(names) + 2
     ends = [line.rsplit("|", 2)[1].strip() for line in shown[1].splitlines()[2:]]
