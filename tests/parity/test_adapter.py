@@ -1,9 +1,9 @@
 """LoRA under every algorithm and ZeRO stage against plain peft in one process.
 
-Every algorithm, tensor parallelism among them, meets every second stage (`--full`: every one);
-packing, checkpointing, models, adapted modules and dropout take turns, so that each algorithm and
-each stage meets all of them (of the models two of three, of the modules a part). In bfloat16 two of
-them, by the error of one process. One spawn of four ranks, many engines inside.
+Every algorithm, tensor parallelism among them, meets every third stage (`--full`: every one);
+packing, checkpointing, models, adapted modules and dropout take turns, so that each stage (by
+`--full` each algorithm too) meets all of them (of the models two of three, of the modules a part).
+In bfloat16 two of them, by the error of one process. One spawn of four ranks, many engines inside.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ TURNS = (tuple(MODELS), TARGETS, (True, False), (False, True), (DROPOUT, 0.0))
 def cases(*, full: bool) -> list[Case]:
     """Of each trait the value that layout and stage, and the trait before it, have met least.
 
-    Not full: every second stage of a layout, the others of the next.
+    Not full: every third stage of a layout, others of the next.
     """
     met: Counter[Any] = Counter()
     found = []
     for turn, (layout, zero) in enumerate(product(LAYOUTS, FULLY)):
-        if not full and turn % 2:
+        if not full and turn % 3:
             continue
         chosen: list[Any] = []
         for number, values in enumerate(TURNS):
@@ -288,10 +288,11 @@ def test_in_bfloat16_it_is_about_as_far_off_as_one_process(
         assert all(off[key] > bounds[key] for key in ("lora_A", "lora_B", "grad_norm")), off
 
 
-@pytest.mark.parametrize(("full", "count"), [(False, 23), (True, 45)])
+@pytest.mark.parametrize(("full", "count"), [(False, 15), (True, 45)])
 def test_every_layout_and_stage_meets_everything(full: bool, count: int) -> None:
     assert len(CASES[full]) == count and set(LAYOUTS) == {*ALGORITHMS, *TENSOR}
-    for place, names in ((0, LAYOUTS), (1, FULLY)):
+    assert {case.layout for case in CASES[full]} == set(LAYOUTS)
+    for place, names in ((0, LAYOUTS), (1, FULLY))[not full :]:
         for name in names:
             mine = [case for case in CASES[full] if case[place] == name]
             models, modules, *rest = (len(set(values)) for values in [*zip(*mine, strict=True)][2:])

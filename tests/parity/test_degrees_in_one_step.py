@@ -1,8 +1,8 @@
 """One step whose rows divide matrices over 4, 2 and 1 ranks, beside one process of transformers.
 
 Weights are held whole (all ranks are one ZeRO group) or over two ranks; each row uses its part of
-what its ranks hold. Each family at both, with ZeRO, tokens split or not, recomputation and LoRA
-with dropout by turns (`--full`: every pair).
+what its ranks hold. Each family at one of them, with ZeRO, tokens split or not, recomputation and
+LoRA with dropout by turns (`--full`: every pair).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def norms_alone(net: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("full", "count"), [(False, 14), pytest.param(True, 35, marks=pytest.mark.full)]
+    ("full", "count"), [(False, 7), pytest.param(True, 35, marks=pytest.mark.full)]
 )
 def test_rows_of_several_tensor_degrees_are_one_step(
     full: bool, count: int, setting: tuple[Path, Documents]
@@ -103,7 +103,7 @@ def test_rows_of_several_tensor_degrees_are_one_step(
     wrong = {case: found for case, found in wrong.items() if found}
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
     counted = [case for case in every if case.trains == "all" and "gemma" not in case.model]
-    assert len(counted) >= 3
+    assert counted
     for case in counted:
         for record in answers[case][0]:
             assert 4 * record["mfu"] == pytest.approx(flops(wanted(case, setting), case))
@@ -177,10 +177,10 @@ def test_each_fault_is_found(setting: tuple[Path, Documents]) -> None:
 
 def test_every_trait_is_met() -> None:
     every = cases()
-    assert {(case.model, case.held) for case in every} == {(m, h) for m in MODELS for h in TURNS}
+    assert [case.model for case in every] == list(MODELS)
+    assert {case.zero for case in every} == set(FULLY)
     for degree in TURNS:
         mine = [case for case in every if case.held == degree]
-        assert {case.zero for case in mine} == set(FULLY)
         for trait in ("tokens", "checkpointed"):
             assert {getattr(case, trait) for case in mine} == {False, True}
         assert {case.trains for case in mine} == set(TRAINS)

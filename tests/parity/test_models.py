@@ -1,7 +1,8 @@
 """Every family of models against plain transformers in one process: two steps on four ranks.
 
-Each that tests/parity/test_training.py does not have meets every algorithm, packed or not by turns
-(`--full`: both); ZeRO stages, windows and checkpointing take turns. One spawn, many engines inside.
+Each that test_training.py does not have meets every second algorithm, packed or not by turns
+(`--full`: every one, both); ZeRO stages, windows and checkpointing take turns. One spawn, many
+engines inside.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": True, "sliding_window": 6},
 }
 WINDOWED_PACKED = ("ring_cp", "hybrid_cp", "planned_cp")
-"""Where a family that may have a window has one in packed rows; elsewhere in plain ones."""
+"""Where a family that may have a window has one in packed rows, elsewhere in plain ones; where not
+every algorithm is met, every second run has one."""
 ELSEWHERE = {str(kind["kind"]) for kind in KINDS.values()}
 """Families of the training matrix."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -81,19 +83,21 @@ class Case:
 
 
 def cases(*, full: bool) -> list[Case]:
-    """Families × algorithms × packing (not full: every second); the stage is the one that model and
+    """Families × algorithms × packing (not full: every fourth); the stage is the one that model and
     algorithm met least."""
     met: Counter[tuple[str, str]] = Counter()
     found = []
     families = [kind for kind in MODELS if kind in FAMILIES]
     every = list(product(families, ALGORITHMS, (True, False)))
-    turns = [((f + a + p) % 2) == 0 for f, a, p in product(*map(range, (len(families), 5, 2)))]
+    places = product(range(len(families)), range(len(ALGORITHMS)), range(2))
+    turns = [(f + a) % 2 == 0 and (f // 2 + a // 2 + p) % 2 == 0 for f, a, p in places]
     for (kind, algorithm, packed), turn in zip(every, turns, strict=True):
         if not (full or turn):
             continue
-        zero = min(FULLY, key=lambda name: (met[kind, name], met[algorithm, name]))
-        met.update([(kind, zero), (algorithm, zero)])
-        windowed = kind in WINDOWS and (algorithm in WINDOWED_PACKED) == packed
+        zero = min(FULLY, key=lambda name: (met[algorithm, name], met[kind, name]))
+        met.update([(kind, zero), (algorithm, zero), (kind, "runs")])
+        turn = (algorithm in WINDOWED_PACKED) == packed if full else met[kind, "runs"] % 2 == 1
+        windowed = kind in WINDOWS and turn
         found.append(Case(f"{kind} window" if windowed else kind, algorithm, zero, packed))
     return found
 
@@ -141,7 +145,7 @@ def wanted(folder: Path, model: str, data: dict[bool, Documents], packed: bool) 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("full", "count"), [(False, 50), pytest.param(True, 100, marks=pytest.mark.full)]
+    ("full", "count"), [(False, 25), pytest.param(True, 100, marks=pytest.mark.full)]
 )
 def test_every_family_trains_as_one_process(full: bool, count: int, setting: Any) -> None:
     folder, data = setting
@@ -211,9 +215,11 @@ def test_all_families_are_here(full: bool) -> None:
     for kind in kinds:
         mine = [case for case in every if case.model.removesuffix(" window") == kind]
         met = {(case.algorithm, case.packed) for case in mine}
-        assert {name for name, _ in met} == set(ALGORITHMS)
-        assert len(met) == (10 if full else 5) and {packed for _, packed in met} == {True, False}
-        assert {case.zero for case in mine} == set(FULLY)
+        assert len(met) == 10 if full else len(met) >= 2
+        assert {packed for _, packed in met} == {True, False}
+        assert not full or {case.zero for case in mine} == set(FULLY)
         windowed = {case.algorithm for case in mine if case.model.endswith(" window")}
         assert not windowed or kind in WINDOWS
-        assert len(windowed) >= (5 if full else 2) * (kind in WINDOWS)
+        assert len(windowed) >= (5 if full else 1) * (kind in WINDOWS)
+    met = {(case.algorithm, case.zero) for case in every}
+    assert met == set(product(ALGORITHMS, FULLY))

@@ -87,24 +87,27 @@ class Case:
 CASES = [
     Case("context", "zero1"),
     Case("context", "zero2", rows=2, checkpointed=True),
-    Case("context", "zero3"),
-    Case("planned", "zero1", "qwen3", rows=2),
-    Case("planned", "zero3", packing="none"),
+    Case("planned", "zero3", "qwen3", packing="none"),
     Case("alike", "zero1", packing="none"),
-    Case("tensor", "zero1"),
     Case("tensor", "zero3", "qwen3", checkpointed=True),
-    Case("tensor held", "zero1", "qwen3", rows=2),
     Case("tensor held", "zero2"),
-    Case("tensor held", "zero3", checkpointed=True),
-    Case("both", "zero1", adapter=True),
     Case("both", "zero3", rows=3),
     Case("tokens", "zero1", "qwen3"),
     Case("tokens", "zero3", adapter=True, checkpointed=True),
-    Case("tensor", "zero1", moves=True),
     Case("tensor held", "zero1", "qwen3", rows=2, checkpointed=True, moves=True),
     Case("both", "zero1", adapter=True, moves=True),
+]
+OTHERS = [
+    Case("context", "zero3"),
+    Case("planned", "zero1", "qwen3", rows=2),
+    Case("tensor", "zero1"),
+    Case("tensor held", "zero1", "qwen3", rows=2),
+    Case("tensor held", "zero3", checkpointed=True),
+    Case("both", "zero1", adapter=True),
+    Case("tensor", "zero1", moves=True),
     Case("tokens", "zero1", "qwen3", packing="none", moves=True),
 ]
+"""More of them, by `--full`."""
 RESUMED = {
     Case("context", "zero1"): Case("tensor", "zero3"),
     Case("tensor held", "zero3"): Case("alike", "zero2"),
@@ -149,6 +152,13 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
     for name, kind in MODELS.items():
         make_model(folder / name, **kind)
     return folder, make_documents(folder / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
+
+
+def others(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
+    found = {}
+    for number, case in enumerate(OTHERS):
+        found[case] = run_recipe(recipe(case, folder, data), folder / f"other-{number}")
+    return found if rank == 0 else {}
 
 
 def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
@@ -218,11 +228,20 @@ def wrong_of(got: Any, want: Reference) -> list[str]:
 def test_several_layouts_in_a_step_are_one_process(
     setting: tuple[Path, Documents], answers: dict[Any, Any]
 ) -> None:
-    folder, data = setting
+    check({case: answers[case] for case in CASES}, *setting)
+
+
+@pytest.mark.full
+def test_more_layouts_in_a_step_are_one_process(setting: tuple[Path, Documents]) -> None:
+    found = spawn(4, others, *setting)[0]
+    assert len(found) == len(OTHERS)
+    check(found, *setting)
+
+
+def check(answers: dict[Case, Any], folder: Path, data: Documents) -> None:
     wrong = {}
-    for case in CASES:
-        found = wrong_of(answers[case], wanted(case.model, case.adapter, folder, data.path))
-        if found:
+    for case, got in answers.items():
+        if found := wrong_of(got, wanted(case.model, case.adapter, folder, data.path)):
             wrong[case] = found
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
 

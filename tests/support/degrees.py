@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,13 @@ class Case:
 
 
 def cases(*, full: bool = False) -> list[Case]:
-    """Every model at every degree once, its traits those that were met least; full: every pair."""
+    """Every model at a degree by turns, its traits those that were met least; full: every pair."""
     factors = tuple(FULLY), (False, True), (False, True), TRAINS
     if full:
         return [Case(*case) for case in pairwise(tuple(MODELS), tuple(TURNS), *factors)]
     met: Counter[Any] = Counter()
     found = []
-    for model, degree in product(MODELS, TURNS):
+    for model, degree in zip(MODELS, cycle(TURNS), strict=False):
 
         def often(traits: tuple[Any, ...], degree: int = degree) -> int:
             named = list(enumerate(traits))

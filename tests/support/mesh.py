@@ -48,21 +48,22 @@ def layouts(ranks: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def cases(ranks: int, *, full: bool = False) -> list[MeshCase]:
-    """On four ranks every pair of layout, stage and packing, on eight each layout, models by turns;
-    full: every pair of all with the model too, and all of LLaMA's."""
+    """On four ranks every pair of layout, stage and packing, on eight every second layout, models
+    by turns; full: every pair of all with the model too, and all of LLaMA's."""
 
-    def every(model: str, layout: Any, zero: str, packed: bool) -> MeshCase:
+    def one_of(model: str, layout: Any, zero: str, packed: bool) -> MeshCase:
         return MeshCase(model, layout[1], zero, packed, False, layout[0])
 
     factors = layouts(ranks), STAGES, (False, True)
     if full:
-        found = [every(*case) for case in pairwise(tuple(MODELS), *factors)]
-        return list(dict.fromkeys([*found, *_all_of("llama", factors, every)]))
+        found = [one_of(*case) for case in pairwise(tuple(MODELS), *factors)]
+        return list(dict.fromkeys([*found, *_all_of("llama", factors, one_of)]))
     models, found = list(MODELS), pairwise(*factors)
     if ranks == 8:
-        found = [(one, STAGES[n % 3], n % 4 < 2) for n, one in enumerate(layouts(ranks))]
+        every_second = [one for n, one in enumerate(layouts(ranks)) if n % 4 in (0, 3)]
+        found = [(one, STAGES[n % 3], n % 2 > 0) for n, one in enumerate(every_second)]
         models = [*models[7:], *models[:7]]
-    return [every(models[n % len(models)], *case) for n, case in enumerate(found)]
+    return [one_of(models[n % len(models)], *case) for n, case in enumerate(found)]
 
 
 def _all_of(model: str, factors: Any, every: Any) -> Iterator[MeshCase]:
