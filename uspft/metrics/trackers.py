@@ -85,9 +85,9 @@ def _started(recipe: Recipe, output: Path, first_step: int) -> dict[str, Any]:
     if asked.tensorboard:
         makers["tensorboard"] = lambda: _tensorboard(recipe, output, first_step)
     if asked.wandb is not None:
-        makers["wandb"] = lambda: _wandb(recipe, output, runs)
+        makers["wandb"] = lambda: start_wandb(recipe, output, runs)
     if asked.mlflow is not None:
-        makers["mlflow"] = lambda: _mlflow(recipe, output, runs)
+        makers["mlflow"] = lambda: start_mlflow(recipe, output, runs)
     if makers:
         _prepare_accelerate()
     found = {}
@@ -133,7 +133,8 @@ def _tensorboard(recipe: Recipe, output: Path, first_step: int) -> Any:
     return tracker
 
 
-def _wandb(recipe: Recipe, output: Path, runs: dict[str, str]) -> Any:
+def start_wandb(recipe: Recipe, output: Path, runs: dict[str, str]) -> Any:
+    """Start Weights & Biases, in the run that `runs` has of it; a new one is noted there."""
     from accelerate.tracking import WandBTracker
 
     given = {"name": output.name, "dir": str(output), **(recipe.logging.wandb or {})}
@@ -146,7 +147,8 @@ def _wandb(recipe: Recipe, output: Path, runs: dict[str, str]) -> Any:
     return tracker
 
 
-def _mlflow(recipe: Recipe, output: Path, runs: dict[str, str]) -> Any:
+def start_mlflow(recipe: Recipe, output: Path, runs: dict[str, str]) -> Any:
+    """Start MLflow, in the run that `runs` has of it; a new one is noted there."""
     from accelerate.tracking import MLflowTracker
 
     given = {"run_name": output.name, "experiment_name": PROJECT, **(recipe.logging.mlflow or {})}

@@ -97,7 +97,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Broken()
-    monkeypatch.setattr(trackers, "_wandb", lambda *given: broken)
+    monkeypatch.setattr(trackers, "start_wandb", lambda *given: broken)
     recipe = recipe_of(tmp_path, wandb={}, tensorboard=True)
     said = track(recipe, 0, *({"step": step, "loss": 1.0} for step in (1, 2, 3)))
     assert said == ["logging.wandb: gone; no more goes there, metrics.jsonl has it all"]
@@ -113,7 +113,7 @@ def test_a_tracker_that_does_not_start_is_told(
     def refuse(*given: Any) -> None:
         raise ConnectionError("no such host")
 
-    monkeypatch.setattr(trackers, "_mlflow", refuse)
+    monkeypatch.setattr(trackers, "start_mlflow", refuse)
     with pytest.raises(
         RunFailed, match=r"logging\.mlflow: cannot be started: no such host; .* out"
     ):
