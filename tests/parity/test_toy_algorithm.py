@@ -17,7 +17,8 @@ from tests.support.runs import run_recipe, small_recipe
 from uspft.config import RecipeError
 from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
 from uspft.planner.layouts import candidates
-from uspft.prepare.examine import examine, layout_findings
+from uspft.prepare.examine import examine
+from uspft.prepare.layout_findings import layout_findings
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Cost, Forwards, Heads, Rule, Share, Split
 from uspft.sequence.algorithm import rows_must_divide

@@ -7,7 +7,7 @@ from typing import Any
 
 from uspft.config import Recipe
 from uspft.planner.layouts import Candidate, candidates
-from uspft.prepare.examine import layout_findings
+from uspft.prepare.layout_findings import layout_findings
 from uspft.verify.result import Difference, Measured, Result
 
 

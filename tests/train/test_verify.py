@@ -61,7 +61,7 @@ def alone(rank: int, folder: Path) -> None:
 def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool, str]]:
     """(case, fault) → whether the verdict is as it must be, and the table."""
     from uspft.planner.layouts import candidates
-    from uspft.prepare.examine import layout_findings
+    from uspft.prepare.layout_findings import layout_findings
     from uspft.verify.ranks import run_layouts
     from uspft.verify.report import Report
     from uspft.verify.result import results

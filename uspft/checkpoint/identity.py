@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from uspft.config import as_tree
+from uspft.config.algorithms import AUTO
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -31,6 +32,7 @@ It does not change with where the data lies.
 """
 BASE = "the base model (contents)"
 """The key for the digest of the model that the run started from, wherever that lies."""
+BATCH = "training.global_batch_size"
 PLACES = {"model.name_or_path", "model.config", "model.tokenizer"}
 """Keys that are kept for the export but not compared: contents show in `BASE` and `CONTENTS`."""
 SHOWN = 80
@@ -46,14 +48,20 @@ def identity_of(recipe: Recipe) -> dict[str, Any]:
     found = {"seed": tree["seed"]}
     for block in ("model", "data", "optimizer"):
         found |= {f"{block}.{key}": value for key, value in tree[block].items()}
-    batch = tree["training"]["global_batch_size"]
     # With strategies it counts samples: the data then goes on from another place.
-    samples = tree["parallel_config"].get("strategies") is not None
-    found["training.global_batch_size"] = f"{batch} samples" if samples else batch
+    strategies = tree["parallel_config"].get("strategies")
+    batch = tree["training"]["global_batch_size"]
+    if strategies != AUTO:  # else what it counts is yet to be chosen
+        found[BATCH] = batch if strategies is None else f"{batch} samples"
     if not tree["model"]["add_tokens"]:  # as in checkpoints from before there was the key
         del found["model.add_tokens"]
     found["training.max_grad_norm"] = tree["training"]["max_grad_norm"]
     return {key: value for key, value in found.items() if key not in LOOSE}
+
+
+def counts_samples(identity: dict[str, Any]) -> bool:
+    """Return whether a step of the run counts samples, and so has several layouts."""
+    return isinstance(identity[BATCH], str)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]:

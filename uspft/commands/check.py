@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from uspft.config import Fault, Recipe
+from uspft.config import Fault
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
-from uspft.prepare.data import tokenizer_of
+from uspft.prepare.data import tokenizer_here
 from uspft.prepare.examine import examine
 from uspft.prepare.files import not_writable
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
-from uspft.prepare.new_tokens import with_tokens
 from uspft.prepare.output import output_of
 from uspft.prepare.space import space_free, space_needed
 from uspft.prepare.waste import wasted
+from uspft.prepare.weigh_strategies import weighed_here
 
 CACHE = "data.cache_dir"
 SHOWN_FILES = 10
@@ -43,22 +41,18 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     elif asks:
         found.not_checked.append(f"the names in {', '.join(asks)} (no config of the model here)")
     vocabulary = shape.vocab_size if shape else None
-    with found.placed(), _tokenizer_here(recipe) as tokenizer:
+    with found.placed(), tokenizer_here(recipe) as tokenizer:
         look = first_look(recipe.data, tokenizer, vocabulary)
-    found.not_checked.extend(look.left_out)
+        found.not_checked.extend(look.left_out)
+        if shape and found.is_open:
+            found = weighed_here(found, place, look.lengths)
+            recipe = found.recipe
     print(f"{target}: no problem found")
     for line in look.shapes[:SHOWN_FILES]:
         print(f"data: {line}")
     if len(look.shapes) > SHOWN_FILES:
         print(f"data: ... and {len(look.shapes) - SHOWN_FILES:,} more files")
-    print(f"layout: {found.sentence}")
-    for line in found.strategies:
-        print(f"strategy: {line}")
-    if found.why:
-        print(f"algorithm: {found.why}")
-    if found.mesh:
-        print(f"mesh: {found.mesh}")
-    print(f"hardware: {found.hardware}")
+    print("\n".join(found.settled))
     for line in wasted(found):
         print(f"warning: {line}")
     if shape:
@@ -82,22 +76,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         every = recipe.training.eval_every_steps
         often = f"after every {every} steps and at the end" if every else "at the end"
         print(f"evaluation: {', '.join(sets)}, {often}")
+    if found.is_open:
+        found.not_checked.append("strategies (lengths are known after preprocess, or to a run)")
     for thing in found.not_checked:
         print(f"not checked: {thing}")
     return 0
-
-
-@contextmanager
-def _tokenizer_here(recipe: Recipe) -> Iterator[str | None]:
-    """Yield the tokenizer's folder, or None where it is a hub id.
-
-    With model.add_tokens it is one that has them, for as long as the `with` block lasts.
-    """
-    folder = tokenizer_of(recipe)
-    if not (folder and os.path.isdir(folder)):
-        yield None
-    elif not recipe.model.add_tokens:
-        yield folder
-    else:
-        with tempfile.TemporaryDirectory(prefix="uspft-") as aside:
-            yield str(with_tokens(folder, recipe.model.add_tokens, Path(aside)))

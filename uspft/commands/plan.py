@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from uspft.commands.aligned import aligned
+from uspft.commands.plan_switching import switching_lines
+from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.layout import Layout
 from uspft.metrics import as_size
@@ -14,8 +16,11 @@ from uspft.planner.hardware import Hardware
 from uspft.planner.mesh_tuner import Tuning
 from uspft.planner.steps import StepShape
 from uspft.planner.time import NOT_PREDICTED
+from uspft.prepare.data import tokenizer_here
 from uspft.prepare.invocation import Invocation
+from uspft.prepare.known import Weighed
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
+from uspft.prepare.weigh_strategies import has_strategies, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
 COLUMNS = (
@@ -48,14 +53,24 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str |
     hosts = planned_hosts(place.environment)
     found = examine_for_plan(target, words, hosts, place.ranks)
     with found.placed():
+        if has_strategies(found):
+            sizes, recipe = step_of(found).model, found.here
+            with tokenizer_here(recipe) as tokenizer:
+                look = first_look(recipe.data, tokenizer, sizes.vocab_size)
+            found = weighed_here(found, place, look.lengths)
         step = step_of(found)
-    hardware = hardware_of(found, hosts)
-    own = own_layout(found, step, hardware)
-    others = [one for one in alternatives(step, own.layout.ranks, hardware) if one.name != own.name]
     print(f"layout: {found.sentence}")
+    if found.why_strategies:
+        print(f"strategies: {found.why_strategies}")
     for line in found.strategies:
         print(f"strategy: {line}")
     print(f"hardware: {found.hardware}")
+    if has_strategies(found):
+        print(_several(found.known.weighed))
+        return 0
+    hardware = hardware_of(found, hosts)
+    own = own_layout(found, step, hardware)
+    others = [one for one in alternatives(step, own.layout.ranks, hardware) if one.name != own.name]
     print(_step(step))
     print(_parts(own))
     print()
@@ -67,6 +82,17 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str |
     for line in (*_doubts(found.recipe.model.dtype, hardware), *NOT_PREDICTED):
         print(f"not predicted: {line}")
     return 0
+
+
+def _several(weighed: Weighed | None) -> str:
+    """Return what several layouts in one step take, and every layout alone."""
+    if weighed is None:
+        what = "the lengths of the data are not known here before a run"
+        return f"not predicted: several layouts in a step, since {what}"
+    drawn = weighed.drawn
+    source = f"drawn {len(drawn.steps)} times by the lengths of the {weighed.source}"
+    head = f"step: {drawn.samples} samples, {source}"
+    return "\n".join([head, *switching_lines(weighed.choice, drawn)])
 
 
 def _step(step: StepShape) -> str:

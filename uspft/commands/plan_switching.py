@@ -18,12 +18,9 @@ LEGEND = (
 )
 
 
-def switching_lines(found: SwitchingChoice, drawn: DrawnSteps, *, auto: bool) -> list[str]:
-    """Return the lines for a recipe's strategies, or for those that `auto` weighed.
-
-    auto: whether the recipe leaves the choice, and is told why.
-    """
-    lines = [f"strategies: {found.why}"] if auto else []
+def switching_lines(found: SwitchingChoice, drawn: DrawnSteps) -> list[str]:
+    """Return the lines for a recipe's strategies, or for those that `auto` weighed."""
+    lines = []
     if found.mix:
         lines += [_buckets(found.mix, drawn), _switches(found.mix)]
     lines += [_steps(found), LEGEND]
@@ -45,7 +42,7 @@ def _buckets(mix: Mix, drawn: DrawnSteps) -> str:
                 str(one.group_ranks),
                 f"{rows:.3g}",
                 f"{seconds:.3g}",
-                f"{share:.0%}",
+                f"{share:.0%}" if share <= 1 else "does not fit",
             ]
         )
     return aligned(lines)

@@ -49,14 +49,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             if moved:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
             job = replace(job, lease=lease)
-        screen.print(f"layout: {found.sentence}", markup=False)
-        for line in found.strategies:
-            screen.print(f"strategy: {line}", markup=False)
-        if found.why:
-            screen.print(f"algorithm: {found.why}", markup=False)
-        if found.mesh:
-            screen.print(f"mesh: {found.mesh}", markup=False)
-        screen.print(f"hardware: {found.hardware}", markup=False)
+        for line in found.settled:
+            screen.print(line, markup=False)
         for line in wasted(found):
             screen.print(f"warning: {line}", markup=False)
         screen.print(f"run: {course_of(recipe, job.corpus, job.steps)}", markup=False)

@@ -131,7 +131,7 @@ class ParallelBlock(Degrees):
         tuple[Strategy, ...] | Literal["auto"] | None,
         _is(each(block(Strategy), "a list of layouts", also=("auto", None))),
     ] = None
-    """Layouts that a run switches between by the length of its samples, in one step; null: one."""
+    """Layouts that the samples of one step run under, by length; `auto` chooses; null: one."""
     switching: Annotated[
         Literal["auto", "in_place", "move"] | None,
         _is(choice("auto", "in_place", "move", also=(None,))),

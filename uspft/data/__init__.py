@@ -7,7 +7,7 @@ folder; evaluation: each set in its own; holdout; cleaning) → corpus → packi
 loader (each rank's share). serving: the template that goes with the trained model.
 """
 
-from uspft.data.cache import formats_of, prepare
+from uspft.data.cache import formats_of, prepare, prepared
 from uspft.data.cleaning import corpora_in, empty, holding
 from uspft.data.corpus import Corpus, read_report
 from uspft.data.counts import fates
@@ -37,6 +37,7 @@ __all__ = [
     "not_checked",
     "prepare",
     "prepare_sets",
+    "prepared",
     "read_report",
     "source_problems",
     "training_rows",

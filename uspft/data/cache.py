@@ -66,6 +66,31 @@ def prepare(
     folder is written aside and renamed. For evaluation data, give a block whose train is the
     evaluation sources. Raises DataError.
     """
+    folder, reading = _reading(data, tokenizer_path, vocab_size, cache_dir)
+    if not os.path.exists(folder):
+        build(folder, data, reading, progress or _silent)
+    _require_lengths(Corpus.open(folder), data)
+    return folder
+
+
+def prepared(
+    data: DataBlock, tokenizer_path: str | None, vocab_size: int, cache_dir: Path
+) -> Path | None:
+    """Return the folder that `prepare` would, where it is there; None where it is to be made, or
+    where hub data sets would be asked for. Nothing is written. Raises DataError."""
+    if any(is_hub_id(source.path) for source in data.train):
+        return None
+    folder, _ = _reading(data, tokenizer_path, vocab_size, cache_dir)
+    if not os.path.exists(folder):
+        return None
+    _require_lengths(Corpus.open(folder), data)
+    return folder
+
+
+def _reading(
+    data: DataBlock, tokenizer_path: str | None, vocab_size: int, cache_dir: Path
+) -> tuple[Path, Reading]:
+    """Return the folder that data.train's tokens belong in, and how they are made."""
     parts = parts_of(data)
     first = [first_record(part.content, part.asked) for part in parts]
     formats = {record.format for record in first if record}
@@ -82,12 +107,8 @@ def prepare(
         if findings := tokeniser.problems(formats, vocab_size):
             raise DataError([], findings)
     key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
-    folder = Path(cache_dir) / key.folder
-    if not os.path.exists(folder):
-        reading = Reading(parts, Encoder(tokeniser, vocab_size), key.contents, _shapes(first))
-        build(folder, data, reading, progress or _silent)
-    _require_lengths(Corpus.open(folder), data)
-    return folder
+    reading = Reading(parts, Encoder(tokeniser, vocab_size), key.contents, _shapes(first))
+    return Path(cache_dir) / key.folder, reading
 
 
 def parts_of(data: DataBlock) -> list[SourcePart]:

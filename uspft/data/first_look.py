@@ -27,6 +27,8 @@ class Look:
 
     shapes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of the first records of data.train, as far as they were tokenised."""
 
 
 def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -> Look:
@@ -46,8 +48,10 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
         shapes = [item.shape for item in items if isinstance(item, Record) and item.shape]
         look.shapes += [f"{part.content.shown}: {shape}" for shape in shapes]
     encoder = _encoder(data, tokenizer, vocab_size, formats)
+    trained = sum(not is_hub_id(source.path) for source in data.train)
     for part, items in zip(parts, found, strict=True):
-        _look_at(part, items[:RECORDS], encoder, faults)
+        lengths = _look_at(part, items[:RECORDS], encoder, faults)
+        look.lengths += lengths if part.source < trained else []
     if data.on_bad_sample == "error":
         faults.raise_any()
     look.shapes += faults.lines()
@@ -80,13 +84,16 @@ def _look_at(
     items: Sequence[Record | BadRecord],
     encoder: Encoder | None,
     faults: Faults,
-) -> None:
+) -> list[int]:
+    """Return the tokens of the records."""
+    lengths = []
     for item in items:
         if isinstance(item, BadRecord):
             faults.add(item.where, item.what)
             continue
         try:
             if encoder:
-                encoder.tokens(item)
+                lengths.append(len(encoder.tokens(item).ids))
         except SampleFault as fault:
             faults.add(f"{part.content.shown}:{item.line}", str(fault))
+    return lengths

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +15,7 @@ from uspft.config import Recipe
 from uspft.config.strategies import strategies_of
 from uspft.data import HELD_OUT, hold_out, prepare, prepare_sets, read_report, training_rows
 from uspft.prepare.invocation import Invocation
+from uspft.prepare.new_tokens import with_tokens
 from uspft.segments import Segments
 
 FIRST_ROWS = 4
@@ -72,6 +77,22 @@ def tokenizer_of(recipe: Recipe) -> str | None:
     """Return where the tokenizer is: the place that the recipe names, or else the model's own."""
     named = recipe.model.tokenizer or recipe.model.name_or_path
     return str(named) if named else None
+
+
+@contextmanager
+def tokenizer_here(recipe: Recipe) -> Iterator[str | None]:
+    """Yield the tokenizer's folder, or None where it is a hub id.
+
+    With model.add_tokens it is one that has them, for as long as the `with` block lasts.
+    """
+    folder = tokenizer_of(recipe)
+    if not (folder and os.path.isdir(folder)):
+        yield None
+    elif not recipe.model.add_tokens:
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(prefix="uspft-") as aside:
+            yield str(with_tokens(folder, recipe.model.add_tokens, Path(aside)))
 
 
 def steps_of(recipe: Recipe, corpus: Path) -> int:

@@ -12,22 +12,20 @@ import torch
 
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, load
 from uspft.config.algorithms import AUTO
-from uspft.config.strategies import KEY, layouts_of, row_lengths, strategies_of, under
+from uspft.config.strategies import KEY, layouts_of, row_lengths
 from uspft.data import not_checked, source_problems
-from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import FAMILIES, ModelShape, check_length
+from uspft.families import ModelShape, check_length
 from uspft.layout import Layout, layout_of
 from uspft.planner.mesh_tuner import Tuning
 from uspft.prepare.cluster import cluster_of, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.installed import tracker_findings
 from uspft.prepare.known import Known
-from uspft.prepare.memory_need import exchange_findings, memory_sentence, tile_findings
+from uspft.prepare.layout_findings import host_findings, run_findings
+from uspft.prepare.memory_need import exchange_findings, memory_sentence
 from uspft.prepare.new_tokens import shape_of
 from uspft.prepare.paths import find_paths
 from uspft.prepare.resolve import choice, ranks_of, resolve, slices_of, tuning
-from uspft.sequence import Heads, of_recipe
-from uspft.tensor import tensor_algorithm
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,24 @@ class Examined:
         return tuning(self.loaded.recipe, self.known)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the layouts are yet to be chosen, by the lengths of the data."""
+        return self.recipe.parallel_config.strategies == AUTO
+
+    @property
+    def why_strategies(self) -> str | None:
+        """What `strategies: auto` became and the reason; None where it was not asked or is open."""
+        asked, found = self.loaded.recipe, self.known.weighed
+        if asked.parallel_config.strategies != AUTO or found is None:
+            return None
+        why = f"by the lengths of the {found.source} {found.choice.why}"
+        if found.choice.switches:
+            return f"several layouts, since {why}"
+        samples, rows = asked.training.global_batch_size, found.drawn.packed_rows
+        made = f"{rows} row{'s' if rows > 1 else ''}"
+        return f"one layout, since {why}; {samples} samples a step make {made}"
+
+    @property
     def mesh(self) -> str | None:
         """The mesh and slices that `auto` became and the reason, or None where nothing was to
         choose."""
@@ -73,7 +89,7 @@ class Examined:
     @property
     def memory(self) -> str | None:
         """What a rank needs of its card's memory, for a person; None where nothing predicts it."""
-        if self.shape is None or self.known.cluster is None:
+        if self.shape is None or self.known.cluster is None or self.is_open:
             return None
         hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
         free = asked.recompute == AUTO
@@ -89,6 +105,8 @@ class Examined:
         """The layout, ZeRO stage and compute type in words for a person."""
         recipe, parallel = self.recipe, self.recipe.parallel_config
         layout = self.layout.sentence(parallel.context_parallel_algo, open_=parallel.mesh_is_open)
+        if self.is_open:
+            layout = f"{self.layout.ranks} processes, split as the lengths of the data ask"
         stage = recipe.deepspeed.zero_optimization.get("stage", 1)
         return f"{layout}; ZeRO-{stage}, {recipe.model.dtype} on {recipe.launch.device}"
 
@@ -103,6 +121,16 @@ class Examined:
             lines.append(f"{shortest:,} to {length:,} tokens: {how}")
             shortest = length + 1
         return lines
+
+    @property
+    def settled(self) -> list[str]:
+        """How the run is split, by which hardware file, and why; a line each, for a person."""
+        found = [f"layout: {self.sentence}"]
+        found += [f"strategies: {why}" for why in [self.why_strategies] if why]
+        found += [f"strategy: {line}" for line in self.strategies]
+        found += [f"algorithm: {why}" for why in [self.why] if why]
+        found += [f"mesh: {why}" for why in [self.mesh] if why]
+        return [*found, f"hardware: {self.hardware}"]
 
     def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
         """Return the examination of another recipe, which `change` makes from the user's own."""
@@ -188,10 +216,15 @@ def examine(
     known = replace(known, cluster=cluster)
     recipe = resolve(asked, known)
     findings += _precision(recipe, recipe.launch.device)
-    layout = layout_of(recipe.parallel_config, ranks_of(recipe, known))
+    ranks = ranks_of(recipe, known)
+    layout = layout_of(recipe.parallel_config, ranks)
+    if recipe.parallel_config.strategies == AUTO and ranks is None:
+        what = f"is {AUTO}, and nothing says on how many processes"
+        findings.append((KEY, what, "write launch.processes, or list the strategies"))
     if isinstance(layout, Layout):
-        findings += run_findings(recipe, layout, known.shape) + _hosts(layout, hosts)
-        if asked.parallel_config.context_parallel_algo != AUTO:  # else data may change what it is
+        findings += run_findings(recipe, layout, known.shape) + host_findings(layout, hosts)
+        open_yet = asked.parallel_config.context_parallel_algo, recipe.parallel_config.strategies
+        if AUTO not in open_yet:  # else data may change what it is
             findings += exchange_findings(recipe, layout)
         if known.shape:
             findings += check_length(known.shape, asked.model, asked.data.sequence_length)
@@ -219,74 +252,4 @@ def _precision(recipe: Recipe, device: str) -> list[Finding]:
     if device == "cpu" and recipe.model.attention.startswith("flash"):
         what = f"{recipe.model.attention} runs on GPUs only"
         return [("model.attention", what, "write auto or torch")]
-    return []
-
-
-def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return the findings that speak against a recipe's layout, and those of its strategies on as
-    many ranks."""
-    every = len(strategies_of(recipe))
-    if not every:
-        return layout_findings(recipe, layout, shape)
-    findings: list[Finding] = []
-    for number in range(every):
-        alone = under(recipe, number)
-        found = layout_of(alone.parallel_config, layout.ranks)
-        wrong = [found] if not isinstance(found, Layout) else layout_findings(alone, found, shape)
-        findings += [_of_strategy(one, number) for one in wrong]
-    return findings
-
-
-def _of_strategy(finding: Finding, number: int) -> Finding:
-    """Return a finding about the recipe of one strategy's rows in the terms of the whole recipe."""
-    key, what, remedy = finding
-    if key == "data.sequence_length":
-        return f"{KEY}[{number}].max_length", what, remedy
-    return key.replace("parallel_config.", f"{KEY}[{number}].", 1), what, remedy
-
-
-def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
-    """Return the findings that speak against a recipe's `parallel_config` under its layout."""
-    if layout.tensor > 1 and (wrong := tile_findings(recipe)):
-        return wrong
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
-    if shape and heads and layout.tensor > 1:
-        if wrong := _tensor(recipe, layout, shape):
-            return wrong
-        heads = heads.on(layout.mesh_columns)
-    # A model that is not here is taken to have as many heads as the degree needs.
-    wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
-    problems = of_recipe(recipe, layout).problems(recipe.data.sequence_length, wide)
-    return problems + _accumulation(recipe, layout)
-
-
-def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
-    """Return why a model's matrices cannot be split over tensor ranks."""
-    key, kind = "parallel_config.model_parallel", shape.model_type
-    if FAMILIES[kind].routed:
-        able = [name for name, family in FAMILIES.items() if not family.routed]
-        what = f"splits matrices {layout.tensor} ways, which is not available for `{kind}` yet"
-        return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
-    algorithm = tensor_algorithm(recipe.parallel_config, layout)
-    return algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size)
-
-
-def _hosts(layout: Layout, hosts: int) -> list[Finding]:
-    if layout.ranks % hosts == 0:
-        return []
-    what = f"{layout.ranks} processes do not spread evenly over {hosts} hosts"
-    return [("launch.processes", what, "start as many on each host")]
-
-
-def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:
-    stage = recipe.deepspeed.zero_optimization.get("stage", 1)
-    passes = micro_batches(recipe, layout)
-    if stage == 0 and recipe.model.dtype == "bfloat16" and passes > 1:
-        return [
-            (
-                "deepspeed.zero_optimization.stage",
-                f"stage 0 in bfloat16 would accumulate {passes} micro-batches in bfloat16",
-                "write stage 1, or model.dtype float32",
-            )
-        ]
     return []

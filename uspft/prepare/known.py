@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from uspft.config import Recipe
 from uspft.families import ModelShape
 from uspft.job import placed
 from uspft.planner.auto import Work
 from uspft.prepare.cluster import Cluster
+from uspft.switching.choice import SwitchingChoice
+from uspft.switching.drawn_steps import DrawnSteps
+
+
+class Weighed(NamedTuple):
+    """What several layouts in one step were predicted to take, beside each alone."""
+
+    choice: SwitchingChoice
+    drawn: DrawnSteps
+    """The steps that were predicted."""
+    source: str
+    """Of which samples the lengths are, for a person."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,8 @@ class Known:
     """The documents of the run's first rows, and the attention windows of the model's layers."""
     cluster: Cluster | None = None
     """The hardware file that the run is planned by, and why."""
+    weighed: Weighed | None = None
+    """Of a recipe with strategies, what they take; known once the data's lengths are."""
     formats: Sequence[str] = ()
     """The format of each source of training and then of evaluation data, in their order."""
     kernel: str | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, named, newest
-from uspft.checkpoint.identity import BASE, CONTENTS, differences, identity_of
+from uspft.checkpoint.identity import BASE, CONTENTS, counts_samples, differences, identity_of
 from uspft.config import Fault, Recipe
 from uspft.data import Corpus, formats_of
 from uspft.job import Job
@@ -26,6 +26,7 @@ from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
 from uspft.prepare.serving_files import serving_of
 from uspft.prepare.space import space_needed
+from uspft.prepare.weigh_strategies import lengths_of, weighing
 
 
 def prepare_job(
@@ -43,21 +44,24 @@ def prepare_job(
     if model.trains:
         screen.print(f"trains: {model.trains}", markup=False)
     needed = space_needed(recipe, model.trained, model.parameters, recipe.training.steps)
-    identity = identity_of(recipe) | {BASE: base_digest(found.here.model)}
+    base = {BASE: base_digest(found.here.model)}
     checkpoint = _checkpoint(recipe, output_of(recipe), screen)
-    _same(checkpoint, identity)
+    _same(checkpoint, identity_of(recipe) | base)
     corpus, evaluation = prepare_data(found.here, model.config.vocab_size, place, screen)
-    identity[CONTENTS] = Corpus.open(corpus).contents
-    _same(checkpoint, identity)
     work = Work(first_rows(found.here, corpus), layer_windows(model.config))
     formats = formats_of(recipe.data)
     found = found.knowing(work=work, formats=formats)
+    if found.is_open:
+        keeps = counts_samples(checkpoint.state["identity"]) if checkpoint else None
+        found = weighing(found, lengths_of(found.here, corpus), keeps=keeps)
+    identity = identity_of(found.recipe) | base | {CONTENTS: Corpus.open(corpus).contents}
+    _same(checkpoint, identity)
     if wrong := exchange_findings(found.recipe, found.layout):
         raise Fault(wrong)
     job = Job(
         found.recipe,
         corpus,
-        steps_of(recipe, corpus),
+        steps_of(found.recipe, corpus),
         identity,
         evaluation,
         resume_from=checkpoint.folder if checkpoint else None,

@@ -17,13 +17,15 @@ from uspft.planner.auto import Work
 from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
 from uspft.planner.memory import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
 from uspft.prepare.data import first_rows, prepare_data, steps_of
-from uspft.prepare.examine import Examined, run_findings
+from uspft.prepare.examine import Examined
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
+from uspft.prepare.layout_findings import run_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
+from uspft.prepare.weigh_strategies import lengths_of, weighing
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
 
@@ -74,6 +76,9 @@ def prepare_verify(
         screen.print(f"plain transformers is not run: {why_not}", markup=False)
     corpus, _ = prepare_data(found.here, config.vocab_size, place, screen)
     found = found.knowing(work=Work(first_rows(found.here, corpus), layer_windows(config)))
+    if found.is_open:
+        found = weighing(found, lengths_of(found.here, corpus))
+        screen.print(f"strategies: {found.why_strategies}", markup=False)
     recipe = found.recipe
     job = Job(
         recipe,

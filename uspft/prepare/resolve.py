@@ -20,6 +20,7 @@ from uspft.layout import Layout, context_degrees, layout_of
 from uspft.planner.auto import Choice, Work, recommend
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
 from uspft.planner.steps import StepShape
+from uspft.prepare.chosen_layouts import with_layouts
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import settled_memory
 from uspft.prepare.new_tokens import with_vocabulary
@@ -38,8 +39,10 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
     """Settle what strategies leave open; the degrees beside them are those of the longest rows.
 
     Each is settled as a recipe of its own whose rows have its length, on as many processes as the
-    longest rows' layout has.
+    longest rows' layout has. `auto` becomes a list, or one layout, once the choice is known.
     """
+    if recipe.parallel_config.strategies == AUTO and known.weighed:
+        recipe = with_layouts(recipe, known.weighed)
     every, parallel = strategies_of(recipe), recipe.parallel_config
     if parallel.strategies is None:
         return _with(recipe, "parallel_config", switching=None)
@@ -212,8 +215,10 @@ def _replicas(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _processes(recipe: Recipe, known: Known) -> Recipe:
-    layout = _layout(recipe, known)
+    layout, is_open = _layout(recipe, known), recipe.parallel_config.strategies == AUTO
     if layout is None or (recipe.launch.processes != AUTO and known.ranks is None):
+        return recipe
+    if is_open and ranks_of(recipe, known) is None:  # the degrees do not tell
         return recipe
     return _with(recipe, "launch", processes=layout.ranks // known.hosts)
 

@@ -22,10 +22,16 @@ from uspft.switching.setting import Setting
 
 AS_FAST = 1.05
 """Times a mix's seconds at which a static layout counts as fast: predictions are no closer."""
+LESS = 0.99
+"""Times the seconds of the best mix in place at which weights are moved instead."""
 LOWER_BUCKETS = 3
 """The most buckets below the longest rows'."""
 SHORTLIST = 4
 """Mixes of each kind whose steps are scheduled, those of least work."""
+
+
+_Timed = tuple[float, Mix | None]
+"""A mix and the seconds of its step."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,9 @@ class SwitchingChoice:
     mix_seconds: float
     static: tuple[StaticTime, ...]
     """Every static layout, the fastest first and those that do not fit last."""
+    keeps: bool | None = None
+    """Whether a checkpoint's steps had several layouts, which then are kept, or one; None where
+    there is no checkpoint."""
 
     @property
     def best_static(self) -> StaticTime | None:
@@ -54,9 +63,9 @@ class SwitchingChoice:
     @property
     def switches(self) -> bool:
         """Whether the mix is taken."""
-        if self.mix is None:
+        if self.mix is None or self.keeps is False:
             return False
-        best = self.best_static
+        best = None if self.keeps else self.best_static
         return best is None or best.seconds is None or best.seconds > AS_FAST * self.mix_seconds
 
     @property
@@ -64,21 +73,33 @@ class SwitchingChoice:
         """The reason, in one sentence."""
         best = self.best_static
         if best is None:
-            if self.mix is None:
+            if not self.switches:
                 return "no layout's rows fit in memory"
-            return f"no static layout fits, and these take {self.mix_seconds:.3g} s a step"
-        static = f"{best.priced.name} on packed rows takes {best.seconds:.3g} s a step"
+            return f"switching takes {self.mix_seconds:.3g} s a step, and no static layout fits"
+        static = f"{best.priced.name} alone takes {best.seconds:.3g} s a step"
+        if self.keeps is not None:
+            kept = "several layouts in a step" if self.keeps else "one layout"
+            static = f"the checkpoint has {kept}; {static}"
         if self.mix is None:
             return f"{static}, and no other layouts fit"
+        if self.keeps is not None:
+            return f"{static}, and switching {self.mix_seconds:.3g} s"
         if self.switches:
-            return f"they take {self.mix_seconds:.3g} s a step, and {static}"
+            return f"switching takes {self.mix_seconds:.3g} s a step, and {static}"
         return f"{static}, and switching {self.mix_seconds:.3g} s, which is not clearly less"
 
 
-def choose(setting: Setting, drawn: DrawnSteps, among: Among = every_layout) -> SwitchingChoice:
+def choose(
+    setting: Setting,
+    drawn: DrawnSteps,
+    among: Among = every_layout,
+    *,
+    keeps: bool | None = None,
+) -> SwitchingChoice:
     """Return the mix that is predicted to take least, and every static layout's step.
 
-    among: which layouts count, static and in a mix.
+    among: which layouts count, static and in a mix. keeps: whether a checkpoint's steps had several
+    layouts, or one: then a mix is made of the best layout alone where there is no other.
     """
 
     def priced_at(length: int, most: int | None) -> list[PricedLayout]:
@@ -88,13 +109,21 @@ def choose(setting: Setting, drawn: DrawnSteps, among: Among = every_layout) -> 
     options = {drawn.row_tokens: best_of_degrees(longest)}
     for bound in lower_bounds(drawn):
         options[bound] = best_of_degrees(priced_at(bound, 2))
-    best: tuple[float, Mix | None] = float("inf"), None
-    for kind in _kinds(setting, options):
+    best: _Timed = float("inf"), None
+    alike = drawn.packing == "none"
+    for kind in _kinds(setting, options, alike):
         listed = sorted(kind, key=lambda mix: mix.least_seconds(drawn))[:SHORTLIST]
-        best = min((best, *((mix.seconds(drawn), mix) for mix in listed)), key=_seconds)
+        found = min(((mix.seconds(drawn), mix) for mix in listed), key=_seconds, default=best)
+        if found[0] < best[0] * (LESS if found[1] and found[1].moves else 1):
+            best = found
     if best[1] is not None:
-        best = _refined(best[0], best[1], drawn, options)
-    return SwitchingChoice(best[1], best[0], _static(setting, drawn, longest))
+        best = _refined(best[0], best[1], drawn, options, alike)
+    choice = SwitchingChoice(best[1], best[0], _static(setting, drawn, longest), keeps)
+    if keeps and choice.mix is None and choice.best_static:
+        one = choice.best_static.priced
+        mix = Mix(setting, (one,), one.layout.tensor)
+        return replace(choice, mix=mix, mix_seconds=mix.seconds(drawn))
+    return choice
 
 
 def beside_static(mix: Mix, drawn: DrawnSteps) -> SwitchingChoice:
@@ -113,25 +142,31 @@ def _static(
     return tuple(sorted(found, key=lambda one: (one.seconds is None, one.seconds or 0.0)))
 
 
-def _seconds(found: tuple[float, Mix | None]) -> float:
+def _seconds(found: _Timed) -> float:
     return found[0]
 
 
 def _kinds(
-    setting: Setting, options: Mapping[int, Sequence[PricedLayout]]
-) -> Iterator[Iterator[Mix]]:
+    setting: Setting, options: Mapping[int, Sequence[PricedLayout]], alike: bool
+) -> Iterator[list[Mix]]:
     """Yield, for each tensor degree that ranks may hold and for weights that move, every choice of
-    bounds with the layouts of least work that fit."""
+    bounds with the layouts of least work that fit.
+
+    alike: whether all rows may have one layout, since rows that are not packed have less padding in
+    a bucket of their length.
+    """
     tensor = sorted({one.layout.tensor for one in options[max(options)]})
-    ways = [(degree, False) for degree in tensor]
-    if setting.step.stage == 1:
+    ways = [(degree, False) for degree in tensor if setting.in_place]
+    if setting.step.stage == 1 and setting.moves:
         ways.append((1, True))
     for degree, moves in ways:
         fitting = {}
         for length, found in options.items():
             alone = (Mix(setting, (one,), degree, moves) for one in found)
             fitting[length] = [mix.buckets[0] for mix in alone if mix.fits and mix.holds]
-        yield _mixes(setting, fitting, degree, moves)
+        same = alike and not moves
+        mixes = _mixes(setting, fitting, degree, moves)
+        yield [mix for mix in mixes if mix.fits and (same or mix.switches)]
 
 
 def _mixes(
@@ -153,20 +188,23 @@ def _mixes(
         for count in range(1, LOWER_BUCKETS + 1):
             for bounds in combinations(able, count):
                 buckets = (*(fewer[bound][0] for bound in sorted(bounds)), last)
-                mix = Mix(setting, buckets, tensor, moves)
-                if mix.switches:
-                    yield mix
+                yield Mix(setting, buckets, tensor, moves)
 
 
 def _refined(
-    seconds: float, mix: Mix, drawn: DrawnSteps, options: Mapping[int, Sequence[PricedLayout]]
+    seconds: float,
+    mix: Mix,
+    drawn: DrawnSteps,
+    options: Mapping[int, Sequence[PricedLayout]],
+    alike: bool,
 ) -> tuple[float, Mix]:
     """Return what comes of trying another layout for one bucket after the other."""
     for place, bucket in enumerate(mix.buckets):
         for other in options[bucket.length]:
             buckets = (*mix.buckets[:place], other, *mix.buckets[place + 1 :])
             tried = replace(mix, buckets=buckets)
-            if other is mix.buckets[place] or not (tried.holds and tried.fits and tried.switches):
+            switches = tried.switches or (alike and not tried.moves)
+            if other is mix.buckets[place] or not (tried.holds and tried.fits and switches):
                 continue
             if (found := tried.seconds(drawn)) < seconds:
                 seconds, mix = found, tried

@@ -13,7 +13,7 @@ from uspft.switching.buckets import rows_of_samples
 
 LEAST_TOKENS = 64
 """Tokens of the shortest rows that a bucket is for."""
-STEPS, SAMPLES = range(3, 9), 512
+STEPS, SAMPLES = range(3, 65), 512
 """How many steps are drawn: so many that they have this number of samples, within the range."""
 
 
@@ -52,6 +52,12 @@ class DrawnSteps:
     def together(self) -> list[list[int]]:
         """The rows of all drawn steps packed as one, as a static layout may have them."""
         return self._packed([length for step in self.steps for length in step], self.row_tokens)
+
+    @cached_property
+    def packed_rows(self) -> int:
+        """Rows of `row_tokens` that as many samples as a step has make on average; at least 1."""
+        rows = len(self._packed(list(self.lengths), self.row_tokens))
+        return max(1, round(self.samples * rows / len(self.lengths)))
 
     @cached_property
     def _made(self) -> dict[tuple[int, ...], list[PackedRow]]:

@@ -56,10 +56,24 @@ class Mix:
             for one in self.buckets
         ]
 
+    @cached_property
+    def portions(self) -> list[float]:
+        """The share that a row of each bucket is of what a group takes at once: by memory, or where
+        the rows at once are given by the bound of tokens that a run has then."""
+        if self.setting.rows_at_once is None:
+            return self.shares
+        tokens = [one.length / one.layout.context for one in self.buckets]
+        most = (self.setting.rows_at_once + 1e-4) * max(tokens)  # shares are rounded later
+        return [each / most for each in tokens]
+
     @property
     def fits(self) -> bool:
-        """Whether a row of each bucket fits beside the model's state."""
-        return max(self.shares) <= 1
+        """Whether what a group takes at once fits beside the model's state: a row of each bucket,
+        or where the rows at once are given all of them."""
+        pairs = zip(self.shares, self.portions, strict=True)
+        if self.setting.rows_at_once is None:
+            return max(self.shares) <= 1
+        return all(share * int(1 / portion) <= 1 for share, portion in pairs)
 
     @property
     def holds(self) -> bool:
@@ -131,7 +145,7 @@ class Mix:
             one = self.buckets[row.bucket]
             more = max(0.0, one.beside - pass_seconds)
             seconds = one.row_seconds(row.pairs) + more
-            found.append(RowWork(row.bucket, seconds, self.shares[row.bucket]))
+            found.append(RowWork(row.bucket, seconds, self.portions[row.bucket]))
         return found
 
     def _step_seconds(self, rows: Sequence[PackedRow]) -> float:
@@ -177,14 +191,15 @@ class Static:
         """Return the seconds of a step of as many samples, on average over the drawn ones.
 
         Rows are packed across steps, so that none is left half empty at a step's end. A pass has as
-        many rows a replica as take least time, of those that fit.
+        many rows a replica as are given, or else as take least time, of those that fit.
         """
         setting, one = self.setting, self.layout
         mix = Mix(setting, (one,), one.layout.tensor)
         rows = [one.row_seconds(pairs_of(row)) for row in drawn.together]
         most = min(int(mix.room(one) / one.row_bytes), -(-len(rows) // one.layout.data))
-        steps = len(drawn.steps)
-        found = (self._passes(rows, at_once, steps) for at_once in range(1, max(1, most) + 1))
+        steps, given = len(drawn.steps), setting.rows_at_once
+        counts = range(1, max(1, most) + 1) if given is None else [given]
+        found = (self._passes(rows, at_once, steps) for at_once in counts)
         return min(found) + mix.once_seconds
 
     def _passes(self, rows: Sequence[float], at_once: int, steps: int) -> float:

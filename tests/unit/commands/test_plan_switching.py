@@ -33,10 +33,9 @@ def found(*buckets: PricedLayout, seconds: float, moves: bool = False) -> Switch
 
 
 def test_a_mix_by_lines() -> None:
-    lines = switching_lines(found(one(1024, 1, 1), one(ROW, 1, 4), seconds=1.0), DRAWN, auto=True)
+    lines = switching_lines(found(one(1024, 1, 1), one(ROW, 1, 4), seconds=1.0), DRAWN)
     text = "\n".join(lines)
-    assert lines[0].startswith("strategies: they take 1 s a step, and ")
-    short, long = (line.split() for line in lines[1].splitlines()[1:])
+    short, long = (line.split() for line in lines[0].splitlines()[1:])
     assert short[:4] == ["1,024", "tokens", "data4", "1"] and long[3] == "4"
     packed = [len(DRAWN.rows(step, (1024, ROW))) for step in range(len(DRAWN.steps))]
     counts = float(short[4]) + float(long[4])
@@ -46,16 +45,14 @@ def test_a_mix_by_lines() -> None:
 
 
 def test_the_bytes_of_each_switch() -> None:
-    in_place = switching_lines(
-        found(one(1024, 1, 1), one(ROW, 4, 1), seconds=3.0), DRAWN, auto=False
-    )
+    in_place = switching_lines(found(one(1024, 1, 1), one(ROW, 4, 1), seconds=3.0), DRAWN)
     padded = 4 * (PARAMETERS - PARAMETERS / 4) / 2**30
     said = next(line for line in in_place if line.startswith("switches in place"))
     assert abs(float(said.split("up to ")[1].split()[0]) - padded) < 0.1 and "GiB" in said
     table = next(block for block in in_place if block.startswith("step of"))
     assert "(chosen)" in table.splitlines()[2] and "(chosen)" not in table.splitlines()[1]
     moved = found(one(1024, 1, 1), one(ROW, 4, 1), seconds=1.0, moves=True)
-    said = next(line for line in switching_lines(moved, DRAWN, auto=True) if "by moving" in line)
+    said = next(line for line in switching_lines(moved, DRAWN) if "by moving" in line)
     whole = PARAMETERS * (2 + 4) * 3 / 4 / 2**30
     assert f"tensor 1: {whole:.1f}"[:12] in said and "tensor 4: 0" in said
 
@@ -63,7 +60,6 @@ def test_the_bytes_of_each_switch() -> None:
 def test_layouts_that_do_not_fit_are_said_so_and_many_are_counted() -> None:
     static = tuple([StaticTime(one(ROW, 1, 4), None)] * (STATIC_LINES + 3))
     none = replace(found(one(ROW, 1, 4), seconds=1.0), mix=None, static=static)
-    lines = switching_lines(none, DRAWN, auto=True)
-    assert lines[0] == "strategies: no layout's rows fit in memory"
+    lines = switching_lines(none, DRAWN)
     assert "\n".join(lines).count("does not fit") == STATIC_LINES
     assert lines[-1] == "and 3 more static layouts" and "(chosen)" not in "\n".join(lines)

@@ -67,7 +67,10 @@ WRONG = {
     "strategies: [{max_length: 16, model_parallel: 2}, "
     "{max_length: 64, model_parallel: 4, use_seq_parallel: true}]": KEY
     + "[1].use_seq_parallel: is true, and parallel_config.strategies[0] has the other",
-    "strategies: auto": f"{KEY}: is auto, and choosing them is not available yet",
+    "data_parallel: 2, strategies: auto": "parallel_config.data_parallel: is 2, and "
+    f"{KEY}: auto chooses the layouts; leave it out",
+    "tensor_parallel_algo: meshslice, strategies: auto": "parallel_config.tensor_parallel_algo: "
+    "is meshslice, and",
     "switching: move, strategies: [{max_length: 16, model_parallel: 2}, "
     "{max_length: 64, model_parallel: 2, use_seq_parallel: true}]": KEY
     + "[1].use_seq_parallel: is true, and another strategy with model_parallel 2 has not",
@@ -89,6 +92,12 @@ def test_one_optimizer_over_all_ranks_needs_zero(tmp_path: Path) -> None:
         RecipeError, match=r"zero_optimization\.stage: is 0, and layouts that switch"
     ):
         loaded(tmp_path, f"strategies: [{RING}]", 0)
+
+
+def test_auto_stands_beside_what_it_leaves_open(tmp_path: Path) -> None:
+    text = "strategies: auto, context_parallel_algo: auto, data_parallel: auto, exchange_stages: "
+    recipe = loaded(tmp_path, f"{text} null, tensor_parallel_algo: megatron, switching: move")
+    assert recipe.parallel_config.strategies == "auto" and layouts_of(recipe) == [recipe]
 
 
 def test_a_recipe_that_is_written_keeps_its_strategies(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""What speaks against the layout of a recipe, or those of its strategies."""
+
+from __future__ import annotations
+
+from uspft.config import Finding, Recipe
+from uspft.config.strategies import KEY, strategies_of, under
+from uspft.engine.deepspeed_config import micro_batches
+from uspft.families import FAMILIES, ModelShape
+from uspft.layout import Layout, layout_of
+from uspft.prepare.memory_need import tile_findings
+from uspft.sequence import Heads, of_recipe
+from uspft.tensor import tensor_algorithm
+
+
+def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """Return the findings that speak against a recipe's layout, and those of its strategies on as
+    many ranks."""
+    every = len(strategies_of(recipe))
+    if not every:
+        return layout_findings(recipe, layout, shape)
+    findings: list[Finding] = []
+    for number in range(every):
+        alone = under(recipe, number)
+        found = layout_of(alone.parallel_config, layout.ranks)
+        wrong = [found] if not isinstance(found, Layout) else layout_findings(alone, found, shape)
+        findings += [_of_strategy(one, number) for one in wrong]
+    return findings
+
+
+def _of_strategy(finding: Finding, number: int) -> Finding:
+    """Return a finding about the recipe of one strategy's rows in the terms of the whole recipe."""
+    key, what, remedy = finding
+    if key == "data.sequence_length":
+        return f"{KEY}[{number}].max_length", what, remedy
+    return key.replace("parallel_config.", f"{KEY}[{number}].", 1), what, remedy
+
+
+def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """Return the findings that speak against a recipe's `parallel_config` under its layout."""
+    if layout.tensor > 1 and (wrong := tile_findings(recipe)):
+        return wrong
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
+    if shape and heads and layout.tensor > 1:
+        if wrong := _tensor(recipe, layout, shape):
+            return wrong
+        heads = heads.on(layout.mesh_columns)
+    # A model that is not here is taken to have as many heads as the degree needs.
+    wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
+    problems = of_recipe(recipe, layout).problems(recipe.data.sequence_length, wide)
+    return problems + _accumulation(recipe, layout)
+
+
+def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
+    """Return why a model's matrices cannot be split over tensor ranks."""
+    key, kind = "parallel_config.model_parallel", shape.model_type
+    if FAMILIES[kind].routed:
+        able = [name for name, family in FAMILIES.items() if not family.routed]
+        what = f"splits matrices {layout.tensor} ways, which is not available for `{kind}` yet"
+        return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
+    algorithm = tensor_algorithm(recipe.parallel_config, layout)
+    return algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size)
+
+
+def host_findings(layout: Layout, hosts: int) -> list[Finding]:
+    if layout.ranks % hosts == 0:
+        return []
+    return [
+        (
+            "launch.processes",
+            f"{layout.ranks} processes do not spread evenly over {hosts} hosts",
+            "start as many on each host",
+        )
+    ]
+
+
+def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:
+    stage = recipe.deepspeed.zero_optimization.get("stage", 1)
+    passes = micro_batches(recipe, layout)
+    if stage == 0 and recipe.model.dtype == "bfloat16" and passes > 1:
+        return [
+            (
+                "deepspeed.zero_optimization.stage",
+                f"stage 0 in bfloat16 would accumulate {passes} micro-batches in bfloat16",
+                "write stage 1, or model.dtype float32",
+            )
+        ]
+    return []

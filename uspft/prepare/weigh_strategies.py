@@ -1,0 +1,150 @@
+"""What the layouts of `strategies` take, by the lengths of the data: what `auto` chooses, and what
+`plan` prints of a list."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from uspft.config import Fault, Recipe
+from uspft.config.algorithms import AUTO, row_of
+from uspft.config.strategies import KEY, layouts_of, strategies_of
+from uspft.data import prepared, training_rows
+from uspft.layout import Layout, layout_of
+from uspft.prepare.data import cache_of, tokenizer_here, tokenizer_of
+from uspft.prepare.examine import Examined
+from uspft.prepare.invocation import Invocation
+from uspft.prepare.known import Weighed
+from uspft.prepare.layout_findings import run_findings
+from uspft.prepare.make_plan import hardware_of, step_of
+from uspft.prepare.memory_need import exchange_findings
+from uspft.sequence import of_recipe
+from uspft.switching.choice import SwitchingChoice, beside_static, choose
+from uspft.switching.drawn_steps import DrawnSteps
+from uspft.switching.mix import Mix
+from uspft.switching.priced import priced
+from uspft.switching.setting import Setting
+
+LOOKED_AT = 16_384
+"""The most samples whose lengths are looked at, evenly spaced over an epoch."""
+
+
+def lengths_of(recipe: Recipe, corpus: Path) -> list[int]:
+    """Return the tokens of the samples that a recipe trains on, or of LOOKED_AT of them.
+
+    A sample that `overlong: split` cuts counts as its documents, and sources count by their weight.
+    """
+    stream = training_rows(recipe.data, corpus, recipe.seed, one_document=True)
+    count = stream.rows_in_epoch(0)
+    looked_at = min(count, LOOKED_AT)
+    return [stream.tokens_of(number * count // looked_at) for number in range(looked_at)]
+
+
+def lengths_here(found: Examined, place: Invocation) -> list[int] | None:
+    """Return the same of data that a command has tokenised before; None where none has, or where
+    that cannot be told without a network. Nothing is written. Raises DataError.
+    """
+    recipe = found.here
+    with tokenizer_here(recipe) as tokenizer:
+        if found.shape is None or (tokenizer is None and tokenizer_of(recipe)):
+            return None
+        cache = cache_of(recipe, place)
+        corpus = prepared(recipe.data, tokenizer, found.shape.vocab_size, cache)
+    return lengths_of(recipe, corpus) if corpus else None
+
+
+def weighed_here(found: Examined, place: Invocation, looked_at: Sequence[int]) -> Examined:
+    """Return the examination of a recipe with strategies before its run, with what they take; the
+    same one where no lengths are known.
+
+    looked_at: tokens of the first records. Raises as `weighing` does, and DataError.
+    """
+    if lengths := lengths_here(found, place):
+        return weighing(found, lengths)
+    lengths, source = _documents(found.recipe, looked_at), "first records"
+    return weighing(found, lengths, source=source) if lengths else found
+
+
+def _documents(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
+    """Return what `overlong` makes of samples that are longer than a row."""
+    most, how = recipe.data.sequence_length, recipe.data.overlong
+    cut = [min(length, most) for length in lengths if how != "drop" or length <= most]
+    if how == "split":
+        for length in lengths:
+            cut += [most] * (length // most - 1) if length > most else []
+            cut += [length % most] if length > most and length % most else []
+    return cut
+
+
+def weighing(
+    found: Examined, lengths: Sequence[int], *, source: str = "data", keeps: bool | None = None
+) -> Examined:
+    """Return the examination of a recipe with strategies, with what they are predicted to take.
+
+    lengths: tokens of samples. source: of which, for a person. keeps: whether the checkpoint that
+    the run goes on from has several layouts in a step, to which `auto` keeps. Raises Fault where
+    `auto` finds no layout that fits, or where something else in the recipe speaks against it.
+    """
+    data, samples = found.recipe.data, found.loaded.recipe.training.global_batch_size
+    drawn = DrawnSteps(lengths, samples, data.sequence_length, data.packing)
+    setting = _setting(found)
+    if found.loaded.recipe.parallel_config.strategies == AUTO:
+        choice = choose(setting, drawn, keeps=keeps)
+        if not choice.switches and choice.best_static is None:
+            raise Fault([_too_much(found.recipe, setting)])
+    else:
+        choice = _listed(found, setting, drawn)
+    weighed = found.knowing(weighed=Weighed(choice, drawn, source))
+    findings = run_findings(weighed.recipe, weighed.layout, weighed.shape)
+    if findings := findings + exchange_findings(weighed.recipe, weighed.layout):
+        raise Fault(findings)
+    return weighed
+
+
+def _too_much(recipe: Recipe, setting: Setting) -> tuple[str, str, str]:
+    size = f"{setting.memory_bytes / (1 << 30):.3g} GiB"
+    rows = f"{recipe.training.micro_batch_size} × {recipe.data.sequence_length} tokens"
+    what = f"is {AUTO}, and by the planner no layout has room for {rows} in {size} a rank"
+    return KEY, what, "take shorter rows or more processes, or list the strategies"
+
+
+def _setting(found: Examined) -> Setting:
+    """Return what the run is given. Raises Fault where the model's config is not here."""
+    recipe, hardware = found.recipe, hardware_of(found, found.known.hosts)
+    asked, zero = recipe.parallel_config.switching, recipe.deepspeed.zero_optimization
+    memory = hardware.memory.bytes
+    if recipe.launch.device == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / hardware.ranks_per_host
+    return Setting(
+        step_of(found),
+        hardware,
+        found.layout.ranks,
+        memory,
+        rows_at_once=recipe.training.micro_batch_size,
+        in_place=asked != "move",
+        moves=asked != "in_place" and set(zero) <= {"stage"},
+    )
+
+
+def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingChoice:
+    """Return what the layouts that a recipe lists take, and every static one."""
+    buckets = []
+    for alone in layouts_of(found.recipe):
+        parallel, length = alone.parallel_config, alone.data.sequence_length
+        layout = layout_of(parallel, setting.ranks)
+        assert isinstance(layout, Layout)  # or the recipe would have been refused
+        shape = replace(setting.step, use_seq_parallel=parallel.use_seq_parallel)
+        row = row_of(parallel.context_parallel_algo, layout.context)
+        way = row, layout, of_recipe(alone, layout)
+        buckets.append(priced(replace(setting, step=shape), way, length, drawn.typical(length)))
+    moves = found.recipe.parallel_config.switching == "move"
+    held = min(one.layout.tensor for one in buckets)
+    return beside_static(Mix(setting, tuple(buckets), held, moves), drawn)
+
+
+def has_strategies(found: Examined) -> bool:
+    """Return whether several layouts are asked for, as a list or by `auto`."""
+    asked = found.loaded.recipe
+    return bool(strategies_of(asked)) or asked.parallel_config.strategies == AUTO
