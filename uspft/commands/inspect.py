@@ -23,6 +23,7 @@ from uspft.prepare.inspection import Decode, inspected
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import examine_model
 from uspft.prepare.new_tokens import fetched
+from uspft.prepare.weigh_strategies import lengths_of, weighing
 
 ROWS = 2
 """How many rows are shown, where the command does not say."""
@@ -59,7 +60,10 @@ def inspect(
 
 
 def _settled(found: Examined, corpus: Path) -> Examined:
-    """Return the examination with an algorithm: `auto` is chosen by the data, as a run does."""
+    """Return the examination with an algorithm and with layouts: `auto` is chosen by the data, as a
+    run does."""
+    if found.is_open:
+        return weighing(found, lengths_of(found.here, corpus))
     if found.recipe.parallel_config.context_parallel_algo != AUTO:
         return found
     windows = layer_windows(examine_model(found.here).config)

@@ -34,6 +34,24 @@ def used_of_held(split: MatrixSplit, rank: int, degree: int, held: int) -> tuple
     return None if used == mine else tuple(box[0] for box, _ in mine.meets(used))
 
 
+def outside(held: Shards, degree: int) -> str | None:
+    """Return a parameter of which rows use, on some rank, more than it holds; None where the parts
+    of all lie inside what ranks hold.
+
+    held: with the splits of every parameter that rows divide. degree: over how many ranks the rows
+    divide matrices, a multiple of the layout's.
+    """
+    ways = held.layout.tensor
+    for name, split in held.splits.items():
+        size = (sum(split.stacked),)
+        for rank in range(degree):
+            used = Part(size, (used_ranges(split, rank, degree, ways),))
+            mine = Part(size, (split.ranges(part_index(rank % ways, ways), ways),))
+            if sum(stop - start for ((start, stop),), _ in used.meets(mine)) < used.count:
+                return name
+    return None
+
+
 def copies(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
     """Return how often the gradient of rows is in the sum over the ranks that hold a parameter.
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from uspft.config import Fault, Finding
+from uspft.config.strategies import KEY, strategies_of
 from uspft.families.shape import config_file
+from uspft.layout import Layout
 from uspft.prepare.invocation import CONFIGS
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
+    from uspft.config.degrees import Strategy
+    from uspft.parameters.shards import Shards
 
 
 class ExaminedModel(NamedTuple):
@@ -29,7 +35,8 @@ class ExaminedModel(NamedTuple):
 def examine_model(recipe: Recipe) -> ExaminedModel:
     """Build the model on meta, compare it with weights that are here, and choose what trains.
 
-    Its config must be on this machine. Raises Fault or WeightsError.
+    Its config must be on this machine. Where tensor degrees switch in place, the part of each
+    parameter that rows use lies inside what ranks hold. Raises Fault or WeightsError.
     """
     # These imports take seconds, which a recipe that is refused before does without.
     from uspft.model.build import parameter_count
@@ -46,5 +53,41 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     if named and os.path.isdir(folder):
         require_fit(model, folder, grows=bool(recipe.model.add_tokens))
     choose_trained(model, recipe.model, recipe.seed)
+    _require_inside(recipe, model)
     trained = parameter_count(model, trained_only=True)
     return ExaminedModel(config, what_trains(model, recipe.model), trained, parameter_count(model))
+
+
+def _require_inside(recipe: Recipe, model: Any) -> None:
+    """Require that every strategy uses a part of what ranks hold. Raises Fault.
+
+    Ranks hold the least tensor degree of all. Weights that move are held at each.
+    """
+    every = strategies_of(recipe)
+    degrees = {one.model_parallel for one in every}
+    if len(degrees) < 2 or recipe.parallel_config.switching == "move":
+        return
+    from uspft.model.parallel import shards_of
+
+    layout, most = Layout(min(degrees)), max(degrees)
+    shards = shards_of(model, layout, splits_tokens=False, tensor_of_rows=most)
+    if findings := inside_findings(every, shards):
+        raise Fault(findings)
+
+
+def inside_findings(strategies: Sequence[Strategy], held: Shards) -> list[Finding]:
+    """Return the strategies that use more of a parameter than ranks hold.
+
+    held: who holds what under the strategy of the least tensor degree, which divides all others.
+    """
+    from uspft.parameters.used import outside
+
+    degrees = [one.model_parallel for one in strategies]
+    least, found = degrees.index(held.layout.tensor), []
+    for number, degree in enumerate(degrees):
+        if name := outside(held, degree):
+            what = f"is {degree}, and its parts of {name} do not lie inside those of {KEY}[{least}]"
+            remedy = "write switching: move, or degrees that divide the model's heads"
+            key = f"{KEY}[{number}].model_parallel"
+            found.append((key, f"{what}, {held.layout.tensor} ways", remedy))
+    return found
