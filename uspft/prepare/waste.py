@@ -19,9 +19,8 @@ def wasted(found: Examined) -> list[str]:
         assert isinstance(layout, Layout)  # anything else was refused before
         at = f"{KEY}[{number}]" if strategies_of(found.recipe) else "parallel_config"
         lines += _heads(recipe, layout, found, at)
-    if not (
-        found.is_open or strategies_of(found.recipe)
-    ):  # else samples are dealt out by what they cost
+    several = found.is_open or strategies_of(found.recipe)
+    if not several:  # else samples are dealt out by what they cost
         lines += _rows(found.recipe, found.layout)
     return lines
 

@@ -191,19 +191,26 @@ class Static:
         """Return the seconds of a step of as many samples, on average over the drawn ones.
 
         Rows are packed across steps, so that none is left half empty at a step's end. A pass has as
-        many rows a replica as are given, or else as take least time, of those that fit.
+        many rows a replica as are given, and a step as many passes as a run then makes; or else as
+        many rows as take least time, of those that fit.
         """
         setting, one = self.setting, self.layout
         mix = Mix(setting, (one,), one.layout.tensor)
         rows = [one.row_seconds(pairs_of(row)) for row in drawn.together]
         most = min(int(mix.room(one) / one.row_bytes), -(-len(rows) // one.layout.data))
         steps, given = len(drawn.steps), setting.rows_at_once
-        counts = range(1, max(1, most) + 1) if given is None else [given]
-        found = (self._passes(rows, at_once, steps) for at_once in counts)
-        return min(found) + mix.once_seconds
+        if given is not None:
+            passes = -(-drawn.packed_rows // (given * one.layout.data))
+            whole, count = self._passes(rows, given)
+            return whole / count * passes + mix.once_seconds
+        found = (self._passes(rows, at_once) for at_once in range(1, max(1, most) + 1))
+        # With fewer passes than steps, replicas are idle in each.
+        least = min(whole / steps * max(1.0, steps / count) for whole, count in found)
+        return least + mix.once_seconds
 
-    def _passes(self, rows: Sequence[float], at_once: int, steps: int) -> float:
-        """Return the seconds of a step's passes of so many rows a replica, in the rows' order."""
+    def _passes(self, rows: Sequence[float], at_once: int) -> tuple[float, int]:
+        """Return the seconds of all passes of so many rows a replica, in the rows' order; and how
+        many there are."""
         one, setting = self.layout, self.setting
         replicas, works = one.layout.data, [RowWork(0, seconds, 0.0) for seconds in rows]
         plan: list[MicroStep] = []
@@ -222,8 +229,7 @@ class Static:
             zero = micro_step_seconds(setting.step, held, setting.hardware, each)
             limits = replace(limits, step_seconds=zero)
         whole = makespan(plan, works, [one.group_ranks], setting.ranks, limits)
-        # With fewer passes than steps, replicas are idle in each.
-        return whole / steps * max(1.0, steps / len(plan))
+        return whole, len(plan)
 
 
 def _parameters(step: StepShape, tensor: int) -> float:
