@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.test_training import CLIP, RATES, SCHEDULE
+from tests.parity.test_training import CLIP, SCHEDULE
 from tests.support.models import Documents, make_documents, make_model, mismatch, reference
 from tests.support.ranks import spawn
 from tests.support.rows import ROW
@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 ROWS = [[31, 17], [48], [20, 28], [40, 8], [33, 15]]
 STEPS = [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4]]
+RATES = 1e-3, 6e-4, 2e-4
 CASES = [(layout, zero) for layout in LAYOUTS for zero in ("zero1", "zero3 whole")]
 
 

@@ -61,21 +61,14 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
 def wrong_order(rank: int, folder: Path, data: Documents) -> Any:
     """Each rank is handed the tokens that another one should hold."""
 
-    def swap(run: Any) -> None:
-        algorithm = type(run.world.algorithm)
-        right = algorithm.token_order
-        algorithm.token_order = lambda self, segments: right(self, segments)[::-1]
-
-    def share_as_before(run: Any) -> None:
+    def share_as_before(_: Any) -> None:
         from uspft.world import World
 
         share = World.share
 
-        def mixed(self: Any, rows: Any) -> Any:
-            right = share(self, rows)
-            swap(run)
-            right.held = share(self, rows).held
-            swap(run)
+        def mixed(self: Any, rows: Any, orders: Any) -> Any:
+            right = share(self, rows, orders)
+            right.held = share(self, rows, [order[::-1] for order in orders]).held
             return right
 
         World.share = mixed  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ FRAGMENTS = sorted(
     for path in (ROOT / "configs" / room).iterdir()
 )
 MODELS = sorted(path.name for path in (ROOT / "configs/models").iterdir())
-BUILT_FOR = re.compile(r"(?P<model>.+)-(?P<task>[a-z]+)-(?P<layout>[a-z]+)-(?P<length>\d+k)")
+BUILT_FOR = re.compile(r"(?P<model>.+)-(?P<task>[a-z]+)-(?P<layout>[a-z]+)-(?P<length>\d+[km])")
 LAYOUTS = {
     "whole": 1,
     "ulysses": "ulysses_cp",
@@ -60,6 +60,16 @@ WANTED = {
     ),
     "llama3.1-8b-text-ulysses-64k.yaml": Wanted(
         2, "each row shared by 2 (Ulysses), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "llama3.1-8b-text-whole-512k.yaml": Wanted(
+        1, "each row whole on one process, 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "llama3.1-8b-text-ulysses-4m.yaml": Wanted(
+        8, "each row shared by 8 (Ulysses), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "llama3.1-8b-text-planned-15m-32gpu.yaml": Wanted(
+        32,
+        "each row shared by 32 (Ulysses 8 × exchange 4), 1 row at a time; ZeRO-3, bfloat16 on cuda",
     ),
     "llama3.1-70b-lora-tensor-32k.yaml": Wanted(
         8,
@@ -215,7 +225,8 @@ def test_a_recipe_is_named_after_what_it_holds(name: str) -> None:
     if parallel.strategies:
         split = "strategies"
     assert split == LAYOUTS[built["layout"]]
-    assert found.data.sequence_length == int(built["length"].removesuffix("k")) * 1024
+    unit = {"k": 1024, "m": 1024**2}[built["length"][-1]]
+    assert found.data.sequence_length == int(built["length"][:-1]) * unit
     assert name in (f"{built[0]}.yaml", f"{built[0]}-{WANTED[name].ranks}gpu.yaml")
 
 

@@ -60,8 +60,14 @@ def living(folder: Path) -> list[int]:
     return found
 
 
+def parent_of(pid: int) -> int:
+    """The process that started another."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def living_ranks(folder: Path) -> dict[int, int]:
-    """Process by rank: those of the living whose stderr is a rank's log."""
+    """Process by rank: those of the living whose stderr is a rank's log, not a rank's own child."""
     logs = {pid: Path(os.readlink(f"/proc/{pid}/fd/2")) for pid in living(folder)}
     matches = {pid: re.fullmatch(r"rank-(\d+)\.log", log.name) for pid, log in logs.items()}
-    return {int(match[1]): pid for pid, match in matches.items() if match}
+    ranks = {pid: int(match[1]) for pid, match in matches.items() if match}
+    return {rank: pid for pid, rank in ranks.items() if parent_of(pid) not in ranks}

@@ -251,6 +251,7 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_level(False, normalizers.Lowercase()), eos_token="!"
     )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
     turns = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "b"}]

@@ -182,11 +182,13 @@ def test_rules_for_overlong_samples(
     assert corpus.lengths.tolist() == lengths
     assert all(s.ids[0] % 1000 == 0 for s in map(corpus.sample, range(len(corpus))))
     report = report_of(folder)
+    where = f"{tmp_path / 'a.jsonl'}:2: 12 tokens, a row has 8 (2 such: lines 2, 4)"
+    skipped = [where] if overlong == "drop" else []
     (note,) = report.pop("notes")
     assert note.startswith("2 samples longer than a row") and f"overlong: {overlong}" in note
     assert report == {
         **dict.fromkeys(("bad", "dropped", "truncated", "split", "without_targets"), 0),
-        **{"read": len(LONG), "skipped": [], "mix": []},
+        **{"read": len(LONG), "skipped": skipped, "mix": []},
         "samples": len(lengths),
         "tokens": sum(lengths),
         "target_tokens": targets,
@@ -215,7 +217,8 @@ def test_bad_samples_are_skipped_counted_and_named(tmp_path: Path) -> None:
     assert kept == {"read": 6, "samples": 1, "dropped": 1, "bad": 4}
     lost = {"longer than a row": 1, "cannot be used": 4}
     assert fates(report) == {"read": 6, "kept": 1, "dropped": lost}
-    broken, text, beyond = report["skipped"]
+    broken, text, beyond, overlong = report["skipped"]
+    assert overlong == f"{path}:5: 9 tokens, a row has 8"
     assert broken.startswith(f"{path}:2: broken JSON (") and "(2 such: lines 2, 4); " in broken
     assert text.startswith(f"{path}:3: input_ids is a string; ") and f"{path}:6: " in beyond
     assert report["notes"][0].startswith("4 samples that cannot be used and were skipped")
