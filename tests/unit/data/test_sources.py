@@ -1,16 +1,17 @@
-"""Which files a recipe names, found by listings alone."""
+"""Which files a recipe names, found by listings alone, and data sets of the hub."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.data_cases import ROOT, SAMPLES, block, source
+from tests.support.data_cases import CHAT, ROOT, SAMPLES, TOKENIZER, block, faults_of, source
 from uspft.config.recipe import DataBlock
-from uspft.data import not_checked, source_problems
+from uspft.data import Corpus, not_checked, prepare, source_problems
 from uspft.data.sources import STDLIB, is_hub_id, list_files
 
 
@@ -131,3 +132,37 @@ def test_the_recipes_own_block(tmp_path: Path) -> None:
     wrong = DataBlock(train="nope.jsonl", eval="org/name", sequence_length="128k")
     assert [key for key, _, _ in source_problems(wrong)] == ["data.train.path"]
     assert not_checked(wrong) == ["data.eval: hub data set org/name (needs the network)"]
+
+
+def test_hub_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    asked: list[Any] = []
+    records = [{"id": i, **CHAT} for i in range(3)]
+
+    def load(*where: Any, split: str) -> datasets.Dataset:
+        asked.append((*where, split))
+        if where[0] == "no/network":
+            raise ConnectionError("cannot reach the hub\nat all")
+        return datasets.Dataset.from_list(records)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
+    folders = [
+        prepare(block(source("org/name", name="en", split=s)), str(TOKENIZER), 8192, tmp_path / "c")
+        for s in (None, "test", "test")
+    ]
+    assert asked == [("org/name", "en", "train"), *[("org/name", "en", "test")] * 2]
+    assert folders[1] == folders[2] != folders[0]
+    corpus = Corpus.open(folders[1])
+    assert len(corpus) == 3 and corpus.origin(2) == "org/name/test:3"
+    records[1] = {"id": 1, "messages": [*CHAT["messages"], *CHAT["messages"]]}
+    again = prepare(block(source("org/name", name="en")), str(TOKENIZER), 8192, tmp_path / "c")
+    assert again != folders[0]
+    (line,) = faults_of(tmp_path, block(source("org/name", format="text")))
+    told = "org/name/train: no shape of text has the fields id, messages; name them in data.fields"
+    assert line.startswith(told)
+    (line,) = faults_of(tmp_path, block("no/network"))
+    told = "hub data set no/network (train): cannot reach the hub at all; "
+    assert line.startswith(f"data.train: {told}")

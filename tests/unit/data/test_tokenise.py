@@ -19,7 +19,6 @@ from tests.support.data_cases import (
     block,
     changed_tokenizer,
     faults_of,
-    source,
     write_lengths,
     write_lines,
 )
@@ -255,40 +254,6 @@ def test_listing_faults_come_before_any_reading(tmp_path: Path) -> None:
     lines = faults_of(tmp_path, block(tmp_path / "a.txt", tmp_path / "b.txt"))
     assert lines[0].startswith("data.train[0].path: ") and lines[1].startswith("data.train[1].path")
     assert not (tmp_path / "cache").exists()
-
-
-def test_hub_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-    import huggingface_hub
-
-    asked: list[Any] = []
-    records = [{"id": i, **CHAT} for i in range(3)]
-
-    def load(*where: Any, split: str) -> datasets.Dataset:
-        asked.append((*where, split))
-        if where[0] == "no/network":
-            raise ConnectionError("cannot reach the hub\nat all")
-        return datasets.Dataset.from_list(records)
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
-    folders = [
-        prepare(block(source("org/name", name="en", split=s)), str(TOKENIZER), 8192, tmp_path / "c")
-        for s in (None, "test", "test")
-    ]
-    assert asked == [("org/name", "en", "train"), *[("org/name", "en", "test")] * 2]
-    assert folders[1] == folders[2] != folders[0]
-    corpus = Corpus.open(folders[1])
-    assert len(corpus) == 3 and corpus.origin(2) == "org/name/test:3"
-    records[1] = {"id": 1, "messages": [*CHAT["messages"], *CHAT["messages"]]}
-    again = prepare(block(source("org/name", name="en")), str(TOKENIZER), 8192, tmp_path / "c")
-    assert again != folders[0]
-    (line,) = faults_of(tmp_path, block(source("org/name", format="text")))
-    told = "org/name/train: no shape of text has the fields id, messages; name them in data.fields"
-    assert line.startswith(told)
-    (line,) = faults_of(tmp_path, block("no/network"))
-    told = "hub data set no/network (train): cannot reach the hub at all; "
-    assert line.startswith(f"data.train: {told}")
 
 
 def test_the_shipped_tokenizer(tmp_path: Path) -> None:
