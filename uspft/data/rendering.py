@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from uspft.data.faults import SampleFault
-from uspft.data.turns import STAND_IN, Manner, Spans, Turn, Untold, all_but, turn_spans
+from uspft.data.turns import STAND_IN, Manner, Spans, Turn, Untold, all_but, between, turn_spans
 
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TODAY = "26 Jul 2024"
@@ -90,6 +90,22 @@ class ChatTemplate:
             return False
         head = answered.partition(STAND_IN)[0]
         return prompt != plain or not head.removeprefix(plain).strip()
+
+    @cached_property
+    def manner(self) -> Manner:
+        """How the template writes answers where a conversation brings no settings of its own."""
+        try:
+            answered = self.write([_USER, {"role": "assistant", "content": STAND_IN}])
+        except SampleFault:
+            return Manner(self.prompts, self.tokens)
+        head, _, tail = answered.partition(STAND_IN)
+        own = between(self.write, [_USER], head, self.prompts)
+        try:
+            tool = {"role": "tool", "content": STAND_IN}
+            tools = STAND_IN in self.write([_USER, {"role": "assistant", "content": "a"}, tool])
+        except SampleFault:
+            tools = False
+        return Manner(self.prompts, self.tokens, (own, tail), tools)
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -174,7 +190,9 @@ def _told(
     if not asked:
         return []
     try:
-        spans = turn_spans(write, turns, text, asked, Manner(template.prompts, template.tokens))
+        plain = more.keys() <= {"tools"}
+        manner = template.manner if plain else replace(template.manner, around=None)
+        spans = turn_spans(write, turns, text, asked, manner)
     except Untold as reason:
         remedy = "name a template with {% generation %} marks in data.chat_template"
         what = "the chat template has no {% generation %} marks"

@@ -29,6 +29,11 @@ class Manner:
     """Whether its generation prompt is all that it writes before an answer."""
     tokens: tuple[str, ...]
     """The texts of special tokens, one of which ends a turn in most templates."""
+    around: tuple[str, str] | None = None
+    """What it writes of itself between its generation prompt and an answer that ends a
+    conversation, and behind that answer; None where that is not known."""
+    tools: bool = False
+    """Whether it writes a tool's answer where nothing was called, and not as part of the call."""
 
 
 def turn_spans(
@@ -39,6 +44,9 @@ def turn_spans(
     It begins where the generation prompt ends, and ends with the token that ends the turn. Raises
     Untold.
     """
+    together = _together(write, turns, text, wanted, manner)
+    if together is not None:
+        return together
     found: Spans = []
     for i in wanted:
         span = _grown(write, turns, text, i) if manner.prompts else None
@@ -60,6 +68,72 @@ def all_but(spans: Spans, text: str) -> Spans:
     bounds = [0, *(bound for span in spans for bound in span), len(text)]
     pairs = zip(bounds[::2], bounds[1::2], strict=True)
     return [(start, stop) for start, stop in pairs if start < stop]
+
+
+def _together(
+    write: Write, turns: Sequence[Turn], text: str, wanted: Sequence[int], manner: Manner
+) -> Spans | None:
+    """Return the spans of several turns from one more text, in which all have stand-ins.
+
+    Turn by turn the texts to write grow with the square of the turns. None where what stands
+    between the answers is not in `text` too, or may be found in it in more than one way: then each
+    turn is told alone.
+    """
+    if manner.around is None or len(wanted) < 2:
+        return None
+    if not manner.tools and any(turns[i].get("tool_calls") for i in wanted):
+        return None
+    names = {i: f"{STAND_IN}{i}\ue0a1" for i in wanted}
+    try:
+        rest = write(
+            [_with(turn, names[i]) if i in names else turn for i, turn in enumerate(turns)]
+        )
+    except SampleFault:
+        return None
+    fixed, end = [], 0
+    own, tail = manner.around
+    for name in names.values():
+        before, found, rest = rest.partition(name)
+        if not found:
+            return None
+        fixed.append(before[end:].removesuffix(own))
+        end = _end_of_turn(tail, rest, manner.tokens)
+    fixed.append(rest[end:])
+    if any(STAND_IN in piece for piece in fixed):
+        return None
+    spans = _only_gaps(fixed, text)
+    return spans and [(start, _ended(text, start, stop, manner.tokens)) for start, stop in spans]
+
+
+def _only_gaps(pieces: Sequence[str], text: str) -> Spans | None:
+    """Return what stands between the pieces of a text that begins with one and ends with one.
+
+    None where they are not in it in their order, or are in more than one way: the first places
+    where they fit are then not the last ones.
+    """
+    first, *inner, last = pieces
+    begin, end = len(first), len(text) - len(last)
+    if not (all(inner) and text.startswith(first) and text.endswith(last)):
+        return None
+    starts, stops = [begin], []
+    for piece in inner:
+        stops.append(text.find(piece, starts[-1], end))
+        if stops[-1] < 0:
+            return None
+        starts.append(stops[-1] + len(piece))
+    stops.append(end)
+    for piece, stop in zip(reversed(inner), reversed(stops[:-1]), strict=True):
+        end = text.rfind(piece, begin, end)
+        if end != stop:
+            return None
+    return list(zip(starts, stops, strict=True)) if starts[-1] <= stops[-1] else None
+
+
+def _with(turn: Turn, answer: str) -> Turn:
+    """Return a turn of the same role that says something else and calls nothing."""
+    parts = isinstance(turn.get("content"), list)
+    content = [{"type": "text", "text": answer}] if parts else answer
+    return {"role": turn["role"], "content": content}
 
 
 def _grown(write: Write, turns: Sequence[Turn], text: str, i: int) -> tuple[int, int] | None:
@@ -87,9 +161,7 @@ def _replaced(
     Raises Untold.
     """
     here = f"messages[{i}]"
-    parts = isinstance(turns[i].get("content"), list)
-    content = [{"type": "text", "text": STAND_IN}] if parts else STAND_IN
-    stand_in = {"role": turns[i]["role"], "content": content}
+    stand_in = _with(turns[i], STAND_IN)
     try:
         alone = write([*turns[:i], stand_in])
         later = turns[i + 1 :]
@@ -100,7 +172,8 @@ def _replaced(
         raise Untold(f"it does not write {here} once")
     head, _, tail = alone.partition(STAND_IN)
     before, _, after = whole.partition(STAND_IN)
-    own = _between(write, turns[:i], head, manner.prompts)
+    own = between(write, turns[:i], head, manner.prompts)
+    own = own or (manner.around[0] if manner.around else "")  # an answer before it hides its own
     start = len(before) - len(own) if before.endswith(own) else len(before)
     shared = _shared(before[:start], text)
     if before[shared:start].strip():
@@ -131,7 +204,7 @@ def _shared(one: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _between(write: Write, turns: Sequence[Turn], head: str, prompts: bool) -> str:
+def between(write: Write, turns: Sequence[Turn], head: str, prompts: bool) -> str:
     """Return what the template writes of itself between generation prompt and answer.
 
     Qwen3 puts empty thoughts there. head: the text before the answer.
