@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
+from uspft.data.arrays import ArrayText, BrokenArray
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
 from uspft.data.sources import SourceFile
@@ -147,46 +148,25 @@ def parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _array(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the objects of a JSON array, which is in memory as a whole."""
-    with _open(file)[0] as handle:
-        content = handle.read()
-    try:
-        text = content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        yield BadRecord(f"{file.shown}:{line}", not_utf8(content, error.start))
-        return
-    decoder, scale = json.JSONDecoder(), file.path.stat().st_size / len(text)
-    at, line, counted = _past(text, text.index("[") + 1), 1, 0
-    while not text.startswith("]", at):
-        line += text.count("\n", counted, at)
-        counted, where = at, f"{file.shown}:{line}"
+    """Yield the objects of a JSON array, up to where it is broken."""
+    handle, at = _open(file)
+    with handle:
+        array, before = ArrayText(handle.read, LONGEST_LINE), 0
         try:
-            fields, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            why = f"{error.msg}" if isinstance(error, json.JSONDecodeError) else "too deep"
-            what = f"broken JSON in the array ({why}): nothing behind it is read"
-            yield BadRecord(where, f"{what}; mend it, or write one object a line")
-            return
-        if isinstance(fields, dict):
-            yield Entry(line, fields, int((end - at) * scale))
-        else:
-            yield BadRecord(where, f"a {kind(fields)}, not an object; write an array of objects")
-        at = _past(text, end)
-        if text.startswith(",", at):
-            at = _past(text, at + 1)
-        elif not text.startswith("]", at):
-            line += text.count("\n", counted, at)
-            what = "the array is cut off, or a comma is missing: nothing behind it is read"
-            yield BadRecord(f"{file.shown}:{line}", f"{what}; write it again, whole")
-            return
-
-
-def _past(text: str, at: int) -> int:
-    """Return where the white space that begins at a place of a text ends."""
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
+            for one in array.elements():
+                told = max(before, int(at() * one.behind))
+                size, before = told - before, told
+                if isinstance(one.value, dict):
+                    yield Entry(one.line, one.value, size)
+                else:
+                    what = f"a {kind(one.value)}, not an object; write an array of objects"
+                    yield BadRecord(f"{file.shown}:{one.line}", what)
+        except BrokenArray as error:
+            yield BadRecord(f"{file.shown}:{error.line}", str(error))
+        except UnicodeDecodeError as error:
+            what, _, remedy = not_utf8(bytes(error.object), error.start).partition("; ")
+            what = f"{what}: nothing from here on is read; {remedy}"
+            yield BadRecord(f"{file.shown}:{array.line}", what)
 
 
 def _columns(file: SourceFile) -> Iterator[Entry | BadRecord]:

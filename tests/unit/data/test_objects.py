@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tests.support.data_cases import block, faults_of, source
-from uspft.data import Corpus, objects, prepare
+from uspft.data import Corpus, arrays, objects, prepare
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.objects import Entry
 from uspft.data.sources import list_files
@@ -135,6 +136,9 @@ CUT = b'[{"text": "a"},\n {"text": "b"}'
 WRONG: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "a cut array": ("a.json", CUT, (":2: the array is cut off, or a comma is missing",)),
     "a cut object": ("a.json", CUT[:-3], (":2: broken JSON in the array (",)),
+    "what follows an array": ("a.json", b'[{"a": 1}]\n[{"a": 2}]', (":2: something follows the",)),
+    "a cut escape": ("a.json", b'[{"a": "\\ud83', (":1: broken JSON in the array (",)),
+    "nothing in it": ("a.json", b"[", (":1: broken JSON in the array (Expecting value)",)),
     "an array of texts": ("a.json", b'["a",\n"b"]', (":1: a string, not", ":2: a string, not")),
     "a cut line": ("a.jsonl", b'{"text": "a"}\n{"tex', (":2: broken JSON (",)),
     "NUL in a line": ("a.jsonl", b'{"text": "a"}\n{"te\0": 1}\n', (":2: holds NUL bytes: UTF-16",)),
@@ -163,6 +167,42 @@ def test_a_wrong_file_is_named(tmp_path: Path, case: str) -> None:
     assert len(lines) == len(told), lines
     for line, words in zip(lines, told, strict=True):
         assert line.startswith(f"{tmp_path / name}{words}") and "; " in line
+
+
+def test_arrays_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rows = tmp_path / "a.json", [{"text": "漢字 🙂" + "a" * 50_000} for _ in range(160)]
+    path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+    (file,) = list_files(str(path), "auto")
+    tracemalloc.start()
+    try:
+        count = sum(isinstance(item, Entry) for item in objects.objects(file, lambda names: names))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # Read whole it was 40 MB: the file's bytes, and their text with four bytes a character.
+    assert count == 160 and path.stat().st_size > 8e6 and peak < 16 * arrays.PIECE < 2e7
+    # Pieces that end anywhere, in characters, escapes, numbers and white space.
+    monkeypatch.setattr(arrays, "PIECE", 7)
+    odd = [
+        {"a": 12345, "b": [True, -1.5e-300, None]},
+        {"c": '"\\\u1234🙂é\n'},
+        {},
+        {"d": "x" * 300},
+    ]
+    for ascii in (True, False):
+        path.write_text("\ufeff \n" + json.dumps(odd, indent=3, ensure_ascii=ascii) + "\n\n")
+        found = [item for item in read(path) if isinstance(item, Entry)]
+        assert [item.fields for item in found] == odd and [i.line for i in found] == [3, 11, 14, 15]
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace("é".encode(), b"\xe9"))
+    first, bad = read(path)
+    assert isinstance(first, Entry) and isinstance(bad, BadRecord) and bad.where == f"{path}:12"
+    assert bad.what.startswith("not UTF-8 (byte 0xe9): nothing from here on is read; ")
+    monkeypatch.setattr(objects, "LONGEST_LINE", 250)
+    path.write_bytes(whole)
+    *good, bad = read(path)
+    assert isinstance(bad, BadRecord) and bad.where == f"{path}:15" and len(good) == 3
+    assert bad.what.startswith("an element of more than 250 bytes: nothing behind it is read; ")
 
 
 def test_a_line_that_is_too_long_is_no_sample(
