@@ -227,7 +227,7 @@ def make_loader(
     groups: Groups,
     orders: Orders | None = None,
 ) -> RowLoader:
-    """Return the loader of the training rows, which end with the last epoch if `epochs` is set.
+    """Return the loader of the training rows, which end with the last epoch or step.
 
     worlds: of each strategy, or of the one layout. holders: of them, those under which ranks hold
     the parameters, of which there are several where weights move. Collective.
@@ -235,18 +235,19 @@ def make_loader(
     recipe, data, training = job.recipe, job.recipe.data, job.recipe.training
     switches = bool(strategies_of(recipe))
     stream = training_rows(data, job.corpus, recipe.seed, one_document=switches)
-    last = stream.rows_in(training.epochs) if training.epochs else None
+    each = training.global_batch_size
+    last = stream.rows_in(training.epochs) if training.epochs else job.steps * each
     if not switches:
         return StepLoader(
             stream,
             worlds[0],
             row_tokens=data.sequence_length,
-            rows_per_step=training.global_batch_size,
+            rows_per_step=each,
             rows_per_batch=training.micro_batch_size,
             last_row=last,
             orders=orders,
         )
-    of_step = StepRows(training.global_batch_size, last)
+    of_step = StepRows(each, last)
     return switching_loader(job, stream, of_step, (worlds, holders), groups, orders=orders)
 
 

@@ -79,6 +79,7 @@ def _run(job: Job, device: torch.device, waiting: Waiting, orders: Orders | None
         train(run, lambda: bool(asked))
     except Interrupted:
         code = 130
+    run.loader.close()
     run.engine.close()
     return code
 

@@ -6,9 +6,7 @@ import hashlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,10 +15,12 @@ import torch
 from uspft.batch import Batch
 from uspft.comm import largest, total
 from uspft.config.problems import RunFailed
+from uspft.data.ahead import Ahead
+from uspft.data.held_tokens import DIGEST, digest, in_documents
 from uspft.data.orders import Orders
 from uspft.data.stream import Row, RowStream, empty_row
 from uspft.data.tokenise import NOT_TRAINED
-from uspft.kernels.varlen import put
+from uspft.kernels.varlen import copied, pinned
 from uspft.segments import Segments
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 EMPTY = -1
 """Index of a row of padding alone, which keeps ranks in step where the rows of a step run out."""
-
-
-DIGEST = 1 << 40
-"""Digests are counted modulo this number, so that their sums over ranks are exact in float64."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,8 @@ class Size(NamedTuple):
 class RowLoader(ABC):
     """A loader that makes a rank's micro-batches out of rows, and has ranks check them together.
 
-    Its batches depend on the step's number alone: there is no position to lose.
+    Its batches depend on the step's number alone: there is no position to lose. While a step runs,
+    a thread makes those of the next on the host, this rank's tokens alone.
     """
 
     counts = "rows"
@@ -78,16 +75,40 @@ class RowLoader(ABC):
         token orders are found; None: in this process."""
         self.stream, self._tokens_apart, self._of_step = stream, tokens_apart, of_step
         self._reading, self._orders = threading.Lock(), orders or Orders()
-        self._pool = ThreadPoolExecutor(1, "rows ahead")
-        self._ahead: Future[None] | None = None
+        self._ahead = Ahead(self._made)
+        self.epochs = 0.0
+        """How many times the data has been taken once the step is done that was asked for last."""
 
     def begin(self, step: int) -> None:
-        """Begin to work out how the rows of a step are dealt out, while other things are done."""
-        self._ahead = self._pool.submit(self._look_ahead, step)
+        """Begin to make a step's micro-batches while other things are done; steps after the last
+        have none."""
+        if self.rows_of(step):
+            self._ahead.begin(step)
+
+    def close(self) -> None:
+        """End the thread, and let go of what it has made."""
+        self._ahead.close()
+
+    def batches(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of a step, as many on every rank, and begin to make the
+        next step's. Raises what the making of this one raised."""
+        made, self.epochs = self._ahead.taken(step)
+        found = [_on_device(batch) for batch in made]
+        self.begin(step + 1)
+        return found
+
+    def _made(self, step: int) -> tuple[list[Batch], float]:
+        """Return a step's micro-batches on the host, and how often the data has been taken then."""
+        batches = self.on_host(step)
+        with self._reading:
+            return batches, self.stream.epochs_after(self.rows_of(step).stop - 1)
 
     @abstractmethod
-    def _look_ahead(self, step: int) -> None:
-        """Find the token orders of this rank's rows of a step, which are remembered."""
+    def on_host(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of a step before they are copied to the device.
+
+        Where that is a GPU, they lie in pinned memory.
+        """
 
     def _share(self, world: World, rows: Sequence[Segments]) -> Share:
         return world.share(rows, [self._orders.of(world.algorithm, row) for row in rows])
@@ -95,15 +116,6 @@ class RowLoader(ABC):
     def rows_of(self, step: int) -> range:
         """Return the indices, in the stream, of what a step takes."""
         return self._of_step.of(step)
-
-    def epochs_after(self, step: int) -> float:
-        """Return how many times the data has been taken once a step is done."""
-        with self._reading:
-            return self.stream.epochs_after(self.rows_of(step).stop - 1)
-
-    @abstractmethod
-    def batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step."""
 
     @abstractmethod
     def sizes(self, step: int) -> list[Size]:
@@ -119,6 +131,10 @@ class RowLoader(ABC):
 
     def batch_of(self, world: World, indices: Sequence[int]) -> Batch:
         """Return the micro-batch that holds this rank's share of the rows with these indices."""
+        return _on_device(self._cut(world, indices))
+
+    def _cut(self, world: World, indices: Sequence[int]) -> Batch:
+        """Return the same micro-batch on the host, ready to be copied to the device."""
         rows = [self.row(i) for i in indices]
         share = self._share(world, [row.segments for row in rows])
 
@@ -126,11 +142,11 @@ class RowLoader(ABC):
             whole = np.concatenate(arrays)
             return np.concatenate([whole[start:stop] for start, stop in share.held] or [whole[:0]])
 
-        def placed(values: NDArray[np.int64]) -> torch.Tensor:
-            return put(torch.from_numpy(values), world.device)
+        def ready(values: NDArray[np.int64]) -> torch.Tensor:
+            return pinned(torch.from_numpy(values), world.device)
 
         def mine(arrays: list[NDArray[np.int64]]) -> torch.Tensor:
-            return placed(kept(arrays))
+            return ready(kept(arrays))
 
         labels, apart = kept([row.labels for row in rows]), self._tokens_apart
         chosen = np.flatnonzero(labels != NOT_TRAINED)
@@ -140,8 +156,8 @@ class RowLoader(ABC):
             share=share,
             input_ids=mine([row.input_ids for row in rows])[None],
             position_ids=mine([row.positions for row in rows])[None],
-            labels=placed(labels),
-            chosen=placed(chosen),
+            labels=ready(labels),
+            chosen=ready(chosen),
             tokens=mine([index * apart + np.arange(len(row.labels)) for index, row in numbers]),
             targets=len(chosen),
             rows=tuple(indices),
@@ -229,14 +245,8 @@ class StepLoader(RowLoader):
         self._world, self._row_tokens = world, row_tokens
         self._rows_per_step, self._rows_per_batch = rows_per_step, rows_per_batch
 
-    def batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step, as many on every rank and in every step, and
-        begin to work out how the next step's rows are dealt out."""
-        if self._ahead:
-            self._ahead.result()
-        found = [self.batch(indices) for indices in self._indices(step)]
-        self.begin(step + 1)
-        return found
+    def on_host(self, step: int) -> list[Batch]:
+        return [self._cut(self._world, indices) for indices in self._indices(step)]
 
     def _indices(self, step: int) -> list[list[int]]:
         """Return the rows of this replica's micro-batches, EMPTY where the step has no more."""
@@ -249,10 +259,6 @@ class StepLoader(RowLoader):
             [rows[i] if i < len(rows) else EMPTY for i in range(first, first + each)]
             for first in firsts
         ]
-
-    def _look_ahead(self, step: int) -> None:
-        for index in chain.from_iterable(self._indices(step)):
-            self._orders.of(self._world.algorithm, self.row(index).segments)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the micro-batch that holds this rank's share of the rows with these indices."""
@@ -272,29 +278,13 @@ class StepLoader(RowLoader):
             return self.stream.row(index)
 
 
+def _on_device(batch: Batch) -> Batch:
+    """Return a micro-batch on its device, without waiting for the copy."""
+    tensors = {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    there: dict[str, Any] = {name: copied(x, batch.world.device) for name, x in tensors.items()}
+    return replace(batch, **there)
+
+
 def _place(row: Row, number: int) -> NDArray[np.int64]:
     """Return, for each token of a row, the row's number, or -1 for padding."""
     return np.where(np.arange(len(row.input_ids)) < row.segments.bounds[-1], number, -1)
-
-
-def in_documents(segments: Segments) -> NDArray[np.int64]:
-    """Return each token's place in its document, and 0 for padding.
-
-    It is derived from the same document bounds that attention uses.
-    """
-    places = np.zeros(segments.length, np.int64)
-    for start, stop in segments:
-        places[start:stop] = np.arange(stop - start)
-    return places
-
-
-def digest(places: NDArray[np.int64], held: Sequence[NDArray[Any]]) -> float:
-    """Return a sum over tokens of 64 mixed bits each (splitmix64), modulo DIGEST.
-
-    The order of the tokens does not matter; what is held at which place of the row does.
-    """
-    mixed = np.zeros(len(places), np.uint64)
-    for part in (places, *held):
-        mixed = (mixed + part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(29)
-    return float(int(mixed.sum(dtype=np.uint64)) % DIGEST)

@@ -171,8 +171,18 @@ def _joined(ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
 
 
 def put(x: Tensor, device: torch.device) -> Tensor:
-    """Copy x to the device without a wait: torch keeps pinned memory until the device has read
-    it."""
-    if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
+    """Copy x to the device without a wait."""
+    return copied(pinned(x, device), device)
+
+
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """Return x in memory that a GPU copies from without a wait; on a CPU it is x itself."""
+    if device.type != "cuda":
+        return x
+    with torch.cuda.device(device):  # a thread begins on the first GPU, whichever the rank's is
+        return x.pin_memory()
+
+
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """Copy x from pinned memory, which torch keeps until the device has read it."""
+    return x.to(device, non_blocking=True)

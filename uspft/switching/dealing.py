@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -92,13 +91,7 @@ class SwitchingLoader(RowLoader):
         self.worlds = strategies.worlds
         self._plans: dict[int, StepPlan] = {}
 
-    def batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of a step.
-
-        While the step runs, a thread plans the next one.
-        """
-        if self._ahead:
-            self._ahead.result()
+    def on_host(self, step: int) -> list[Batch]:
         plan, found = self.plan(step), []
         for tensor, micro_steps in plan.phases:
             here = []
@@ -108,7 +101,6 @@ class SwitchingLoader(RowLoader):
                 elif self._strategies.together:
                     here.append(self._idle(tensor))
             found += here or [self._idle(tensor)]
-        self.begin(step + 1)
         return found
 
     def plan(self, step: int) -> StepPlan:
@@ -167,24 +159,15 @@ class SwitchingLoader(RowLoader):
         return None
 
     def of_group(self, plan: StepPlan, group: RankGroup) -> Batch:
-        """Return this rank's share of the rows of its group."""
+        """Return this rank's share of the rows of its group, on the host."""
         world = self._strategies.worlds[group.bucket]
-        return self.batch_of(world, [plan.numbers[row] for row in group.rows])
-
-    def _look_ahead(self, step: int) -> None:
-        """Plan a step, and find the token orders of this rank's rows in it."""
-        plan = self.plan(step)
-        every = chain.from_iterable(phase.groups for phase in plan.phases)
-        for group in filter(None, map(self._mine, every)):
-            algorithm = self._strategies.worlds[group.bucket].algorithm
-            for row in group.rows:
-                self._orders.of(algorithm, self.row(plan.numbers[row]).segments)
+        return self._cut(world, [plan.numbers[row] for row in group.rows])
 
     def empty(self) -> Batch:
-        return self._idle(next(iter(self._strategies.idle)))
+        return self.batch_of(next(iter(self._strategies.idle.values())), [EMPTY])
 
     def _idle(self, tensor: int) -> Batch:
-        return self.batch_of(self._strategies.idle[tensor], [EMPTY])
+        return self._cut(self._strategies.idle[tensor], [EMPTY])
 
     def row(self, index: int) -> Row:
         if index == EMPTY:

@@ -86,7 +86,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             if first_rank:
                 if run.job.lease:
                     run.job.lease.require()
-                record["epoch"] = run.loader.epochs_after(step)
+                record["epoch"] = run.loader.epochs
                 if step % recipe.logging.every_steps == 0 or step == steps:
                     with _writing(f"the record of step {step}"):
                         journal.write(record)

@@ -57,6 +57,7 @@ def measure(
         if step == 1:
             for name, gradient in gradients(run.engine, recipe, result.grad_norm):
                 see(name, gradient)
+    run.loader.close()
     run.engine.close()
     run.world.books.close()
     del run

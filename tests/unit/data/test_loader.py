@@ -4,6 +4,9 @@ while one runs, and the digest of what ranks hold."""
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 import torch
 
 from uspft.batch import Batch
-from uspft.data.loader import DIGEST, EMPTY, StepLoader, digest, in_documents
+from uspft.data.held_tokens import DIGEST, digest, in_documents
+from uspft.data.loader import EMPTY, StepLoader
 from uspft.data.stream import Row
 from uspft.layout import Layout
 from uspft.segments import Segments
@@ -75,53 +79,149 @@ def test_faults_that_move_labels_move_the_targets_too() -> None:
     assert targets_of(shifted) == [5, 6, 2, 0, 9, 8, 7, 1]
 
 
-class BrokenStream:
-    """Row i is one document of i + 1 tokens; row 4 is broken."""
+class Slow:
+    """Row i is one document of i + 1 tokens; row 8 is broken. Rows from `held` on wait for a sign.
+
+    It knows which thread read which row.
+    """
+
+    def __init__(self, held: int = 99) -> None:
+        self.held, self.sign = held, threading.Event()
+        self.reached = [threading.Event() for _ in range(16)]
+        self.read: list[tuple[int, str]] = []
 
     def row(self, index: int) -> Row:
-        if index == 4:
+        self.read.append((index, threading.current_thread().name))
+        self.reached[index].set()
+        if index >= self.held:
+            assert self.sign.wait(30)
+        if index == 8:
             raise OSError("the disk is gone")
         zeros = np.zeros(8, np.int64)
-        return Row(zeros, zeros, zeros, Segments((0, index + 1), 8), ())
+        return Row(zeros + index, zeros, zeros, Segments((0, index + 1), 8), ())
+
+    def epochs_after(self, index: int) -> float:
+        return (index + 1) / 8
 
 
-class Asked:
-    """One rank, and which thread asked for the order of which row."""
+class Rank:
+    """One that holds two of a row's eight tokens."""
 
-    layout, replica, device = Layout(), 0, torch.device("cpu")
+    layout, replica = Layout(), 0
 
-    def __init__(self) -> None:
-        self.algorithm = self
-        self.asked: list[tuple[int, str]] = []
+    def __init__(self, device: str = "cpu") -> None:
+        self.algorithm, self.device = self, torch.device(device)
 
     def token_order(self, segments: Segments) -> list[Any]:
-        self.asked.append((segments.bounds[-1] - 1, threading.current_thread().name))
-        return [((0, 8),)]
+        return [((2, 4),)]
 
     def share(self, rows: Any, orders: Any) -> Any:
-        assert orders == [[((0, 8),)] for _ in rows]
-        return SimpleNamespace(held=[(0, 8)])
+        assert orders == [[((2, 4),)] for _ in rows]
+        return SimpleNamespace(held=[(2, 4)])
 
 
-def test_the_next_rows_are_dealt_out_in_another_thread() -> None:
-    world: Any = Asked()
-    stream: Any = BrokenStream()
-    loader = StepLoader(stream, world, row_tokens=8, rows_per_step=2, rows_per_batch=1)
+def loader_of(stream: Any, last: int | None = None, device: str = "cpu") -> StepLoader:
+    world: Any = Rank(device)
+    sizes = {"row_tokens": 8, "rows_per_step": 2, "rows_per_batch": 1}
+    return StepLoader(stream, world, **sizes, last_row=last)
+
+
+AHEAD = "rows ahead_0"
+HERE = threading.current_thread().name
+
+
+def test_a_step_does_not_wait_for_the_rows_of_the_next() -> None:
+    """Whose reading ends only after the step has its own."""
+    stream = Slow(held=2)
+    loader = loader_of(stream)
     assert [batch.rows for batch in loader.batches(1)] == [(0,), (1,)]
+    assert loader.epochs == 2 / 8, "told without a look at the stream, which the thread may be in"
+    stream.sign.set()
     assert [batch.rows for batch in loader.batches(2)] == [(2,), (3,)]
-    here = threading.current_thread().name
-    assert world.asked == [(0, here), (1, here), (2, "rows ahead_0"), (3, "rows ahead_0")]
+    assert stream.read[:4] == [(0, HERE), (1, HERE), (2, AHEAD), (3, AHEAD)]
+    assert loader.epochs == 4 / 8
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_one_step_is_made_ahead(steps: int) -> None:
+    stream = Slow()
+    loader = loader_of(stream)
+    loader.begin(1)
+    for step in range(1, steps + 1):
+        found = loader.batches(step)
+    assert stream.reached[2 * steps + 1].wait(30)
+    loader.close()
+    assert [row for row, _ in stream.read] == list(range(2 * steps + 2))
+    assert {thread for _, thread in stream.read} == {AHEAD}
+    gone = [weakref.ref(batch.input_ids) for batch in found]
+    del found
+    assert [one() for one in gone] == [None, None], "nothing keeps what a step has had"
+
+
+def test_nothing_is_made_after_the_last_step() -> None:
+    stream = Slow()
+    loader = loader_of(stream, last=5)
+    rows = [[batch.rows for batch in loader.batches(step)] for step in (1, 2, 3)]
+    assert rows == [[(0,), (1,)], [(2,), (3,)], [(4,), (EMPTY,)]]
+    loader.begin(4)
+    loader.close()
+    assert [row for row, _ in stream.read] == [0, 1, 2, 3, 4]
+
+
+def test_a_fault_is_raised_where_its_step_is_asked_for() -> None:
+    loader = loader_of(Slow())
+    for step in (3, 4):
+        loader.batches(step)
     with pytest.raises(OSError, match="the disk is gone"):
-        loader.batches(3)
+        loader.batches(5)
+    with pytest.raises(OSError, match="the disk is gone"):
+        loader.batches(5)  # asked again, it is tried again
+    loader.batches(4)
+    assert [batch.rows for batch in loader.batches(1)] == [(0,), (1,)], "5 was not asked for"
 
 
-def test_the_first_rows_are_dealt_out_while_the_model_is_built() -> None:
-    world: Any = Asked()
-    stream: Any = BrokenStream()
-    loader = StepLoader(stream, world, row_tokens=8, rows_per_step=2, rows_per_batch=1)
+def test_any_order_of_steps_gives_the_same_batches() -> None:
+    """As where a run goes on, or an evaluation was stopped and another begins."""
+    ahead = loader_of(Slow())
+    for step in (1, 2, 3, 1, 1, 4, 2):
+        alone = loader_of(Slow())
+        for got, want in zip(ahead.batches(step), alone.batches(step), strict=True):
+            tensors = {key: x for key, x in vars(want).items() if isinstance(x, torch.Tensor)}
+            assert len(tensors) == 6
+            assert all(torch.equal(x, getattr(got, key)) for key, x in tensors.items())
+            assert (got.rows, got.targets) == (want.rows, want.targets)
+        assert ahead.epochs == alone.epochs
+
+
+def test_a_rank_s_tokens_alone_are_pinned_by_the_thread_and_on_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With doubles of what torch does for GPUs."""
+    current, pinned, copied = ["none"], [], []
+
+    @contextmanager
+    def device(one: torch.device) -> Iterator[None]:
+        current.append(str(one))
+        yield
+        current.pop()
+
+    def pin_memory(x: torch.Tensor) -> torch.Tensor:
+        pinned.append((x.numel(), current[-1], threading.current_thread().name))
+        return x
+
+    def to(x: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        copied.append((str(device), non_blocking, threading.current_thread().name))
+        return x
+
+    monkeypatch.setattr("torch.cuda.device", device)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    loader = loader_of(Slow(), last=2, device="cuda:3")
     loader.begin(1)
     loader.batches(1)
-    assert world.asked[:2] == [(0, "rows ahead_0"), (1, "rows ahead_0")]
+    assert len(pinned) == len(copied) == 2 * 6
+    assert set(pinned) == {(2, "cuda:3", AHEAD)}
+    assert set(copied) == {("cuda:3", True, HERE)}
 
 
 def test_the_digest_is_of_tokens_at_positions() -> None:
