@@ -9,62 +9,77 @@ import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
 
-# One process and one group. "deaf": what is set has no effect, and the loader notes that it was
-# called instead of compiling. "gpu": the accelerator says it is one, and has no such op, as CUDA's.
+# A process and a group for each switch, forked from one with the imports made. "deaf": what is set
+# has no effect, and the loader notes that it was called instead of compiling. "gpu": DeepSpeed
+# sees one, and has no such op, as on CUDA.
 PROGRAM = """
-import sys
+import os, sys
+import torch
 import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-if sys.argv[1] == "gpu":
-    deepspeed.ops._probe_compatible_ops = lambda: print("PROBED") or {}
-    get_accelerator().device_name = lambda index=None: "cuda"
-    get_accelerator().create_op_builder = lambda name: None
-else:
-    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
-    assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
 
 class Deaf(dict):
     def __setitem__(self, key, value):
         pass
 
-if sys.argv[1] == "deaf":
-    deepspeed.ops.__compatible_ops__ = Deaf(deepspeed.ops.__compatible_ops__)
-    ShareMemCommBuilder.load = lambda self: print("LOADED")
-    import deepspeed.runtime.compiler
-    deepspeed.runtime.compiler.dummy_decorator = deepspeed.runtime.compiler.compile()
+def prepared(switch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if switch == "gpu":
+        deepspeed.ops._probe_compatible_ops = lambda: print("PROBED") or {}
+        get_accelerator().device_name = lambda index=None: "cuda"
+        get_accelerator().create_op_builder = lambda name: None
+    else:
+        assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+        assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
+    if switch == "deaf":
+        deepspeed.ops.__compatible_ops__ = Deaf(deepspeed.ops.__compatible_ops__)
+        ShareMemCommBuilder.load = lambda self: print("LOADED")
+        from deepspeed.runtime import compiler
+        compiler.dummy_decorator = compiler.compile()
 
-from uspft.engine.quarantine import prepare_deepspeed
-prepare_deepspeed()
-assert deepspeed.comm.is_initialized()
+    from uspft.engine.quarantine import prepare_deepspeed
+    prepare_deepspeed()
+    assert deepspeed.comm.is_initialized()
 
-import torch
-from deepspeed.runtime.compiler import compile
-from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
-assert is_zero_supported_optimizer(torch.optim.AdamW([torch.zeros(1)]))
-assert compile() is torch.compile
-if "torch._inductor.compile_fx" in sys.modules:
-    print("COMPILER")
-print("READY")
-dist.destroy_process_group()
+    from deepspeed.runtime.compiler import compile
+    from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+    assert is_zero_supported_optimizer(torch.optim.AdamW([torch.zeros(1)]))
+    assert compile() is torch.compile
+    if "torch._inductor.compile_fx" in sys.modules:
+        print("COMPILER")
+    print("READY", flush=True)
+    dist.destroy_process_group()
+
+for switch in sys.argv[1:]:
+    if not os.fork():
+        shown = os.open(f"{switch}.txt", os.O_CREAT | os.O_WRONLY)
+        os.dup2(shown, 1), os.dup2(shown, 2)
+        os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(os.getcwd(), f"{switch}-built")
+        prepared(switch)
+        os._exit(0)
+    os.wait()
 """
 
 
-def prepare(folder: Path, switch: str) -> subprocess.CompletedProcess[str]:
-    """Prepare DeepSpeed where no program is on PATH; what it compiled would be in folder/built."""
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What preparing DeepSpeed shows by switch, where no program is on PATH; whatever it compiled
+    is shown too."""
+    folder, switches = tmp_path_factory.mktemp("quarantine"), ("set", "gpu", "deaf")
     (folder / "nothing").mkdir()
-    (folder / "built").mkdir()
+    for switch in switches:
+        (folder / f"{switch}-built").mkdir()
     dropped = ("CC", "CXX", "TORCH_", "DS_", "MASTER_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     own = {
         "PATH": str(folder / "nothing"),
-        "TORCH_EXTENSIONS_DIR": str(folder / "built"),
         "DS_ACCELERATOR": "cpu",
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -72,8 +87,8 @@ def prepare(folder: Path, switch: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, switch],
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *switches],
         cwd=folder,
         env={**kept, **own},
         capture_output=True,
@@ -81,6 +96,12 @@ def prepare(folder: Path, switch: str) -> subprocess.CompletedProcess[str]:
         timeout=200,
         check=False,
     )
+    assert done.returncode == 0, done.stderr
+    return {
+        switch: (folder / f"{switch}.txt").read_text()
+        + "".join(f"BUILT {path}" for path in (folder / f"{switch}-built").iterdir())
+        for switch in switches
+    }
 
 
 def test_the_installed_version_is_in_the_range_that_the_quarantine_names() -> None:
@@ -90,20 +111,16 @@ def test_the_installed_version_is_in_the_range_that_the_quarantine_names() -> No
     assert version("deepspeed") in wanted.specifier
 
 
-def test_nothing_is_compiled(tmp_path: Path) -> None:
-    done = prepare(tmp_path, "set")
-    assert done.returncode == 0, done.stderr
-    assert "READY" in done.stdout and "COMPILER" not in done.stdout
-    assert list((tmp_path / "built").iterdir()) == []
+def test_nothing_is_compiled(shown: dict[str, str]) -> None:
+    assert "READY" in shown["set"], shown
+    assert "COMPILER" not in shown["set"] and "BUILT" not in shown["set"]
 
 
-def test_no_op_is_probed_for_a_gpu(tmp_path: Path) -> None:
-    done = prepare(tmp_path, "gpu")
-    assert done.returncode == 0, done.stderr
-    assert "READY" in done.stdout and "PROBED" not in done.stdout
+def test_no_op_is_probed_for_a_gpu(shown: dict[str, str]) -> None:
+    assert "READY" in shown["gpu"], shown
+    assert "PROBED" not in shown["gpu"]
 
 
-def test_without_the_switch_it_would_be(tmp_path: Path) -> None:
-    done = prepare(tmp_path, "deaf")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("LOADED") == done.stdout.count("COMPILER") == 1
+def test_without_the_switch_it_would_be(shown: dict[str, str]) -> None:
+    assert "READY" in shown["deaf"], shown
+    assert shown["deaf"].count("LOADED") == shown["deaf"].count("COMPILER") == 1

@@ -6,18 +6,32 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.launch import ROOT
 
-INTERRUPTS = "tests/unit/house/test_install.py::test_an_interrupted_installation_says_so"
+# As pytest does: what the tests start after their conftest is imported.
+PROGRAM = """
+import subprocess, sys
+import tests.conftest
+child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+subprocess.run([sys.executable, "-c", child], check=True)
+"""
 
 
 def deaf() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def test_what_interrupts_passes_there_too() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", INTERRUPTS]
+@pytest.mark.parametrize("start", ["", "import tests.conftest"])
+def test_what_tests_start_there_hears_ctrl_c(start: str) -> None:
+    program = PROGRAM.replace("import tests.conftest", start)
     done = subprocess.run(
-        command, cwd=ROOT, preexec_fn=deaf, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        preexec_fn=deaf,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+    assert done.stdout == f"{bool(start)}\n"
