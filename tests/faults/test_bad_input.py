@@ -173,6 +173,7 @@ def test_more_processes_than_gpus(
     ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
     ground.write({"launch": {"device": "cuda", "processes": 4}, "model.dtype": "bfloat16"})
     ground.call(capsys).about("launch.processes", "4 processes", "2 GPUs; start at most 2")
 
@@ -181,6 +182,7 @@ def test_a_gpu_without_flash_attention(
     ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
     monkeypatch.setattr("torch.cuda.get_device_capability", [(8, 0), (7, 5)].__getitem__)
     monkeypatch.setattr("torch.cuda.get_device_name", ["A100", "Tesla T4"].__getitem__)
     ground.write({"launch": {"device": "cuda", "processes": 2}, "model.dtype": "bfloat16"})

@@ -15,6 +15,7 @@ import torch
 
 from uspft.config import InputError
 from uspft.config.problems import COMMAND_LINE, said
+from uspft.prepare.gpus import usable
 from uspft.prepare.invocation import Invocation
 from uspft.written import ADAPTER, MODEL
 
@@ -128,7 +129,7 @@ def _loaded(folder: Path, base: str | None) -> Talker:
         what = f"{folder} has no chat template, so the model was not trained on conversations"
         remedy = "train on messages, or take the model into a program that goes on with text"
         raise _wrong("chat", what, remedy)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if usable() else "cpu"
     return Talker(model.to(device).eval(), tokenizer)
 
 

@@ -16,6 +16,7 @@ from uspft.kernels.choose import is_installed
 AMPERE = 8
 """The major compute capability from which GPUs have flash attention, and bfloat16 in hardware."""
 PCI = Path("/sys/bus/pci/devices")
+NODES = Path("/dev")
 DRIVER = Path("/proc/driver/nvidia/version")
 NVIDIA, DISPLAY = "0x10de", "0x03"
 """The vendor, and the beginning of the class, of a GPU on the PCI bus."""
@@ -33,13 +34,13 @@ def require_here(recipe: Recipe, asked: str, environment: Mapping[str, str]) -> 
     settled. Raises Fault where something is lacking, and where `auto` would pass over a GPU that is
     in this machine.
     """
-    count, wanted = torch.cuda.device_count(), recipe.launch.processes
+    count, wanted = usable(), recipe.launch.processes
     why = why_none(environment) if count == 0 else None
     if recipe.launch.device == "cpu" and asked == AUTO and why:
         what = f"is auto, and would pass over the NVIDIA GPU of this host: {why}"
         raise Fault([(KEY, what, f"mend that, {ANYWAY}")])
     if recipe.launch.device == "cuda" and count == 0:
-        what = f"is cuda, and no GPU is seen here: {why or 'there is none'}"
+        what = f"is {asked}, and torch can use no GPU here: {why or 'there is none'}"
         raise Fault([(KEY, what, f"start it on a host that has one, {ANYWAY}")])
     if recipe.launch.device == "cuda" and isinstance(wanted, int):
         if wanted > count:
@@ -53,8 +54,23 @@ def require_here(recipe: Recipe, asked: str, environment: Mapping[str, str]) -> 
         raise Fault([("model.attention", what, "install it there, or write auto")])
 
 
+def usable() -> int:
+    """Return how many GPUs torch can use here.
+
+    torch counts those that the driver manages, also where it is too old for this torch: only a
+    start of CUDA tells.
+    """
+    count = torch.cuda.device_count()
+    try:
+        if count:
+            torch.cuda.init()
+    except (AssertionError, RuntimeError):
+        return 0
+    return count
+
+
 def why_none(environment: Mapping[str, str]) -> str | None:
-    """Return why torch sees no GPU although there is one in this machine.
+    """Return why torch can use no GPU although there is one in this machine.
 
     Returns None where there is none, or where the user hides it.
     """
@@ -66,22 +82,27 @@ def why_none(environment: Mapping[str, str]) -> str | None:
             f"torch here is the CPU build ({torch.__version__} in {sys.prefix}); "
             "./launch.sh --install brings the one for GPUs"
         )
-    if driver is None:
+    if driver is None and not has_node():
         return "no NVIDIA driver is loaded"
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
         said = " ".join(str(error).split()).split(". ")[0]
         if NONE_GIVEN not in said:
-            built = torch.version.cuda
-            return f"the driver is {driver}, torch is built for CUDA {built}, and {said}"
+            known, built = driver or "not known", torch.version.cuda
+            return f"the driver is {known}, torch is built for CUDA {built}, and {said}"
     return "none is given to this process (SLURM: --gres=gpu:1; containers: --gpus all)"
 
 
+def has_node() -> bool:
+    """Tell whether there is a device node of an NVIDIA GPU, which sandboxes show without a bus."""
+    return any(NODES.glob("nvidia[0-9]*"))
+
+
 def in_machine() -> bool:
-    """Tell whether there is an NVIDIA GPU on this machine's PCI bus."""
+    """Tell whether this machine shows an NVIDIA GPU: a device node, or one on its PCI bus."""
     try:
-        return any(
+        return has_node() or any(
             (device / "vendor").read_text().strip() == NVIDIA
             and (device / "class").read_text().startswith(DISPLAY)
             for device in PCI.iterdir()

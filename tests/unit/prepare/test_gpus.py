@@ -32,6 +32,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with a disk and a network card, and nothing more; torch sees no GPU."""
     monkeypatch.setattr(gpus, "PCI", tmp_path / "pci")
     monkeypatch.setattr(gpus, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(gpus, "NODES", tmp_path)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for name, vendor, kind in (("0", "0x8086", "0x010601"), ("1", "0x10de", "0x020000")):
         device(tmp_path, name, vendor, kind)
@@ -58,21 +59,25 @@ def told(asked: str, environment: dict[str, str] | None = None) -> str:
 
 def test_a_machine_without_one(machine: Path) -> None:
     assert told("auto") == told("cpu") == ""
-    assert told("cuda") == "is cuda, and no GPU is seen here: there is none"
+    assert told("cuda") == "is cuda, and torch can use no GPU here: there is none"
 
 
-@pytest.mark.parametrize("by", ["bus", "driver"])
+@pytest.mark.parametrize("by", ["bus", "driver", "node"])
 def test_a_torch_without_cuda(machine: Path, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     if by == "bus":
         device(machine, "2", "0x10de", "0x030200")
+    elif by == "node":
+        (machine / "nvidiactl").touch()
+        assert told("auto") == "", "which is there without a GPU"
+        (machine / "nvidia0").touch()
     else:
         gpus.DRIVER.write_text(NVRM)
     why = f"torch here is the CPU build ({torch.__version__} in "
     assert told("auto").startswith(
         f"is auto, and would pass over the NVIDIA GPU of this host: {why}"
     )
-    assert told("cuda").startswith(f"is cuda, and no GPU is seen here: {why}")
+    assert told("cuda").startswith(f"is cuda, and torch can use no GPU here: {why}")
     assert told("cpu") == ""
     for hidden in ("", "-1"):
         assert told("auto", {"CUDA_VISIBLE_DEVICES": hidden}) == ""
@@ -94,5 +99,11 @@ def test_a_driver_that_is_not_there_or_too_old(
     said = "The NVIDIA driver on your system is too old (found version 12040)"
     why = f"the driver is 550.54.15, torch is built for CUDA 13.0, and {said}"
     assert told("auto").endswith(why) and told("cuda").endswith(why)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)  # as the driver's own library says
+    assert told("cuda") == f"is cuda, and torch can use no GPU here: {why}"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    gpus.DRIVER.unlink()
+    (machine / "nvidia0").touch()
+    assert told("auto").endswith(why.replace("550.54.15", "not known"))
     says.append("No CUDA GPUs are available")
     assert "none is given to this process (SLURM: --gres=gpu:1" in told("auto")
