@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.launched import ROOT, two_free_ports
-from tests.support.forked import Forked
+from tests.faults.launched import two_free_ports
+from tests.support.forked import Forked, play
 from tests.support.launch import records, write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.runs import small_recipe
 
 HOST = """
-import os, signal, sys, time
+import signal, sys, time
 from uspft.config.problems import InputError, RunFailed
-from uspft.launcher import Meeting, hosts_from, meeting as module
-module.PATIENCE_SECONDS, module.AGAIN_SECONDS = 0.5, 0.5
+from uspft.launcher import Meeting, hosts_from, meeting as module, watch
+module.PATIENCE_SECONDS, module.AGAIN_SECONDS = 0.2, 0.2
+watch.BEAT_SECONDS, watch.RETRY_SECONDS = 0.1, 0.1
 def convene(ranks=1, device="cpu", gpus=0):
-    watch = meeting.convene(ranks, device, gpus, 3.0)
+    watch = meeting.convene(ranks, device, gpus, 2.0)
     print("met", flush=True)
     time.sleep(0.3)
     watch.tell("done")
     return 0
-with Meeting(hosts_from(os.environ)) as meeting:
+def up():
+    while not meeting.watch.called:
+        time.sleep(0.01)
+    print("up", flush=True)
+with Meeting(hosts_from(environment)) as meeting:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     meeting.may_interrupt()
     try:
@@ -44,39 +48,34 @@ sys.exit(code)
 """
 
 READY = "return convene()"
-WAITS = 'print("up", flush=True); time.sleep(60)'
+WAITS = "up(); time.sleep(60)"
 REFUSES = 'raise InputError("r.yaml:3: model.nam: unknown key")'
 NAME = socket.gethostname()
 
 
-class Host:
+class Host(Forked):
     """A host whose whole work before its ranks is the body of a function."""
 
     def __init__(self, body: str, index: int, port: int, count: int = 2) -> None:
         program = "def run(meeting, convene):\n" + f"    import time\n    {body}\n" + HOST
         own = {"NNODES": str(count), "NODE_RANK": str(index), "MASTER_ADDR": "127.0.0.1"}
-        self.began = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **own, "MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        before = partial(play, program, {**own, "MASTER_PORT": str(port)})
+        self._folder = tempfile.TemporaryDirectory()
+        super().__init__([], Path(self._folder.name), before=before)
 
     def up(self) -> Host:
-        """Return when it has called, which is well before its second second of waiting."""
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "up\n"
-        time.sleep(1.0)
+        """Return when it has another host on the line, or is past the start of its own."""
+        until = time.monotonic() + 30
+        shown = Path(self._folder.name) / "stdout"
+        while not (shown.exists() and "up\n" in shown.read_text()):
+            assert time.monotonic() < until and self.poll() is None, self.communicate()
+            time.sleep(0.01)
         return self
 
     def end(self, within: float = 20.0) -> tuple[int, str, str]:
-        try:
-            out, err = self.process.communicate(timeout=within)
-        finally:
-            self.process.kill()
-        return self.process.returncode, out, err
+        out, err = self.communicate(within)
+        assert self.returncode is not None
+        return self.returncode, out, err
 
 
 def meet(*bodies: str, late: float = 0.0) -> list[tuple[int, str, str]]:
@@ -90,7 +89,7 @@ def meet(*bodies: str, late: float = 0.0) -> list[tuple[int, str, str]]:
 
 
 def test_hosts_begin_together() -> None:
-    slow = 'meeting.says("tokenising"); time.sleep(2); return convene()'
+    slow = 'meeting.says("tokenising"); time.sleep(1); return convene()'
     ends = meet(READY, slow, READY)
     assert [(code, out) for code, out, _ in ends] == [(0, "met\n")] * 3
     for index in (0, 2):
@@ -116,7 +115,7 @@ def test_a_refusal_ends_all_at_once(refusing: int, others: str) -> None:
 
 @pytest.mark.parametrize("bodies", [(REFUSES, READY), (READY, REFUSES), (REFUSES, READY, READY)])
 def test_a_host_that_comes_late_hears_of_it(bodies: tuple[str, ...]) -> None:
-    ends = meet(*bodies, late=2.0)
+    ends = meet(*bodies, late=0.5)
     assert [code for code, _, _ in ends] == [2] * len(bodies)
     assert all("unknown key" in err for _, _, err in ends)
 
@@ -127,7 +126,7 @@ def test_who_has_not_called_is_named() -> None:
     for host in (first, other):
         code, _, err = host.end()
         assert code == 1 and "waiting for host 1: has not called\n" in err
-        assert "waited 0.05 min (launch.timeout_minutes) for host 1: has not called" in err
+        assert "waited 0.0333 min (launch.timeout_minutes) for host 1: has not called" in err
 
 
 def test_a_first_host_that_does_not_answer_is_named() -> None:
@@ -135,7 +134,7 @@ def test_a_first_host_that_does_not_answer_is_named() -> None:
     code, _, err = Host(READY, 1, port).end()
     told = f"host 0 (127.0.0.1, port {port + 1}): no answer"
     assert code == 1 and f"waiting for {told}\n" in err
-    assert f"waited 0.05 min (launch.timeout_minutes) for {told}" in err
+    assert f"waited 0.0333 min (launch.timeout_minutes) for {told}" in err
 
 
 def test_a_host_without_a_gpu_is_named() -> None:
@@ -153,13 +152,11 @@ def test_a_host_with_nothing_left_to_do() -> None:
         assert ends[waits][0] == 2 and "name an output_dir that both see" in ends[waits][2]
 
 
-@pytest.mark.parametrize("body", [WAITS, READY])
+@pytest.mark.parametrize("body", [WAITS, 'print("up", flush=True); return convene()'])
 def test_a_host_that_is_stopped_stops_the_others(body: str) -> None:
     port = two_free_ports()
     stopped, other = Host(body, 0, port, 3), Host(WAITS, 1, port, 3).up()
-    if body == WAITS:
-        stopped.up()
-    stopped.process.send_signal(signal.SIGINT)
+    stopped.up().send_signal(signal.SIGINT)
     last = Host(READY, 2, port, 3)
     assert stopped.end()[0] == 130
     for host in (other, last):
@@ -172,7 +169,7 @@ def test_a_killed_host_is_missed() -> None:
     killed, other = Host(WAITS, 1, port), Host(WAITS, 0, port)
     for host in (killed, other):
         host.up()
-    killed.process.kill()
+    killed.kill()
     code, _, err = other.end()
     assert code == 1 and err.endswith("host 1 is gone\n")
 
@@ -207,7 +204,7 @@ def trains(recipe: dict[str, Any], folder: Path, index: int, port: int, *words: 
     return Forked([str(path), *words], place, **own, MASTER_PORT=str(port))
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_two_hosts_train_into_one_folder(recipe: dict[str, Any], tmp_path: Path, late: int) -> None:
     """The later host finds what the earlier one has written there, which is nothing of its ranks
     yet."""
