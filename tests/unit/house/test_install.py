@@ -67,6 +67,12 @@ def test_a_complete_environment_costs_no_time(sandbox: Sandbox) -> None:
     assert min(seconds() for _ in range(20)) < 0.05
 
 
+def change(sandbox: Sandbox, name: str = "constraints.txt") -> None:
+    """Change one of the files that say what is to be installed."""
+    with (sandbox.root / name).open("a") as changed:
+        changed.write("# changed\n")
+
+
 def break_off(venv: Path) -> None:
     (venv / ".uspft-installing").touch()
     (venv / ".uspft-stamp").unlink()
@@ -83,41 +89,62 @@ def replace_python(venv: Path) -> None:
     (venv / "bin/python").chmod(0o755)
 
 
+def make_anothers(venv: Path) -> None:
+    (venv / ".uspft-stamp").unlink()
+
+
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "told", "kept"),
     [
-        (break_off, "did not end: making .venv anew"),
-        (break_python, "does not run any more: making .venv anew"),
-        pytest.param(
-            replace_python, "does not run any more: making .venv anew", marks=pytest.mark.full
-        ),
+        (break_off, "did not end: making .venv anew", []),
+        (break_python, "does not run any more: making .venv anew", []),
+        (replace_python, "does not run any more: making .venv anew", []),
+        (make_anothers, "was not made by launch.sh: moving it to .venv-", [".venv-*"]),
     ],
 )
-def test_a_damaged_environment_is_made_anew(
-    sandbox: Sandbox, damage: Callable[[Path], None], told: str
+def test_a_damaged_environment_makes_room(
+    *,
+    sandbox: Sandbox,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    told: str,
+    kept: list[str],
 ) -> None:
+    venv, ran = sandbox.root / ".venv", []
+    (venv / "precious").touch()
+    damage(venv)
+    monkeypatch.setattr(install, "run", lambda command, name: ran.append(command[1:]))
+    assert not install.is_complete(sandbox.root, dev=False)
+    install.prepare(sandbox.root)
+    assert ran == [["-m", "venv", str(venv)]] and told in capsys.readouterr().err
+    assert [path.name for path in venv.iterdir()] == [".uspft-installing"]
+    found = [path.parent for path in sandbox.root.rglob("precious")]
+    assert found == [path for name in kept for path in sandbox.root.glob(name)]
+
+
+def test_an_installation_that_did_not_end_is_made_anew(sandbox: Sandbox) -> None:
     venv = sandbox.root / ".venv"
     (venv / "half-copied").touch()
-    damage(venv)
+    break_off(venv)
     done = sandbox.run("train", "a.yaml")
     assert done.returncode == 0 and '"a.yaml"' in done.stdout
-    assert told in done.stderr
+    assert "did not end: making .venv anew" in done.stderr
     assert not (venv / "half-copied").exists()
 
 
-def test_somebody_elses_environment_is_moved_aside(sandbox: Sandbox) -> None:
-    (sandbox.root / ".venv/.uspft-stamp").unlink()
-    (sandbox.root / ".venv/precious").touch()
-    done = sandbox.run("--install")
-    assert done.returncode == 0 and "was not made by launch.sh: moving it to .venv-" in done.stderr
-    assert [path.name for path in sandbox.root.glob(".venv-*/precious")] == ["precious"]
-
-
 @pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml", "install.py"])
-def test_changed_pins_are_installed_over(sandbox: Sandbox, name: str) -> None:
+def test_changed_pins_are_noticed(sandbox: Sandbox, tmp_path: Path, name: str) -> None:
+    """By launch.sh, which then looks for a Python, and by install.py."""
+    change(sandbox, name)
+    done = sandbox.run("--install", PATH=str(path_without_python(tmp_path / "bin")))
+    assert done.returncode == 2 and "needs Python" in done.stderr
+    assert not install.is_complete(sandbox.root, dev=False)
+
+
+def test_changed_pins_are_installed_over(sandbox: Sandbox) -> None:
     (sandbox.root / ".venv/kept").touch()
-    with (sandbox.root / name).open("a") as changed:
-        changed.write("# changed\n")
+    change(sandbox)
     done = sandbox.run("--install")
     assert done.returncode == 0 and "installed in" in done.stderr
     assert (sandbox.root / ".venv/kept").exists()
@@ -138,8 +165,9 @@ def test_a_moved_project_still_runs(sandbox: Sandbox) -> None:
     assert done.returncode == 0 and done.stderr == "" and '"a.yaml"' in done.stdout
 
 
-def test_what_pip_refuses_is_shown_with_the_command(tmp_path: Path) -> None:
-    sandbox = make_sandbox(tmp_path, dependencies='["no-such-package-here"]')
+def test_what_pip_refuses_is_shown_with_the_command(sandbox: Sandbox) -> None:
+    project = sandbox.root / "pyproject.toml"
+    project.write_text(project.read_text().replace('"uspft-sandbox"', '"no-such-package-here"'))
     done = sandbox.run("train", "a.yaml")
     assert done.returncode == 1 and done.stdout == ""
     assert "No matching distribution found for no-such-package-here" in done.stderr
@@ -147,14 +175,14 @@ def test_what_pip_refuses_is_shown_with_the_command(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_two_at_once_install_once(tmp_path: Path) -> None:
-    sandbox = make_sandbox(tmp_path)
+def test_two_at_once_install_once(sandbox: Sandbox) -> None:
+    change(sandbox)
     both = [sandbox.start("train", "a.yaml") for _ in range(2)]
     ends = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert all('"a.yaml"' in out for out, _ in ends)
     shown = ends[0][1] + ends[1][1]
-    assert shown.count("making .venv with Python") == 1
+    assert shown.count("installing 1 packages") == 1
     assert shown.count("waiting for the installation by") == 1
 
 
@@ -165,8 +193,9 @@ time.sleep(600)
 """
 
 
-def test_an_installation_killed_in_the_middle_is_repaired(tmp_path: Path) -> None:
-    sandbox = make_sandbox(tmp_path)
+def test_an_installation_that_is_killed_takes_pip_along(sandbox: Sandbox, tmp_path: Path) -> None:
+    """And leaves the mark by which the next one begins anew."""
+    change(sandbox)
     mark = tmp_path / "pip"
     driver = (
         "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import install;"
@@ -185,17 +214,19 @@ def test_an_installation_killed_in_the_middle_is_repaired(tmp_path: Path) -> Non
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < until, "pip outlived the installer"
         time.sleep(0.05)
-    done = sandbox.run("train", "a.yaml")
-    assert done.returncode == 0 and "did not end: making .venv anew" in done.stderr
+    venv = sandbox.root / ".venv"
+    assert (venv / ".uspft-installing").exists() and not (venv / ".uspft-stamp").exists()
 
 
 @pytest.mark.timeout(120)
-def test_an_interrupted_installation_says_so(tmp_path: Path) -> None:
-    sandbox = make_sandbox(tmp_path)
-    (wheel,) = sandbox.wheels.glob("uspft_sandbox-*")
-    wheel.unlink()
+def test_an_interrupted_installation_says_so(sandbox: Sandbox, tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    wheel = wheels / "uspft_sandbox-1.1-py3-none-any.whl"
     os.mkfifo(wheel)
-    running = sandbox.start("train", "a.yaml")
+    pins = sandbox.root / "constraints.txt"
+    pins.write_text(pins.read_text().replace("sandbox==1.0", "sandbox==1.1"))
+    running = Sandbox(sandbox.root, wheels).start("train", "a.yaml")
     with wheel.open("wb"):  # returns when pip opens the package, which it then cannot read
         running.send_signal(signal.SIGINT)
         _, shown = running.communicate(timeout=60)
