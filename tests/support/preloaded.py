@@ -23,12 +23,15 @@ LATE = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "huggingface_hub.hf_file_system",
     "peft",
+    "pytest",
     "setuptools.command.build_ext",
+    "tests.support.models",
+    "tests.support.runs",
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "qwen2", "qwen3")),
     "uspft.commands.rank",
     "uspft.sequence.planned",
 )
-"""What a run imports only once it has begun: half a second of a rank's CPU."""
+"""What a run imports only once it has begun, and modules of tests: a second of a rank's CPU."""
 for name in LATE:
     import_module(name)
 gc.collect()

@@ -51,8 +51,10 @@ RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
 
 @pytest.mark.parametrize(
     ("begin", "parallel", "stage"),
-    [(Forked.start, HYBRID, 3), (start, RING, 1)],
-    ids=["forked", "launched"],
+    [
+        pytest.param(Forked.start, HYBRID, 3, id="forked", marks=pytest.mark.full),
+        pytest.param(start, RING, 1, id="launched"),
+    ],
 )
 def test_metrics_and_model_are_those_of_one_process(
     setting: tuple[Path, Documents],
