@@ -9,21 +9,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from uspft.checkpoint.folder import Checkpoint, CheckpointError, named
+from uspft.checkpoint.folder import Checkpoint, CheckpointError, folder_of, named
 from uspft.checkpoint.hf_folder import export_folder
 from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.whole_model import WholeModel, whole_model
-from uspft.config import Fault, InputError
+from uspft.config import Fault, InputError, load
 from uspft.config.problems import COMMAND_LINE
+from uspft.metrics import Best, Journal
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.output import held_output
-from uspft.written import ADAPTER, EXPORTS, MODEL, set_aside
+from uspft.written import ADAPTER, EXPORTS, METRICS, MODEL, RECIPE, set_aside
 
 
 def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Write hf/ beside checkpoints/, and adapter/ where an adapter was trained.
 
-    target: an output folder, or one of its checkpoints. overrides: `to=FOLDER` has the whole model
+    target: an output folder, of which the newest checkpoint is taken, or the best where the run
+    keeps the best (`checkpoint.keep_best`), as its own export does; or one of its checkpoints.
+    overrides: `to=FOLDER` has the whole model
     written there and nothing else; `base=PLACE` says where the base model is now, which a
     checkpoint of an adapter or of a partly frozen model needs. Raises InputError for another
     override or one given twice, and for a folder that holds something already, which would be
@@ -101,8 +104,28 @@ def _require_room(to: Path) -> None:
 
 def _open(target: Path) -> Checkpoint:
     try:
-        return named(target)
+        newest = named(target)
+        best = _best(target, newest)
+        if best is None or best.step is None or best.step == newest.step:
+            return newest
+        chosen = Checkpoint.open(folder_of(target, best.step))
     except CheckpointError as error:
         remedy = "name an output folder, or a checkpoint in it"
         what = str(error).removeprefix(f"{target} ")
         raise CheckpointError(f"{COMMAND_LINE}: {target}: {what}; {remedy}") from error
+    why = f"the best, with an eval loss of {best.loss:.4g}, since checkpoint.keep_best is set"
+    print(f"step {best.step} is {why}; step {newest.step}, the newest: export {newest.folder}")
+    return chosen
+
+
+def _best(target: Path, newest: Checkpoint) -> Best | None:
+    """Return the best evaluation up to a checkpoint, where a target is the folder of a run that
+    keeps the best checkpoint; None elsewhere."""
+    if folder_of(target, newest.step).resolve() != newest.folder.resolve():
+        return None
+    try:
+        keeps = load(target / RECIPE).recipe.checkpoint.keep_best
+    except (InputError, OSError):
+        return None  # a folder that was brought here without its recipe, or an older one
+    evaluations = Journal(target / METRICS).evaluations() if keeps else []
+    return Best.of(each for each in evaluations if each["step"] <= newest.step)

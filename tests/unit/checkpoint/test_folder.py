@@ -58,6 +58,17 @@ def test_the_newest_is_found_and_older_ones_go(tmp_path: Path) -> None:
     assert steps(tmp_path) == [100, 150]
 
 
+def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+    made(tmp_path, 2, 4, 6, 8)
+    delete_older(tmp_path, 1, best=4)
+    assert steps(tmp_path) == [4, 8]
+    delete_older(tmp_path, 1, best=8)  # it is the newest itself, and the one before it goes
+    assert steps(tmp_path) == [8]
+    made(tmp_path, 10, 12)
+    delete_older(tmp_path, 2, best=2)  # gone long since
+    assert steps(tmp_path) == [10, 12]
+
+
 def test_what_a_user_copied_beside_them_is_not_touched(tmp_path: Path) -> None:
     made(tmp_path, 2, 3, 4)
     place = tmp_path / "checkpoints"

@@ -1,9 +1,10 @@
-"""`export` of an adapter's checkpoint: what was frozen of it, and a base model that has moved."""
+"""`export`: which checkpoint it takes, what was frozen of an adapter, a base that has moved."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.adapters import peft_adapter
+from tests.support.launch import write_recipe
 from tests.support.models import make_model
+from tests.support.runs import small_recipe
 from uspft.__main__ import main
 from uspft.checkpoint.identity import BASE
 from uspft.config.recipe import ModelBlock
@@ -36,9 +39,11 @@ class Trained(NamedTuple):
     merged: dict[str, torch.Tensor]
 
 
-def write_checkpoint(out: Path, base: Path, held: dict[str, torch.Tensor], **model: Any) -> None:
-    """A run's output of one step: weights of what trained, and what a resumed run must share."""
-    folder = out / "checkpoints/step-00000001"
+def write_checkpoint(
+    out: Path, base: Path, held: dict[str, torch.Tensor], step: int = 1, **model: Any
+) -> None:
+    """A run's output after a step: weights of what trained, and what a resumed run must share."""
+    folder = out / f"checkpoints/step-{step:08d}"
     folder.mkdir(parents=True)
     AutoConfig.from_pretrained(base).save_pretrained(folder / "model")
     weights = {f"weight/{name}": value.contiguous() for name, value in held.items()}
@@ -48,7 +53,7 @@ def write_checkpoint(out: Path, base: Path, held: dict[str, torch.Tensor], **mod
     identity |= {f"model.{key}": value for key, value in model.items()}
     identity |= {BASE: base_digest(block)} if model else {}
     files = dict.fromkeys(weights, "part.safetensors")
-    state = {"format": 1, "step": 1, "adam_steps": 1, "identity": identity, "files": files}
+    state = {"format": 1, "step": step, "adam_steps": step, "identity": identity, "files": files}
     (folder / "state.json").write_text(json.dumps(state))
 
 
@@ -147,3 +152,41 @@ def test_a_checkpoint_of_the_whole_model_needs_no_base(
     made, want = (load_file(at / "model.safetensors") for at in (out / "hf", base))
     assert made.keys() == want.keys()
     assert all(torch.equal(made[name], value) for name, value in want.items())
+
+
+def test_the_best_checkpoint_where_a_run_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = make_model(tmp_path / "base", "llama"), tmp_path / "out"
+    held = load_file(base / "model.safetensors")
+    for step in (1, 2, 3):
+        write_checkpoint(out, base, {name: value + step for name, value in held.items()}, step)
+    losses = [{"step": step, "eval_loss": loss} for step, loss in ((1, 3.0), (2, 2.5), (3, 2.75))]
+    later = {"step": 4, "eval_loss": 1.0}  # of a run that was killed before it saved
+    lines = [json.dumps(record) + "\n" for record in [*losses, later]]
+    (out / "metrics.jsonl").write_text("".join(lines))
+
+    def taken(target: Path, to: str, keep_best: bool) -> int:
+        checkpoint = {"every_steps": 1, "keep_best": keep_best}
+        tree = small_recipe(base, tmp_path / "train.jsonl", 16, checkpoint=checkpoint)
+        tree["data"]["eval"] = str(tmp_path / "eval.jsonl")
+        tree["training"]["eval_every_steps"] = 1
+        write_recipe(tree, tmp_path).rename(out / "recipe.yaml")
+        assert main(["export", str(target), f"to={tmp_path / to}"]) == 0
+        made = load_file(tmp_path / to / "model.safetensors")
+        name = next(iter(held))
+        found = [n for n in (1, 2, 3) if torch.equal(made[name], held[name] + n)]
+        return found[0]
+
+    assert taken(out, "newest", keep_best=False) == 3
+    assert "the best" not in capsys.readouterr().out
+    assert taken(out, "best", keep_best=True) == 2
+    newest = out / "checkpoints/step-00000003"
+    said = capsys.readouterr().out
+    assert "step 2 is the best, with an eval loss of 2.5, since checkpoint.keep_best is set" in said
+    assert f"step 3, the newest: export {newest}" in said
+    assert taken(newest, "named", keep_best=True) == 3
+    shutil.rmtree(out / "checkpoints/step-00000002")
+    assert main(["export", str(out), f"to={tmp_path / 'gone'}"]) == 2
+    said = capsys.readouterr().err
+    assert "step-00000002 is not a complete checkpoint" in said and said.count("\n") == 1
