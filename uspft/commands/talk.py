@@ -36,9 +36,11 @@ def chat(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
     target: an output folder, whose `hf` is taken or else its `adapter`; or such a folder itself.
     overrides: `system=TEXT`, `max_new_tokens=N`, and `base=PLACE` for an adapter whose base model
-    is elsewhere now. Raises InputError.
+    is elsewhere now. Raises InputError, also where stdin is closed.
     """
     asked = _asked(overrides)
+    if sys.stdin is None or sys.stdin.closed:
+        raise _wrong("chat", "there is no stdin to read questions from", "run it in a terminal")
     limit = _limit(asked.get("max_new_tokens"))
     folder = _folder(target)
     talker = _loaded(folder, asked.get("base"))

@@ -104,3 +104,7 @@ def test_what_cannot_be_talked_to_is_told(
     assert "system: is given twice" in refused(str(out), "system=a", "system=b")
     (out / "hf/chat_template.jinja").unlink()
     assert "has no chat template" in refused(str(out))
+    monkeypatch.setattr("sys.stdin", None)  # as Python leaves it where the descriptor is closed
+    assert main(["chat", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "chat: there is no stdin to read questions from" in said and said.count("\n") == 1
