@@ -31,7 +31,7 @@ LATE = (
     "uspft.commands.rank",
     "uspft.sequence.planned",
 )
-"""What a run imports only once it has begun, and modules of tests: a second of a rank's CPU."""
+"""What a run imports only once it has begun, and what tests do: three quarters of a second of CPU."""
 for name in LATE:
     import_module(name)
 gc.collect()
