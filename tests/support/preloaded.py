@@ -31,7 +31,7 @@ LATE = (
     "uspft.commands.rank",
     "uspft.sequence.planned",
 )
-"""What a run imports only once it has begun, and what tests do: three quarters of a second of CPU."""
+"""What a run imports only once it has begun, and tests do: three quarters of a second of CPU."""
 for name in LATE:
     import_module(name)
 gc.collect()
