@@ -10,7 +10,6 @@ from rich.console import Console
 
 from uspft.commands.inspect_page import page_of
 from uspft.commands.inspect_screen import show
-from uspft.config.algorithms import AUTO
 from uspft.config.problems import InputError
 from uspft.data import formats_of, load_tokeniser, read_report
 from uspft.durable import write_text
@@ -46,6 +45,8 @@ def inspect(
         assert found.shape  # or knowing_model had refused it
         corpus, _ = prepare_data(found.here, found.shape.vocab_size, place, screen)
         found = _settled(found, corpus)
+        if found.why_strategies:
+            screen.print(f"strategies: {found.why_strategies}", markup=False)
         seen = inspected(found, corpus, rows or ROWS)
         decode = _decoder(found)
     if page is None:
@@ -60,24 +61,28 @@ def inspect(
 
 
 def _settled(found: Examined, corpus: Path) -> Examined:
-    """Return the examination with an algorithm and with layouts: `auto` is chosen by the data, as a
-    run does."""
-    if found.is_open:
-        return weighing(found, lengths_of(found.here, corpus))
-    if found.recipe.parallel_config.context_parallel_algo != AUTO:
-        return found
+    """Return the examination with every algorithm and layout that `auto` stands for, chosen by the
+    data as a run does."""
     windows = layer_windows(examine_model(found.here).config)
     work = Work(first_rows(found.here, corpus), windows)
-    return found.knowing(work=work, formats=formats_of(found.recipe.data))
+    found = found.knowing(work=work, formats=formats_of(found.recipe.data))
+    return weighing(found, lengths_of(found.here, corpus)) if found.is_open else found
 
 
 def _decoder(found: Examined) -> Decode:
-    """Return what makes text of token ids; without a tokenizer, it is their numbers."""
-    place = tokenizer_of(found.here)
-    if place is None:
+    """Return what makes text of token ids; without a tokenizer, it is their numbers.
+
+    Data that is tokenised already needs none, and a model's folder may hold none.
+    """
+    place, named = tokenizer_of(found.here), found.here.model.tokenizer
+    if place is None or not (named or _holds_tokenizer(Path(place))):
         return lambda ids: "".join(f"{one} " for one in ids)
     backend = load_tokeniser(place, found.here.data).backend
     return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any(file.name.startswith(("tokenizer", "vocab")) for file in folder.iterdir())
 
 
 def _require_writable(page: Path) -> None:

@@ -6,11 +6,13 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.data_cases import TOKENIZER, write_lines
 from tests.support.launch import ROOT
+from tests.support.models import make_documents, make_model
 from uspft.__main__ import main
 
 HOSTILE = "<script>alert('x')</script> & \x1b[31m 漢字 🙂"
@@ -61,6 +63,57 @@ def test_in_a_terminal(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None
     held = re.findall(r" rank \d: [^(]+\((\d+) tokens, \d+ targets\)", whole)
     assert sum(map(int, held)) == 1024 and len(held) == 4
     assert "rows: 1 of 1,024 tokens in the first epoch" in said
+
+
+SHORT = [12, 30, 9, 50, 22, 41] * 4
+SHARED = {"context_parallel": 2, "context_parallel_algo": "auto"}
+LISTED = [{"max_length": 64}, {"max_length": 128, **SHARED}]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("lengths", "asked", "told"),
+    [
+        ([128, *SHORT], "auto", "strategies: several layouts, since by the lengths of the data "),
+        ([128] * 6, "auto", "strategies: one layout, since by the lengths of the data "),
+        ([128, *SHORT], LISTED, "rows: made from samples inside each step"),
+    ],
+    ids=["auto with a tail", "auto without", "listed"],
+)
+def test_rows_are_shown_in_the_layouts_that_a_run_chooses(
+    lengths: list[int],
+    asked: Any,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of data that is tokenised, with a model whose folder holds no tokenizer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    data = make_documents(tmp_path / "d.jsonl", lengths, masked=[0.0])
+    tree = {
+        "model": {"name_or_path": str(make_model(tmp_path / "model", "llama")), "dtype": "float32"},
+        "data": {
+            "train": str(data.path),
+            "sequence_length": 128,
+            "packing": "none",
+            "shuffle": False,
+        },
+        "parallel_config": {"strategies": asked},
+        "training": {"steps": 2, "global_batch_size": 64},
+        "launch": {"device": "cpu", "processes": 2},
+    }
+    (tmp_path / "r.yaml").write_text(json.dumps(tree))
+    assert main(["inspect", str(tmp_path / "r.yaml"), "--rows", "2"]) == 0
+    out = capsys.readouterr().out
+    assert told in out
+    assert (told.startswith("strategies: one")) == ("in the first epoch" in out)
+    assert "row 1 (step 1): 128 tokens, 1 document, 127 train, 0 padding" in out
+    if asked != "auto":
+        assert "row 2 (step 1): 64 tokens, 1 document, 11 train, 52 padding" in out
+        assert "each row shared by 2" in out and "each row whole on one" in out
+    first = " ".join(str(one) for one in data.documents[0][0][:12])
+    assert first in " ".join(out.split()).replace("«", "")
 
 
 class Balanced(HTMLParser):

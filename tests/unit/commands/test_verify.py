@@ -13,6 +13,7 @@ from tests.support.models import make_documents, make_model
 from tests.support.refused import Ground
 from tests.support.verify import REFERENCE, result
 from uspft.__main__ import main
+from uspft.planner.layouts import MAX_LAYOUTS
 from uspft.verify import work as verify_work
 from uspft.verify.result import Measured, Result
 from uspft.verify.work import VerifyJob
@@ -89,6 +90,27 @@ def test_the_command_says_it_by_its_exit_code(
     *found, out = verify(results, words)
     assert found == [code, verdict]
     assert verdict is None or "7 layouts" in out
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_strategies_that_auto_chose_are_the_first_layout(
+    tail: bool, ranks_answer: list[Result], written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = json.loads(written.read_text())
+    lengths = [128, *[12, 30, 9, 50, 22, 41] * 4] if tail else [64] * 6
+    make_documents(written.parent / "d.jsonl", lengths, masked=[0.0])
+    tree["data"] |= {"sequence_length": 128, "packing": "none" if tail else "best_fit"}
+    tree["training"]["global_batch_size"] = 64
+    tree["parallel_config"] = {"strategies": "auto"}
+    written.write_text(json.dumps(tree))
+    ranks_answer.extend([result()] * MAX_LAYOUTS)
+    code, out = main(["verify", str(written)]), capsys.readouterr().out
+    found = json.loads((written.parent / "out/verify/verify.json").read_text())
+    names = [one["name"] for one in found["layouts"]]
+    assert (code, found["verdict"]) == (0, "equal")
+    assert f"strategies: {'several layouts' if tail else 'one layout'}, since by the len" in out
+    assert found["global_batch_size"] == (64 if tail else 32)  # of samples, or of rows
+    assert {"ring_cp 2", "whole rows, tensor 2", "whole rows, data 2"} <= set(names)
 
 
 @pytest.mark.parametrize(
