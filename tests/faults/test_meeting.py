@@ -98,6 +98,18 @@ def test_hosts_begin_together() -> None:
     assert ends[1][2] == ""
 
 
+def test_hosts_choose_by_what_is_least_of_all() -> None:
+    """Each waits until all have given their number; one that has left is not waited for."""
+    bodies = [
+        f'print(meeting.least("memory", {mine}, 9.0), flush=True); return convene()'
+        for mine in (70, 90, 60)
+    ]
+    ends = meet(*bodies[:2], "time.sleep(1); " + bodies[2])
+    assert [(code, out) for code, out, _ in ends] == [(0, "60\nmet\n")] * 3
+    (_, out, err), _ = meet(bodies[0], "return 0")
+    assert out == "" and "host 1 has nothing left to do, and this host has" in err
+
+
 @pytest.mark.parametrize("refusing", [0, 1])
 @pytest.mark.parametrize("others", [READY, WAITS])
 def test_a_refusal_ends_all_at_once(refusing: int, others: str) -> None:

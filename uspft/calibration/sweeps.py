@@ -6,7 +6,6 @@ trials the median counts.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from uspft.blocks import Block, Mask
 from uspft.calibration.points import AttentionPoint, LinkPoint, Points, ProductPoint
 from uspft.comm import Books, Group, Move, largest, shift
 from uspft.kernels import Kernel
+from uspft.launcher import host_memory
 from uspft.mesh import Groups
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -122,16 +122,12 @@ def measure(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Points
         kernel.name,
         hosts,
         bench.ranks_per_host,
-        properties.total_memory if properties else _host_memory() / bench.ranks_per_host,
+        properties.total_memory if properties else host_memory() / bench.ranks_per_host,
         _copied(bench),
         tuple(_links(bench, hosts)),
         tuple(_products(bench)),
         tuple(_attention(bench, kernel, heads)),
     )
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _copied(bench: Bench) -> float:

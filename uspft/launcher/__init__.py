@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from uspft.launcher.failure import ERROR_FILE, WRONG_INPUT, report_exception
-from uspft.launcher.hosts import Hosts, LaunchError, LocalRanks, interface_to
+from uspft.launcher.hosts import Hosts, LaunchError, LocalRanks, host_memory, interface_to
 from uspft.launcher.meeting import Meeting
 from uspft.launcher.remote import run_on_hosts
 from uspft.launcher.supervise import run_ranks
@@ -21,6 +21,7 @@ __all__ = [
     "Meeting",
     "Waiting",
     "Watch",
+    "host_memory",
     "hosts_from",
     "interface_to",
     "outlive_terminal",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import array
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from uspft.config.problems import InputError
 
@@ -56,6 +58,27 @@ class LocalRanks:
     def first(self) -> int:
         """The global number of this host's first rank."""
         return self.count * self.hosts.index
+
+
+def misfit(here: dict[str, Any], there: dict[str, Any], host: int | None) -> str:
+    """Return why what a host would start does not fit host 0, or "" where it does."""
+    if there.get("device") != here.get("device"):
+        return (
+            f"host {host} computes on {there.get('device')}, host 0 on {here.get('device')}: "
+            f"launch.device must be the same on every host (host {host} sees "
+            f"{there.get('gpus')} GPUs, host 0 {here.get('gpus')})"
+        )
+    if there.get("ranks") != here.get("ranks"):
+        return (
+            f"host {host} starts {there.get('ranks')} ranks, host 0 {here.get('ranks')}: "
+            "launch.processes must be the same on every host"
+        )
+    return ""
+
+
+def host_memory() -> int:
+    """Return the bytes of this host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def resolve(address: str) -> tuple[socket.AddressFamily, str]:

@@ -90,6 +90,27 @@ class Meeting:
         self._last = {"kind": "failed" if code else "done", "code": code, "text": text}
         return code
 
+    def least(self, name: str, mine: int, limit_seconds: float) -> int:
+        """Wait until every host has given a number under a name, and return the least of them.
+
+        What hosts choose by such a number, they choose alike. Raises RunFailed where a host has not
+        called within the limit, and LaunchError where one has left.
+        """
+        if self.hosts.count == 1:
+            return mine
+        watch, began, said = self.watch, time.monotonic(), False
+        watch.given[name] = mine  # which the listening thread sends
+        while name not in (found := watch.least()):
+            self._heed(None)
+            waited, missing = time.monotonic() - began, watch.waits_for()
+            if waited > limit_seconds and not watch.all_called():
+                raise RunFailed(_waited(limit_seconds, missing))
+            if waited > PATIENCE_SECONDS and not said:
+                say(f"waiting for {missing}")
+                said = True
+            time.sleep(POLL_SECONDS)
+        return found[name]
+
     def convene(self, ranks: int, device: str, gpus: int, limit_seconds: float) -> Watch:
         """Wait until every host is ready to start its ranks, and return the lines to them.
 
@@ -108,9 +129,7 @@ class Meeting:
             self._heed(watch.news())
             waited, missing = time.monotonic() - began, watch.waits_for()
             if waited > limit_seconds and not watch.all_called():
-                raise RunFailed(
-                    f"waited {limit_seconds / 60:.3g} min (launch.timeout_minutes) for {missing}"
-                )
+                raise RunFailed(_waited(limit_seconds, missing))
             late = spoke + AGAIN_SECONDS if said else PATIENCE_SECONDS
             if missing and missing != said and waited > late:
                 say(f"waiting for {missing}")
@@ -162,3 +181,7 @@ class Meeting:
         while self.watch.lines and time.monotonic() < until:
             self.watch.news()  # a line that is closed with something unread on it loses the last
             time.sleep(POLL_SECONDS)
+
+
+def _waited(limit_seconds: float, missing: str) -> str:
+    return f"waited {limit_seconds / 60:.3g} min (launch.timeout_minutes) for {missing}"

@@ -1,8 +1,9 @@
 """The lines between the supervisors of several hosts: all start together, and end together.
 
 Host 0 listens on MASTER_PORT + 1 and passes on what it hears. Each message is a JSON object on a
-line of its own: hello (who), beat (every second: what the host does), ready (what it would start),
-go (by host 0, when all are ready), stop, failed, done. Nothing here blocks.
+line of its own: hello (who), beat (every second: what the host does and gives, and by host 0 whom
+all wait for and what is least), ready (what it would start), go (by host 0, when all are ready),
+stop, failed, done. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from uspft.launcher.hosts import Hosts, LaunchError, resolve
+from uspft.launcher.hosts import Hosts, LaunchError, misfit, resolve
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0  # a host whose cable was cut ends the run after this
@@ -48,6 +49,8 @@ class Line:
     doing: str = ""
     ready: Message | None = None
     """What the host would start, once it is ready."""
+    given: dict[str, int] = field(default_factory=dict)
+    """As of this host."""
     heard: float = field(default_factory=time.monotonic)
     unread: bytes = b""
     done: bool = False
@@ -84,7 +87,9 @@ class Watch:
         self.doing = ""
         self.ready: Message | None = None
         self.begun = False
+        self.given: dict[str, int] = {}  # by name numbers of which all hosts take the least
         self.told = ""  # by host 0: whom all wait for
+        self.told_least: dict[str, int] = {}
         self.called: set[int] = set()
         self.closed = False
         self.lines: list[Line] = []
@@ -120,7 +125,9 @@ class Watch:
                 self.lose(line, f"has said nothing for {SILENCE_SECONDS:.0f} s")
         if time.monotonic() - self.beaten > BEAT_SECONDS:
             self.beaten = time.monotonic()
-            self.tell("beat", self.doing, waits_for=self.waits_for() if self.host == 0 else "")
+            waits_for = self.waits_for() if self.host == 0 else ""
+            news = {"waits_for": waits_for, "given": self.given, "least": self.least()}
+            self.tell("beat", self.doing, **news)
         return self.alarms.pop(0) if self.alarms else None
 
     def tell(self, kind: str, text: str = "", code: int = 1, **more: Any) -> None:
@@ -169,6 +176,15 @@ class Watch:
                 waiting.append(f"host {host} ({line.name}): {line.doing}")
         more = [f"and {len(waiting) - NAMED} more"] if len(waiting) > NAMED else []
         return "; ".join(waiting[:NAMED] + more)
+
+    def least(self) -> dict[str, int]:
+        """Return the least of the numbers that all hosts have given, by name; host 0 finds it."""
+        if self.host:
+            return self.told_least
+        every = [self.given, *(line.given for line in self.lines if line.host is not None)]
+        if len(every) < self.hosts.count:
+            return {}
+        return {n: min(one[n] for one in every) for n in self.given if all(n in x for x in every)}
 
     def all_called(self) -> bool:
         """Tell whether every other host has been on the line; others but host 0 see that one."""
@@ -237,6 +253,7 @@ class Watch:
                 continue
             elif kind == "beat":
                 line.doing, self.told = text, message.get("waits_for", "")
+                line.given, self.told_least = message.get("given", {}), message.get("least", {})
             elif kind == "ready":
                 line.ready = message.get("start")
             elif kind == "go":
@@ -278,19 +295,3 @@ class Watch:
         self.lines.remove(line)
         if line.host is not None and not line.done:
             self.raise_alarm(Alarm("failed", f"host {line.host} {how}"), source=line)
-
-
-def misfit(here: Message, there: Message, host: int | None) -> str:
-    """Return why what a host would start does not fit host 0, or "" where it does."""
-    if there.get("device") != here.get("device"):
-        return (
-            f"host {host} computes on {there.get('device')}, host 0 on {here.get('device')}: "
-            f"launch.device must be the same on every host (host {host} sees "
-            f"{there.get('gpus')} GPUs, host 0 {here.get('gpus')})"
-        )
-    if there.get("ranks") != here.get("ranks"):
-        return (
-            f"host {host} starts {there.get('ranks')} ranks, host 0 {here.get('ranks')}: "
-            "launch.processes must be the same on every host"
-        )
-    return ""

@@ -38,6 +38,8 @@ class Known:
     """The sizes of the model."""
     work: Work | None = None
     """The documents of the run's first rows, and the attention windows of the model's layers."""
+    memory_bytes: int | None = None
+    """Memory of the host that has least, where the run has several."""
     cluster: Cluster | None = None
     """The hardware file that the run is planned by, and why."""
     weighed: Weighed | None = None

@@ -26,7 +26,7 @@ from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
 from uspft.prepare.serving_files import serving_of
 from uspft.prepare.space import space_needed
-from uspft.prepare.weigh_strategies import lengths_of, weighing
+from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 
 
 def prepare_job(
@@ -53,6 +53,7 @@ def prepare_job(
     found = found.knowing(work=work, formats=formats)
     if found.is_open:
         keeps = counts_samples(checkpoint.state["identity"]) if checkpoint else None
+        found = knowing_memory(found, place.meeting)
         found = weighing(found, lengths_of(found.here, corpus), keeps=keeps)
     identity = identity_of(found.recipe) | base | {CONTENTS: Corpus.open(corpus).contents}
     _same(checkpoint, identity)

@@ -25,7 +25,7 @@ from uspft.prepare.model import examine_model
 from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
-from uspft.prepare.weigh_strategies import lengths_of, weighing
+from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
 
@@ -62,7 +62,8 @@ def prepare_verify(
     found = found.asking(without_extras)
     places = fetched(found.recipe.model, place.cache)
     found = found.knowing_model(places)
-    memory = memory_here(found.recipe)
+    limit_seconds = found.recipe.launch.timeout_minutes * 60
+    memory = place.meeting.least("bytes of a process", memory_here(found.recipe), limit_seconds)
     config = examine_model(found.here).config
     why_not = why_not_plain(found.here, config, memory)
     whole = config.num_hidden_layers
@@ -77,6 +78,7 @@ def prepare_verify(
     corpus, _ = prepare_data(found.here, config.vocab_size, place, screen)
     found = found.knowing(work=Work(first_rows(found.here, corpus), layer_windows(config)))
     if found.is_open:
+        found = knowing_memory(found, place.meeting)
         found = weighing(found, lengths_of(found.here, corpus))
         screen.print(f"strategies: {found.why_strategies}", markup=False)
     recipe = found.recipe

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO, row_of
 from uspft.config.strategies import KEY, layouts_of, strategies_of
 from uspft.data import prepared, training_rows
+from uspft.launcher import Meeting, host_memory
 from uspft.layout import Layout, layout_of
 from uspft.prepare.data import cache_of, tokenizer_here, tokenizer_of
 from uspft.prepare.examine import Examined
@@ -78,6 +78,14 @@ def _documents(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
     return cut
 
 
+def knowing_memory(found: Examined, meeting: Meeting) -> Examined:
+    """Return the examination with the memory of the host that has least, of those of the run: then
+    all choose alike. It waits for the other hosts, and raises as `Meeting.least` does."""
+    limit_seconds = found.recipe.launch.timeout_minutes * 60
+    least = meeting.least("bytes of memory", host_memory(), limit_seconds)
+    return found.knowing(memory_bytes=least)
+
+
 def weighing(
     found: Examined, lengths: Sequence[int], *, source: str = "data", keeps: bool | None = None
 ) -> Examined:
@@ -116,7 +124,7 @@ def _setting(found: Examined) -> Setting:
     asked, zero = recipe.parallel_config.switching, recipe.deepspeed.zero_optimization
     memory = hardware.memory.bytes
     if recipe.launch.device == "cpu":
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / hardware.ranks_per_host
+        memory = (found.known.memory_bytes or host_memory()) / hardware.ranks_per_host
     return Setting(
         step_of(found),
         hardware,

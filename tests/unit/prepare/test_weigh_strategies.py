@@ -13,9 +13,16 @@ import yaml
 from uspft.config import Fault, RecipeError, dump
 from uspft.config.strategies import row_lengths, strategies_of
 from uspft.data import prepare
+from uspft.launcher import Meeting
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.weigh_strategies import lengths_here, lengths_of, weighed_here, weighing
+from uspft.prepare.weigh_strategies import (
+    knowing_memory,
+    lengths_here,
+    lengths_of,
+    weighed_here,
+    weighing,
+)
 
 SIZES = {
     "model_type": "llama",
@@ -137,12 +144,15 @@ def test_what_speaks_against_it_is_named(tmp_path: Path, word: str) -> None:
     assert WRONG[word] in line
 
 
-def test_rows_for_which_no_rank_has_room_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.sysconf", lambda name: 1024)
+def test_rows_for_which_no_rank_has_room_are_refused(tmp_path: Path) -> None:
+    """By the memory of the host that has least, whatever this one has."""
+
+    class Other(Meeting):
+        def least(self, name: str, mine: int, limit_seconds: float) -> int:
+            return min(mine, 1 << 20)
+
     with pytest.raises(Fault) as raised:
-        weighing(read(written(tmp_path, tail())), tail())
+        weighing(knowing_memory(read(written(tmp_path, tail())), Other()), tail())
     ((key, what, remedy),) = raised.value.findings
     assert key == KEY and "1 × 512 tokens in 0.000488 GiB a rank" in what
     assert remedy.startswith("take shorter rows")
