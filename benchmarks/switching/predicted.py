@@ -41,6 +41,8 @@ def predicted_seconds(one: Contender, found: Examined, lengths: tuple[int, ...])
     """Return the seconds of a step by the planner; found: its recipe, with launch.hardware."""
     assert isinstance(found.recipe.launch.hardware, str)
     given, drawn = _given(found, Path(found.recipe.launch.hardware), lengths)
+    # A group takes as many rows at once as it does in the run, whatever the memory has room for.
+    given = replace(given, rows_at_once=found.recipe.training.micro_batch_size)
     return _mix(given, found, drawn, moves=one.moves).seconds(drawn)
 
 

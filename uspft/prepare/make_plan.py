@@ -86,6 +86,11 @@ def stage_of(recipe: Recipe) -> int:
 
 
 def _overlaps(recipe: Recipe) -> bool:
-    """Return DeepSpeed's overlap_comm: where it is left out, stage 3 alone overlaps."""
+    """Return DeepSpeed's overlap_comm: where it is left out, stage 3 alone overlaps.
+
+    On a CPU nothing does: DeepSpeed overlaps by streams, and there are none.
+    """
+    if recipe.launch.device == "cpu":
+        return False
     asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
     return stage_of(recipe) == 3 if asked is None else bool(asked)
