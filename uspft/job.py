@@ -41,7 +41,7 @@ def placed(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
 
 
 class Prices(NamedTuple):
-    """The seconds by which ranks deal out the rows of a step that has several layouts.
+    """The seconds and bytes by which ranks deal out the rows of a step that has several layouts.
 
     They are those of the cost model on host 0, so that every rank deals alike.
     """
@@ -54,6 +54,8 @@ class Prices(NamedTuple):
     """Of a micro-batch beyond its rows."""
     step_seconds: float
     """Of what all ranks do together in each micro-batch, as ZeRO's stages 2 and 3 do."""
+    row_bytes: tuple[float, ...]
+    """Bytes of activations of a row of each strategy on the fullest rank of those that share it."""
 
 
 class Serving(NamedTuple):
@@ -161,5 +163,5 @@ def _prices(written: list[Any] | None) -> Prices | None:
     """Return prices as JSON gives them back."""
     if written is None:
         return None
-    rows, pairs, of_pass, of_step = written
-    return Prices(tuple(rows), tuple(pairs), of_pass, of_step)
+    rows, pairs, of_pass, of_step, row_bytes = written
+    return Prices(tuple(rows), tuple(pairs), of_pass, of_step, tuple(row_bytes))

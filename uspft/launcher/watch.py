@@ -126,8 +126,8 @@ class Watch:
         if time.monotonic() - self.beaten > BEAT_SECONDS:
             self.beaten = time.monotonic()
             waits_for = self.waits_for() if self.host == 0 else ""
-            news = {"waits_for": waits_for, "given": self.given, "least": self.least()}
-            self.tell("beat", self.doing, **news)
+            known: dict[str, Any] = {"given": self.given, "least": self.least()}
+            self.tell("beat", self.doing, waits_for=waits_for, **known)
         return self.alarms.pop(0) if self.alarms else None
 
     def tell(self, kind: str, text: str = "", code: int = 1, **more: Any) -> None:

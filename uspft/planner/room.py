@@ -65,6 +65,12 @@ def token_bytes(step: StepShape, layout: Layout) -> float:
     return step.element_bytes * (model.layers * kept + 2 * made)
 
 
+def row_bytes(step: StepShape, layout: Layout, length: int) -> float:
+    """Return the bytes of activations of a row of so many tokens on the fullest rank of those that
+    share it."""
+    return length / layout.context * token_bytes(step, layout)
+
+
 def room_bytes(step: StepShape, layout: Layout, state: float, memory_bytes: float) -> float:
     """Return the bytes that are left for rows beside the state and a tile of logits; below 0 where
     the state alone does not fit.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from uspft.config.strategies import strategies_of, under
 from uspft.job import Prices
 from uspft.layout import Layout, layout_of
+from uspft.planner.room import row_bytes
 from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.prepare.examine import Examined
 from uspft.prepare.make_plan import hardware_of, step_of
@@ -24,7 +25,7 @@ def prices_of(found: Examined, hosts: int) -> Prices | None:
     if not strategies_of(recipe):
         return None
     step, hardware = step_of(found), hardware_of(found, hosts)
-    rows, pairs, beside, layouts = [], [], [], []
+    rows, pairs, beside, layouts, taken = [], [], [], [], []
     for number in range(len(strategies_of(recipe))):
         alone = under(recipe, number)
         layout = layout_of(alone.parallel_config, found.layout.ranks)
@@ -39,6 +40,7 @@ def prices_of(found: Examined, hosts: int) -> Prices | None:
         rows.append(empty.row)
         pairs.append((full.row - empty.row) / (length * (length + 1) // 2))
         beside.append(full.beside)
+        taken.append(row_bytes(shape, layout, length))
     held = min(layouts, key=lambda layout: layout.tensor)
     together = micro_step_seconds(step, held, hardware)
-    return Prices(tuple(rows), tuple(pairs), max(beside), together)
+    return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))

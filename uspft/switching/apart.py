@@ -27,16 +27,16 @@ class Pass:
     bucket: int
     first: int
     time: int
-    tokens: int = 0
+    room: int = 0
     rows: list[int] = field(default_factory=list)
 
     def add(self, row: int, work: Workload) -> None:
         self.time += work.times[row]
-        self.tokens += work.tokens[row]
+        self.room += work.rooms[row]
         self.rows.append(row)
 
     def copy(self) -> Pass:
-        return Pass(self.bucket, self.first, self.time, self.tokens, self.rows.copy())
+        return Pass(self.bucket, self.first, self.time, self.room, self.rows.copy())
 
 
 Blocks = dict[tuple[int, int], list[Pass]]
@@ -70,11 +70,11 @@ class _Search:
         """Return a lower bound of what passes cost, all ranks together."""
         work = self.work
         held = [0] * len(work.widths)
-        for bucket, tokens in zip(work.buckets, work.tokens, strict=True):
-            held[bucket] += min(tokens, work.most)
+        for bucket, room in zip(work.buckets, work.rooms, strict=True):
+            held[bucket] += min(room, work.most)
         return sum(
-            -(-tokens // max(1, work.most)) * width * work.pass_time
-            for tokens, width in zip(held, work.widths, strict=True)
+            -(-room // max(1, work.most)) * width * work.pass_time
+            for room, width in zip(held, work.widths, strict=True)
         )
 
     def found(self) -> list[Pass]:
@@ -122,7 +122,7 @@ class _Search:
                 passes, members = found[bucket, first], slice(first, first + width)
                 end = max(loads[members]) + self._add(passes, (bucket, first), row)
                 loads[members] = [end] * width
-                full = passes[-1].tokens + work.tokens[row] > work.most
+                full = passes[-1].room + work.rooms[row] > work.most
                 heapreplace(ends, (end + full * work.pass_time, first))
         return found
 
@@ -140,8 +140,8 @@ class _Search:
         return added
 
     def _room(self, passes: Sequence[Pass], row: int) -> Pass | None:
-        most = self.work.most - self.work.tokens[row]
-        return next((one for one in reversed(passes) if one.tokens <= most), None)
+        most = self.work.most - self.work.rooms[row]
+        return next((one for one in reversed(passes) if one.room <= most), None)
 
     def _loads(self, blocks: Blocks) -> list[int]:
         """Return the nanoseconds of each rank's passes."""
@@ -194,9 +194,9 @@ class _Search:
     def _packed(self, key: tuple[int, int], rows: Sequence[int]) -> list[Pass]:
         """Pack rows of a block into few passes: the fullest first, where it fits first."""
         work, found = self.work, list[Pass]()
-        for row in sorted(rows, key=lambda row: (-work.tokens[row], row)):
-            most = work.most - work.tokens[row]
-            taken = next((one for one in found if one.tokens <= most), None)
+        for row in sorted(rows, key=lambda row: (-work.rooms[row], row)):
+            most = work.most - work.rooms[row]
+            taken = next((one for one in found if one.room <= most), None)
             if taken is None:
                 taken = Pass(*key, work.pass_time)
                 found.append(taken)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 IDLE_TOKENS = 1
 """The row of a rank that has none while others have."""
+ROUNDED = 1 + 1e-6
+"""Rows that together take just the bound fit, however each is rounded."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class Strategies:
     idle: Mapping[int, World]
     """By tensor degree, the layout of a rank without a row: it shares none. Of one degree, that at
     which matrices are held, or where they move, of each degree that rows have."""
-    most_tokens: float
-    """What a rank may hold of the rows of one micro-batch, if they are more than one."""
+    rows_at_once: int
+    """How many rows, of those that take most, are the bound of what a rank takes at once."""
     together: bool
     """Whether all ranks run as many micro-batches, since each is a collective of all of them."""
     moves: bool = False
@@ -120,16 +122,16 @@ class SwitchingLoader(RowLoader):
             rows[samples[0]] = bucket, samples
             numbers.append(samples[0])
             pairs = sum(lengths[one] * (lengths[one] + 1) // 2 for one in samples)
-            sharing = live.worlds[bucket].layout.context
             works.append(
                 RowWork(
                     bucket,
                     self._prices.row_seconds[bucket] + self._prices.pair_seconds[bucket] * pairs,
-                    live.row_lengths[bucket] / sharing,
+                    self._prices.row_bytes[bucket],
                 )
             )
+        most_room = live.rows_at_once * max(self._prices.row_bytes) * ROUNDED
         limits = Limits(
-            live.most_tokens, self._prices.pass_seconds, self._prices.step_seconds, live.together
+            most_room, self._prices.pass_seconds, self._prices.step_seconds, live.together
         )
         return StepPlan(rows, tuple(numbers), tuple(self._phases(works, limits)))
 
@@ -207,13 +209,11 @@ def switching_loader(
     """
     recipe, (worlds, holders) = job.recipe, live
     lengths, by_degree = row_lengths(recipe), {one.layout.tensor: one for one in holders}
-    pairs = zip(worlds, lengths, strict=True)
-    most = max(length / world.layout.context for world, length in pairs)
     strategies = Strategies(
         worlds,
         lengths,
         {degree: _idle_world(one, groups) for degree, one in by_degree.items()},
-        most_tokens=recipe.training.micro_batch_size * most,
+        rows_at_once=recipe.training.micro_batch_size,
         together=recipe.deepspeed.zero_optimization.get("stage", 1) > 1,
         moves=recipe.parallel_config.switching == "move",
     )

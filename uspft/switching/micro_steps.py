@@ -13,8 +13,8 @@ class RowWork(NamedTuple):
     bucket: int
     seconds: float
     """Seconds of its forward and backward alone, as the cost model predicts them."""
-    tokens: float
-    """Tokens that the fullest rank of its group holds."""
+    room: float
+    """What it takes of the room of its group's fullest rank, in the unit of `Limits.most_room`."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ MicroStep = tuple[RankGroup, ...]
 class Limits:
     """What bounds a micro-step, and what it costs beside its rows."""
 
-    most_tokens: float
-    """Tokens that a rank holds at once; a row that has more runs alone."""
+    most_room: float
+    """What a rank has for the rows that it takes at once; one that needs more runs alone."""
     pass_seconds: float = 0.0
     """Seconds of a forward and backward beside its rows: launches, Python."""
     step_seconds: float = 0.0

@@ -59,12 +59,12 @@ class Mix:
     @cached_property
     def portions(self) -> list[float]:
         """The share that a row of each bucket is of what a group takes at once: by memory, or where
-        the rows at once are given by the bound of tokens that a run has then."""
+        the rows at once are given by what so many of those that need most take, as in a run."""
         if self.setting.rows_at_once is None:
             return self.shares
-        tokens = [one.length / one.layout.context for one in self.buckets]
-        most = (self.setting.rows_at_once + 1e-4) * max(tokens)  # shares are rounded later
-        return [each / most for each in tokens]
+        largest = max(one.row_bytes for one in self.buckets)
+        most = (self.setting.rows_at_once + 1e-4) * largest  # shares are rounded later
+        return [one.row_bytes / most for one in self.buckets]
 
     @property
     def fits(self) -> bool:
@@ -168,7 +168,7 @@ class Mix:
     def _zero_seconds(self, works: Sequence[RowWork], sizes: Sequence[int]) -> float:
         """Return ZeRO's seconds in a micro-step that lasts as long as they do on average: as many
         as memory asks for."""
-        held = [work.tokens * sizes[work.bucket] for work in works]
+        held = [work.room * sizes[work.bucket] for work in works]
         count = max(1.0, sum(held) / self.setting.ranks)
         even = sum(work.seconds * sizes[work.bucket] for work in works) / self.setting.ranks
         step, hardware = self.setting.step, self.setting.hardware

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from uspft.config.algorithms import AlgorithmRow
 from uspft.layout import Layout
 from uspft.planner.alternatives import TENSOR, splits_over, ways_to_share
-from uspft.planner.room import token_bytes
+from uspft.planner.room import row_bytes
 from uspft.planner.row_time import row_time
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
@@ -116,7 +116,7 @@ def priced(
         (_pairs(typical), _pairs(whole)),
         (short.row, long.row),
         max(short.beside, long.beside),
-        length / layout.context * token_bytes(shape, layout),
+        row_bytes(shape, layout, length),
     )
 
 

@@ -18,7 +18,7 @@ class Setting:
     memory_bytes: float
     rows_at_once: int | None = None
     """Rows of one replica in one forward, as `training.micro_batch_size` says: of several layouts,
-    of the one whose rows need most, and others take as many tokens. None: as many as fit."""
+    of the one whose rows need most memory, and others take as much. None: as many as fit."""
     in_place: bool = True
     """Whether tensor degrees may switch in place."""
     moves: bool = True

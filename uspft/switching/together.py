@@ -31,16 +31,16 @@ class Column:
 
     bucket: int
     load: int = 0
-    tokens: int = 0
+    room: int = 0
     rows: list[int] = field(default_factory=list)
 
     def add(self, row: int, work: Workload) -> None:
         self.load += work.times[row]
-        self.tokens += work.tokens[row]
+        self.room += work.rooms[row]
         self.rows.append(row)
 
     def copy(self) -> Column:
-        return Column(self.bucket, self.load, self.tokens, self.rows.copy())
+        return Column(self.bucket, self.load, self.room, self.rows.copy())
 
 
 @dataclass(eq=False)
@@ -99,8 +99,8 @@ class _Search:
     def _fewest(self) -> int:
         """Return a number of shelves below which rows do not fit."""
         work, held = self.work, dict[int, list[int]]()
-        for bucket, tokens in zip(work.buckets, work.tokens, strict=True):
-            held.setdefault(bucket, []).append(min(tokens, work.most))
+        for bucket, room in zip(work.buckets, work.rooms, strict=True):
+            held.setdefault(bucket, []).append(min(room, work.most))
         ranks = alone = 0
         for bucket, each in held.items():
             at_once = max(1, work.most // max(1, min(each)))
@@ -171,12 +171,12 @@ class _Search:
         return shelf
 
     def _fill_column(self, column: Column, pool: list[tuple[int, int]], aim: int) -> None:
-        """Take the longest row that fits, again and again; where tokens forbid, eight are seen."""
+        """Take the longest row that fits, again and again; where room forbids, eight are seen."""
         work = self.work
         last = len(pool) - 1
         while last >= 0:
             for at in range(last, max(-1, last - 8), -1):
-                if not column.rows or column.tokens + work.tokens[pool[at][1]] <= work.most:
+                if not column.rows or column.room + work.rooms[pool[at][1]] <= work.most:
                     column.add(pool.pop(at)[1], work)
                     break
             else:
@@ -210,13 +210,13 @@ class _Search:
         """
         work, looks = self.work, 0
         for row in rows:
-            bucket, time, tokens = work.buckets[row], work.times[row], work.tokens[row]
+            bucket, time, room = work.buckets[row], work.times[row], work.rooms[row]
             # What it adds, the slack that is left, and whether it takes a new place.
             best = (self.beside + time, 0, 1)
             where: tuple[Shelf | None, Column | None] = (None, None)
             for shelf in found:
                 for column in shelf.columns:
-                    if column.bucket == bucket and column.tokens + tokens <= work.most:
+                    if column.bucket == bucket and column.room + room <= work.most:
                         over = column.load + time - shelf.height
                         if (key := (max(0, over), max(0, -over), 0)) < best:
                             best, where = key, (shelf, column)

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from uspft.switching.micro_steps import Limits, RowWork
 from uspft.switching.placement import Placement
 
-SECOND, TOKEN = 10**9, 1 << 20
-"""How many units a second and a token have."""
+SECOND, ROOM = 10**9, 1 << 20
+"""How many units a second has, and one of room."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows, groups and limits; times in nanoseconds, tokens in parts of TOKEN."""
+    """Rows, groups and limits; times in nanoseconds, room times ROOM."""
 
     buckets: Sequence[int]
     """The bucket of each row."""
     times: Sequence[int]
-    tokens: Sequence[int]
+    rooms: Sequence[int]
     widths: Sequence[int]
     """How many ranks a group of each bucket has."""
     ranks: int
@@ -35,10 +35,10 @@ class Workload:
         return cls(
             [row.bucket for row in rows],
             [round(row.seconds * SECOND) for row in rows],
-            [round(row.tokens * TOKEN) for row in rows],
+            [round(row.room * ROOM) for row in rows],
             group_ranks,
             ranks,
-            round(limits.most_tokens * TOKEN),
+            round(limits.most_room * ROOM),
             round(limits.pass_seconds * SECOND),
             round(limits.step_seconds * SECOND),
             Placement([group_ranks[bucket] for bucket in {row.bucket for row in rows}], ranks),

@@ -39,7 +39,7 @@ def instance(
         tokens = lengths[bucket] if even else random.uniform(5, 120)
         rows.append(RowWork(bucket, random.choice([1, 2, 5]) * random.uniform(0.5, 1.5), tokens))
     limits = Limits(
-        most_tokens=random.uniform(60, 250),
+        most_room=random.uniform(60, 250),
         pass_seconds=random.choice([0.0, 0.3, 2.0]),
         step_seconds=random.choice([0.0, 0.5, 4.0]) if together else 0.0,
         together=together,
@@ -64,7 +64,7 @@ def allowed(group: Sequence[int], rows: Sequence[RowWork], limits: Limits) -> bo
     """Return whether one group may take these rows at once."""
     if len({rows[row].bucket for row in group}) > 1:
         return False
-    return len(group) == 1 or sum(rows[row].tokens for row in group) <= limits.most_tokens
+    return len(group) == 1 or sum(rows[row].room for row in group) <= limits.most_room
 
 
 def placeable(widths: Sequence[int], ranks: int, taken: frozenset[int] = frozenset()) -> bool:
@@ -156,8 +156,8 @@ def check(
     for group in groups:
         assert group.rows and group.first % sizes[group.bucket] == 0
         assert {rows[row].bucket for row in group.rows} == {group.bucket}
-        held = sum(rows[row].tokens for row in group.rows)
-        assert len(group.rows) == 1 or held <= limits.most_tokens + 1e-4
+        held = sum(rows[row].room for row in group.rows)
+        assert len(group.rows) == 1 or held <= limits.most_room + 1e-4
 
 
 @pytest.mark.parametrize("together", [True, False])
