@@ -86,10 +86,8 @@ def test_rows_are_shown_in_the_layouts_that_a_run_chooses(
     told: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of data that is tokenised, with a model whose folder holds no tokenizer."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     data = make_documents(tmp_path / "d.jsonl", lengths, masked=[0.0])
     tree = {
         "model": {"name_or_path": str(make_model(tmp_path / "model", "llama")), "dtype": "float32"},
@@ -98,6 +96,7 @@ def test_rows_are_shown_in_the_layouts_that_a_run_chooses(
             "sequence_length": 128,
             "packing": "none",
             "shuffle": False,
+            "cache_dir": str(tmp_path / "cache"),
         },
         "parallel_config": {"strategies": asked},
         "training": {"steps": 2, "global_batch_size": 64},
