@@ -15,11 +15,11 @@ from uspft.data.arrays import ArrayText, BrokenArray
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
 from uspft.data.sources import SourceFile
+from uspft.data.tables import Columns, tables
 from uspft.data.values import kind
 
 LONGEST_LINE = 1 << 28
 """Bytes of the longest line that is read: a longer one is no sample, and would fill the memory."""
-_BATCH = 256
 _BOM = b"\xef\xbb\xbf"
 Chosen = Callable[[list[str]], list[str]]
 """From the columns of a table, those that are read; raises SampleFault."""
@@ -45,13 +45,35 @@ class Entry:
 
 def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | BadRecord]:
     """Yield the objects of a file or split in order, with a BadRecord for each fault."""
+    for item in pieces(content, chosen):
+        if isinstance(item, Columns):
+            yield from unpacked(item)
+        else:
+            yield item
+
+
+def unpacked(columns: Columns) -> Iterator[Entry | BadRecord]:
+    """Yield the records of columns as objects, or what is wrong with all of them."""
+    try:
+        found = columns.records()
+    except (ValueError, OverflowError) as error:
+        where = f"{columns.shown}:{columns.first}"
+        what = f"Python has no such value ({str(error).partition(chr(10))[0]})"
+        yield BadRecord(where, f"{what} here or in the {columns.count - 1} records behind; mend it")
+        return
+    for number, fields in enumerate(found, columns.first):
+        yield Entry(number, fields, columns.size)
+
+
+def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | Columns | BadRecord]:
+    """Yield what a file or split holds in order; the records of a table, several at a time."""
     try:
         if isinstance(content, HubSplit):
             names = chosen(content.columns)
             for number, fields in enumerate(content.records(names), 1):
                 yield Entry(number, fields, 1)
         elif content.kind in ("parquet", "arrow"):
-            yield from _table(content, chosen)
+            yield from tables(content.path, content.kind, content.shown, chosen)
         else:
             reader = {"text": _text, "csv": _columns, "tsv": _columns}.get(content.kind, _json)
             yield from reader(content)
@@ -201,35 +223,6 @@ def _decoded(handle: IO[bytes]) -> Iterator[str]:
             yield (raw.removeprefix(_BOM) if number == 0 else raw).decode("utf-8")
         except UnicodeDecodeError as error:
             raise SampleFault(not_utf8(raw, error.start)) from error
-
-
-def _table(file: SourceFile, chosen: Chosen) -> Iterator[Entry | BadRecord]:
-    """Yield the records of a Parquet or Arrow file, with the chosen columns only."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-    size, number = file.path.stat().st_size, 0
-    if file.kind == "parquet":
-        with pq.ParquetFile(file.path) as table:
-            names, rows = chosen(table.schema_arrow.names), table.metadata.num_rows
-            for batch in table.iter_batches(_BATCH, columns=names):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield Entry(number, fields, size // max(1, rows))
-        return
-    with pa.memory_map(str(file.path)) as source:
-        try:
-            stream = pa.ipc.open_stream(source)  # as `datasets` writes it
-            batches: Any = iter(stream)
-        except pa.ArrowInvalid:
-            stream = pa.ipc.open_file(source)
-            batches = (stream.get_batch(i) for i in range(stream.num_record_batches))
-        names = chosen(stream.schema.names)
-        for batch in batches:
-            for start in range(0, batch.num_rows, _BATCH):
-                for fields in batch.select(names).slice(start, _BATCH).to_pylist():
-                    number += 1
-                    yield Entry(number, fields, 0)
 
 
 def not_utf8(content: bytes, start: int) -> str:

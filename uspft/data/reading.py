@@ -13,10 +13,11 @@ from functools import partial
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
-from uspft.data.objects import Entry, objects
+from uspft.data.objects import Entry, pieces, unpacked
 from uspft.data.records import Reader, Record
 from uspft.data.shapes import columns
 from uspft.data.sources import SourceFile
+from uspft.data.tables import Columns
 from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
 from uspft.data.workers import Workers
 
@@ -100,22 +101,41 @@ class Portion:
 class Bundle:
     """Some objects in reading order, each with the number of its part, and readers by part.
 
-    An object is a record already where it had to tell what all of its part look like.
+    An object is a record already where it had to tell what all of its part look like. Those of a
+    table are unpacked by who makes samples of them.
     """
 
-    items: list[tuple[int, Entry | Record | BadRecord]] = field(default_factory=list)
+    items: list[tuple[int, Entry | Columns | Record | BadRecord]] = field(default_factory=list)
     readers: dict[int, Reader] = field(default_factory=dict)
     size: int = 0
+    count: int = 0
 
-    def add(self, part: int, item: Entry | BadRecord, reader: Reader) -> None:
-        self.size += item.size if isinstance(item, Entry) else 0
-        self.items.append((part, item if reader.settled else reader.record(item)))
+    def add(self, part: int, item: Entry | Columns | BadRecord, reader: Reader) -> None:
         self.readers[part] = reader
+        if isinstance(item, Columns):
+            if not reader.settled:
+                for entry in unpacked(item):
+                    self.add(part, entry, reader)
+                return
+            self.size += item.size * item.count
+            self.count += item.count
+            self.items.append((part, item))
+            return
+        self.size += item.size if isinstance(item, Entry) else 0
+        self.count += 1
+        self.items.append((part, item if reader.settled else reader.record(item)))
 
     def encoded(self, encoder: Encoder) -> Portion:
         """Return the samples that the objects are, and what is wrong with those that are none."""
-        samples = [self._sample(part, item, encoder) for part, item in self.items]
+        samples = [self._sample(part, item, encoder) for part, item in self._unpacked()]
         return Portion(samples, self.size)
+
+    def _unpacked(self) -> Iterator[tuple[int, Entry | Record | BadRecord]]:
+        for part, item in self.items:
+            if isinstance(item, Columns):
+                yield from ((part, entry) for entry in unpacked(item))
+            else:
+                yield part, item
 
     def _sample(
         self, part: int, item: Entry | Record | BadRecord, encoder: Encoder
@@ -164,11 +184,11 @@ def _bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
     bundle = Bundle()
     for number, part in enumerate(parts):
         reader = Reader(part.content, part.asked)
-        for item in objects(part.content, partial(columns, asked=part.asked)):
+        for item in pieces(part.content, partial(columns, asked=part.asked)):
             if part.source in full:
                 break
             bundle.add(number, item, reader)
-            if bundle.size >= _BATCH_SIZE or len(bundle.items) >= BATCH_RECORDS:
+            if bundle.size >= _BATCH_SIZE or bundle.count >= BATCH_RECORDS:
                 yield bundle
                 bundle = Bundle()
     if bundle.items:

@@ -10,12 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.support.data_cases import CHAT, TOKENIZER, block, write_lines
 from tests.support.launch import ROOT
 from uspft.config.problems import RunFailed
 from uspft.data import empty, prepare
+from uspft.data.tables import Columns
 
 LONG = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "漢字 🙂 " * 9}]
 BAD = ["{", {"messages": [{"role": "robot", "content": "x"}]}, {"text": "another shape"}]
@@ -35,21 +38,29 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     monkeypatch.setattr("uspft.data.reading.WORTH_PROCESSES", 0)
     monkeypatch.setattr("uspft.data.reading.EACH_PROCESS", 1)
     monkeypatch.setattr("uspft.data.reading.BATCH_RECORDS", 3)
+    monkeypatch.setattr("uspft.data.tables._RECORDS", 3)
     return found
 
 
 @pytest.mark.timeout(120)
 def test_processes_make_what_threads_make(
-    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+    tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    here: list[Columns] = []
+    records = Columns.records
+    monkeypatch.setattr(Columns, "records", lambda own: here.append(own) or records(own))
     lines = [CHAT, {"messages": LONG}, *BAD] * 6
     path = write_lines(tmp_path / "a.jsonl", lines)
     text = tmp_path / "t.txt"
     text.write_text("one text\n")
+    table = tmp_path / "t.parquet"
+    pq.write_table(pa.Table.from_pylist([CHAT, {"messages": LONG}] * 6), table)
     folders = []
     for workers in (1, 2):
-        data = block(path, text, workers=workers, on_bad_sample="skip")
+        here.clear()
+        data = block(path, text, table, workers=workers, on_bad_sample="skip")
         folders.append(prepare(data, str(TOKENIZER), 8192, tmp_path / f"cache{workers}"))
+    assert [columns.count for columns in here] == [3]  # what tells the shape, and no more
     assert len(started) == 2 and all(process.poll() is not None for process in started)
     assert folders[0].name == folders[1].name
     for name in ("tokens.int32", "labels.int32", "offsets.int64", "origins.int64", "corpus.json"):
@@ -92,23 +103,25 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_a_preparation_that_is_ended(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_nothing_is_left_of_a_preparation_that_is_ended(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT] * 60)
-    cache = tmp_path / "cache"
-    words = [sys.executable, "-c", ENDED, str(path), str(cache), str(int(number))]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == (130 if number == signal.SIGINT else -number), done.stderr
-    assert "Traceback" not in done.stderr
-    workers = [int(word) for word in done.stdout.splitlines()[0].split()]
-    assert workers
-    until = time.monotonic() + 30
-    while any(os.path.exists(f"/proc/{worker}") for worker in workers):
-        assert time.monotonic() < until, "a process is left"
-        time.sleep(0.05)
-    left = [entry.name for entry in cache.iterdir()]
-    assert len(left) == (number == signal.SIGKILL), left
-    assert empty(cache) == (0, 0)
-    assert list(cache.iterdir()) == []
+    both = {}
+    for number in (signal.SIGINT, signal.SIGKILL):  # side by side, since starting takes longest
+        words = [sys.executable, "-c", ENDED, str(path), str(tmp_path / number.name)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        both[number] = subprocess.Popen([*words, str(int(number))], cwd=ROOT, text=True, **pipes)
+    for number, process in both.items():
+        out, err = process.communicate()
+        assert process.returncode == (130 if number == signal.SIGINT else -number), err
+        assert "Traceback" not in err
+        workers = [int(word) for word in out.splitlines()[0].split()]
+        assert workers
+        until = time.monotonic() + 30
+        while any(os.path.exists(f"/proc/{worker}") for worker in workers):
+            assert time.monotonic() < until, "a process is left"
+            time.sleep(0.05)
+        cache = tmp_path / number.name
+        left = [entry.name for entry in cache.iterdir()]
+        assert len(left) == (number == signal.SIGKILL), left
+        assert empty(cache) == (0, 0)
+        assert list(cache.iterdir()) == []

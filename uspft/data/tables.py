@@ -1,0 +1,99 @@
+"""Parquet and Arrow files as columns of a few records at a time, which any process can unpack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+_RECORDS, _BYTES = 256, 1 << 19
+"""Records and bytes that columns have at most, unless one record is larger."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Consecutive records of a table, as bytes of an Arrow stream: what they hold is not unpacked.
+
+    first: the number of the first, counted from 1. size: bytes of the file for each, about.
+    """
+
+    shown: str
+    first: int
+    count: int
+    size: int
+    stream: bytes
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records. Raises ValueError where Python has no such value."""
+        import pyarrow as pa
+
+        with pa.ipc.open_stream(self.stream) as stream:
+            found: list[dict[str, Any]] = stream.read_all().to_pylist()
+        return found
+
+
+def tables(
+    path: Path, kind: str, shown: str, chosen: Callable[[list[str]], list[str]]
+) -> Iterator[Columns]:
+    """Yield the records of a parquet or arrow file in order, with the chosen columns only.
+
+    Raises OSError and ValueError where it cannot be read, and what `chosen` raises.
+    """
+    number, left = 1, path.stat().st_size
+    for batch, size in (_parquet if kind == "parquet" else _arrow)(path, chosen):
+        if not batch.num_rows:
+            continue
+        step = max(1, min(_RECORDS, _BYTES * batch.num_rows // max(1, batch.nbytes)))
+        each = min(size, left // batch.num_rows)
+        left -= each * batch.num_rows
+        for start in range(0, batch.num_rows, step):
+            piece = batch.slice(start, step)
+            yield Columns(shown, number, piece.num_rows, each, _stream(piece))
+            number += piece.num_rows
+
+
+def _parquet(
+    path: Path, chosen: Callable[[list[str]], list[str]]
+) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Yield batches, with the bytes of the file that each of their records takes, about."""
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    with pq.ParquetFile(path) as table:
+        names, meta = chosen(table.schema_arrow.names), table.metadata
+        rows = max(1, meta.num_rows)
+        held = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+        count = max(1, min(_RECORDS, _BYTES * rows // max(1, held)))
+        for batch in table.iter_batches(count, columns=names):
+            yield batch, path.stat().st_size // rows
+
+
+def _arrow(
+    path: Path, chosen: Callable[[list[str]], list[str]]
+) -> Iterator[tuple[pa.RecordBatch, int]]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source:
+        try:
+            stream = pa.ipc.open_stream(source)  # as `datasets` writes it
+            batches = iter(stream)
+        except pa.ArrowInvalid:
+            stream = pa.ipc.open_file(source)
+            batches = (stream.get_batch(i) for i in range(stream.num_record_batches))
+        names = chosen(stream.schema.names)
+        for batch in batches:
+            yield batch.select(names), batch.nbytes // max(1, batch.num_rows)
+
+
+def _stream(batch: pa.RecordBatch) -> bytes:
+    """Return a batch as bytes; of one that is a slice, pickle would write the whole."""
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
