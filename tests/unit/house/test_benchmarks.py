@@ -29,6 +29,8 @@ from benchmarks.convergence.comparison import compare, is_off
 from benchmarks.convergence.curves import BASE, CURVES, YARDSTICK
 from benchmarks.convergence.ranks import Backwards
 from benchmarks.convergence.rows import rows_of
+from benchmarks.data import case as conversations
+from benchmarks.data import figures as rates
 from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
@@ -202,6 +204,29 @@ def test_the_figures_of_a_step() -> None:
     assert lines[3] == "| half of one process's step, Trainer | 5.00 | 1.25 | 5.00 |"
 
 
+def test_the_rates_of_tokenising(tmp_path: Path) -> None:
+    case = conversations.Case(5, 2, "jsonl", "unmarked", tmp_path)
+    case.make()
+    lines = [json.loads(line) for line in case.data.read_text().splitlines()]
+    assert len(lines) == 5 and {len(line["messages"]) for line in lines} == {2, 4}
+    assert "generation" not in case.jinja.read_text().replace("add_generation_prompt", "")
+    runs = [
+        conversations.Measured(side, seconds, 9.0, 100, digest)
+        for side, seconds, digest in (
+            (rates.OURS, 1.0, "a"),
+            (rates.THEIRS, 2.0, "a"),
+            (rates.OURS, 4.0, "a"),
+            (rates.THEIRS, 2.0, "b"),
+        )
+    ]
+    found = rates.record(runs, case, 2)
+    assert found["tokens_per_second"] == {rates.OURS: 62.5, rates.THEIRS: 50.0}
+    assert found["ratio"] == 1.25 and not found["same_tokens"]
+    assert rates.record(runs[:3], case, 2)["same_tokens"]
+    (line,) = rates.table({"jsonl, unmarked": found}).splitlines()[2:]
+    assert line == "| jsonl, unmarked | 62 | 50 | 1.25 | 9.0 / 9.0 |"
+
+
 def test_the_orders_of_layouts() -> None:
     """A pair in the other order is named; two layouts that plan puts together are in none."""
     found: dict[str, Any] = {
@@ -270,6 +295,7 @@ def test_the_readme_of_the_results_says_what_the_files_say() -> None:
         *map(memory.table, read(RESULTS, "memory").values()),
         *switching_hosts.tables(read(RESULTS, "switching")),
         *switching.tables(read(RESULTS, "switching-simulation")),
+        *(rates.table(found["cases"]) for found in [read(RESULTS, "data")] if found),
     ]
     said = (RESULTS / "README.md").read_text()
     assert [table for table in tables if table not in said] == []

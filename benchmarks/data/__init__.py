@@ -1,0 +1,1 @@
+"""Conversations made into tokens: `preprocess` beside `datasets.map`."""
