@@ -27,6 +27,7 @@ from uspft.data.hub import load_saved, load_split
 from uspft.data.mixing import Taken, mixed
 from uspft.data.reading import Encoder, SourcePart, tokenised
 from uspft.data.records import Record, first_record
+from uspft.data.shapes import side_by_side
 from uspft.data.sources import is_hub_id, is_saved, list_files, source_problems
 from uspft.data.tokenise import load_tokeniser
 from uspft.durable import publish
@@ -107,7 +108,8 @@ def _reading(
         if findings := tokeniser.problems(formats, vocab_size):
             raise DataError([], findings)
     key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
-    reading = Reading(parts, Encoder(tokeniser, vocab_size), key.contents, _shapes(first))
+    shapes = _shapes(first) + side_by_side(formats)
+    reading = Reading(parts, Encoder(tokeniser, vocab_size), key.contents, shapes)
     return Path(cache_dir) / key.folder, reading
 
 

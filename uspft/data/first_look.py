@@ -11,6 +11,7 @@ from uspft.data.cache import parts_of
 from uspft.data.faults import BadRecord, DataError, Faults, SampleFault
 from uspft.data.reading import Encoder, SourcePart
 from uspft.data.records import Record, read
+from uspft.data.shapes import side_by_side
 from uspft.data.sources import SourceFile, is_hub_id
 from uspft.data.tokenise import TextTokeniser, load_tokeniser
 
@@ -47,6 +48,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     for part, items in zip(parts, found, strict=True):
         shapes = [item.shape for item in items if isinstance(item, Record) and item.shape]
         look.shapes += [f"{part.content.shown}: {shape}" for shape in shapes]
+    look.shapes += side_by_side(formats)
     encoder = _encoder(data, tokenizer, vocab_size, formats)
     trained = sum(not is_hub_id(source.path) for source in data.train)
     for part, items in zip(parts, found, strict=True):

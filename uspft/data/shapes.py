@@ -6,7 +6,7 @@ prompt_completion, text, tokenized).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -143,6 +143,14 @@ def columns(names: Collection[str], asked: Naming) -> list[str]:
     theirs = {**{name: name for name in NAMES}, **asked.names}
     used = {theirs[name] for name in shape.needs + shape.may} | {SHAREGPT}
     return [name for name in names if name in used]
+
+
+def side_by_side(formats: Set[str]) -> list[str]:
+    """Return what to know of data that has conversations and pairs, since few mean them apart."""
+    if not formats >= {"messages", "prompt_completion"}:
+        return []
+    said = "conversations are written in the chat template, prompts and completions as plain text"
+    return [f"{said}; data.format: messages puts them into the template too"]
 
 
 def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:

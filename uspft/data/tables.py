@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
 
-_RECORDS, _BYTES = 256, 1 << 19
+RECORDS, BYTES = 256, 1 << 19
 """Records and bytes that columns have at most, unless one record is larger."""
 
 
@@ -47,7 +47,7 @@ def tables(
     for batch, size in (_parquet if kind == "parquet" else _arrow)(path, chosen):
         if not batch.num_rows:
             continue
-        step = max(1, min(_RECORDS, _BYTES * batch.num_rows // max(1, batch.nbytes)))
+        step = max(1, min(RECORDS, BYTES * batch.num_rows // max(1, batch.nbytes)))
         each = min(size, left // batch.num_rows)
         left -= each * batch.num_rows
         for start in range(0, batch.num_rows, step):
@@ -66,7 +66,7 @@ def _parquet(
         names, meta = chosen(table.schema_arrow.names), table.metadata
         rows = max(1, meta.num_rows)
         held = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-        count = max(1, min(_RECORDS, _BYTES * rows // max(1, held)))
+        count = max(1, min(RECORDS, BYTES * rows // max(1, held)))
         for batch in table.iter_batches(count, columns=names):
             yield batch, path.stat().st_size // rows
 

@@ -30,6 +30,12 @@ def test_the_first_records_of_each_file_are_looked_at(tmp_path: Path) -> None:
     for tokenizer, size in ((None, 8192), (str(TOKENIZER), None)):
         unknown = "data: tokens of the records (no tokenizer or vocabulary here)"
         assert first_look(data, tokenizer, size).left_out[1:] == [unknown]
+    pair = write_lines(tmp_path / "p.jsonl", [{"question": "a", "answer": "b"}])
+    assert first_look(block(pair), None, None).shapes == [
+        f"{pair}: question and answer: question, answer"
+    ]
+    *_, hint = first_look(block(pair, chat), None, None).shapes
+    assert hint.endswith("as plain text; data.format: messages puts them into the template too")
     tokenized = write_lines(tmp_path / "c.jsonl", [{"input_ids": [1]}])
     assert first_look(block(tokenized), None, 10).left_out == []
     assert first_look(block(STDLIB), None, 10).left_out == []

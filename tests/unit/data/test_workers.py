@@ -38,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     monkeypatch.setattr("uspft.data.reading.WORTH_PROCESSES", 0)
     monkeypatch.setattr("uspft.data.reading.EACH_PROCESS", 1)
     monkeypatch.setattr("uspft.data.reading.BATCH_RECORDS", 3)
-    monkeypatch.setattr("uspft.data.tables._RECORDS", 3)
+    monkeypatch.setattr("uspft.data.tables.RECORDS", 3)
     return found
 
 
@@ -60,7 +60,8 @@ def test_processes_make_what_threads_make(
         here.clear()
         data = block(path, text, table, workers=workers, on_bad_sample="skip")
         folders.append(prepare(data, str(TOKENIZER), 8192, tmp_path / f"cache{workers}"))
-    assert [columns.count for columns in here] == [3]  # what tells the shape, and no more
+    # Only what tells the shape is unpacked here, for the cache's name and again as it is read.
+    assert [columns.first for columns in here] == [1, 1]
     assert len(started) == 2 and all(process.poll() is not None for process in started)
     assert folders[0].name == folders[1].name
     for name in ("tokens.int32", "labels.int32", "offsets.int64", "origins.int64", "corpus.json"):
