@@ -1,6 +1,6 @@
 """Every family of models against plain transformers in one process: two steps on four ranks.
 
-Each that test_training.py does not have meets every second algorithm, packed or not by turns
+Each that test_training.py does not have meets every third algorithm, packed or not by turns
 (`--full`: every one, both); ZeRO stages, windows and checkpointing take turns. One spawn, many
 engines inside.
 """
@@ -83,19 +83,19 @@ class Case:
 
 
 def cases(*, full: bool) -> list[Case]:
-    """Families × algorithms × packing (not full: every fourth); the stage is the one that model and
+    """Families × algorithms × packing (not full: every sixth); the stage is the one that model and
     algorithm met least."""
     met: Counter[tuple[str, str]] = Counter()
     found = []
     families = [kind for kind in MODELS if kind in FAMILIES]
     every = list(product(families, ALGORITHMS, (True, False)))
     places = product(range(len(families)), range(len(ALGORITHMS)), range(2))
-    turns = [(f + a) % 2 == 0 and (f // 2 + a // 2 + p) % 2 == 0 for f, a, p in places]
+    turns = [(f + a) % 3 == 0 and (f // 3 + a // 3 + p) % 2 == 0 for f, a, p in places]
     for (kind, algorithm, packed), turn in zip(every, turns, strict=True):
         if not (full or turn):
             continue
-        zero = min(FULLY, key=lambda name: (met[algorithm, name], met[kind, name]))
-        met.update([(kind, zero), (algorithm, zero), (kind, "runs")])
+        zero = min(FULLY, key=lambda z: (met[algorithm, z], met[kind, z], met["", z]))
+        met.update([(kind, zero), (algorithm, zero), ("", zero), (kind, "runs")])
         turn = (algorithm in WINDOWED_PACKED) == packed if full else met[kind, "runs"] % 2 == 1
         windowed = kind in WINDOWS and turn
         found.append(Case(f"{kind} window" if windowed else kind, algorithm, zero, packed))
@@ -121,7 +121,7 @@ def work(
             memory={"gradient_checkpointing": number % 3 == 0},
             export={"huggingface": case.algorithm == EXPORTED},
         )
-        found[case] = run_recipe(recipe, folder / "runs" / case.name)
+        found[case] = run_recipe(recipe, folder / f"runs-{len(every)}" / case.name)
     return found
 
 
@@ -145,7 +145,7 @@ def wanted(folder: Path, model: str, data: dict[bool, Documents], packed: bool) 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("full", "count"), [(False, 25), pytest.param(True, 100, marks=pytest.mark.full)]
+    ("full", "count"), [(False, 17), pytest.param(True, 100, marks=pytest.mark.full)]
 )
 def test_every_family_trains_as_one_process(full: bool, count: int, setting: Any) -> None:
     folder, data = setting
@@ -159,7 +159,7 @@ def test_every_family_trains_as_one_process(full: bool, count: int, setting: Any
     wrong = {case: found for case, found in wrong.items() if found}
     for case, (_, end) in answers.items():
         if case.algorithm == EXPORTED:
-            there = folder / "runs" / case.name / "hf"
+            there = folder / f"runs-{count}" / case.name / "hf"
             net = transformers.AutoModelForCausalLM.from_pretrained(there, dtype=torch.float32)
             off = [name for name, p in net.named_parameters() if not torch.equal(p, end[name])]
             if off or len(end) != len(list(net.parameters())):
@@ -211,15 +211,16 @@ def test_all_families_are_here(full: bool) -> None:
     every = cases(full=full)
     kinds = {case.model.removesuffix(" window") for case in every}
     assert kinds | ELSEWHERE == set(FAMILIES) and not kinds & ELSEWHERE
-    assert {case.model for case in every} == set(MODELS)
+    assert {case.model for case in every} >= {f"{kind} window" for kind in WINDOWS}
+    assert {case.model for case in every} == set(MODELS) or not full
     for kind in kinds:
         mine = [case for case in every if case.model.removesuffix(" window") == kind]
         met = {(case.algorithm, case.packed) for case in mine}
-        assert len(met) == 10 if full else len(met) >= 2
-        assert {packed for _, packed in met} == {True, False}
+        assert len(met) == 10 if full else len(met) >= 1
         assert not full or {case.zero for case in mine} == set(FULLY)
         windowed = {case.algorithm for case in mine if case.model.endswith(" window")}
         assert not windowed or kind in WINDOWS
         assert len(windowed) >= (5 if full else 1) * (kind in WINDOWS)
     met = {(case.algorithm, case.zero) for case in every}
-    assert met == set(product(ALGORITHMS, FULLY))
+    assert met == set(product(ALGORITHMS, FULLY)) or not full
+    assert [len({way[side] for way in met}) for side in (0, 1)] == [len(ALGORITHMS), len(FULLY)]

@@ -84,7 +84,7 @@ def is_divided(name: str) -> bool:
     ("ranks", "full", "count"),
     [
         (4, False, 10),
-        (8, False, 8),
+        (8, False, 6),
         pytest.param(4, True, 60, marks=pytest.mark.full),
         pytest.param(8, True, 60, marks=pytest.mark.full),
     ],
@@ -143,12 +143,11 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
 TWICE = "bfloat16, a replica counts twice"
 ROUNDED = {
     f"bfloat16 {model} {zero}": Case(model, (4, 1), zero, False, zero == "zero2")
-    for zero in ("zero0", "zero1", "zero2", "zero3")
-    for model in ("llama", "phi3")
+    for zero, model in (("zero1", "llama"), ("zero2", "phi3"), ("zero3", "llama"))
 } | {TWICE: Case("llama", (4, 1), "zero2", False, False)}
 FUSED = {
-    zero: Case("phi3", (4, 1), zero, zero != "zero3", zero in ("zero0", "zero2"))
-    for zero in ("zero0", "zero1", "zero2", "zero3", "zero3 whole")
+    zero: Case("phi3", (4, 1), zero, zero != "zero3", zero == "zero2")
+    for zero in ("zero1", "zero2", "zero3 whole")
 }
 """Two ranks share each key-value head, of which each holds half of the rows."""
 
@@ -165,7 +164,7 @@ def test_each_fault_is_found_and_norms_in_bfloat16_are_right(setting: tuple[Path
     """The comparison's own control; and the norm that clips, with key-value heads that ranks
     share."""
     found = spawn(8, broken, *setting)[0]
-    assert len(found) == 4 + 9 + 5
+    assert len(found) == 4 + 4 + 3
     for fault, (case, got) in found.items():
         want = wanted(case, setting)
         if fault in FUSED:

@@ -1,8 +1,8 @@
 """Two steps of the project's own loop against plain transformers in one process.
 
 Layouts of every algorithm × ZeRO's stages × packed or not × 1 or 2 micro-batches, float32, pairwise
-(`--full`: all of it), where a layout of two processes meets half of the stages and one of four the
-others. Models with every kind of heads and windows take turns, so that each family meets every
+(`--full`: all of it), where a layout of two processes meets a third of the stages, and one of four
+another. Models with every kind of heads and windows take turns, so that each family meets every
 algorithm; the last tests say what is met. One spawn per number of processes, many engines inside.
 """
 
@@ -107,9 +107,9 @@ def cases(world: int, *, full: bool = False) -> list[Case]:
 
 
 def _meets(world: int, layout: tuple[str, int, int], zero: str) -> bool:
-    """Half of the stages for each layout, on four processes those that two left out."""
+    """A third of the stages for each layout, on four processes others than on two."""
     turn = LAYOUTS[world].index(layout) + STAGES.index(zero)
-    return world == 1 or turn % 2 == (world == 4)
+    return world == 1 or turn % 3 == (world == 4)
 
 
 @cache
@@ -213,7 +213,7 @@ def compare(setting: Any, references: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("world", "count"), [(1, 12), (2, 20), (4, 27)])
+@pytest.mark.parametrize(("world", "count"), [(1, 12), (2, 12), (4, 18)])
 def test_training_equals_one_process(world: int, count: int, compare: Any) -> None:
     assert len(models(world)) == count
     compare(models(world))
@@ -249,7 +249,7 @@ def test_the_comparison_finds_what_is_wrong(references: Any) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_rows_meet_every_layout_and_stage(world: int) -> None:
-    """Packed and not, in one micro-batch and in two; every second stage meets a layout."""
+    """Packed and not, in one micro-batch and in two; every third stage meets a layout."""
     runs = list(models(world))
     layouts, batches = set(LAYOUTS[world]), set(product((False, True), (1, 2)))
     assert {(case.packed, case.passes) for case in runs} == batches
@@ -258,16 +258,20 @@ def test_rows_meet_every_layout_and_stage(world: int) -> None:
         assert {astuple(case)[:3] for case in mine} == layouts
         assert {case.zero for case in mine} == set(STAGES)
     share = len({(astuple(case)[:3], case.zero) for case in runs}) / len(layouts) / len(STAGES)
-    assert share == (1 if world == 1 else 0.5)
-    for kind in KINDS if world > 1 else ():
-        mine = [case for case, own in models(world).items() if own == kind]
+    assert share == pytest.approx(1 if world == 1 else 1 / 3)
+
+
+def test_every_model_is_packed_and_not_in_one_micro_batch_and_in_two() -> None:
+    for kind in KINDS:
+        mine = [case for case, own in turns().items() if own == kind and case.world > 1]
         assert {case.packed for case in mine} == {True, False}
         assert {case.passes for case in mine} == {1, 2}
 
 
-def test_on_two_or_four_processes_every_algorithm_meets_every_stage() -> None:
+def test_on_two_or_four_processes_every_algorithm_meets_four_stages() -> None:
     met = {(case.algorithm, case.zero) for case in turns() if case.world > 1}
-    assert met == set(product(ALGORITHMS, STAGES))
+    assert all(sum(name == one for one, _ in met) >= 4 for name in ALGORITHMS)
+    assert {stage for _, stage in met} == set(STAGES)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -277,4 +281,4 @@ def test_every_family_meets_every_algorithm(full: bool) -> None:
     met = {(KINDS[kind]["kind"], case.algorithm) for case, kind in runs}
     assert met == set(product(families, ALGORITHMS))
     packed = {(KINDS[kind]["kind"], case.algorithm, case.packed) for case, kind in runs}
-    assert len(packed) == 36 if full else len(packed) > 30
+    assert len(packed) == 36 if full else len(packed) > 25

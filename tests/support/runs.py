@@ -12,16 +12,11 @@ import torch.distributed as dist
 import yaml
 
 from uspft.kernels import choose
-from uspft.kernels.choose import HeadShape
-from uspft.kernels.kernel import Kernel
-from uspft.kernels.probe import probe
 from uspft.mesh import Groups
 
 VOCABULARY = 97
 GROUPS = Groups()
 """Of this rank's process."""
-BELIEVED: set[tuple[Any, ...]] = set()
-"""What kernels were asked on this rank, and answered rightly."""
 
 
 def small_recipe(folder: Path, corpus: Path, row: int, /, **blocks: Any) -> dict[str, Any]:
@@ -42,23 +37,19 @@ def small_recipe(folder: Path, corpus: Path, row: int, /, **blocks: Any) -> dict
     return merged
 
 
-def probe_once(kernel: Kernel, heads: HeadShape, dtype: torch.dtype, device: torch.device) -> None:
-    """Ask a kernel what no run of this process has asked it before."""
-    question = type(kernel), kernel.softcap, heads, dtype, device
-    if question not in BELIEVED:
-        probe(kernel, heads, dtype, device)
-        BELIEVED.add(question)
-
-
 def prepared(
     recipe: dict[str, Any], output: Path, *, resume: bool = False, tensor_of_rows: int = 1
 ) -> Any:
     """A Run of this rank, ready to train into output; collective."""
     from uspft.assemble import assemble
 
-    choose.probe = probe_once  # a tenth of a short run
+    choose.probe = _believe
     job = job_of(recipe, output, resume=resume)
     return assemble(job, torch.device("cpu"), GROUPS, tensor_of_rows=tensor_of_rows)
+
+
+def _believe(*_: Any) -> None:
+    """A kernel is not probed, a tenth of a short run: what it computes is compared anyway."""
 
 
 def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any:

@@ -9,6 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from uspft.model.attention import NAME
 from uspft.parameters.experts import is_experts
@@ -22,7 +23,7 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
     device: where its buffers are, such as the frequencies of rotary positions. DeepSpeed leaves
     them where they are in stage 3, and each forward pass would copy them.
     """
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     model.tie_weights()  # not above, where making a parameter empty makes a new object
     for buffer in model.buffers():

@@ -26,6 +26,8 @@ _NONE = (None,)
 _Seconds = Annotated[float, _is(real(0))]
 _Rate = Annotated[float, _is(real(above=0))]
 _RateOrNone = Annotated[float | None, _is(real(above=0, also=_NONE))]
+_SUM_BYTES = 4
+"""Of an element of a sum of products."""
 _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
 """FLOPs of a pair of query and key for each element of a head: two products forward and five
 backward, 2 each, as FlashAttention's papers count them."""
@@ -95,13 +97,17 @@ class Hardware(RecipeBlock):
         """The FLOP/s that its products could reach."""
         return PEAK_BF16[self.device] if self.device else float(self.peak_flops or 0)
 
-    def product_seconds(self, m: float, k: float, n: float, element_bytes: int = 2) -> float:
+    def product_seconds(
+        self, m: float, k: float, n: float, element_bytes: int = 2, *, added: bool = False
+    ) -> float:
         """Return the seconds of a product [m, k] × [k, n].
 
-        It is bound by its FLOPs, or by reading both matrices and writing the result.
+        It is bound by its FLOPs, or by reading both matrices and writing the result. added: whether
+        it is added to a sum in float32, which is read too.
         """
         flops = 2.0 * m * k * n / (self.products.share * self.peak)
-        moved = self.memory_seconds(element_bytes * (m * k + k * n + m * n))
+        result_bytes = 2 * _SUM_BYTES if added else element_bytes
+        moved = self.memory_seconds(element_bytes * (m * k + k * n) + result_bytes * m * n)
         return self.products.launch_seconds + max(flops, moved)
 
     def attention_seconds(

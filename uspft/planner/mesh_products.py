@@ -121,7 +121,11 @@ class MeshProduct:
                 hardware.collective_seconds(
                     "reduce_scatter" if flow == "right" else "all_gather", column_bytes, in_column
                 ),
-                hardware.product_seconds(*_sides(flow, tokens, hidden, features), element_bytes),
+                hardware.product_seconds(
+                    *_sides(flow, tokens, hidden, features),
+                    element_bytes,
+                    added=flow == "output" and slices > 1,
+                ),
             )
             moved = slices * (one.along_row + one.along_column)
             both = flow_seconds(flow, one, slices, shared=shared)

@@ -42,15 +42,12 @@ def output_stationary(a: Tensor, b: Tensor | Sequence[Tensor], grid: Grid, slice
         )
 
     ahead = start(0)
-    if slices * grid.columns.size == 1:
-        return torch.mm(*(wait() for wait in ahead))
-    wide = torch.promote_types(a.dtype, torch.float32)
-    out = a.new_zeros((len(a), sum(part.shape[1] for part in parts)), dtype=wide)
+    wide = torch.promote_types(a.dtype, torch.float32) if slices > 1 else a.dtype
+    out = None
     for number in range(slices):
         (wait_a, wait_b), ahead = ahead, start(number + 1) if number + 1 < slices else ahead
-        panels, right = wait_a().unflatten(0, (grid.columns.size, -1)), wait_b()
-        for panel, rows in zip(panels, right.chunk(grid.columns.size), strict=True):
-            _add_product(out, panel, rows)
+        out = _plus(out, _side_by_side(wait_a(), grid.columns.size), wait_b(), wide)
+    assert out is not None
     return out.to(a.dtype)
 
 
@@ -71,13 +68,10 @@ def left_stationary(a: Tensor, w: Tensor | Sequence[Tensor], grid: Grid, slices:
     ahead, leaving = start(0), None
     for number in range(slices):
         wait, ahead = ahead, start(number + 1) if number + 1 < slices else ahead
-        panels = wait().chunk(ranks)
-        made = a.new_empty((ranks, len(a), len(panels[0])))
-        for panel, place in zip(panels, made, strict=True):
-            torch.mm(a, panel.t(), out=place)
+        made = _one_below_another(torch.mm(a, wait().t()), ranks)
         if leaving:
             cut.place_columns(leaving(), out, number - 1)
-        leaving = start_sum_parts(made.flatten(0, 1), grid.columns, KIND)
+        leaving = start_sum_parts(made, grid.columns, KIND)
     if leaving:
         cut.place_columns(leaving(), out, slices - 1)
     return out
@@ -95,16 +89,13 @@ def right_stationary(a: Tensor, b: Tensor, grid: Grid, slices: int) -> Tensor:
     out = a.new_empty((cut.long, b.shape[1]))
     ahead, leaving = start_gather(cut.columns(a, 0), grid.columns, KIND), None
     for number in range(slices):
-        wait = ahead
-        panels = wait().unflatten(0, (ranks, -1))
+        panels = _side_by_side(ahead(), ranks)
         if number + 1 < slices:
             ahead = start_gather(cut.columns(a, number + 1), grid.columns, KIND)
-        made = a.new_empty((ranks, panels.shape[-1], b.shape[1]), dtype=wide)
-        for panel, place in zip(panels, made, strict=True):
-            _write_product(place, panel.t(), b)
+        made = _product(panels.t(), b, wide)
         if leaving:
             cut.place_rows(leaving(), out, number - 1)
-        leaving = start_sum_parts(made.flatten(0, 1), grid.rows, KIND)
+        leaving = start_sum_parts(made, grid.rows, KIND)
     if leaving:
         cut.place_rows(leaving(), out, slices - 1)
     return out
@@ -127,21 +118,18 @@ def output_and_right_stationary(
         )
 
     wide = torch.promote_types(a.dtype, torch.float32)
-    out = a.new_zeros((len(a), b.shape[1]), dtype=wide)
     right = a.new_empty((len(b), c.shape[1]))
-    ahead, leaving = start(0), None
+    ahead, leaving, out = start(0), None, None
     for number in range(slices):
         (wait_a, wait_b), ahead = ahead, start(number + 1) if number + 1 < slices else ahead
-        panels, rows = wait_a().unflatten(0, (ranks, -1)), wait_b().chunk(ranks)
-        made = a.new_zeros((ranks, panels.shape[-1], c.shape[1]), dtype=wide)
-        for panel, row, place in zip(panels, rows, made, strict=True):
-            _add_product(place, panel.t(), c)
-            _add_product(out, panel, row)
+        panels = _side_by_side(wait_a(), ranks)
+        made = _product(panels.t(), c, wide)
+        out = _plus(out, panels, wait_b(), wide)
         if leaving:
             cut.place_rows(leaving(), right, number - 1)
-        leaving = start_sum_parts(made.flatten(0, 1), grid.rows, KIND)
-    if leaving:
-        cut.place_rows(leaving(), right, slices - 1)
+        leaving = start_sum_parts(made, grid.rows, KIND)
+    assert out is not None and leaving is not None
+    cut.place_rows(leaving(), right, slices - 1)
     return out.to(a.dtype), right
 
 
@@ -193,21 +181,32 @@ def next_divisor(number: int, least: int) -> int:
     return next((n for n in range(least, number) if number % n == 0), number)
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a · b to `out`, in its type."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b)
-    elif a.is_cuda:
-        out.add_(torch.mm(a, b, out_dtype=out.dtype))
-    else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+def _plus(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return out + a · b in out's memory, or a · b in a type where there is no `out`."""
+    if out is None:
+        return _product(a, b, dtype)
+    if a.is_cuda and a.dtype != dtype:
+        return out.add_(torch.mm(a, b, out_dtype=dtype))
+    return out.addmm_(a.to(dtype), b.to(dtype))
 
 
-def _write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write a · b to `out`, in its type."""
-    if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        out.copy_(torch.mm(a, b, out_dtype=out.dtype))
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a · b in a type."""
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a.to(dtype), b.to(dtype))
+
+
+def _side_by_side(gathered: Tensor, ranks: int) -> Tensor:
+    """Return panels [m, b] that were gathered one below another as [m, ranks · b].
+
+    One product of them all reads and writes the other two matrices once, not once for each panel.
+    """
+    return gathered.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1) if ranks > 1 else gathered
+
+
+def _one_below_another(x: Tensor, ranks: int) -> Tensor:
+    """Return x [m, ranks · b] as panels [m, b] one below another, as a reduce-scatter has them."""
+    if ranks == 1:
+        return x
+    return x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)

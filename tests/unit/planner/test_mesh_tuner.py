@@ -49,7 +49,8 @@ def test_long_rows_want_mesh_rows_and_short_ones_columns() -> None:
 
 
 def test_slices_follow_the_launch(tmp_path: Path) -> None:
-    """What costs nothing to launch is cut finely; what takes longer than it hides is not."""
+    """What costs nothing to launch is cut as finely as its sums in float32, read and written once a
+    slice, let it; what takes longer than it hides is not."""
     links = {name: {**round_figures()[name], "hop_seconds": 0.0} for name in ("inside", "between")}
     free = {"launch_seconds": 0.0}
     dear = {"launch_seconds": 1e3}
@@ -63,7 +64,7 @@ def test_slices_follow_the_launch(tmp_path: Path) -> None:
         for launch in (free, dear)
     )
     many, one = (tune(STEP, (8, 1, 1), cluster).on((2, 4)) for cluster in (fine, whole))
-    assert many and min(many.slices) >= 16
+    assert many and min(many.slices) >= 8
     assert one and one.slices == (1, 1, 1, 1) and one.seconds == one.whole_seconds
 
 
