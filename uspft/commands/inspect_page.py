@@ -28,9 +28,11 @@ body { color: var(--ink); background: var(--paper); font: 15px/1.5 system-ui, sa
   margin: 2em auto; max-width: 70em; padding: 0 1em; }
 h1, h2 { font-size: 1.2em; margin: 1.6em 0 .4em; }
 h3 { font-size: 1em; margin: 1.2em 0 .3em; border-top: 1px solid var(--line); padding-top: .6em; }
-table { border-collapse: collapse; } td { padding: .1em .8em .1em 0; vertical-align: top; }
+table { border-collapse: collapse; } th, td { padding: .1em .8em .1em 0; }
+h2 + .note, h3 + .note { margin: 0 0 .5em; }
+th { color: var(--soft); font-weight: normal; text-align: right; }
 td.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.bar { background: var(--soft); height: .8em; min-width: 1px; }
+.bar { background: var(--soft); height: .8em; }
 .map { display: flex; height: 1.3em; border: 1px solid var(--line); margin: .15em 0;
   overflow: hidden; font-size: .75em; }
 .map > div { overflow: hidden; text-align: center; flex-basis: 0; min-width: 0; }
@@ -57,7 +59,7 @@ def page_of(seen: Inspection, decode: Decode, title: str, notes: Sequence[str]) 
         f"<h2>Samples by their tokens</h2>\n{_histogram(seen.lengths)}\n"
         f"<p>Rows: {escape(filling)}.</p>\n"
         '<p><span class="trained">trained</span> <span class="masked">masked</span>; '
-        "over a token stand its place in the row, its position in the document and its id.</p>\n"
+        "point at a token for its place in the row, its position in the document and its id.</p>\n"
         f"{rows}</html>\n"
     )
 
@@ -66,12 +68,17 @@ def _histogram(lengths: Sequence[Bin]) -> str:
     most = max(one.samples for one in lengths)
     lines = [
         f'<tr><td class="n">{one.least:,} – {one.most:,}</td>'
-        f'<td style="width: 30em"><div class="bar" style="width: {one.samples / most:.2%}"></div>'
-        f'</td><td class="n">{one.samples:,} samples</td><td class="n">{one.tokens:,} tokens</td>'
-        "</tr>"
+        f'<td style="width: 30em">{_bar(one.samples, most)}</td>'
+        f'<td class="n">{one.samples:,}</td><td class="n">{one.tokens:,}</td></tr>'
         for one in lengths
     ]
-    return f"<table>{''.join(lines)}</table>"
+    head = "<tr><th>length</th><th></th><th>samples</th><th>tokens</th></tr>"
+    return f"<table>{head}{''.join(lines)}</table>"
+
+
+def _bar(samples: int, most: int) -> str:
+    """Return a bar for a part of the most samples; that of a single one is seen too."""
+    return f'<div class="bar" style="width: max({samples / most:.2%}, {min(samples, 1)}px)"></div>'
 
 
 def _row(row: SeenRow, decode: Decode) -> str:

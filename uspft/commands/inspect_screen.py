@@ -21,7 +21,8 @@ from uspft.prepare.inspection import (
 
 TRAINED, MASKED, PADDING = "bold green", "dim", "dim"
 """Styles that can be read on a light ground and on a dark one; «…» stands around what trains."""
-_RANK_STYLES = ("cyan", "magenta", "blue", "green", "red")
+_RANK_STYLES = ("cyan", "magenta", "red", "green")
+"""Blue is hard to read on a dark ground, yellow on a light one."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _SHADES = " ░▒▓█"
 _DOCUMENTS, _RUNS, _HOLDERS, _SPANS = 8, 12, 16, 4
@@ -37,9 +38,8 @@ def show(seen: Inspection, decode: Decode, screen: Console) -> None:
         screen.print(f"rows: {filled(seen.filling)}", markup=False)
     else:
         screen.print("rows: made from samples inside each step; here each sample is alone")
-    legend = Text("\nrows: ", style="bold")
-    legend.append("«trained»", TRAINED).append(" masked ", MASKED)
-    screen.print(legend.append("… left out here", ""))
+    legend = Text("\n").append("tokens:", "bold").append(" «trained»", TRAINED)
+    screen.print(legend.append(" masked", MASKED).append(" … left out here"))
     for row in seen.rows:
         _show_row(row, decode, screen)
 
@@ -74,13 +74,14 @@ def _show_row(row: SeenRow, decode: Decode, screen: Console) -> None:
         screen.print(Text("  held by  ").append_text(_cells_of_holders(row, cells)))
     for number, holder in enumerate(row.holders[:_HOLDERS]):
         digit = _digit(number) if len(row.holders) > 1 else "all"
-        screen.print(Text(f"    {digit}: {holds(holder, _SPANS)}"), soft_wrap=False)
+        named = "" if digit == ",".join(map(str, holder.ranks)) else f"{digit}: "
+        _print_inset(4, Text(f"{named}{holds(holder, _SPANS)}"), screen)
     if len(row.holders) > _HOLDERS:
         screen.print(f"    … {len(row.holders) - _HOLDERS:,} more", markup=False)
     for number, document in enumerate(row.documents[:_DOCUMENTS]):
         _show_document(number + 1, document, decode, screen)
-    if len(row.documents) > _DOCUMENTS:
-        screen.print(f"  … {len(row.documents) - _DOCUMENTS:,} more documents", markup=False)
+    if more := len(row.documents[_DOCUMENTS:]):
+        screen.print(f"  … {more:,} more document{'s' * (more != 1)}", markup=False)
     if row.padding:
         start = row.segments.bounds[-1]
         what = f"  padding: places {start:,}–{row.segments.length - 1:,}"
@@ -146,15 +147,22 @@ def _digit(number: int) -> str:
 
 def _show_document(number: int, document: SeenDocument, decode: Decode, screen: Console) -> None:
     start, stop = document.span
-    where = f"{document.origin}, places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}"
-    screen.print(Text(f"  ── {number}: {where}, {document.targets:,} train"))
+    where = f"places {start:,}–{stop - 1:,}, positions 0–{stop - start - 1:,}"
+    _print_inset(2, Text(f"── {number}: {visible(document.origin)}"), screen)
+    _print_inset(5, Text(f"{where}, {document.targets:,} train", MASKED), screen)
     text = Text()
     runs = document.runs
     for run in runs[:_RUNS]:
         _append_run(text, run, decode)
     if len(runs) > _RUNS:
         text.append(f" … {len(runs) - _RUNS:,} more parts")
-    screen.print(text, soft_wrap=False)
+    _print_inset(5, text, screen)
+
+
+def _print_inset(columns: int, text: Text, screen: Console) -> None:
+    """Print a text of which every line, where it must wrap too, begins so many columns in."""
+    for line in text.wrap(screen, max(1, screen.width - columns)):
+        screen.print(Text(" " * columns).append_text(line), soft_wrap=True)
 
 
 def _append_run(text: Text, run: Stretch, decode: Decode) -> None:

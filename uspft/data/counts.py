@@ -65,7 +65,7 @@ class Counts:
             (self.split, "longer than a row and cut into documents (data.overlong: split)"),
             (self.without_targets, "without a trained token: they cost time and teach nothing"),
         ]
-        return [f"{count:,} samples {what}" for count, what in said if count]
+        return [f"{count:,} sample{'s' * (count != 1)} {what}" for count, what in said if count]
 
 
 def fates(report: Mapping[str, Any]) -> dict[str, Any] | None:
