@@ -70,7 +70,9 @@ def numbers(record: Mapping[str, Any], before: str = "") -> dict[str, float]:
     """Return what of a record can be drawn, flat; null, text, lists and the step are left out."""
     found: dict[str, float] = {}
     for key, value in record.items():
-        name = f"{before}{_UNFIT.sub('_', key).strip('/ ')}"
+        # MLflow takes no name that another path would mean too, such as a/../b or a//b.
+        parts = (part.strip() for part in _UNFIT.sub("_", key).split("/"))
+        name = before + ("/".join(part for part in parts if part.strip(".")) or "_")
         if isinstance(value, Mapping):
             found |= numbers(value, f"{name}/")
         elif isinstance(value, int | float) and name != "step":

@@ -24,13 +24,14 @@ RECORD = {
     "strategy": "ring2",
     "comm_bytes": {"ring": 7},
     "strategies": [{"name": "ring2"}],
-    "eval_sets": {"/data/a b (x).jsonl": {"loss": 2.0}},
+    "eval_sets": {"/data/a b (x).jsonl": {"loss": 2.0}, "../up/./b//c.d": {"loss": 3.0}},
     "skipped": True,
 }
 FLAT = {
     "loss": 1.5,
     "comm_bytes/ring": 7,
     "eval_sets/data/a b _x_.jsonl/loss": 2.0,
+    "eval_sets/up/b/c.d/loss": 3.0,
     "skipped": True,
 }
 
