@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -47,13 +48,34 @@ def recipe(setting: tuple[Path, Documents], **blocks: Any) -> dict[str, Any]:
 
 HYBRID = {"context_parallel": 4, "context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}
 RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+NEEDED = ("bash", "cat", "dirname", "env", "readlink", "sha256sum")
+HIDDEN = ("c++", "g++", "gcc", "cc", "clang", "ninja", "git", "nvcc")
 
 
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with Python and a shell, and neither a compiler, nor ninja, nor git; what is
+    compiled would be in the folder `built`."""
+    tools, built = tmp_path / "bin", tmp_path / "built"
+    for folder in (tools, built):
+        folder.mkdir()
+    for name in NEEDED:
+        found = shutil.which(name)
+        assert found, name
+        (tools / name).symlink_to(found)
+    for name in ("CC", "CXX", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(built))
+    monkeypatch.setenv("PATH", str(tools))
+    assert [name for name in HIDDEN if shutil.which(name)] == []
+
+
+@pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(
     ("begin", "parallel", "stage"),
     [
-        pytest.param(Forked.start, HYBRID, 3, id="forked", marks=pytest.mark.full),
-        pytest.param(start, RING, 1, id="launched"),
+        pytest.param(Forked.start, HYBRID, 1, id="forked", marks=pytest.mark.full),
+        pytest.param(start, RING, 3, id="launched"),
     ],
 )
 def test_metrics_and_model_are_those_of_one_process(
@@ -66,8 +88,9 @@ def test_metrics_and_model_are_those_of_one_process(
     zero = {"zero_optimization": {"stage": stage}}
     process = begin(recipe(setting, parallel_config=parallel, deepspeed=zero), tmp_path)
     out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
+    assert (process.returncode, err) == (0, "")
     assert "\nhardware: cpu (shipped figures): " in out
+    assert list((tmp_path / "built").iterdir()) == []
     waiting = iter(setting[1].documents)
     rows = [[next(waiting) for _ in row] for row in PACKED]
     steps = [rows[0] + rows[1], rows[2] + rows[3]]
@@ -95,7 +118,8 @@ def test_metrics_and_model_are_those_of_one_process(
     resolved = (tmp_path / "out/recipe.yaml").read_text()
     assert [line.strip() for line in resolved.splitlines() if "auto" in line] == ["resume: auto"]
     assert dump(load(tmp_path / "out/recipe.yaml").recipe) == resolved
-    assert json.loads((tmp_path / "out/environment.json").read_text())["versions"]["torch"]
+    environment = json.loads((tmp_path / "out/environment.json").read_text())
+    assert environment["versions"]["torch"] and environment["git_commit"] is None
 
 
 def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(

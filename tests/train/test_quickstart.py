@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.forked import Forked
 from tests.support.launch import ROOT, environment, records
 
 COMMAND = "./launch.sh recipes/quickstart.yaml"
@@ -22,13 +23,18 @@ STEP = re.compile(
 WRITTEN = {"recipe.yaml", "metrics.jsonl", "checkpoints", "hf", "environment.json", "logs"}
 
 
-def quickstart(folder: Path, *words: str) -> list[str]:
-    """README's first command, its output in folder/out; the lines that a person sees."""
+def command(folder: Path) -> list[str]:
+    """README's first command, its output in folder/out."""
     readme = (ROOT / "README.md").read_text()
     first = readme.partition("```\n")[2].splitlines()[0]
     assert first.partition("#")[0].strip() == COMMAND
+    return [*COMMAND.split(), f"output_dir={folder}/out"]
+
+
+def quickstart(folder: Path) -> list[str]:
+    """The lines that a person sees of it."""
     done = subprocess.run(
-        [*COMMAND.split(), f"output_dir={folder}/out", *words],
+        command(folder),
         cwd=ROOT,
         env=environment(XDG_CACHE_HOME=str(folder / "cache")),
         capture_output=True,
@@ -64,7 +70,12 @@ def is_complete(folder: Path, lines: list[str], steps: int) -> None:
 
 
 def test_what_a_person_sees_of_three_steps(tmp_path: Path) -> None:
-    lines = quickstart(tmp_path, "training.steps=3")
+    """Of a folder of a few files: to read all of Python's takes longer than the steps."""
+    words = [*command(tmp_path)[1:], "training.steps=3", "data.train=recipes"]
+    process = Forked(words, tmp_path)
+    out, err = process.communicate(timeout=200)
+    assert (process.returncode, err) == (0, "")
+    lines = out.splitlines()
     is_complete(tmp_path, lines, 3)
     told = ("data: ", "layout: ", "parameters: ", "step ", "done: ", "model: ", "checkpoint: ")
     told += ("hardware: ", "run: ", "waiting: ", "numbers: ", "try next: ")
