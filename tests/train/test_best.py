@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.forked import Forked
-from tests.support.launch import records
+from tests.support.launch import records, write_recipe
 from tests.support.models import VOCABULARY, make_documents, make_model
 from tests.support.runs import small_recipe
 from uspft.checkpoint.folder import Checkpoint
+from uspft.commands.finishing import reason_to_end
+from uspft.config import load
 from uspft.metrics.trackers import numbers
 
 PATIENCE, LIMIT = 2, 12
@@ -120,11 +122,13 @@ def test_the_best_stays_and_a_run_ends_early(tmp_path: Path) -> None:
     assert evaluations(parts) == evaluations(tmp_path / "straight")
     is_in_tensorboard(parts)
 
-    again = run(recipe, parts)
-    assert f"the run ended after step {last}, as training.patience says" in again
     shutil.rmtree(parts / "out/hf")
-    assert "→" in run(recipe, parts), "what is missing is exported"
+    again = run(recipe, parts)
+    why = f"the run ended after step {last}, as training.patience says"
+    assert why in again and "→" in again, "what is missing is exported"
     best_is_kept(parts)
-    more = run(recipe, parts, f"training.patience={PATIENCE + 1}")
-    assert f"going on from {parts}/out/checkpoints/step-{last:08d}" in more
-    assert evaluations(parts)[-1][0] > last
+    newest = Checkpoint.open(parts / f"out/checkpoints/step-{last:08d}")
+    path = write_recipe(recipe, parts)
+    assert (reason_to_end(load(path).recipe, LIMIT, newest) or "").startswith(why)
+    more = load(path, [f"training.patience={PATIENCE + 1}"]).recipe
+    assert reason_to_end(more, LIMIT, newest) is None
