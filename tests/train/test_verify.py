@@ -16,7 +16,7 @@ from tests.support.forked import Forked
 from tests.support.launch import write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
-from tests.support.runs import job_of, small_recipe
+from tests.support.runs import VOCABULARY, job_of, small_recipe
 from uspft.planner.memory import USABLE_SHARE, sizes_of
 from uspft.verify.gradients import GradientFile
 from uspft.verify.inject import FAULTS
@@ -31,6 +31,11 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "adapter": ("float32", "best_fit", 3, ["ring_cp 2"]),
 }
 """(compute type, packing, ZeRO stage, the layouts that each fault is tried in)."""
+MODELS: dict[str, dict[str, Any]] = {
+    "single": {"add_tokens": ["<a>", "<b>"], "overrides": {"vocab_size": VOCABULARY + 2}},
+    "adapter": {"adapter": {"rank": 4}},
+}
+"""What else the model of a case has."""
 
 
 def verify_job(case: str, folder: Path, fault: str | None) -> Any:
@@ -42,7 +47,7 @@ def verify_job(case: str, folder: Path, fault: str | None) -> Any:
         folder / "model",
         folder / "d.jsonl",
         ROW,
-        model={"dtype": dtype} | ({"adapter": {"rank": 4}} if case == "adapter" else {}),
+        model={"dtype": dtype, **MODELS.get(case, {})},
         data={"packing": packing},
         training={"steps": 3, "global_batch_size": 2, "max_grad_norm": 0.5},
         deepspeed={"zero_optimization": {"stage": stage}},
