@@ -1,91 +1,168 @@
-"""The live bytes of Llama-3.1-8B's layers with each option, beside what is predicted.
+"""The live bytes of Llama-3.1-8B beside transformers and ALST, and what is predicted of ours.
 
-    .venv/bin/python -m benchmarks.memory [--tokens 131072] [--ranks 8] [--out DIR]
+    .venv/bin/python -m benchmarks.memory [--case 1048576-8 …] [--out DIR]
 
-A row of one document is shared by as many ranks under Ulysses; tensors are fake. Two layers and
-three are counted: what the third adds is what each keeps.
+A case is the tokens of a row of one document and the ranks that share it; tensors are meta ones.
+One layer is counted, or two where they are offloaded: each of 32 keeps what the last of them adds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.lab.results import RESULTS, read, write
-from benchmarks.memory.count import Counted, count
-from benchmarks.memory.report import table
+from benchmarks.lab.results import RESULTS, ROOT, read, write
+from benchmarks.memory.count import count
+from benchmarks.memory.measured import Counted
+from benchmarks.memory.peers import count_alst, count_plain
+from benchmarks.memory.report import ALST, ALST_OFFLOADED, CASES, OURS, OURS_OFFLOADED, tables
+from uspft.config import load
 from uspft.config.algorithms import row_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.model.loss import tile_tokens
+from uspft.model.tiles import mlp_tile_tokens
 from uspft.planner.activations import activations
+from uspft.planner.need import state_bytes
+from uspft.planner.products import parameters_of
 from uspft.prepare.invocation import CONFIGS
 
 MODEL = "meta-llama/Llama-3.1-8B"
-TILE = {"mlp_tile_tokens": 2340}
-OPTIONS: dict[str, dict[str, object]] = {
-    "recompute: nothing": {"recompute": "nothing"},
-    "recompute: exchange": {"recompute": "exchange"},
-    "recompute: attention": {"recompute": "attention"},
-    "attention, tiles": {"recompute": "attention", **TILE},
-    "attention, tiles, offloaded": {
-        "recompute": "attention",
-        "offload_activations": "cpu",
-        **TILE,
-    },
+LAYOUTS = {
+    1: ("whole", Layout()),
+    8: ("ulysses_cp", Layout(ulysses=8)),
+    32: ("planned_cp", Layout(ulysses=8, ring=4)),
 }
+"""Ours by number of ranks; ALST has Ulysses over all of them."""
+RECIPE = ROOT / "recipes" / "llama3.1-8b-text-ulysses-4m.yaml"
+"""Whose buckets and ZeRO stage all contenders have."""
+CPU = {"device": "cpu"}
 
 
 def main() -> None:
-    """Print a line for each option, and write what was counted."""
+    """Count each case that is asked for, write it, and print the tables of all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory")
-    parser.add_argument("--tokens", type=int, default=1 << 17, help="of the whole row")
-    parser.add_argument("--ranks", type=int, default=8, choices=(1, 2, 4, 8))
+    parser.add_argument("--case", nargs="+", default=CASES, choices=CASES, metavar="CASE")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     asked = parser.parse_args()
     shape = read_shape(ModelBlock(name_or_path=MODEL), CONFIGS)
     assert isinstance(shape, ModelShape)
-    layout = Layout(ulysses=asked.ranks)
-    unit = asked.tokens // asked.ranks * shape.hidden_size * 2
-    row = row_of("ulysses_cp", layout.context)
-    print(f"{MODEL}, {asked.tokens:,} tokens on {asked.ranks} ranks; u = {unit / 2**30:.3g} GiB")
-    found = {}
-    for name, options in OPTIONS.items():
-        if options["recompute"] == "exchange" and asked.ranks == 1:
-            continue
-        tile = tile_tokens("auto", shape.vocab_size)
-        memory = MemoryBlock.model_validate({**options, "loss_tile_tokens": tile})
-        two, three = (counted(layers, asked.tokens, memory, layout) for layers in (2, 3))
-        whole = activations(shape, layout, asked.tokens // asked.ranks, memory, row)
-        assert whole
-        few = whole.of_layers(2)
-        kept = three.kept_bytes + three.host_bytes - two.kept_bytes - two.host_bytes
+    for case in asked.case:
+        tokens, ranks = map(int, case.split("-"))
+        found = measured(shape, tokens, ranks)
+        path = write(asked.out, "memory", {**read(asked.out, "memory"), case: found})
+    print("\n\n".join(tables(read(asked.out, "memory"))))
+    print(path)
+
+
+def measured(shape: ModelShape, tokens: int, ranks: int) -> dict[str, Any]:
+    """Count each contender, and say what ZeRO adds."""
+    found: dict[str, Any] = {}
+    beside = 0  # what is alive after a forward beside what layers keep
+
+    def add(name: str, counted: Callable[[Any], Counted], gradient_bytes: int) -> None:
+        offloads = name in (ALST_OFFLOADED, OURS_OFFLOADED)
+        layers = 2 if offloads else 1  # the one at work, and the input of that below it
+        said = counted(config_of(layers))
+        nonlocal beside
+        kept = said.layer_bytes[0]
+        if offloads:
+            kept = (said.kept_bytes - beside) // layers
+        else:
+            beside = said.kept_bytes - kept
         found[name] = {
-            "layer_input_bytes": unit,
-            "kept_by_a_layer_bytes": kept,
-            "peak_of_two_layers_bytes": two.most_bytes["all"],
-            "predicted_of_two_layers_bytes": few.peak_bytes,
-            "predicted_bytes": whole.peak_bytes,
-            "predicted_host_bytes": whole.host_bytes,
+            "layer_input_bytes": tokens // ranks * shape.hidden_size * 2,
+            "layers": shape.layers,
+            "kept_bytes": kept,
+            "host_bytes": said.layer_bytes[1],
+            "peak_bytes": said.most_bytes["all"] + (shape.layers - layers) * kept,
+            **state(shape, ranks, offloads=offloads, gradient_bytes=gradient_bytes),
         }
-    print(table(found))
-    case = f"{asked.tokens}-{asked.ranks}"
-    print(write(asked.out, "memory", {**read(asked.out, "memory"), case: found}))
+
+    if ranks == 1:
+        add("transformers", partial(count_plain, tokens=tokens), 2)
+    for name in (ALST, ALST_OFFLOADED):
+        offload = name == ALST_OFFLOADED
+        add(name, partial(count_alst, tokens=tokens, ranks=ranks, offload=offload), 2)
+    algorithm, layout = LAYOUTS[ranks]
+    for name, memory in ours(shape, ranks).items():
+        how = partial(
+            count,
+            tokens=tokens,
+            memory=memory,
+            layout=layout,
+            algorithm=algorithm,
+            every_tile=False,
+        )
+        add(name, how, 4)
+        row = row_of(algorithm if ranks > 1 else None, layout.context)
+        predicted = activations(shape, layout, tokens // ranks, memory, row)
+        assert predicted
+        found[name]["predicted_bytes"] = predicted.peak_bytes
+    return found
 
 
-def counted(layers: int, tokens: int, memory: MemoryBlock, layout: Layout) -> Counted:
-    """Count so many layers of the model."""
+def ours(shape: ModelShape, ranks: int) -> dict[str, MemoryBlock]:
+    """Return what is counted of ours: one option after another."""
+    inner = shape.intermediate_size
+    tiled: dict[str, object] = {
+        "recompute": "attention",
+        "mlp_tile_tokens": mlp_tile_tokens("auto", inner),
+    }
+    options: dict[str, dict[str, object]] = {
+        "uspft, recompute: nothing": {"recompute": "nothing"},
+        "uspft, recompute: exchange": {"recompute": "exchange"},
+        "uspft, recompute: attention": {"recompute": "attention"},
+        OURS: tiled,
+        OURS_OFFLOADED: {**tiled, "offload_activations": "cpu"},
+    }
+    if ranks == 1:
+        del options["uspft, recompute: exchange"]
+    tile = tile_tokens("auto", shape.vocab_size)
+    return {
+        name: MemoryBlock.model_validate({**each, "loss_tile_tokens": tile})
+        for name, each in options.items()
+    }
+
+
+def state(shape: ModelShape, ranks: int, *, offloads: bool, gradient_bytes: int) -> dict[str, Any]:
+    """Return the bytes of weights, gradients, optimizer and buckets under ZeRO-3.
+
+    offloads: whether the optimizer's state is on the host, with gradients; on one rank it always
+    is, and weights are too. gradient_bytes: of one element as it is summed and reduced.
+    """
+    zero: dict[str, Any] = {"stage": 3, "reduce_bucket_size": 50_000_000}
+    if offloads or ranks == 1:
+        zero["offload_optimizer"] = CPU
+    if ranks == 1:
+        zero["offload_param"] = CPU
+    recipe = load(RECIPE).recipe
+    block = recipe.deepspeed.model_copy(update={"zero_optimization": zero})
+    layout = LAYOUTS[ranks][1]
+    device, host = state_bytes(recipe.model_copy(update={"deepspeed": block}), shape, layout)
+    outside, layer = parameters_of(shape)
+    less = 4 - gradient_bytes
+    sums = less * (outside + shape.layers * layer) / ranks
+    device -= less * zero["reduce_bucket_size"] + (0 if "offload_optimizer" in zero else sums)
+    host -= sums if "offload_optimizer" in zero else 0
+    return {"state_bytes": device, "state_host_bytes": host}
+
+
+def config_of(layers: int) -> LlamaConfig:
+    """Return the model's config with so many layers."""
     raw = json.loads((CONFIGS / "models" / f"{MODEL.replace('/', '--')}.json").read_text())
     config = LlamaConfig(**{k: v for k, v in raw.items() if k not in ("model_type", "torch_dtype")})
     config.num_hidden_layers, config.dtype = layers, torch.bfloat16
-    algorithm = "ulysses_cp" if layout.ranks > 1 else "whole"
-    return count(config, tokens, memory, layout, algorithm)
+    return config
 
 
 if __name__ == "__main__":

@@ -1,25 +1,21 @@
-"""One rank's forward and backward of a model, on fake tensors or real ones, and its live bytes.
+"""One rank's forward and backward of a model, on meta tensors or real ones, and its live bytes.
 
-Layers are those that a run has, through the same modules; there is no engine: the gradient of a
-parameter is let go of when it has come, as ZeRO does that sums it elsewhere. Attention's kernel
-allocates what it returns: what one needs beside that is to be measured on a GPU.
+Layers are those that a run has, through the same modules. Attention's kernel allocates what it
+returns: what one needs beside that is to be measured on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory.livebytes import LiveBytes
+from benchmarks.memory.measured import Counted, first_of, measure
 from uspft.assemble import save_memory
 from uspft.batch import Batch
 from uspft.config import ParallelBlock
@@ -31,22 +27,13 @@ from uspft.mesh import Groups
 from uspft.model.causal import CausalLoss
 from uspft.model.loss import tile_tokens
 from uspft.model.offload import Copies
+from uspft.model.tiles import TiledCall
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world
 
-
-@dataclass(frozen=True)
-class Counted:
-    """The live bytes of one forward and backward on one rank, parameters not counted."""
-
-    kept_bytes: int
-    """What is alive between forward and backward."""
-    host_bytes: int
-    """What waits on the host."""
-    most_bytes: dict[str, int] = field(default_factory=dict)
-    """The most that is alive at once, in the forward, and in the backward."""
+ALL_TILES = TiledCall.spans
 
 
 def returns() -> VarlenKernel:
@@ -73,47 +60,45 @@ def count(
     algorithm: str = "ulysses_cp",
     *,
     fake: bool = True,
+    every_tile: bool = True,
 ) -> Counted:
     """Count one row of one document as the first of the layout's ranks holds it.
 
-    config: of transformers, with the compute type. tokens: of the whole row. fake: on fake tensors,
+    config: of transformers, with the compute type. tokens: of the whole row. fake: on meta tensors,
     which need neither memory nor much time; else on real ones, into which nothing arrives.
+    every_tile: whether all tiles of MLPs and norms run; else the first two and the last, between
+    which each has the bytes of the one before it.
     """
+    device = torch.device("meta" if fake else "cpu")
     layout = layout or Layout()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
-    try:
-        world = _world(layout, algorithm)
+    with first_of(layout.ranks):
+        world = _world(layout, algorithm, device)
         share = world.share([Segments.single(tokens)])
-        with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
             return _counted(config, memory, world, share)
-    finally:
-        dist.destroy_process_group()
 
 
-def _world(layout: Layout, algorithm: str) -> World:
+def _world(layout: Layout, algorithm: str, device: torch.device) -> World:
     row = row_of(algorithm, layout.context)
     parallel = ParallelBlock(model_parallel=layout.tensor)
     made = make_algorithm(row, layout.ulysses, layout.ring, keep=False)
     named = row, made, tensor_algorithm(parallel, layout)
-    return make_world(layout, named, returns(), torch.device("cpu"), Groups())
+    return make_world(layout, named, returns(), device, Groups())
 
 
 def _counted(config: Any, memory: MemoryBlock, world: World, share: Any) -> Counted:
     module = _module(config, memory)
     batch = _batch(world, share)
     counting = LiveBytes()
-    counting.ignore(module.parameters())
-    with ExitStack() as stack:
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(_let_go)
-        stack.enter_context(patch.object(Copies, "to_host", _apart(counting)))
-        stack.enter_context(counting)
-        with counting.during("forward"):
-            loss = module(batch, 1.0).sum()
-        kept = counting.live
-        with counting.during("backward"):
-            loss.backward()
-    return Counted(kept, counting.host, dict(counting.most))
+    with patch.object(Copies, "to_host", _apart(counting)):
+        layers = module.model.base_model.layers
+        return measure(module, layers, lambda: module(batch, 1.0).sum(), counting)
+
+
+def _few(call: TiledCall, x: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the first two tiles of x, and the last."""
+    every = list(ALL_TILES(call, x))
+    yield from (*every[:2], *every[2:][-1:])
 
 
 def _apart(counting: LiveBytes) -> Any:
@@ -125,10 +110,6 @@ def _apart(counting: LiveBytes) -> Any:
             return plain(copies, flat)
 
     return to_host
-
-
-def _let_go(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def _module(config: Any, memory: MemoryBlock) -> CausalLoss:

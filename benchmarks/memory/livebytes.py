@@ -1,6 +1,6 @@
 """The bytes of all storages that are alive, counted where torch dispatches its operations.
 
-Storages are counted, and not tensors: views share one, and what nothing holds is gone. Fake tensors
+Storages are counted, and not tensors: views share one, and what nothing holds is gone. Meta tensors
 have storages of the same sizes, and take no memory themselves.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,6 +63,8 @@ class LiveBytes(TorchDispatchMode):
             self.part = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 0  # what a host asks of a meta tensor: DeepSpeed, whether a gradient is not 1
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):

@@ -1,26 +1,88 @@
-"""The table of what was counted beside what is predicted."""
+"""The tables of what was counted, and of the longest rows that follow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+CASES = ["131072-1", "524288-1", "1048576-8", "4194304-8", "1048576-32", "4194304-32"]
+"""Tokens of a row, and the ranks that share it."""
+ALST, ALST_OFFLOADED = "ALST", "ALST, offloaded"
+OURS, OURS_OFFLOADED = "uspft, attention, tiles", "uspft, attention, tiles, offloaded"
+CARD_BYTES = 0.92 * 80e9
+"""What tensors can fill of a card of 80 GB, as `check` takes it."""
 HEAD = (
-    "| | a layer keeps | most of two layers | predicted | 32 layers, predicted | on the host |",
+    "| {} | a layer keeps | on the host | at work | activations | predicted | state | a rank |",
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+)
+BESIDE = (
+    "| | ranks | ALST | uspft | times | peak at {}, of ALST's |",
     "| --- | ---: | ---: | ---: | ---: | ---: |",
 )
 
-TWO = ("peak_of_two_layers_bytes", "predicted_of_two_layers_bytes")
+Case = Mapping[str, Mapping[str, Any]]
 
 
-def table(case: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a line for each option, in units of one layer's input and in GiB."""
-    lines = [*HEAD]
-    for name, one in case.items():
-        unit = one["layer_input_bytes"]
+def tables(found: Mapping[str, Case]) -> list[str]:
+    """Return a table for each case, and one of the longest rows beside ALST's."""
+    made = [_table(case, found[case]) for case in CASES if case in found]
+    return [*made, _longest(found)] if set(CASES) <= set(found) else made
+
+
+def _table(name: str, case: Case) -> str:
+    tokens, ranks = map(int, name.split("-"))
+    title = f"{_tokens(tokens)}, {ranks} rank{'s' if ranks > 1 else ''}"
+    lines = [HEAD[0].format(title), HEAD[1]]
+    for contender, one in case.items():
+        unit, peak, kept = one["layer_input_bytes"], one["peak_bytes"], one["kept_bytes"]
+        predicted = one.get("predicted_bytes")
         cells = [
-            *(f"{one[key] / unit:.3f} u" for key in ("kept_by_a_layer_bytes", *TWO)),
-            f"{one['predicted_bytes'] / 2**30:.1f} GiB",
-            f"{one['predicted_host_bytes'] / 2**30:.0f} GiB",
+            f"{kept / unit:.2f} u",
+            f"{one['host_bytes'] / unit:.2f} u",
+            f"{(peak - one['layers'] * kept) / unit:.1f} u",
+            _gib(peak),
+            f"{100 * (predicted / peak - 1):+.2f} %" if predicted else "–",
+            _gib(one["state_bytes"]),
+            _gib(one["state_bytes"] + peak),
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {contender} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _longest(found: Mapping[str, Case]) -> str:
+    lines = [BESIDE[0].format("the longer row"), BESIDE[1]]
+    for ranks in sorted({int(case.split("-")[1]) for case in CASES}):
+        for title, theirs, mine in (
+            ("on the devices", ALST, OURS),
+            ("offloaded", ALST_OFFLOADED, OURS_OFFLOADED),
+        ):
+            rows = [longest_row(found, name, ranks) for name in (theirs, mine)]
+            last = found[_cases(ranks)[-1]]
+            peaks = [
+                last[name]["peak_bytes"] + last[name]["state_bytes"] for name in (theirs, mine)
+            ]
+            cells = [str(ranks), *map(_tokens, rows)]
+            cells += [f"{rows[1] / rows[0]:.2f}", f"{peaks[1] / peaks[0]:.2f}"]
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def longest_row(found: Mapping[str, Case], contender: str, ranks: int) -> int:
+    """Return the longest row in tokens that fits a card, on the line through both cases."""
+    (short, low), (long, high) = (
+        (int(case.split("-")[0]), found[case][contender]) for case in _cases(ranks)
+    )
+    slope = (high["peak_bytes"] - low["peak_bytes"]) / (long - short)
+    return int(long + (CARD_BYTES - high["state_bytes"] - high["peak_bytes"]) / slope)
+
+
+def _cases(ranks: int) -> list[str]:
+    return [case for case in CASES if case.endswith(f"-{ranks}")]
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _tokens(count: int) -> str:
+    return f"{count / 2**20:.3g}m" if count >= 1 << 20 else f"{count >> 10}k"

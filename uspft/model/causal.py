@@ -61,9 +61,13 @@ class CausalLoss(nn.Module):
             self._place_padding(vocabulary)
         # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
         # since ranks with rows of other layouts fetch together with this one.
-        wanted["inputs_embeds"] = self._embedded(batch, vocabulary, bound)
         found = self.model.base_model(
-            position_ids=batch.position_ids, use_cache=False, uspft=bound, **wanted
+            # No name holds it here: where it waits on the host, the loss has its memory.
+            inputs_embeds=self._embedded(batch, vocabulary, bound),
+            position_ids=batch.position_ids,
+            use_cache=False,
+            uspft=bound,
+            **wanted,
         )
         hidden = bound.enter(found.last_hidden_state)[0]
         mesh = batch.world.mesh

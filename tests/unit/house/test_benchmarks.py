@@ -269,7 +269,7 @@ def test_the_readme_of_the_results_says_what_the_files_say() -> None:
         orders.table(read(RESULTS, "tensor")["by_mbit"]),
         *meshslice.tables(read(RESULTS, "meshslice")),
         *hosts.tables(read(RESULTS, "meshslice-hosts")),
-        *map(memory.table, read(RESULTS, "memory").values()),
+        *memory.tables(read(RESULTS, "memory")),
         *switching_hosts.tables(read(RESULTS, "switching")),
         *switching.tables(read(RESULTS, "switching-simulation")),
         *(rates.table(found["cases"]) for found in [read(RESULTS, "data")] if found),

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from benchmarks.memory.count import count
+from benchmarks.memory.peers import count_alst
 from tests.support.ranks import spawn
 from tests.support.shapes import hub
 from uspft.config.algorithms import CONTEXT, WHOLE, row_of
@@ -44,6 +45,7 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
     ("ulysses_cp", ULYSSES, {**TILED, "recompute": "exchange"}),
     ("ulysses_cp", ULYSSES, {**OFFLOADED, "recompute": "attention"}),
     ("ulysses_cp", ULYSSES, OFFLOADED),
+    ("many words", Layout(), OFFLOADED),
     ("ring_cp", Layout(ring=4), TILED),
     ("ring_cp", Layout(ring=4), {**OFFLOADED, "recompute": "attention"}),
     ("planned_cp", Layout(ring=4), TILED),
@@ -90,23 +92,35 @@ def fake_and_real() -> list[tuple[Any, Any]]:
     config.dtype = torch.bfloat16
     found = []
     for name, layout, memory in (CASES[0], CASES[5]):
-        block = MemoryBlock(**{**memory, "mlp_tile_tokens": 100})
+        block = MemoryBlock(**{**memory, "mlp_tile_tokens": 50})
         row = (config, 256 * layout.ranks, block, layout, name)
         found.append((count(*row), count(*row, fake=False)))
+        found.append((count(*row), count(*row, every_tile=False)))
     return found
+
+
+def alst() -> dict[bool, Any]:
+    """ALST's pieces on four ranks: whether offloaded, and what is counted."""
+    config = transformers.LlamaConfig(**SIZES)
+    config.dtype = torch.bfloat16
+    return {away: count_alst(config, TOKENS * 4, 4, offload=away) for away in (False, True)}
 
 
 def counted(rank: int) -> list[Any]:
     torch.distributed.destroy_process_group()
-    found = [counts(), fake_and_real()]
+    found = [counts(), fake_and_real(), alst()]
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_formula_predicts_the_count_within_two_percent() -> None:
-    answers, both = spawn(1, counted)[0]
+    answers, both, peers = spawn(1, counted)[0]
+    unit = TOKENS * SIZES["hidden_size"] * 2
+    assert peers[False].layer_bytes == (unit, 0)
+    assert peers[True].host_bytes == SIZES["num_hidden_layers"] * unit
+    assert peers[False].most_bytes["all"] - peers[True].most_bytes["all"] == 2 * unit
     for one, other in both:
         # But for scalars that are made outside of fake tensors' sight.
         assert abs(one.kept_bytes - other.kept_bytes) < 64 < one.kept_bytes
