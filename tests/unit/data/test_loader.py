@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from uspft.batch import Batch
 from uspft.data.held_tokens import DIGEST, digest, in_documents
@@ -68,6 +70,30 @@ def test_a_rank_s_targets_are_those_of_its_tokens() -> None:
     assert targets_of(batch([(12, 16), (2, 4)], [0, 1])) == [8, 7, 1, 5, 6]
     assert targets_of(batch([(4, 6)], [0, 1])) == targets_of(batch([], [0, 1])) == []
     assert targets_of(batch([(0, 16)], [EMPTY, EMPTY])) == []
+
+
+class Moved(TorchDispatchMode):
+    """The elements of the largest tensor that comes to the device, which is not the host."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.is_meta:
+                self.most = max(self.most, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("held", [[(0, 3)], [(2, 4), (12, 16)], [(0, 16)]])
+def test_no_more_than_a_rank_s_own_tokens_come_to_the_device(
+    held: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(World, "device", torch.device("meta"))
+    with Moved() as moved:
+        found = batch(held, [0, 1])
+    assert moved.most == sum(b - a for a, b in held) == found.tokens.numel()
+    assert found.input_ids.is_meta
 
 
 def test_faults_that_move_labels_move_the_targets_too() -> None:
