@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from uspft.commands.aligned import aligned
+from uspft.commands.plan_memory import memory_table
 from uspft.commands.plan_switching import switching_lines
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
@@ -36,6 +37,10 @@ COLUMNS = (
 LEGEND = (
     "seconds: products, attention and the rest (norms, loss, update) compute; all-to-all, keys, "
     "tensor and ZeRO move; hidden passes behind computing and is not in the step"
+)
+MEMORY_LEGEND = (
+    "memory: with the recipe's keys of memory, without what attention kernels allocate inside; "
+    "layouts that are not here have matrices that ranks divide, or keys that all come at once"
 )
 
 MESH_LEGEND = (
@@ -79,6 +84,8 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str |
         print()
     print(_table(step, hardware, own, others))
     print(LEGEND)
+    if memory := memory_table(found.recipe, step.model, hardware, [own, *others]):
+        print(f"\n{memory}\n{MEMORY_LEGEND}\n")
     for line in (*_doubts(found.recipe.model.dtype, hardware), *NOT_PREDICTED):
         print(f"not predicted: {line}")
     return 0

@@ -17,6 +17,7 @@ from uspft.planner.products import head_projection, parameters_of
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
+    from uspft.config.algorithms import AlgorithmRow
     from uspft.layout import Layout
 
 USABLE_SHARE = 0.92
@@ -46,9 +47,14 @@ class Need:
         return self.state_host_bytes + self.activations.host_bytes
 
 
-def need_of(recipe: Recipe, shape: ModelShape, layout: Layout) -> Need | None:
-    """Return what a rank needs for a recipe; None where the formula does not know."""
-    row = row_of(recipe.parallel_config.context_parallel_algo, layout.context)
+def need_of(
+    recipe: Recipe, shape: ModelShape, layout: Layout, *, row: AlgorithmRow | None = None
+) -> Need | None:
+    """Return what a rank needs for a recipe; None where the formula does not know.
+
+    row: of the algorithm that shares rows, in place of the recipe's.
+    """
+    row = row or row_of(recipe.parallel_config.context_parallel_algo, layout.context)
     rows = recipe.training.micro_batch_size
     if recipe.model.dtype == "float32" or recipe.model.adapter or recipe.model.freeze:
         return None
@@ -101,16 +107,23 @@ def least_work(recipe: Recipe, shape: ModelShape, layout: Layout, memory_bytes: 
 
 
 def longest_row(
-    recipe: Recipe, shape: ModelShape, layout: Layout, memory_bytes: float, **options: str
+    recipe: Recipe,
+    shape: ModelShape,
+    layout: Layout,
+    memory_bytes: float,
+    *,
+    row: AlgorithmRow | None = None,
+    **options: str,
 ) -> int | None:
     """Return the longest row in tokens that fits a card, by kilotokens of each rank; None where
-    the formula does not know. options: of `memory`, in place of the recipe's."""
+    the formula does not know. row: as of `need_of`. options: of `memory`, in place of the
+    recipe's."""
     step = 1024 * layout.context
     changed = _with(recipe, **options)
 
     def fits(count: int) -> bool:
         data = changed.data.model_copy(update={"sequence_length": count * step})
-        need = need_of(changed.model_copy(update={"data": data}), shape, layout)
+        need = need_of(changed.model_copy(update={"data": data}), shape, layout, row=row)
         return need is not None and need.bytes <= USABLE_SHARE * memory_bytes
 
     return _most(fits) * step or None

@@ -31,8 +31,7 @@ from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.spans import work_of
 
 NOT_PREDICTED = (
-    "memory: whether a layout fits",
-    "pipelines, offloading and MLPs in tiles",
+    "the time of pipelines, offloading and MLPs in tiles",
     "host time: Python, reading data, launches that a device waits for",
     "rows of many documents: each row is taken to be one document that fills it",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",

@@ -63,7 +63,7 @@ def memory_sentence(
         return f"about {_gib(need.bytes)} GiB a rank ({parts})"
     card = hardware.memory.bytes
     said = [f"about {_gib(need.bytes)} of {_gib(card)} GiB a rank ({parts})"]
-    most = {"recompute": "attention"} if free else {}
+    most: dict[str, Any] = {"recompute": "attention"} if free else {}
     longest = longest_row(recipe, shape, layout, card, **most)
     said.append(f"the longest row that fits is {_tokens(longest)}")
     more = longest_row(recipe, shape, layout, card, offload_activations="cpu", **most)

@@ -31,10 +31,10 @@ def planned(
     return run
 
 
-def table(page: str) -> dict[str, list[str]]:
-    """The cells of each layout's line, and the heads at "layout"."""
+def table(page: str, head: str = "layout") -> dict[str, list[str]]:
+    """The cells of each layout's line, and the heads at `head`."""
     lines = page.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("layout  "))
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"{head}  "))
     rows = [re.split(r"\s{2,}", line) for line in lines[first:]]
     width = len(rows[0])
     return {name: cells for name, *cells in rows if len(cells) + 1 == width}
@@ -62,6 +62,12 @@ def test_a_shipped_recipe_of_a_model_whose_weights_are_not_here(planned: object)
         assert 0.2 < values[-1] < 0.5, "a share of the peak"
         assert values[-2] == pytest.approx(8 * 131072 / values[0] / 8, rel=0.02)
     assert "hardware: h100 (shipped figures" in page
+    memory = table(page, "GiB a rank")
+    assert memory["GiB a rank"] == ["activations", "state", "of the card", "longest row"]
+    assert [name for name in rows if name in memory] == list(memory)[1:]
+    assert list(memory)[1] == own and "tensor8" not in memory
+    assert memory["data8"][2].endswith("(too much)")
+    assert number(memory["data8"][3]) < 131072 < number(memory["ulysses8"][3])
     assert [line for line in page.splitlines() if line.startswith("not predicted: ")] == [
         f"not predicted: {what}" for what in NOT_PREDICTED
     ]
