@@ -140,6 +140,10 @@ class MemoryBlock(RecipeBlock):
     """What of attention is made again: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
     offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
     """Where what checkpointed layers keep waits meanwhile: the device (`none`) or host (`cpu`)."""
+    gradient_reduction: Annotated[
+        Literal["float32", "bfloat16"], _is(choice("float32", "bfloat16"))
+    ] = "float32"
+    """Type in which gradients cross ranks; each rank sums those of its passes in float32."""
     loss_tile_tokens: Annotated[
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "auto"

@@ -158,6 +158,13 @@ def _recomputed(recipe: Recipe) -> Iterator[Finding]:
             yield f"memory.{key}", what, f"write {off}, or gradient_checkpointing: true"
 
 
+def _reduced(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse to send gradients in a type that is not theirs."""
+    if recipe.memory.gradient_reduction == "bfloat16" != recipe.model.dtype:
+        what = f"is bfloat16, and model.dtype is {recipe.model.dtype}"
+        yield "memory.gradient_reduction", what, "write float32, or model.dtype: bfloat16"
+
+
 def _degrees(*keys: str) -> tuple[str, ...]:
     """Return the keys of `parallel_config`, and those of every strategy, which stand in one."""
     return (*(f"parallel_config.{key}" for key in keys), "parallel_config.strategies")
@@ -200,7 +207,14 @@ RULES = (
     ),
     KeyRule(("parallel_config.strategies", "data.sequence_length"), rising),
     KeyRule(("parallel_config",), one_layout),
-    KeyRule(("parallel_config.strategies", "deepspeed.zero_optimization.stage"), switchable),
+    KeyRule(
+        (
+            "parallel_config.strategies",
+            "deepspeed.zero_optimization.stage",
+            "memory.gradient_reduction",
+        ),
+        switchable,
+    ),
     KeyRule(
         (
             "training.eval_every_steps",
@@ -231,4 +245,5 @@ RULES = (
         ),
         _recomputed,
     ),
+    KeyRule(("memory.gradient_reduction", "model.dtype"), _reduced),
 )

@@ -117,6 +117,9 @@ def _movable(recipe: Recipe) -> Iterator[Finding]:
     for name in sorted(set(zero) - {"stage"}):
         what = "is set, and with switching: move DeepSpeed's ZeRO does not run"
         yield f"{key}.{name}", what, "leave it out, or write switching: in_place"
+    if recipe.memory.gradient_reduction != "float32":
+        what = "is bfloat16, and with switching: move gradients go to their owners in float32"
+        yield "memory.gradient_reduction", what, "write float32, or switching: in_place"
     tokens: dict[int, bool] = {}
     for number, one in enumerate(strategies_of(recipe)):
         degree, splits = one.model_parallel, one.use_seq_parallel

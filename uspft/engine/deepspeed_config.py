@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from uspft.config import Recipe
     from uspft.layout import Layout
 
+REDUCTION = {"float32": "fp32", "bfloat16": "bf16"}
+"""DeepSpeed's names of the types in which gradients cross ranks."""
+
 
 def micro_batches(recipe: Recipe, layout: Layout) -> int:
     """Return the number of forward passes per step on each replica.
@@ -23,8 +26,8 @@ def deepspeed_config(recipe: Recipe, replicas: int, passes: int) -> dict[str, An
     """Return DeepSpeed's configuration for a recipe.
 
     Ranks that share a row count as data-parallel ones: DeepSpeed averages gradients over them too,
-    and the loss is scaled for it (engine/zero.py). Accumulation and reduction are float32 whatever
-    the compute type. replicas: how many ranks hold the same parameters. passes: forward passes per
+    and the loss is scaled for it (engine/zero.py). Accumulation is float32 whatever the compute
+    type. replicas: how many ranks hold the same parameters. passes: forward passes per
     step.
     """
     micro = recipe.training.micro_batch_size
@@ -38,7 +41,7 @@ def deepspeed_config(recipe: Recipe, replicas: int, passes: int) -> dict[str, An
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": "fp32",
+        "communication_data_type": REDUCTION[recipe.memory.gradient_reduction],
         "steps_per_print": 10**9,
         **extra,
     }

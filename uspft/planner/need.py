@@ -68,7 +68,8 @@ def state_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> tuple[floa
     the device and on the host.
 
     Weights are in 16 bits; gradients are summed in float32, in which the master weights and two
-    moments are too. Stage 3 has the head, or two layers, whole at a time; where it offloads the
+    moments are too. Stages 1 and 2 fill buckets in float32, stage 3 in the type that crosses ranks;
+    it has the head, or two layers, whole at a time; where it offloads the
     optimizer's state, gradients are summed beside it (DeepSpeed's grad_partitions_flat_buffer).
     """
     zero = recipe.deepspeed.zero_optimization
@@ -77,7 +78,8 @@ def state_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> tuple[floa
     every = outside + shape.layers * layer
     if stage == 0:
         return 20.0 * every, 0.0
-    bucket = 4 * min(float(zero.get("reduce_bucket_size") or BUCKET), every)
+    crossing = 2 if stage == 3 and recipe.memory.gradient_reduction == "bfloat16" else 4
+    bucket = crossing * min(float(zero.get("reduce_bucket_size") or BUCKET), every)
     optimizer_away, weights_away = (
         (zero.get(key) or {}).get("device") == "cpu"
         for key in ("offload_optimizer", "offload_param")

@@ -13,7 +13,7 @@ from uspft.segments import Segments
 from uspft.sequence import ONCE, Forwards
 
 GRADIENT_BYTES = 4
-"""Gradients of weights are summed and travel in float32."""
+"""Gradients of weights are summed in float32, and travel in it where a step says nothing else."""
 
 
 class StepPart(NamedTuple):
@@ -75,6 +75,8 @@ class StepShape:
     """DeepSpeed's overlap_comm."""
     trained: float = 1.0
     """The share of the parameters that train."""
+    gradient_bytes: int = GRADIENT_BYTES
+    """Of an element of the gradients that ZeRO sums over ranks."""
     slices: Sequence[int] | None = None
     """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
 

@@ -24,7 +24,7 @@ from uspft.planner.products import (
     parameters_of,
 )
 from uspft.planner.spread import Spread
-from uspft.planner.steps import GRADIENT_BYTES, StepPart, StepShape, StepTime
+from uspft.planner.steps import StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
@@ -257,7 +257,7 @@ def zero_once(step: StepShape, layout: Layout, hardware: Hardware) -> list[StepP
     """
     spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
     gradients, weights = _state_bytes(step, layout)
-    held = gradients / GRADIENT_BYTES / (spread.ranks if step.stage else 1)
+    held = gradients / step.gradient_bytes / (spread.ranks if step.stage else 1)
     found = [StepPart("gradients", 0.0)]
     if spread.ranks > 1 and step.stage < 2:
         summed = hardware.collective_seconds("all_reduce", gradients, spread)
@@ -275,7 +275,7 @@ def _state_bytes(step: StepShape, layout: Layout) -> tuple[float, float]:
     ZeRO divides them."""
     outside, layer = parameters_of(step.model, layout.mesh_columns)
     whole = (outside + step.model.layers * layer) / layout.mesh_rows
-    return GRADIENT_BYTES * whole * step.trained, step.element_bytes * whole
+    return step.gradient_bytes * whole * step.trained, step.element_bytes * whole
 
 
 def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:

@@ -11,7 +11,7 @@ from uspft.config.algorithms import AUTO, row_of
 from uspft.model.hf_config import layer_windows
 from uspft.planner.alternatives import Prediction
 from uspft.planner.hardware import Hardware
-from uspft.planner.steps import StepShape
+from uspft.planner.steps import GRADIENT_BYTES, StepShape
 from uspft.planner.time import step_time
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
@@ -67,6 +67,7 @@ def step_of(found: Examined) -> StepShape:
         use_seq_parallel=recipe.parallel_config.use_seq_parallel,
         overlaps=_overlaps(recipe),
         trained=examined.trained / examined.parameters,
+        gradient_bytes=gradient_bytes(recipe),
         slices=slices_of(recipe.parallel_config) if recipe.parallel_config.on_a_mesh else None,
     )
 
@@ -79,6 +80,11 @@ def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Predicti
     row = row_of(found.recipe.parallel_config.context_parallel_algo, found.layout.context)
     time = step_time(step, found.layout, algorithm, hardware)
     return Prediction(found.layout, row, time, step.slices is not None)
+
+
+def gradient_bytes(recipe: Recipe) -> int:
+    """Return the bytes of an element of the gradients that cross ranks."""
+    return 2 if recipe.memory.gradient_reduction == "bfloat16" else GRADIENT_BYTES
 
 
 def stage_of(recipe: Recipe) -> int:

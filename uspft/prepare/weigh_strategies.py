@@ -123,6 +123,7 @@ def _setting(found: Examined) -> Setting:
     recipe, hardware = found.recipe, hardware_of(found, found.known.hosts)
     asked, zero = recipe.parallel_config.switching, recipe.deepspeed.zero_optimization
     memory = hardware.memory.bytes
+    ours = set(zero) <= {"stage"} and recipe.memory.gradient_reduction == "float32"
     if recipe.launch.device == "cpu":
         memory = (found.known.memory_bytes or host_memory()) / hardware.ranks_per_host
     return Setting(
@@ -132,7 +133,7 @@ def _setting(found: Examined) -> Setting:
         memory,
         rows_at_once=recipe.training.micro_batch_size,
         in_place=asked != "move",
-        moves=asked != "in_place" and set(zero) <= {"stage"},
+        moves=asked != "in_place" and ours,
     )
 
 

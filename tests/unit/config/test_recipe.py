@@ -85,6 +85,7 @@ memory:
   gradient_checkpointing: true
   recompute: auto
   offload_activations: none
+  gradient_reduction: float32
   loss_tile_tokens: auto
   mlp_tile_tokens: none
 checkpoint: {every_steps: 500, keep_last: 2, keep_best: false, resume: auto}
@@ -128,7 +129,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 86
+    assert len(keys) == len(set(keys)) == 87
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 11,

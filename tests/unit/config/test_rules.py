@@ -116,6 +116,12 @@ COMBINATIONS = {
         "memory.offload_activations: is cpu, and memory.gradient_checkpointing is false; "
         "write none, or gradient_checkpointing: true"
     ),
+    "memory: {gradient_reduction: bfloat16}\nmodel: {dtype: float32}": "memory.gradient_reduction: "
+    "is bfloat16, and model.dtype is float32; write float32, or model.dtype: bfloat16",
+    "memory: {mlp_tile_tokens: 0}": "memory.mlp_tile_tokens: is 0, out of range; "
+    "write a whole number of tokens (such as 4096 or 128k) of at least 1 or auto or none",
+    "memory: {loss_tile_tokens: 0}": "memory.loss_tile_tokens: is 0, out of range; "
+    "write a whole number of tokens (such as 4096 or 128k) of at least 1 or auto or none",
     "model: {rope_scaling: {factor: 2}}": "model.rope_scaling: has no `rope_type`; "
     "write {rope_type: yarn, factor: 4.0} or null",
     "model: {rope_scaling: {rope_type: yarm, factor: 2}}": "model.rope_scaling.rope_type: unknown "
@@ -190,7 +196,7 @@ def test_a_rule_that_reads_a_faulty_key_is_not_asked() -> None:
         "training.eval_every_steps",
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
-    assert len(RULES) == 18
+    assert len(RULES) == 19
 
 
 DEEPSPEED = {

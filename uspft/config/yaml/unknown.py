@@ -64,7 +64,7 @@ DERIVED = {
     "amp": "model.dtype",
     "torch_autocast": "model.dtype",
     "data_types": "model.dtype",
-    "communication_data_type": "model.dtype",
+    "communication_data_type": "memory.gradient_reduction",
     "seq_parallel_communication_data_type": "model.dtype",
     "optimizer": "optimizer",
     "scheduler": "lr_schedule",
