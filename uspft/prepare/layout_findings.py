@@ -74,14 +74,18 @@ def host_findings(layout: Layout, hosts: int) -> list[Finding]:
 
 
 def _accumulation(recipe: Recipe, layout: Layout) -> list[Finding]:
-    stage = recipe.deepspeed.zero_optimization.get("stage", 1)
+    """Return why the gradients of several micro-batches would not be summed in float32."""
     passes = micro_batches(recipe, layout)
-    if stage == 0 and recipe.model.dtype == "bfloat16" and passes > 1:
-        return [
-            (
-                "deepspeed.zero_optimization.stage",
-                f"stage 0 in bfloat16 would accumulate {passes} micro-batches in bfloat16",
-                "write stage 1, or model.dtype float32",
-            )
-        ]
+    if recipe.model.dtype != "bfloat16" or passes == 1:
+        return []
+    zero, place = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
+    stage = zero.get("stage", 1)
+    what = f"would sum the gradients of {passes} micro-batches in bfloat16"
+    if stage == 0:
+        remedy = "write stage 1, or model.dtype float32"
+        return [(f"{place}.stage", f"stage 0 {what}", remedy)]
+    offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if offloaded and stage < 3:  # DeepSpeed keeps the sum on the host, in the parameters' type
+        remedy = "write stage 3, or leave offload_optimizer out, or write model.dtype float32"
+        return [(f"{place}.offload_optimizer", f"at stage {stage} {what}", remedy)]
     return []

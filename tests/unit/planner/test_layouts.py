@@ -66,7 +66,13 @@ def test_what_is_illegal_says_why() -> None:
     stage0 = {"deepspeed": {"zero_optimization": {"stage": 0}}, "model": {"dtype": "bfloat16"}}
     reasons = {one.name: one.reason for one in layouts(recipe(**RING, **stage0), 2)}
     assert reasons["whole rows, data 2"] is None  # one micro-batch
-    assert "in bfloat16 would accumulate 2" in str(reasons["ring_cp 2"])
+    assert "stage 0 would sum the gradients of 2 micro-bat" in str(reasons["ring_cp 2"])
+    for stage, refused in ((1, True), (2, True), (3, False)):
+        zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+        offloaded = {"deepspeed": {"zero_optimization": zero}, "model": {"dtype": "bfloat16"}}
+        reasons = {one.name: one.reason for one in layouts(recipe(**RING, **offloaded), 2)}
+        assert reasons["whole rows, data 2"] is None
+        assert (f"at stage {stage} would sum" in str(reasons["ring_cp 2"])) == refused
 
 
 def test_of_very_many_the_kept_ones_have_every_trait() -> None:
