@@ -99,6 +99,7 @@ def run_recipe(
     run = prepared(recipe, output, resume=resume)
     if before:
         before(run)
+        run.loader.begin(run.first_step + 1)  # of what was begun before
     train(run, lambda: False)
     end = held(run.engine)
     close(run)

@@ -41,19 +41,17 @@ class Local:
     def products(self, slices: int = 1) -> Callable[[], Tensor]:
         """This returns a call that makes the products of all slices, and moves nothing."""
         t, h, f = self.tokens, self.hidden, self.features
-        panels = slices * self.grid.columns.size
-        width = h // panels
+        width = h // slices
         if self.flow == "output":
             left, right, out = torch.randn(t, width), torch.randn(width, f), torch.zeros(t, f)
         elif self.flow == "left":
             left, right, out = torch.randn(t, f), torch.randn(width, f).t(), torch.zeros(t, width)
         else:
             left, right, out = torch.randn(t, width).t(), torch.randn(t, f), torch.zeros(width, f)
-        beta = 1 if self.flow == "output" else 0
 
         def multiply() -> Tensor:
-            for _ in range(panels):
-                out.addmm_(left, right, beta=beta)
+            for number in range(slices):
+                out.addmm_(left, right, beta=int(self.flow == "output" and number > 0))
             return out
 
         return multiply
