@@ -93,4 +93,6 @@ def test_a_split_that_cannot_be(
 ) -> None:
     changes, key, words = RECIPES[case]
     ground.write(changes)
-    ground.call(capsys).about(key, *words)
+    line = ground.call(capsys).about(key, *words)
+    what, remedy = map(line.index, words)
+    assert line.index(key) < what < remedy

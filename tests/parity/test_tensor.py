@@ -1,7 +1,8 @@
 """Tensor parallelism against plain transformers in one process, for every dense family.
 
 Tensor 2 and 4 × context 1 and 2 × data 1 and 2 × ZeRO × packing × tokens split or not: each model
-meets one of them on four and eight processes, by turns (`--full`: every pair). One spawn each.
+meets one of them on four and eight processes, by turns (`--full`: every pair, and all of LLaMA's).
+One spawn each.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def is_divided(name: str) -> bool:
     [
         (4, False, 10),
         (8, False, 6),
-        pytest.param(4, True, 60, marks=pytest.mark.full),
-        pytest.param(8, True, 60, marks=pytest.mark.full),
+        pytest.param(4, True, 102, marks=pytest.mark.full),
+        pytest.param(8, True, 126, marks=pytest.mark.full),
     ],
 )
 def test_a_split_model_trains_as_one_process(

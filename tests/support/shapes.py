@@ -41,6 +41,16 @@ LLAMA = {
         "original_max_position_embeddings": 8192,
     },
 }
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+}
+"""Of a config without a model type, whose vocabulary of 97 divides by nothing."""
 PLAIN = {key: QWEN3[key] for key in list(QWEN3)[1:9] if key not in ("head_dim",)}
 GEMMA2 = {**PLAIN, "model_type": "gemma2", "attn_logit_softcapping": None}
 PHI3 = {**PLAIN, "model_type": "phi3", "rope_theta": 10000.0}

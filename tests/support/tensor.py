@@ -59,10 +59,13 @@ class Case:
 
 
 def cases(ranks: int, *, full: bool = False) -> list[Case]:
-    """Every model once, its traits those that were met least; full: every pair of all traits."""
+    """Every model once, its traits those that were met least; full: every pair of all traits, and
+    all of LLaMA's."""
     factors = LAYOUTS[ranks], tuple(ZERO), (False, True), (False, True)
     if full:
-        return [Case(*case) for case in pairwise(tuple(MODELS), *factors)]
+        found = [Case(*case) for case in pairwise(tuple(MODELS), *factors)]
+        of_llama = [Case("llama", *case) for case in product(*factors)]
+        return list(dict.fromkeys([*found, *of_llama]))
     met: Counter[Any] = Counter()
     found = []
     for model in MODELS:

@@ -9,24 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.shapes import TINY
 from uspft.config import RecipeError
 from uspft.config.problems import Fault
 from uspft.prepare.examine import examine
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 97,
-    "max_position_embeddings": 512,
-}
-
 
 def said(folder: Path, model: dict[str, Any], **parallel: Any) -> list[str]:
     """What `examine` says of a model under these degrees; nothing where it passes."""
-    (folder / "config.json").write_text(json.dumps({**SIZES, **model}))
+    (folder / "config.json").write_text(json.dumps({**TINY, **model}))
     (folder / "d.jsonl").write_text('{"input_ids": [1, 2]}\n')
     tree = {
         "model": {"config": str(folder / "config.json"), "dtype": "float32"},

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.shapes import TINY
 from uspft.config import Fault, RecipeError, dump
 from uspft.config.strategies import row_lengths, strategies_of
 from uspft.data import prepare
@@ -24,16 +25,7 @@ from uspft.prepare.weigh_strategies import (
     weighing,
 )
 
-SIZES = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 97,
-    "max_position_embeddings": 512,
-}
+SIZES = {"model_type": "llama", **TINY}
 ROW = 512
 FLAT = [ROW] * 40
 KEY = "parallel_config.strategies"
@@ -170,7 +162,7 @@ def test_lengths_are_those_of_the_tokenised_data_or_of_its_first_records(tmp_pat
     split = sorted([ROW, 8, *tail()])
     assert sorted(looked_at.known.weighed.drawn.lengths) == split
     assert weighed_here(found, place, []) is found
-    folder = prepare(found.recipe.data, None, SIZES["vocab_size"], tmp_path / "data")  # type: ignore[arg-type]
+    folder = prepare(found.recipe.data, None, SIZES["vocab_size"], tmp_path / "data")
     assert (
         sorted(lengths_here(found, place) or [])
         == split
