@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.unit.prepare.test_examine import SIZES
+from tests.support.shapes import TINY
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.waste import wasted
 
 
 def examined(folder: Path, rows: int, **changes: Any) -> Examined:
     """A recipe of a model with 8 query heads, on as many processes as its degrees ask for."""
-    (folder / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
+    (folder / "config.json").write_text(json.dumps({**TINY, "model_type": "llama"}))
     (folder / "d.jsonl").write_text('{"input_ids": [1, 2]}\n')
     tree = {
         "model": {"config": str(folder / "config.json"), "dtype": "float32"},
