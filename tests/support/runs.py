@@ -53,34 +53,45 @@ def _believe(*_: Any) -> None:
 
 
 def job_of(recipe: dict[str, Any], output: Path, *, resume: bool = False) -> Any:
-    """The Job of a recipe on these ranks, its data prepared; collective."""
+    """The Job of a recipe on these ranks, which rank 0 makes as a command would; collective."""
+    from uspft.engine.quarantine import prepare_deepspeed
+
+    prepare_deepspeed()
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            made[0] = _made(recipe, output, resume=resume)
+        except Exception as error:
+            made[0] = error
+    dist.broadcast_object_list(made)
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
+
+
+def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
+    """A Job, its data prepared beside the output folder."""
     from uspft.checkpoint.folder import newest
     from uspft.data import prepare, prepare_sets
-    from uspft.engine.quarantine import prepare_deepspeed
     from uspft.job import Job
     from uspft.prepare.data import steps_of
     from uspft.prepare.examine import examine
     from uspft.prepare.prices import prices_of
 
-    prepare_deepspeed()
-    rank, world = dist.get_rank(), dist.get_world_size()
     output.mkdir(parents=True, exist_ok=True)
-    path = output / f"recipe-{rank}.yaml"
+    path = output / "asked.yaml"
     path.write_text(yaml.safe_dump({"output_dir": str(output), **recipe}))
-    examined = examine(path, [f"launch.processes={world}"], 1, None)
-    found = examined.recipe
+    examined = examine(path, [f"launch.processes={dist.get_world_size()}"], 1, None)
     path.unlink()
-    cache = output.parent / f"cache-{rank}"
+    found, cache = examined.recipe, output.parent / "cache"
     corpus = prepare(found.data, None, VOCABULARY, cache)
-    evaluation = prepare_sets(found.data, None, VOCABULARY, cache)
     checkpoint = newest(output).checkpoint if resume else None
-    dist.barrier()
     return Job(
         found,
         corpus,
         steps_of(found, corpus),
         {},
-        evaluation,
+        prepare_sets(found.data, None, VOCABULARY, cache),
         checkpoint.folder if checkpoint else None,
         prices=prices_of(examined, 1),
     )
