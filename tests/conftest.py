@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job, and what is started from here would be deaf to Ctrl-C too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that mostly wait among those that compute, since files run side by side."""
+    files = list(dict.fromkeys(item.path for item in items))
+    waiting = [file for file in files if "faults" in file.parts]
+    computing = [file for file in files if "faults" not in file.parts]
+    places = {file: 2 * n for n, file in enumerate(computing)}
+    places |= {file: 4 * n + 1 for n, file in enumerate(waiting)}
+    items.sort(key=lambda item: places[item.path])
