@@ -37,7 +37,7 @@ class RecordShape:
 
 _PAIR = ("prompt_completion", "messages")
 SHAPES = (
-    RecordShape("messages", ("messages",), ("system", *CHAT), ("messages",)),
+    RecordShape("chat", ("messages",), ("system", *CHAT), ("messages",)),
     RecordShape("Alpaca", ("instruction", "output"), ("input", "system", *CHAT), _PAIR),
     RecordShape("prompt and completion", ("prompt", "completion"), ("system", *CHAT), _PAIR),
     RecordShape("input and output", ("input", "output"), ("system", *CHAT), _PAIR),
@@ -166,7 +166,7 @@ def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
     turns = ours["messages"]
     turn = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
     role, content = keys_of(turn, asked)
-    called = "ShareGPT" if (role, content) == ("from", "value") else "messages"
+    called = "ShareGPT" if (role, content) == ("from", "value") else shape.name
     return f"{called}: {name} with {role}/{content}"
 
 

@@ -91,7 +91,7 @@ def activations(
         held = tokens * (9 * d + attention.alive + positions + 4)
         most = held + tokens * max(6 * inner, 8 * d - 2)
         last = 6 * d + 2
-    backward = tokens * (2 * d + attention.backward + positions) if layout.ring > 1 else 0
+    backward = tokens * (2 * d + attention.backward + positions)
     whole = tokens * (last + positions) * ELEMENT + _logits_bytes(shape, tokens, memory)
     return Activations(
         shape.layers,
@@ -112,26 +112,37 @@ class _Attention:
     alive: float
     """There beside it when the MLP is at work."""
     backward: float
-    """There beside it in attention's own backward, where keys come round a ring."""
+    """There beside it in attention's own backward."""
 
 
 def _attention(shape: ModelShape, layout: Layout, recompute: str) -> _Attention:
     ulysses, dim = layout.ulysses, shape.head_dim
     shares = split_heads(shape.heads, shape.kv_heads, ulysses)
     heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
-    out, lse = shape.heads * dim, 2 * ulysses * heads
+    out, own, lse = shape.heads * dim, shape.kv_heads * dim, 2 * ulysses * heads
     inner, keys = ulysses * heads * dim, ulysses * kv * dim
     received = inner + 2 * keys
-    # The output's gradient, the query's in float32 and of the half at work, and keys.
-    backward = 3.5 * inner + RING_KEYS * keys
     if recompute == "attention":
         gathered = out if ulysses > 1 else 0
-        return _Attention(0, received + inner + lse + gathered, backward + received + inner + lse)
-    if ulysses == 1:
-        return _Attention(out + lse, received, backward + inner)
-    if recompute == "exchange":
-        return _Attention(inner + lse, received + out, backward + received)
-    return _Attention(received + inner + lse + out, 0, backward + inner)
+        kept, alive, again = 0, received + inner + lse + gathered, received + inner + lse
+    elif ulysses == 1:
+        kept, alive, again = out + lse, received, inner
+    elif recompute == "exchange":
+        kept, alive, again = inner + lse, received + out, received
+    else:
+        kept, alive, again = received + inner + lse + out, 0, inner
+    if layout.ring > 1:
+        # The output's gradient, the query's in float32 and of the half at work, and keys.
+        backward = 3.5 * inner + RING_KEYS * keys
+    elif ulysses > 1:
+        # Beside the gradients of what came are the output's and what it came in, or gradients of
+        # keys, summed where several ranks copy a head; the log-sum-exp is let go of then.
+        sent = 4 * keys + (4 * own if keys > own else 2 * keys)
+        backward = 2 * inner + max(inner + 2 * own, sent - lse)
+    else:
+        most = 2 * keys if recompute == "attention" else max(inner + 2 * keys, 4 * keys)
+        backward = 2 * inner + most
+    return _Attention(kept, alive, again + backward)
 
 
 def _logits_bytes(shape: ModelShape, tokens: int, memory: MemoryBlock) -> float:

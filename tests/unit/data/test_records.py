@@ -226,7 +226,7 @@ def test_shapes_that_are_mixed_in_one_file_are_named(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT, text, pair, CHAT, text])
     first, second = faults_of(tmp_path, block(path))
     split = "put each shape into a file of its own"
-    began = "where the file began with messages"
+    began = "where the file began with chat"
     assert first == f"{path}:2: text, {began} (2 such: lines 2, 5); {split}"
     assert second == f"{path}:3: prompt and completion, {began}; {split}"
     turns = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}

@@ -32,7 +32,7 @@ CALLED = {
 
 # By what it is: the record, format, fields mapping; what it is called; what is made of it.
 SHAPES: dict[str, tuple[Any, str, dict[str, Any], str, str, Any]] = {
-    "messages": (CHAT, "auto", {}, "messages: messages with role/content", "messages", CHAT),
+    "messages": (CHAT, "auto", {}, "chat: messages with role/content", "messages", CHAT),
     "ShareGPT": (
         {"id": 3, "conversations": [HUMAN, GPT], "system": "Be brief."},
         "auto",
@@ -56,7 +56,7 @@ SHAPES: dict[str, tuple[Any, str, dict[str, Any], str, str, Any]] = {
         {"conversations": [USER, ANSWER]},
         "auto",
         {},
-        "messages: conversations with role/content",
+        "chat: conversations with role/content",
         "messages",
         CHAT,
     ),
@@ -69,7 +69,7 @@ SHAPES: dict[str, tuple[Any, str, dict[str, Any], str, str, Any]] = {
             "content": "says",
             "roles": {"A": "user", "B": "assistant"},
         },
-        "messages: dialog with who/says",
+        "chat: dialog with who/says",
         "messages",
         CHAT,
     ),
@@ -156,7 +156,7 @@ def test_a_shape_is_recognised_and_said(tmp_path: Path, case: str) -> None:
 
 
 NEAR: list[tuple[Any, dict[str, Any], str]] = [
-    ({"dialog": [USER]}, {}, "if they mean messages, write data.fields: {messages: dialog}"),
+    ({"dialog": [USER]}, {}, "if they mean chat, write data.fields: {messages: dialog}"),
     (
         {"query": "a", "response": "b"},
         {},
@@ -193,9 +193,9 @@ def test_two_shapes_in_one_file(tmp_path: Path) -> None:
     assert isinstance(good, Record) and isinstance(more, Record)
     for bad, name in ((text, "text"), (pair, "prompt and completion")):
         assert isinstance(bad, BadRecord)
-        what = f"{name}, where the file began with messages; put each shape into a file of its own"
+        what = f"{name}, where the file began with chat; put each shape into a file of its own"
         assert bad.what == what
-    assert isinstance(none, BadRecord) and none.what.startswith("no field 'messages', which mess")
+    assert isinstance(none, BadRecord) and none.what.startswith("no field 'messages', which chat")
     turns = {"prompt": [USER], "completion": [ANSWER]}
     _, bad = found(tmp_path, [PAIR, turns], Naming())
     assert isinstance(bad, BadRecord) and "messages, where the file began with prompt" in bad.what

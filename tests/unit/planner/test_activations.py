@@ -33,7 +33,13 @@ TOKENS = 4096
 TILED = {"mlp_tile_tokens": 512, "loss_tile_tokens": 1024}
 OFFLOADED = {**TILED, "offload_activations": "cpu"}
 ULYSSES = Layout(ulysses=4)
-MANY_WORDS = 8192
+COPIED = Layout(ulysses=16)
+"""Four ranks copy each key-value head, and attention's backward needs more than the MLP's."""
+MANY = {
+    "many words": {"vocab_size": 8192},
+    "many heads": {"num_attention_heads": 64, "num_key_value_heads": 16},
+}
+"""What other models have, where the loss, or attention's backward, needs more than the MLP."""
 CASES: list[tuple[str, Layout, dict[str, Any]]] = [
     ("whole", Layout(), {}),
     ("many words", Layout(), TILED),
@@ -45,7 +51,12 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
     ("ulysses_cp", ULYSSES, {**TILED, "recompute": "exchange"}),
     ("ulysses_cp", ULYSSES, {**OFFLOADED, "recompute": "attention"}),
     ("ulysses_cp", ULYSSES, OFFLOADED),
+    ("ulysses_cp", COPIED, TILED),
+    ("ulysses_cp", COPIED, {**TILED, "recompute": "exchange"}),
+    ("ulysses_cp", COPIED, {**OFFLOADED, "recompute": "attention"}),
     ("many words", Layout(), OFFLOADED),
+    ("many heads", Layout(), TILED),
+    ("many heads", Layout(), {**TILED, "recompute": "attention"}),
     ("ring_cp", Layout(ring=4), TILED),
     ("ring_cp", Layout(ring=4), {**OFFLOADED, "recompute": "attention"}),
     ("planned_cp", Layout(ring=4), TILED),
@@ -53,7 +64,7 @@ CASES: list[tuple[str, Layout, dict[str, Any]]] = [
 
 
 def sizes_of(name: str) -> dict[str, Any]:
-    return SIZES | ({"vocab_size": MANY_WORDS} if name == "many words" else {})
+    return SIZES | MANY.get(name, {})
 
 
 def shape_of(sizes: dict[str, Any]) -> ModelShape:
