@@ -1,4 +1,4 @@
-"""Memory on one card: linear in the tokens, and no more a token than the formula says."""
+"""Memory on one card: as much more for each further token as the formula says."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from uspft.prepare.invocation import CONFIGS
 
 LENGTHS = (16 << 10, 32 << 10, 64 << 10)
 LAYERS = 4
-STRAIGHT = 0.15
-"""How far, relatively, the bytes of a token may differ between the lengths."""
 SLACK = 1.25
 """How many times the formula's bytes a token may take: the allocator rounds, and leaves gaps."""
 
@@ -45,18 +43,20 @@ def slopes(sizes: dict[int, int]) -> list[float]:
 
 def formula(recipe: Path) -> int:
     """The bytes that one process is predicted to need."""
-    found = examine(recipe, [], 1, 1, trains=False).recipe
+    examined = examine(recipe, [], 1, 1, trains=False)
+    found = examined.recipe
     config = model_config(found.model, found.data.sequence_length)
-    return sizes_of(found, config, with_plain=False).need_bytes(LAYERS)
+    return sizes_of(found, config, examined.shape, with_plain=False).need_bytes(LAYERS)
 
 
-def test_the_formula_is_linear_in_the_tokens(tmp_path: Path) -> None:
+def test_the_formula_grows_with_the_tokens(tmp_path: Path) -> None:
+    """At first as the loss does, beside which the head's gradient lies, then as a layer does."""
     from tests.support.launch import write_recipe
 
     data = make_documents(tmp_path / "d.jsonl", [100], masked=[0.0]).path
     sizes = {n: formula(write_recipe(recipe_of(data, n), tmp_path)) for n in LENGTHS}
     first, second = slopes(sizes)
-    assert first == pytest.approx(second) and first > 2 * 4096 * LAYERS
+    assert 2 * 4096 * LAYERS < first <= second
 
 
 @pytest.mark.full
@@ -71,7 +71,6 @@ def test_memory_grows_with_tokens_as_the_formula_says(tmp_path: Path, gpus: int,
         predicted[length] = formula(folder / "recipe.yaml")
         told = f"{measured[length] / 2**30:.2f} GiB, predicted {predicted[length] / 2**30:.2f}"
         row(f"memory, 8B shape, {LAYERS} layers, {length >> 10}k tokens", told)
-    found, said = slopes(measured), slopes(predicted)[0]
-    row("memory, bytes a token", f"{found[0]:,.0f} and {found[1]:,.0f}, predicted {said:,.0f}")
-    assert found[1] == pytest.approx(found[0], rel=STRAIGHT), "not linear in the tokens"
-    assert max(found) <= SLACK * said
+    for found, said in zip(slopes(measured), slopes(predicted), strict=True):
+        row("memory, bytes a token", f"{found:,.0f}, predicted {said:,.0f}")
+        assert said / SLACK <= found <= SLACK * said

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uspft.config import Fault
+from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.hf_config import attention_of, layer_windows
 from uspft.model.loss import tile_tokens
+from uspft.planner.need import need_of
 from uspft.planner.room import USABLE_SHARE
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
+    from uspft.families import ModelShape
 
 BYTES_PER_PARAMETER = 20
 """Bytes that training takes for each parameter.
@@ -60,10 +63,14 @@ class Sizes:
         return max(self.kinds.index(kind) for kind in self.kinds) + 1
 
 
-def sizes_of(recipe: Recipe, config: Any, *, with_plain: bool) -> Sizes:
+def sizes_of(
+    recipe: Recipe, config: Any, shape: ModelShape | None = None, *, with_plain: bool
+) -> Sizes:
     """Return the sizes of a recipe's model on one process that holds its rows whole.
 
-    with_plain: whether plain transformers runs there too.
+    shape: the model's, for planner/activations.py, which says what activations take where it knows;
+    else, and beside plain transformers, an estimate does. with_plain: whether plain transformers
+    runs there too.
     """
     outside, layers = 0, [0] * config.num_hidden_layers
     kinds: list[list[Hashable]] = [[window] for window in layer_windows(config)]
@@ -85,12 +92,16 @@ def sizes_of(recipe: Recipe, config: Any, *, with_plain: bool) -> Sizes:
         kept, working = 2 * tokens * element * config.hidden_size, 2 * working
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
     at_once = tokens if with_plain else min(tile or tokens, tokens)
+    working += 3 * 4 * at_once * config.vocab_size
+    if shape and not with_plain and (need := need_of(recipe, shape, Layout())):
+        two, three = (need.activations.of_layers(n).peak_bytes for n in (2, 3))
+        kept, working = int(three - two), int(two - 2 * (three - two))
     return Sizes(
         outside,
         tuple(layers),
         tuple(map(tuple, kinds)),
         kept,
-        working + 3 * 4 * at_once * config.vocab_size,
+        working,
         2 * element if recipe.model.adapter else BYTES_PER_PARAMETER,  # read, then cast
     )
 

@@ -8,7 +8,8 @@ from uspft.planner.products import head_projection, layer_projections, parameter
 from uspft.planner.steps import GRADIENT_BYTES, StepShape
 
 USABLE_SHARE = 0.85
-"""The share of the memory at hand that a run can use: libraries and fragmentation take the rest."""
+"""The share of the memory at hand that an estimate may fill: libraries and gaps take the rest, and
+estimates are less exact than what need.py adds up, which may fill more."""
 OPTIMIZER_BYTES = 12
 """Master weight and two moments of Adam, in float32."""
 TILES = 3

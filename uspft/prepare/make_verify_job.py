@@ -67,7 +67,8 @@ def prepare_verify(
     config = examine_model(found.here).config
     why_not = why_not_plain(found.here, config, memory)
     whole = config.num_hidden_layers
-    kept = fitting_depth(sizes_of(found.here, config, with_plain=why_not is None), memory)
+    sizes = sizes_of(found.here, config, found.shape, with_plain=why_not is None)
+    kept = fitting_depth(sizes, memory)
     if kept < whole:
         what = f"its first {kept} of {whole} layers, which is what one process holds here"
         screen.print(f"model: {what}", markup=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 from tests.support.models import make_model
 from tests.support.verify import recipe
 from uspft.config import Fault
+from uspft.families import ModelShape, read_shape
+from uspft.layout import Layout
 from uspft.model.hf_config import model_config
 from uspft.planner.memory import (
+    BYTES_PER_PARAMETER,
     USABLE_SHARE,
     Sizes,
     fitting_depth,
@@ -21,6 +25,8 @@ from uspft.planner.memory import (
     why_not_plain,
     with_depth,
 )
+from uspft.planner.need import need_of
+from uspft.prepare.invocation import CONFIGS
 
 
 def test_depth_follows_memory_and_keeps_every_kind_of_layer() -> None:
@@ -51,6 +57,28 @@ def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
         longer, model_config(longer.model, longer.data.sequence_length), with_plain=True
     )
     assert more.need_bytes(2) > sizes.need_bytes(2)
+
+
+@pytest.mark.parametrize("away", ["none", "cpu"])
+def test_activations_are_by_the_formula_where_it_knows(tmp_path: Path, away: str) -> None:
+    make_model(tmp_path, "llama", kv_heads=2)
+    memory = {"offload_activations": away, "mlp_tile_tokens": 8}
+    given = recipe(tmp_path, model={"dtype": "bfloat16"}, memory=memory)
+    config, shape = model_config(given.model, 96), read_shape(given.model, CONFIGS)
+    assert isinstance(shape, ModelShape)
+    need = need_of(given, shape, Layout())
+    assert need and need.activations.offloaded == (away == "cpu")
+    sizes = sizes_of(given, config, shape, with_plain=False)
+    for depth in (2, 3, 5):
+        more = replace(sizes, layers=(0,) * depth)
+        state = BYTES_PER_PARAMETER * sizes.outside
+        assert more.need_bytes(depth) == state + need.activations.of_layers(depth).peak_bytes
+    estimate = sizes_of(given, config, with_plain=False)
+    assert estimate.working_bytes != sizes.working_bytes
+    plain = sizes_of(given, config, shape, with_plain=True)
+    assert plain == sizes_of(given, config, with_plain=True)
+    whole = recipe(tmp_path, memory=memory)  # in float32, of which the formula knows nothing
+    assert sizes_of(whole, config, shape, with_plain=False) != sizes
 
 
 def test_plain_transformers_is_left_out_with_a_reason(tmp_path: Path) -> None:
