@@ -43,6 +43,9 @@ def waits(folder: Path, data: Documents, depth: int) -> int:
         store = dist.TCPStore("127.0.0.1", 0, 1, True)
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     run = assemble(job_of(recipe, folder / f"out-{depth}"), device, GROUPS)
+    assert {buffer.device for buffer in run.model.buffers()} == {device}
+    for batch in run.loader.on_host(2):
+        assert batch.input_ids.is_pinned() and batch.labels.is_pinned()
     run.engine.step(run.loader.batches(1), 1e-3, False)
     batches = run.loader.batches(2)
     torch.cuda.set_sync_debug_mode("warn")
