@@ -17,13 +17,13 @@ BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.M | re.S)
 NOT_RUN = re.compile(r"  +# (needs a GPU|of llama\.cpp)$")
 ELSEWHERE = {"./launch.sh recipes/quickstart.yaml": "tests/train/test_quickstart.py"}
 SHOWN = {
-    "chats.jsonl": "data: chats.jsonl: messages",
+    "chats.jsonl": "data: chats.jsonl: chat: messages",
     "share.jsonl": "data: share.jsonl: ShareGPT: conversations with from/value",
     "alpaca.jsonl": "data: alpaca.jsonl: Alpaca",
     "pairs.jsonl": "data: pairs.jsonl: prompt and completion",
     "texts.jsonl": "data: texts.jsonl: text",
     "ids.jsonl": "data: ids.jsonl: tokenized",
-    "forum.jsonl": "data: forum.jsonl: messages",
+    "forum.jsonl": "data: forum.jsonl: chat: thread",
 }
 """What `check` says of each file that a page shows."""
 

@@ -55,6 +55,6 @@ def test_what_is_wrong_there_is_told(tmp_path: Path) -> None:
         assert lines[1].startswith(f"{path}:3: messages[0] has no content")
     skipping = block(path, on_bad_sample="skip")
     shape, broken, content = first_look(skipping, str(TOKENIZER), 8192).shapes
-    assert shape.startswith(f"{path}: messages") and f"{path}:2: " in broken and content
+    assert shape.startswith(f"{path}: chat: messages") and f"{path}:2: " in broken and content
     with pytest.raises(DataError, match=r"the tokenizer has 8,192 tokens"):
         first_look(skipping, str(TOKENIZER), 50)
