@@ -14,12 +14,17 @@ def pairwise(
 
     Greedy: always the case with the most pairs that have not come up. Deterministic.
     """
-    waiting = [case for case in product(*factors) if legal(case)]
-    pairs = {case: set(combinations(enumerate(case), 2)) for case in waiting}
-    missing = set().union(*pairs.values())
+    bits: dict[Any, int] = {}
+    """By pair: its bit in the masks."""
+    waiting = {
+        case: sum(bits.setdefault(p, 1 << len(bits)) for p in combinations(enumerate(case), 2))
+        for case in product(*factors)
+        if legal(case)
+    }
+    missing = sum(bits.values())
     found = []
     while missing:
-        best = max(waiting, key=lambda case: len(pairs[case] & missing))
+        best = max(waiting, key=lambda case: (waiting[case] & missing).bit_count())
         found.append(best)
-        missing -= pairs[best]
+        missing &= ~waiting[best]
     return found
