@@ -12,6 +12,7 @@ compgen -G '/dev/nvidia[0-9]*' >/dev/null || chosen="($chosen) and not gpu"
 ./launch.sh --install --dev || exit $?
 python=${USPFT_PYTHON:-.venv/bin/python}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # ranks are many, cores few
+unset PYTHONDONTWRITEBYTECODE   # what one process compiles, the others read
 cores=$(env -u OMP_NUM_THREADS nproc)   # which would answer 1 for one thread
 workers=$((cores < 7 ? cores + 1 : 8))   # files side by side: tests of ranks wait more than they compute
 
@@ -55,12 +56,12 @@ checks() {
   phase lint "$python" -m ruff check --quiet .
   phase types "$python" -m mypy --no-error-summary
   phase imports "$python" -c 'from importlinter.cli import lint_imports_command as run; run()' --no-logo
+  [ $# -gt 0 ] || phase "transformers $oldest" with_transformers "$oldest" "${decided_by_transformers[@]}"
 }
-checks >"$said/checks" 2>&1 &   # one process at a time, and so is the phase beside it
-[ $# -gt 0 ] || phase "transformers $oldest" with_transformers "$oldest" "${decided_by_transformers[@]}"
+checks "$@" >"$said/checks" 2>&1 &   # one process at a time, beside the tests
+phase tests "$python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"
 wait
 cat "$said/checks"
-phase tests "$python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder -m "$chosen" "$@"
 
 printf '== %s\n' "$(cat "$said/times")"
 if [ -s "$said/failed" ]; then

@@ -98,7 +98,7 @@ def choosing(
             64,
             parallel_config=LAYOUTS[name],
             deepspeed={"zero_optimization": {"stage": 3}},
-            training={"steps": 1, "global_batch_size": 4},
+            training={"steps": 1, "global_batch_size": 2},
             memory=memory,
         )
         calls: list[int] = []

@@ -12,7 +12,7 @@ from tests.support.models import Documents, make_documents, make_model, mismatch
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe, small_recipe
 
-ROW = 64
+ROW, STEPS = 64, 2
 LENGTHS = [64, 60, 31, 64, 17, 50, 2, 44]
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 HYBRID = {"context_parallel": 4, "context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}
@@ -48,7 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def recipe(folder: Path, data: Documents, blocks: dict[str, Any]) -> dict[str, Any]:
-    return small_recipe(folder / "model", data.path, ROW, **blocks)
+    training = {"steps": STEPS, **blocks.get("training", {})}
+    return small_recipe(folder / "model", data.path, ROW, **{**blocks, "training": training})
 
 
 def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
@@ -87,8 +88,8 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
 def want(setting: tuple[Path, Documents], blocks: dict[str, Any]) -> Any:
     folder, data = setting
     rows = blocks.get("training", {}).get("global_batch_size", 1)
-    stream = [data.documents[i % len(LENGTHS)] for i in range(3 * rows)]
-    steps = [stream[i : i + rows] for i in range(0, 3 * rows, rows)]
+    stream = [data.documents[i % len(LENGTHS)] for i in range(STEPS * rows)]
+    steps = [stream[i : i + rows] for i in range(0, STEPS * rows, rows)]
     rope = blocks.get("model", {}).get("rope_scaling")
     return reference(folder / "model", steps, rate=1e-3, clip=0.5, rope=rope)
 

@@ -98,12 +98,13 @@ def broken_rules(name: str, source: str) -> list[str]:
     found += [f"a room called {part}" for part in sorted(parts & FORBIDDEN_NAMES)]
     reads = name == "install.py" or name.startswith("tests/")
     reads = reads or name.removeprefix("uspft/").startswith(READS_ENVIRONMENT)
-    for node in ast.walk(ast.parse(source)):
+    nodes = list(ast.walk(ast.parse(source)))
+    for node in nodes:
         if isinstance(node, ast.Global):
             found.append(f"line {node.lineno}: global {', '.join(node.names)}")
         elif not reads and is_environment(node):
             found.append(f"line {node.lineno}: the environment is read")
-    defines = any(isinstance(node, Function | ast.ClassDef) for node in ast.walk(ast.parse(source)))
+    defines = any(isinstance(node, Function | ast.ClassDef) for node in nodes)
     if defines and "from __future__ import annotations" not in source:
         found.append("no `from __future__ import annotations`")
     return found
@@ -130,21 +131,25 @@ def test_the_tests_are_found() -> None:
     assert len(TESTS) == len(names) > len(found) >= 8
 
 
-@pytest.mark.parametrize("path", EVERY, ids=name_of)
-def test_a_file_keeps_the_rules(path: Path) -> None:
-    assert broken_rules(name_of(path), path.read_text()) == []
+def test_every_file_keeps_the_rules() -> None:
+    found = {name_of(path): broken_rules(name_of(path), path.read_text()) for path in EVERY}
+    assert {name: told for name, told in found.items() if told} == {}
 
 
-@pytest.mark.parametrize("path", EVERY, ids=name_of)
-def test_a_file_and_its_functions_are_small(path: Path) -> None:
-    large = too_large(name_of(path), path.read_text())
+@pytest.fixture(scope="module")
+def large() -> dict[str, str]:
+    """What breaks a size rule, exceptions among it."""
+    every = [too_large(name_of(path), path.read_text()) for path in EVERY]
+    return {name: size for found in every for name, size in found.items()}
+
+
+def test_files_and_their_functions_are_small(large: dict[str, str]) -> None:
     assert {name: size for name, size in large.items() if name not in EXCEPTIONS} == {}
 
 
-def test_exceptions_are_few_and_needed() -> None:
+def test_exceptions_are_few_and_needed(large: dict[str, str]) -> None:
     assert len(EXCEPTIONS) <= 10
-    large = {name for path in EVERY for name in too_large(name_of(path), path.read_text())}
-    assert set(EXCEPTIONS) <= large, "an exception that nothing needs any more"
+    assert set(EXCEPTIONS) <= set(large), "an exception that nothing needs any more"
     assert all(len(reason.split()) >= 4 for reason in EXCEPTIONS.values())
 
 
@@ -187,21 +192,22 @@ def told_of_algorithms(name: str, source: str) -> list[str]:
     """Where a file names an algorithm's recipe value, or imports its class, though the table and
     the algorithm's own file alone may."""
     found = []
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     for row in [*CONTEXT.values(), WHOLE]:
         module, _, cls = row.code.partition(":")
         if name in ("uspft/config/algorithms.py", f"{module.replace('.', '/')}.py"):
             continue
         if row is not WHOLE and re.search(rf"\b{row.name}\b", source):
             found.append(row.name)
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom) and node.module == module:
+        for node in imports:
+            if node.module == module:
                 found += [alias.name for alias in node.names if alias.name == cls]
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_table_alone_lists_algorithms(path: Path) -> None:
-    assert told_of_algorithms(name_of(path), path.read_text()) == []
+def test_the_table_alone_lists_algorithms() -> None:
+    found = {name_of(path): told_of_algorithms(name_of(path), path.read_text()) for path in FILES}
+    assert {name: told for name, told in found.items() if told} == {}
 
 
 def test_a_file_that_lists_algorithms_is_seen() -> None:

@@ -90,14 +90,14 @@ def test_the_tests_are_found() -> None:
     assert len(mirrors()) >= 60 and Path(__file__).resolve() in TESTS
 
 
-@pytest.mark.parametrize("name", [name for name in mirrors() if name not in ELSEWHERE])
-def test_a_test_is_where_its_module_is(name: str) -> None:
-    assert misplaced(name, MODULES) == ""
+def test_every_test_is_where_its_module_is() -> None:
+    found = {name: misplaced(name, MODULES) for name in mirrors() if name not in ELSEWHERE}
+    assert {name: told for name, told in found.items() if told} == {}
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_test_uses_no_private_name(path: Path) -> None:
-    assert private_names(path.read_text()) == []
+def test_no_test_uses_a_private_name() -> None:
+    found = {path: private_names(path.read_text()) for path in TESTS}
+    assert {path.as_posix(): told for path, told in found.items() if told} == {}
 
 
 def test_exceptions_are_few_and_needed() -> None:
