@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import unicodedata
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
+
+from tokenizers.decoders import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel as Alphabet
 
 from uspft.data.faults import SampleFault
 from uspft.data.rendering import Rendered
@@ -15,16 +19,62 @@ from uspft.data.turns import Spans
 _LEADS = ("\n", ".", "a")
 
 
-def tokenise_spans(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
+class TokenBytes(dict[int, bytes]):
+    """By id, the bytes that each token of a byte-level tokenizer stands for, once it was met.
+
+    The tokens' own characters are GPT-2's printable stand-ins for bytes; added ones are as they
+    decode.
+    """
+
+    @classmethod
+    def of(cls, backend: Any) -> TokenBytes | None:
+        """Return an empty one for a tokenizers.Tokenizer, None where it is not byte-level."""
+        return cls(backend) if isinstance(backend.decoder, ByteLevel) else None
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+        self._added = set(backend.get_added_tokens_decoder())
+
+    def __missing__(self, token: int) -> bytes:
+        if token in self._added:
+            text = self._backend.decode([token], skip_special_tokens=False)
+            self[token] = text.encode()
+            return self[token]
+        name = self._backend.id_to_token(token)
+        known = all(letter in _BYTES for letter in name)
+        self[token] = bytes(map(_BYTES.__getitem__, name)) if known else name.encode()
+        return self[token]
+
+
+def _stand_ins() -> dict[str, int]:
+    """Return the byte of each stand-in: printable Latin-1 for itself, the rest from U+0100 on."""
+    found = {letter: ord(letter) for letter in Alphabet.alphabet() if ord(letter) < 0x100}
+    others = sorted(set(range(0x100)) - set(found.values()))
+    return found | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTES = _stand_ins()
+
+
+def tokenise_spans(
+    backend: Any, rendered: Rendered, known: TokenBytes | None = None
+) -> tuple[list[int], Spans]:
     """Return the text's token ids, and the token ranges that decode to exactly the marked spans.
 
     The text is tokenised as a whole where its tokens respect the bounds of the spans: these are the
     tokens that inference sees. Where a token holds characters of both sides (a template without
     special tokens around the answer, an answer that starts with the prompt's last character), the
     text is cut at the bounds and the pieces are tokenised apart, as inference does too: the prompt
-    first, the answer after it. backend: a tokenizers.Tokenizer. Raises SampleFault where neither
-    way decodes to the text, because the tokenizer loses something.
+    first, the answer after it. backend: a tokenizers.Tokenizer; known: the bytes of its tokens,
+    which tell the ranges in half the time where they are those of the text. Raises SampleFault
+    where neither way decodes to the text, because the tokenizer loses something.
     """
+    if known is not None:
+        ids = backend.encode_batch_fast([rendered.text], add_special_tokens=False)[0].ids
+        found = _ranges_by_bytes([known[token] for token in ids], rendered)
+        if found is not None:
+            return ids, found
     whole = backend.encode_batch([rendered.text], add_special_tokens=False)[0]
     ids = whole.ids  # a copy, each time that it is asked for
     ranges = _ranges(whole.offsets, rendered.spans)
@@ -35,6 +85,23 @@ def tokenise_spans(backend: Any, rendered: Rendered) -> tuple[list[int], Spans]:
         return ids, ranges
     remedy = "use a tokenizer that can write this text (model.tokenizer)"
     raise SampleFault(f"the trained tokens do not decode to the assistant's text; {remedy}")
+
+
+def _ranges_by_bytes(pieces: list[bytes], rendered: Rendered) -> Spans | None:
+    """Return each span's range of tokens, given their bytes; None where these are not the text's,
+    or where a token holds bytes of both sides of a bound."""
+    text = rendered.text
+    if b"".join(pieces) != text.encode():
+        return None
+    ends = [0, *accumulate(map(len, pieces))]
+    plain, ranges = text.isascii(), []
+    for span in rendered.spans:
+        bounds = span if plain else [len(text[:bound].encode()) for bound in span]
+        places = [bisect_left(ends, bound) for bound in bounds]
+        if any(ends[place] != bound for place, bound in zip(places, bounds, strict=True)):
+            return None
+        ranges.append((places[0], places[1]))
+    return ranges
 
 
 def _ranges(offsets: list[tuple[int, int]], spans: Spans) -> Spans:

@@ -56,17 +56,32 @@ def tables(
             number += piece.num_rows
 
 
+def parquet_bytes(path: Path) -> int:
+    """Return what a file's columns take unpacked; what the file takes where it cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        meta = pq.read_metadata(path)
+    except (OSError, pa.ArrowInvalid):  # which reading will tell
+        return path.stat().st_size
+    return _unpacked(meta)
+
+
+def _unpacked(meta: Any) -> int:
+    return sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+
+
 def _parquet(
     path: Path, chosen: Callable[[list[str]], list[str]]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Yield batches, with the bytes of the file that each of their records takes, about."""
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as table:
         names, meta = chosen(table.schema_arrow.names), table.metadata
         rows = max(1, meta.num_rows)
-        held = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-        count = max(1, min(RECORDS, BYTES * rows // max(1, held)))
+        count = max(1, min(RECORDS, BYTES * rows // max(1, _unpacked(meta))))
         for batch in table.iter_batches(count, columns=names):
             yield batch, path.stat().st_size // rows
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from uspft.config.problems import Finding, said
-from uspft.data.chat import tokenise_spans
+from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records import Record
 from uspft.data.rendering import ChatTemplate, Rendered, render
@@ -62,6 +62,7 @@ class TextTokeniser:
         added = tokenizer.added_tokens_decoder.values()
         ends = tuple(sorted({token.content for token in added if token.special}))
         self.template = template and ChatTemplate(template, self._special, ends)
+        self._bytes = TokenBytes.of(self.backend)
         probe = self.backend.encode("a").ids
         self._adds_eos = bool(probe) and probe[-1] == self.eos
 
@@ -141,7 +142,7 @@ class TextTokeniser:
         if self._train_on == "all" and sample.spans == [(0, len(sample.text))]:
             ids = self._ids(sample.text, special=False)
             return made_tokens(ids, ids)
-        ids, ranges = tokenise_spans(self.backend, sample)
+        ids, ranges = tokenise_spans(self.backend, sample, self._bytes)
         return made_tokens(ids, ranges=ranges)
 
     def _ids(self, text: str, special: bool) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.data_cases import SAMPLES, TEMPLATES, TOKENIZER, block, write_lines
 from uspft.data import Corpus, DataError, prepare
-from uspft.data.chat import tokenise_spans
+from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.faults import SampleFault
 from uspft.data.rendering import ChatTemplate, Rendered
 from uspft.data.rendering import render as render_fields
@@ -203,11 +204,14 @@ TOKENIZERS = {
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, BARE], ids=["chatml", "llama3", "bare"])
 def test_spans_are_exact_for_every_kind_of_tokenizer(name: str, template: str) -> None:
     backend = TOKENIZERS[name]()
+    known = TokenBytes.of(backend)
+    assert (known is None) == (name == "llama 2")
     for user in HARD:
         for answer in HARD:
             turns = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
             rendered = render(turns * 2, template, {})
             ids, ranges = tokenise_spans(backend, rendered)
+            assert tokenise_spans(backend, rendered, known) == (ids, ranges)
             # Decoded behind all that precedes, and nothing else is read.
             for (first, stop), text in zip(ranges, spans_of(rendered), strict=True):
                 before = backend.decode(ids[:first], skip_special_tokens=False)
@@ -224,8 +228,10 @@ def test_spans_are_exact_for_every_kind_of_tokenizer(name: str, template: str) -
 def test_the_whole_texts_tokens_are_kept_where_they_fit(trim: bool) -> None:
     backend = byte_level(trim)
     rendered = render(TURNS, CHATML, {})
-    ids, _ = tokenise_spans(backend, rendered)
+    ids, ranges = tokenise_spans(backend, rendered)
     assert ids == backend.encode(rendered.text).ids
+    no_offsets = SimpleNamespace(encode_batch_fast=backend.encode_batch_fast)
+    assert tokenise_spans(no_offsets, rendered, TokenBytes.of(backend)) == (ids, ranges)
     # A space that ends where an answer starts: trimmed offsets leave nothing of it.
     rendered = Rendered("a bc", [(2, 4)])
     assert (backend.encode("a ").offsets[-1] == (2, 2)) == trim
@@ -241,9 +247,10 @@ def test_a_token_of_both_sides_makes_the_text_be_cut() -> None:
     backend.add_tokens([AddedToken(":Hello", normalized=False)])
     whole = backend.encode(rendered.text)
     assert ":Hello" in whole.tokens
-    ids, ((first, stop),) = tokenise_spans(backend, rendered)
-    assert backend.decode(ids[first:stop]) == "Hello" and backend.decode(ids) == rendered.text
-    assert ids != whole.ids
+    for known in (None, TokenBytes.of(backend)):
+        ids, ((first, stop),) = tokenise_spans(backend, rendered, known)
+        assert backend.decode(ids[first:stop]) == "Hello" and backend.decode(ids) == rendered.text
+        assert ids != whole.ids
 
 
 def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path) -> None:
