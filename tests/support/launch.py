@@ -21,6 +21,12 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, **own, **extra}
 
 
+def in_project() -> set[str]:
+    """What stands in the project's folder, without what linters and compilers keep there, which
+    may run beside a test."""
+    return {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+
+
 def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
     """The recipe as a file in the folder; its output folder is folder/out."""
     path = folder / "recipe.yaml"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.launch import ROOT, environment
+from tests.support.launch import ROOT, environment, in_project
 
 LINE = re.compile(r"(?P<where>command line|.+?:\d+): (?P<key>[^:]*): (?P<what>.+?); (?P<remedy>.+)")
 
@@ -73,12 +73,12 @@ class Ground:
 
     def started_as(self, run: Callable[[], tuple[int, str, str]]) -> Refused:
         """Run a command that must be refused."""
-        before, project = self.listing(), {entry.name for entry in ROOT.iterdir()}
+        before, project = self.listing(), in_project()
         code, out, err = run()
         assert code == 2, (code, out, err)
         assert "Traceback" not in out + err and "Warning" not in out + err, out + err
         assert self.listing() == before, "something was written"
-        assert {entry.name for entry in ROOT.iterdir()} == project, "something was written"
+        assert in_project() == project, "something was written"
         assert not self.started, "ranks were started"
         assert err.strip(), out
         return Refused(err.rstrip("\n").split("\n"), self.path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch import in_project
 from uspft.__main__ import main
 from uspft.planner.time import NOT_PREDICTED
 
@@ -23,9 +24,9 @@ def planned(
     monkeypatch.setattr("socket.socket.connect", lambda *a: pytest.fail("a network was asked"))
 
     def run(*words: str) -> str:
-        before = {path.name for path in ROOT.iterdir()}
+        before = in_project()
         assert main(["plan", *words]) == 0, capsys.readouterr().err
-        assert {path.name for path in ROOT.iterdir()} == before, "something was written"
+        assert in_project() == before, "something was written"
         return capsys.readouterr().out
 
     return run
