@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,12 +19,13 @@ TIMEOUT = timedelta(minutes=30)
 class Mesh:
     """This rank's process groups under one layout; `make_mesh` makes these and no others.
 
-    axes: the axes of the layout along which a group's members differ.
+    axes: the axes of the layout along which a group's members differ. by_host: whether what they
+    collect goes by hosts.
     """
 
     layout: Layout
     rank: int
-    columns: Group = field(metadata={"axes": ("mesh_columns",)})
+    columns: Group = field(metadata={"axes": ("mesh_columns",), "by_host": True})
     """The ranks that see the same tokens, and divide heads and features among them."""
     rows: Group = field(metadata={"axes": ("mesh_rows",)})
     """The ranks of a mesh column, which divide tokens and matrices among them."""
@@ -40,8 +41,9 @@ class Groups:
     Each group takes sockets, threads and NCCL's buffers.
     """
 
-    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: timedelta = TIMEOUT, ranks_per_host: int | None = None) -> None:
+        """ranks_per_host: ranks are numbered host by host; None: all are on one."""
+        self._timeout, self._ranks_per_host = timeout, ranks_per_host
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @property
@@ -68,6 +70,32 @@ class Groups:
         mine = next(tuple(ranks) for ranks in every if rank in ranks)
         return Group(self._handles.get(mine), mine, mine.index(rank), books)
 
+    def by_host(self, every: Sequence[Sequence[int]], rank: int, books: Books) -> Group:
+        """Return the same as `of`, by hosts where that is possible; collective."""
+        group, parts = self.of(every, rank, books), self._on_hosts(every)
+        if not parts:
+            return group
+        inside = [members for hosts in parts for members in hosts]
+        across = [members for hosts in parts for members in zip(*hosts, strict=True)]
+        hosts = self.of(inside, rank, books), self.of(across, rank, books)
+        return replace(group, hosts=hosts)
+
+    def _on_hosts(self, every: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """Return each group's members by their hosts; nothing where one has not as many members,
+        and several, on each of several hosts."""
+        found = list[list[list[int]]]()
+        if self._ranks_per_host is None:
+            return found
+        for ranks in every:
+            hosts: dict[int, list[int]] = {}
+            for rank in ranks:
+                hosts.setdefault(rank // self._ranks_per_host, []).append(rank)
+            found.append(list(hosts.values()))
+            sizes = {len(members) for members in found[-1]}
+            if len(hosts) == 1 or len(sizes) > 1 or sizes == {1}:
+                return []
+        return found
+
     def close(self) -> None:
         """Destroy all groups, for a process that goes on without them; collective."""
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -89,9 +117,9 @@ def make_mesh(layout: Layout, groups: Groups, books: Books) -> Mesh:
         raise ValueError(
             f"layout {layout.name()} is for {layout.ranks} ranks, the world has {world}"
         )
-    mine = {
-        one.name: groups.of(layout.groups(one.metadata["axes"]), rank, books)
-        for one in fields(Mesh)
-        if "axes" in one.metadata
-    }
+    mine = {}
+    for one in fields(Mesh):
+        if axes := one.metadata.get("axes"):
+            make = groups.by_host if "by_host" in one.metadata else groups.of
+            mine[one.name] = make(layout.groups(axes), rank, books)
     return Mesh(layout, rank, **mine)

@@ -15,8 +15,8 @@ from uspft.kernels import choose
 from uspft.mesh import Groups
 
 VOCABULARY = 97
-GROUPS = Groups()
-"""Of this rank's process."""
+GROUPS = Groups(ranks_per_host=2)
+"""Of this rank's process: tensor groups of four and more go by hosts."""
 
 
 def small_recipe(folder: Path, corpus: Path, row: int, /, **blocks: Any) -> dict[str, Any]:

@@ -98,18 +98,34 @@ def max_over(x: Tensor, group: Group, kind: str) -> Tensor:
 def gather_over(x: Tensor, group: Group, kind: str) -> Tensor:
     """Return what all members hold, in member order along the first dimension: an all-gather.
 
-    x: contiguous, of the same shape on every member.
+    x: contiguous, of the same shape on every member. In a group by hosts, each rank first gathers
+    from those in its place on other hosts: what a host lacks comes to it once, where of a ring of
+    all members each host's links carry all but one part.
     """
-    return start_gather(x, group, kind)()
+    if group.hosts is None:
+        return start_gather(x, group, kind)()
+    inside, across = group.hosts
+    every = gather_over(gather_over(x, across, kind), inside, kind)
+    return _turned(every, inside.size, across.size)
 
 
 def sum_parts(x: Tensor, group: Group, kind: str) -> Tensor:
     """Return this member's part of the sum over the members: a reduce-scatter.
 
     x: contiguous, of the same shape on every member; its first dimension has as many parts, in
-    member order.
+    member order. In a group by hosts, parts are summed on each host first, and leave it once.
     """
-    return start_sum_parts(x, group, kind)()
+    if group.hosts is None:
+        return start_sum_parts(x, group, kind)()
+    inside, across = group.hosts
+    x = _turned(x, across.size, inside.size)
+    return sum_parts(sum_parts(x, inside, kind), across, kind)
+
+
+def _turned(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the parts of x, as many along its first dimension as a table of rows has, by
+    columns."""
+    return x.unflatten(0, (rows, columns, -1)).transpose(0, 1).flatten(0, 2)
 
 
 Waited = Callable[[], Tensor]

@@ -18,6 +18,9 @@ class Group:
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     books: Books = field(default_factory=Books)
+    hosts: tuple[Group, Group] | None = None
+    """Where the group has several members on each of several hosts, and what is collected goes by
+    hosts: its members on this rank's host, and those in this rank's place on every host."""
 
     @property
     def size(self) -> int:

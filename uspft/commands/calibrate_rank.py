@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from uspft.calibration.sweeps import SIZES, Bench, measure
 from uspft.commands.joining import joined
+from uspft.commands.shared import ranks_of_host
 from uspft.config import Recipe, load
 from uspft.families import ModelShape, read_shape
 from uspft.kernels import believed_kernel
@@ -23,7 +24,7 @@ UNKNOWN_HEADS = (8, 8, 64)
 def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
     """Be one rank; the first leaves what was measured in `folder`."""
     recipe = load(folder / "recipe.yaml").recipe
-    here = int(place.environment["LOCAL_WORLD_SIZE"])
+    here = ranks_of_host(place.environment)
     with joined(recipe.launch, place.environment, trains=False) as device:
         waiting.close()
         dtype = getattr(torch, recipe.model.dtype)

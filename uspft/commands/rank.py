@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from uspft.comm import deadline, set_deadline
 from uspft.commands.imports import keep_imports
 from uspft.commands.joining import joined
-from uspft.commands.shared import require_shared
+from uspft.commands.shared import ranks_of_host, require_shared
 from uspft.config import Recipe, dump
 from uspft.config.algorithms import AUTO
 from uspft.config.strategies import layouts_of
@@ -41,7 +42,7 @@ def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
         require_shared(job.recipe.output_dir, place.environment)
         renewed = job.lease.renewed() if job.lease and dist.get_rank() == 0 else nullcontext()
         with renewed:
-            code = _run(job, device, waiting, orders)
+            code = _run(job, device, waiting, orders, place.environment)
         if logs_transfers:
             import deepspeed
 
@@ -55,7 +56,13 @@ def splits_rows(recipe: Recipe) -> bool:
     return any(p.context_parallel > 1 or p.tensor_parallel_algo == "meshslice" for p in every)
 
 
-def _run(job: Job, device: torch.device, waiting: Waiting, orders: Orders | None) -> int:
+def _run(
+    job: Job,
+    device: torch.device,
+    waiting: Waiting,
+    orders: Orders | None,
+    environment: Mapping[str, str],
+) -> int:
     waiting.now("the model to be built")
     from uspft.assemble import assemble
     from uspft.kernels import slower
@@ -65,7 +72,7 @@ def _run(job: Job, device: torch.device, waiting: Waiting, orders: Orders | None
     keep_imports()
     first = dist.get_rank() == 0
     limit = deadline(job.recipe.launch.timeout_minutes, first_step=True)
-    run = assemble(job, device, Groups(limit), orders=orders)
+    run = assemble(job, device, Groups(limit, ranks_of_host(environment)), orders=orders)
     set_deadline(limit)  # in DeepSpeed's groups too
     waiting.close()
     if first and job.recipe.model.attention == AUTO:

@@ -17,12 +17,17 @@ SEEN_SECONDS = 60.0
 LOOK_SECONDS = 0.2
 
 
+def ranks_of_host(environment: Mapping[str, str]) -> int:
+    """Return how many ranks each host has, by what the launcher gave this process."""
+    return int(environment["LOCAL_WORLD_SIZE"])
+
+
 def require_shared(folder: Path, environment: Mapping[str, str]) -> None:
     """Check that every host sees in a folder what the others have written there; collective.
 
     environment: what the launcher gave this process. Raises Fault on every rank where one does not.
     """
-    hosts = int(environment["WORLD_SIZE"]) // int(environment["LOCAL_WORLD_SIZE"])
+    hosts = int(environment["WORLD_SIZE"]) // ranks_of_host(environment)
     if hosts == 1:
         return
     host, speaks = int(environment["NODE_RANK"]), environment["LOCAL_RANK"] == "0"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from uspft.commands.imports import keep_imports
 from uspft.commands.joining import joined
-from uspft.commands.shared import require_shared
+from uspft.commands.shared import ranks_of_host, require_shared
 from uspft.launcher import Waiting
 from uspft.prepare.invocation import Invocation
 
@@ -27,7 +27,8 @@ def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
             run_reference(work, device)
         else:
             require_shared(work.folder, place.environment)
-            run_layouts(work, device, _say if dist.get_rank() == 0 else _silent)
+            say = _say if dist.get_rank() == 0 else _silent
+            run_layouts(work, device, say, ranks_of_host(place.environment))
     return 0
 
 

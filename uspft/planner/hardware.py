@@ -151,6 +151,15 @@ class Hardware(RecipeBlock):
             return twice - link.launch_seconds
         return link.ring_seconds(spread.ranks, shard, rate)
 
+    def by_host_seconds(self, kind: Collective, of_bytes: float, spread: Spread) -> float:
+        """Return the seconds of one all-gather or reduce-scatter of activations, which goes by
+        hosts where a group has as many members on each; of_bytes as in `collective_seconds`."""
+        if not (parts := spread.by_host):
+            return self.collective_seconds(kind, of_bytes, spread)
+        inside, across = parts
+        sent = self.collective_seconds(kind, of_bytes / inside.ranks, across)
+        return sent + self.collective_seconds(kind, of_bytes, inside)
+
     def messages_seconds(
         self, sent_bytes: float, messages: int, spread: Spread, *, to_next: bool
     ) -> float:

@@ -43,6 +43,15 @@ class Spread:
         return self.per_host < self.ranks
 
     @property
+    def by_host(self) -> tuple[Spread, Spread] | None:
+        """Return the members of a host, and those in one place on every host, where each host has
+        as many of several; what is collected then goes by hosts (comm.gather_over)."""
+        if not self.spans_hosts or self.per_host == 1 or self.ranks % self.per_host:
+            return None
+        across = Spread(self.ranks // self.per_host, 1, self.groups * self.per_host)
+        return Spread.inside(self.per_host), across
+
+    @property
     def share_across(self) -> float:
         """The share of what a member sends to the others in equal parts that leaves its host."""
         return (self.ranks - self.per_host) / (self.ranks - 1) if self.ranks > 1 else 0.0

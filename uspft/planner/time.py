@@ -216,16 +216,17 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
     spread = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
     activations = tokens * model.hidden_size * step.element_bytes
     count = model.layers * (2 * step.forwards + 2) + 2
-    kinds: tuple[Collective, ...] = ("all_reduce",)
     if step.use_seq_parallel:
-        kinds = ("reduce_scatter", "all_gather")
-    each = sum(hardware.collective_seconds(kind, activations, spread) for kind in kinds)
+        ways: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
+        each = sum(hardware.by_host_seconds(kind, activations, spread) for kind in ways)
+    else:
+        each = hardware.collective_seconds("all_reduce", activations, spread)
     of_loss = hardware.collective_seconds("all_reduce", 4 * tokens, spread)
     yield StepPart("tensor", count * each + 3 * of_loss, bytes=count * activations + 12 * tokens)
     if heads := tokens * step.element_bytes * gathered_elements(model, layout.tensor):
         seconds = hardware.collective_seconds("all_to_all", heads, spread)
-        ways = model.layers * (step.forwards + 1)
-        yield StepPart("tensor", ways * seconds, bytes=ways * heads)
+        times = model.layers * (step.forwards + 1)
+        yield StepPart("tensor", times * seconds, bytes=times * heads)
 
 
 def zero_in_each_pass(step: StepShape, layout: Layout, hardware: Hardware) -> list[StepPart]:

@@ -45,12 +45,17 @@ def run_reference(verify: VerifyJob, device: torch.device) -> None:
         Result(truth, comparison.groups()).leave(folder / PLAIN)
 
 
-def run_layouts(verify: VerifyJob, device: torch.device, say: Callable[[str], None]) -> None:
+def run_layouts(
+    verify: VerifyJob,
+    device: torch.device,
+    say: Callable[[str], None],
+    ranks_of_host: int | None = None,
+) -> None:
     """Run every layout in turn, with engines built anew; the first rank compares and leaves the
     results."""
     launch = verify.job.recipe.launch
     limit = deadline(launch.timeout_minutes, first_step=True)  # each layout has first steps
-    first, groups = dist.get_rank() == 0, Groups(limit)
+    first, groups = dist.get_rank() == 0, Groups(limit, ranks_of_host)
     for number, layout in enumerate(verify.layouts, 1):
         started = time.perf_counter()
         comparison = Comparison(GradientFile(verify.folder / GRADIENTS)) if first else None

@@ -66,6 +66,18 @@ def test_a_ring_across_hosts_has_a_channel_for_each_card(cluster: Hardware, tmp_
     assert slow.collective_seconds("all_gather", 2e8, alone) == pytest.approx(2.2e-3 + 1.0)
 
 
+def test_what_goes_by_hosts_leaves_a_host_once(cluster: Hardware) -> None:
+    """Half of the bytes come to each host, a quarter of them by each of its four cards; then they
+    go round in it."""
+    across, inside = 1e-3 + 1e-3 + 2e-4 + 0.5 * 2e8 / 1e8, 1e-3 + 3 * (1e-4 + 0.2)
+    found = cluster.by_host_seconds("all_gather", 8e8, TWO_HOSTS)
+    assert found == pytest.approx(across + inside)
+    assert cluster.by_host_seconds("reduce_scatter", 8e8, TWO_HOSTS) == pytest.approx(found)
+    for flat in (FOUR, Spread(2, 1, groups=4), Spread(8, 3)):
+        one = cluster.by_host_seconds("all_gather", 8e8, flat)
+        assert one == cluster.collective_seconds("all_gather", 8e8, flat)
+
+
 def test_an_all_to_all_across_hosts_sends_most_of_it_there(cluster: Hardware) -> None:
     """Four of the seven others are on the other host: 4/7 of the bytes leave, at 0.1 GB/s."""
     found = cluster.collective_seconds("all_to_all", 7e8, TWO_HOSTS)
