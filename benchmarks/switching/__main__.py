@@ -1,10 +1,11 @@
 """Hot switching on two hosts behind slow links, beside every layout alone and DeepSpeed's Ulysses.
 
-    sudo python -m benchmarks.switching [--ranks 4,8] [--rounds 7] [--hidden 256] [--ratio 2]
+    sudo python -m benchmarks.switching [--ranks 4,8] [--parts layouts,auto] [--rounds 7]
 
 For each number of ranks a first launch on fast links says what one step of static Ulysses computes
 and sends; from that follows the rate of the links at which its transfers take --ratio times as
-long. At that rate `calibrate` runs, and then all contenders take turns, under ZeRO-1 and ZeRO-3.
+long. At that rate `calibrate` runs. Then all contenders take turns, under ZeRO-1 and ZeRO-3; and so
+does what `strategies: auto` takes with the static layouts that are predicted to take least.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from benchmarks.lab.cluster import NoCluster, hosts_of
 from benchmarks.lab.machine import circumstances
 from benchmarks.lab.processes import Ranks, records_of
 from benchmarks.switching import report
+from benchmarks.switching.automatic import corpora, taken
 from benchmarks.switching.contenders import PEER, contenders
-from benchmarks.switching.corpus import even, library_lengths, scaled
-from benchmarks.switching.predicted import auto_of, predicted_seconds
+from benchmarks.switching.corpus import library_lengths, scaled
+from benchmarks.switching.predicted import predicted_seconds
 from benchmarks.switching.setting import (
     HOSTS,
     LONGEST,
@@ -44,6 +46,7 @@ from uspft.prepare.examine import Examined
 NAME = "switching"
 FAST_MBIT = 10_000
 PROBES, ZERO3_ROUNDS = 3, 3
+PARTS = "layouts", "auto"
 
 
 def main(words: list[str]) -> int:
@@ -56,8 +59,9 @@ def main(words: list[str]) -> int:
             for found in _at(ranks, options):  # what is measured is kept, whatever comes
                 about["machine"]["load_average_after"] = os.getloadavg()[0]
                 kept = results.read(options.out, NAME).get("by_ranks", {})
-                whole = {"by_ranks": {**kept, str(ranks): {**about, **found}}}
-                print(results.write(options.out, NAME, whole), flush=True)
+                mine = {part: {**about, **one} for part, one in found.items()}
+                kept[str(ranks)] = {**kept.get(str(ranks), {}), **mine}
+                print(results.write(options.out, NAME, {"by_ranks": kept}), flush=True)
     except (NoCluster, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -69,6 +73,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.switching")
     add = parser.add_argument
     add("--ranks", type=_numbers, default=(4, 8), metavar="A,B", help="on two hosts; 4,8")
+    add("--parts", type=_parts, default=PARTS, metavar="A,B", help=f"of {', '.join(PARTS)}; all")
     add("--rounds", type=int, default=7, help="after two that warm up; default: 7")
     add("--samples", type=int, default=85, help="of a step; default: 85")
     add("--hidden", type=int, default=256, help="an eighth of the longest row; default: 256")
@@ -84,47 +89,69 @@ def _numbers(words: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words.split(","))
 
 
+def _parts(words: str) -> tuple[str, ...]:
+    parts = tuple(words.split(","))
+    if unknown := set(parts) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"no part is {', '.join(sorted(unknown))}")
+    return parts
+
+
 def _at(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """This yields what so many ranks measured on two hosts, after each stage."""
+    """This yields what so many ranks measured on two hosts, after each part of it."""
     lengths = tuple(scaled(library_lengths(), options.samples, LONGEST * options.hidden))
     with tempfile.TemporaryDirectory(prefix="switching-") as folder:
         static = f"static Ulysses {ranks}"
         sizes = (options.hidden, options.layers, lengths, (static,), folder)
         setting = Setting(ranks, FAST_MBIT, 1, PROBES, *sizes)
-        parameters = make_model(setting)
-        steps = WARM_UP + max(options.rounds, PROBES) + 3  # the plan of one more is timed
-        make_samples(Path(folder), lengths, steps)
-        recipes = make_jobs(setting)
+        parameters, recipe = _made(setting, options), make_jobs(setting)[static]
         probe = _launched(setting)[static]
         seconds = min(probe["seconds"])
         sent = median(step["host_bytes"] for step in probe["steps"])
         mbit = max(1, math.ceil(8e-6 * sent / (options.ratio * seconds)))
         hardware = options.hardware or _calibrated(setting, mbit)
-        found: dict[str, Any] = {
-            "parameters": parameters,
-            "fast_links": {"mbit": FAST_MBIT, "seconds": seconds, "host_bytes": sent},
-            "auto": _autos(recipes[static], hardware, lengths),
-            "stages": [],
-        }
-        every = contenders(ranks)
-        for stage, rounds in ((1, options.rounds), (3, min(ZERO3_ROUNDS, options.rounds))):
-            names = tuple(name for name, one in every.items() if stage == 1 or one.zero3)
-            one = replace(setting, mbit=mbit, stage=stage, rounds=rounds, names=names)
-            found["stages"].append(_stage(replace(one, hardware=str(hardware))))
-            yield found
+        fast = {"mbit": FAST_MBIT, "seconds": seconds, "host_bytes": sent}
+        setting = replace(setting, mbit=mbit, hardware=str(hardware))
+        if "layouts" in options.parts:
+            for stages in _layouts(setting, options):
+                yield {"layouts": {"parameters": parameters, "fast_links": fast, "stages": stages}}
+        if "auto" in options.parts:
+            yield {"auto": {"corpora": _auto(setting, options, recipe)}}
 
 
-def _autos(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> dict[str, str]:
-    """This returns what `strategies: auto` takes of these samples, and of as many tokens in samples
-    that are all alike, and why."""
-    longest = found.recipe.data.sequence_length
-    corpora = {"long tail": lengths, "no tail": tuple(even(sum(lengths), longest // 8))}
-    return {name: auto_of(found, hardware, each) for name, each in corpora.items()}
+def _made(setting: Setting, options: argparse.Namespace) -> int:
+    """This writes a model and samples; it returns how many parameters there are."""
+    steps = WARM_UP + max(options.rounds, PROBES) + 3  # the plan of one more is timed
+    make_samples(Path(setting.folder), setting.lengths, steps)
+    return make_model(setting)
+
+
+def _layouts(setting: Setting, options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """This yields what all contenders took, after each ZeRO stage."""
+    found, every = list[dict[str, Any]](), contenders(setting.ranks)
+    for stage, rounds in ((1, options.rounds), (3, min(ZERO3_ROUNDS, options.rounds))):
+        names = tuple(name for name, one in every.items() if stage == 1 or one.zero3)
+        found.append(_stage(replace(setting, stage=stage, rounds=rounds, names=names)))
+        yield found
+
+
+def _auto(setting: Setting, options: argparse.Namespace, recipe: Examined) -> dict[str, Any]:
+    """This returns for each corpus what `strategies: auto` takes, and what it took."""
+    found = {}
+    for number, (corpus, lengths) in enumerate(corpora(setting.lengths, setting.longest).items()):
+        what = taken(recipe, Path(str(setting.hardware)), lengths)
+        print(f"{corpus}: {what.takes}: {what.why}", flush=True)
+        folder = Path(setting.folder) / f"auto-{number}"
+        folder.mkdir()
+        sizes = {"lengths": lengths, "folder": str(folder), "rounds": options.rounds}
+        one = replace(setting, names=tuple(what.timed), chosen=what.timed, **sizes)
+        _made(one, options)
+        found[corpus] = {"takes": what.takes, "why": what.why, **_stage(one)}
+    return found
 
 
 def _stage(setting: Setting) -> dict[str, Any]:
     """This returns what all contenders took at one stage, measured and predicted."""
-    every, recipes = contenders(setting.ranks), make_jobs(setting)
+    every, recipes = setting.every, make_jobs(setting)
     before, measured = os.getloadavg()[0], _launched(setting)
     for name, record in measured.items():
         if every[name].kind != PEER:

@@ -10,7 +10,7 @@ Degrees = Mapping[str, Any]
 
 BOUND = "computation and state alone"
 PEER = "DeepSpeed's Ulysses"
-SWITCHED, STATIC = "switched", "static"
+SWITCHED, STATIC, CHOSEN = "switched", "static", "chosen"
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,12 @@ class Contender:
     """Whether weights move from layout to layout as in HotSPa, and not by their owners."""
     zero3: bool = field(default=False)
     """Whether it is also run under ZeRO-3."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Contender:
+        """Return it from what JSON keeps of it."""
+        shares = {int(share): one for share, one in record["strategies"].items()}
+        return cls(**{**record, "strategies": shares})
 
     def degrees(self) -> list[int]:
         """Return the tensor degrees that it has, rising."""

@@ -16,7 +16,7 @@ from uspft.planner.room import USABLE_SHARE
 from uspft.prepare.examine import Examined
 from uspft.prepare.make_plan import step_of
 from uspft.sequence import of_recipe
-from uspft.switching.choice import choose
+from uspft.switching.choice import SwitchingChoice, choose
 from uspft.switching.drawn_steps import DrawnSteps
 from uspft.switching.mix import Mix
 from uspft.switching.priced import PricedLayout, priced
@@ -46,18 +46,15 @@ def predicted_seconds(one: Contender, found: Examined, lengths: tuple[int, ...])
     return _mix(given, found, drawn, moves=one.moves).seconds(drawn)
 
 
-def auto_of(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> str:
-    """Return what `strategies: auto` takes, and why, where ranks have the memory that the one
-    layout of a recipe needs."""
+def choice_of(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> SwitchingChoice:
+    """Return what `strategies: auto` takes, and all static layouts beside it, where ranks have the
+    memory that the one layout of a recipe needs."""
     given, drawn = _given(found, hardware, lengths)
     mix = _mix(given, found, drawn)
     need = MEMORY_BYTES * USABLE_SHARE - mix.room(mix.buckets[0]) + mix.buckets[0].row_bytes
-    chosen = choose(replace(given, memory_bytes=SLACK * need / USABLE_SHARE), drawn)
-    if chosen.switches and chosen.mix:
-        rows = ", ".join(f"{one.length} {one.name}" for one in chosen.mix.buckets)
-        return f"{rows}{'; moving' if chosen.mix.moves else ''}: {chosen.why}"
-    best = chosen.best_static
-    return f"{best.priced.name if best else 'nothing'}: {chosen.why}"
+    rows = found.recipe.training.micro_batch_size
+    memory = SLACK * need / USABLE_SHARE
+    return choose(replace(given, memory_bytes=memory, rows_at_once=rows), drawn)
 
 
 def _given(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> tuple[Given, DrawnSteps]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.switching.automatic import ALONE
 from benchmarks.switching.contenders import BOUND, PEER, STATIC, SWITCHED, Contender, contenders
 from benchmarks.switching.formulas import held_bytes, sent_bytes
 
@@ -79,20 +80,22 @@ class Stage:
 
 def tables(result: Mapping[str, Any]) -> list[str]:
     """This lays out each number of ranks and stage as Markdown, then the targets."""
+    every = result.get("by_ranks", {}).items()
     stages = [
         Stage(
             int(ranks),
             stage["setting"]["mbit"],
             stage["setting"]["stage"],
-            found["parameters"],
+            found["layouts"]["parameters"],
             stage["measured"],
         )
-        for ranks, found in result.get("by_ranks", {}).items()
-        for stage in found["stages"]
+        for ranks, found in every
+        for stage in found.get("layouts", {"stages": ()})["stages"]
     ]
-    if not stages:
-        return []
-    return [*map(_table, stages), targets([one for one in stages if one.zero == 1])]
+    shown = [*map(_table, stages)]
+    if first := [one for one in stages if one.zero == 1]:
+        shown.append(targets(first))
+    return [*shown, *(_auto(ranks, found["auto"]) for ranks, found in every if "auto" in found)]
 
 
 def _table(stage: Stage) -> str:
@@ -122,6 +125,26 @@ def _table(stage: Stage) -> str:
         rows.append([name, *cells])
     title = f"{stage.ranks} ranks, {stage.mbit} Mbit/s, ZeRO-{stage.zero}"
     return _markdown([title, *HEADS], rows, left=1)
+
+
+def _auto(ranks: str, found: Mapping[str, Any]) -> str:
+    """This lays out what `strategies: auto` took, beside static layouts."""
+    rows = []
+    for corpus, one in found["corpora"].items():
+        measured = one["measured"]
+        seconds = {name: median(each["seconds"]) for name, each in measured.items()}
+        best = min((name for name in measured if name.endswith(ALONE)), key=seconds.__getitem__)
+        for name, each in measured.items():
+            cells = [
+                "takes" if name == one["takes"] else "",
+                f"{seconds[name]:.2f}",
+                f"{seconds[name] / seconds[best]:.2f}",
+                _cell(each.get("predicted_seconds")),
+            ]
+            rows.append([corpus, name, *cells])
+    mbit = next(iter(found["corpora"].values()))["setting"]["mbit"]
+    heads = [f"{ranks} ranks, {mbit} Mbit/s", "layout", "auto", "s", "of the best alone"]
+    return _markdown([*heads, "predicted s"], rows, left=3)
 
 
 def targets(stages: Sequence[Stage]) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.switching.contenders import PEER, contenders
+from benchmarks.switching.contenders import PEER, Contender, contenders
 from benchmarks.switching.corpus import write_samples
 from uspft.data import prepare
 from uspft.job import Job
@@ -32,7 +32,7 @@ class Setting:
 
     mbit: of each host's link. stage: of ZeRO. names: of the contenders. folder: holds the model,
     the samples and a job for each contender. lengths: of a step's samples. hardware: what
-    `calibrate` wrote, or None for the shipped figures.
+    `calibrate` wrote, or None for the shipped figures. chosen: contenders that a planner chose.
     """
 
     ranks: int
@@ -45,6 +45,12 @@ class Setting:
     names: tuple[str, ...]
     folder: str
     hardware: str | None = None
+    chosen: Mapping[str, Contender] = field(default_factory=dict)
+
+    @property
+    def every(self) -> dict[str, Contender]:
+        """The contenders by name, those that are not among `names` too."""
+        return {**contenders(self.ranks), **self.chosen}
 
     @property
     def longest(self) -> int:
@@ -65,7 +71,9 @@ class Setting:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Setting:
-        return cls(**{**record, **{k: tuple(record[k]) for k in ("lengths", "names")}})
+        lists = {key: tuple(record[key]) for key in ("lengths", "names")}
+        chosen = {name: Contender.of(one) for name, one in record.get("chosen", {}).items()}
+        return cls(**{**record, **lists, "chosen": chosen})
 
 
 def make_model(setting: Setting) -> int:
@@ -94,7 +102,7 @@ def make_jobs(setting: Setting) -> dict[str, Examined]:
     """This writes a job for each contender that is ours; it returns their recipes, examined."""
     found = {}
     for name in setting.names:
-        if contenders(setting.ranks)[name].kind == PEER:
+        if setting.every[name].kind == PEER:
             continue
         place = setting.place(name)
         place.mkdir()
@@ -111,7 +119,7 @@ def make_jobs(setting: Setting) -> dict[str, Examined]:
 def recipe(setting: Setting, name: str) -> dict[str, Any]:
     """This returns a contender's recipe; one of a single layout has a single strategy, so that it
     takes the same samples in each step as all."""
-    one, folder = contenders(setting.ranks)[name], Path(setting.folder)
+    one, folder = setting.every[name], Path(setting.folder)
     strategies = [
         {"max_length": setting.longest // share, **degrees}
         for share, degrees in sorted(one.strategies.items(), reverse=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 from benchmarks.attention.counting import interface_bytes, written_bytes
 from benchmarks.lab.processes import Tell, as_rank
 from benchmarks.memory.livebytes import LiveBytes
-from benchmarks.switching.contenders import PEER, Contender, contenders
-from benchmarks.switching.setting import RATE, WARM_UP, Setting
+from benchmarks.switching.contenders import PEER, Contender
+from benchmarks.switching.setting import HOSTS, RATE, WARM_UP, Setting
 from uspft.assemble import Run, assemble
 from uspft.engine.quarantine import forget_mpu, prepare_deepspeed
 from uspft.job import Job
@@ -103,9 +103,10 @@ def measured(record: dict[str, Any], tell: Tell) -> Any:
 
 def _built(setting: Setting, tell: Tell) -> tuple[dict[str, Any], dict[str, Racer]]:
     """Make every contender, and count what it holds in and between its first steps."""
-    groups, found, racers = Groups(), dict[str, Any](), dict[str, Racer]()
+    groups = Groups(ranks_per_host=setting.ranks // HOSTS)
+    found, racers = dict[str, Any](), dict[str, Racer]()
     for name in setting.names:
-        one, before = contenders(setting.ranks)[name], storages()
+        one, before = setting.every[name], storages()
         if one.kind == PEER:
             static = next(r for n, r in racers.items() if n.startswith("static Ulysses"))
             assert isinstance(static, Ours)

@@ -71,14 +71,15 @@ def priced_layouts(
 ) -> list[PricedLayout]:
     """Return every layout in which rows of so many tokens can run, at each algorithm's degrees.
 
-    Matrices are split in Megatron's way alone. typical: a row with the documents that rows have.
-    most: of each tensor and context degree, how many ways to share a row are looked at closely,
-    those that take least for a single document; None: all. among: which layouts count.
+    Matrices are split in Megatron's way alone, and tokens between them, which costs nothing and
+    saves memory. typical: a row with the documents that rows have. most: of each tensor and context
+    degree, how many ways to share a row are looked at closely, those that take least for a single
+    document; None: all. among: which layouts count.
     """
     step, ranks, hardware = setting.step, setting.ranks, setting.hardware
     whole = Segments.single(length)
-    shape = replace(step, row=whole, rows=1, slices=None)
-    found = []
+    shape = replace(step, row=whole, rows=1, slices=None, use_seq_parallel=True)
+    divided, found = replace(setting, step=shape), list[PricedLayout]()
     for tensor in TENSOR:
         if ranks % tensor or not splits_over(step.model, tensor):
             continue
@@ -90,7 +91,7 @@ def priced_layouts(
                 if among(layout)
             ]
             ways.sort(key=lambda way: way[0].alone)
-            found += [priced(setting, way[1:], length, typical) for way in ways[:most]]
+            found += [priced(divided, way[1:], length, typical) for way in ways[:most]]
     return found
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.switching.automatic import BESIDE, corpora, taken
 from benchmarks.switching.contenders import BOUND, PEER, STATIC, SWITCHED, contenders
 from benchmarks.switching.corpus import even, scaled, write_samples
 from benchmarks.switching.formulas import held_bytes, sent_bytes
 from benchmarks.switching.report import Stage, tables, targets
 from benchmarks.switching.setting import Setting, make_jobs, make_model, make_samples
+from uspft.prepare.cluster import shipped
 
 LENGTHS = (9, 20, 30, 64, 250, 512)
 
@@ -83,11 +86,8 @@ def made(seconds: Mapping[str, float]) -> dict[str, Any]:
     }
     measured[BOUND] |= {"predicted_seconds": 0.5, "schedule_seconds": 0.002}
     setting = {"mbit": 50, "stage": 1}
-    return {
-        "by_ranks": {
-            "4": {"parameters": 1000, "stages": [{"setting": setting, "measured": measured}]}
-        }
-    }
+    layouts = {"parameters": 1000, "stages": [{"setting": setting, "measured": measured}]}
+    return {"by_ranks": {"4": {"layouts": layouts}}}
 
 
 def test_the_tables_and_what_was_reached() -> None:
@@ -105,11 +105,40 @@ def test_the_tables_and_what_was_reached() -> None:
     assert tables({}) == []
 
 
+def test_what_auto_takes_is_shown_beside_the_best_layout_alone() -> None:
+    seconds = {"mix": 2.1, "a alone": 2.0, "b alone": 4.0}
+    measured = {name: {"seconds": [one], "predicted_seconds": 1.5} for name, one in seconds.items()}
+    corpus = {"takes": "mix", "why": "", "setting": {"mbit": 50}, "measured": measured}
+    (shown,) = tables({"by_ranks": {"8": {"auto": {"corpora": {"no tail": corpus}}}}})
+    assert shown.splitlines()[2:] == [
+        "| no tail | mix | takes | 2.10 | 1.05 | 1.50 |",
+        "| no tail | a alone |  | 2.00 | 1.00 | 1.50 |",
+        "| no tail | b alone |  | 4.00 | 2.00 | 1.50 |",
+    ]
+
+
+def test_what_auto_takes_is_timed_beside_static_layouts(tmp_path: Path) -> None:
+    """A recipe of each runs, and comes back from the JSON as it was."""
+    names = ("static Ulysses 4",)
+    setting = Setting(4, 100, 1, 1, 64, 1, LENGTHS, names, str(tmp_path))
+    make_model(setting)
+    make_samples(tmp_path, LENGTHS, 4)
+    found = make_jobs(setting)[names[0]]
+    hardware = shipped()["cpu"]
+    for lengths in corpora(LENGTHS, setting.longest).values():
+        one = taken(found, hardware, lengths)
+        assert one.takes in one.timed and len(one.timed) >= BESIDE
+        asked = replace(setting, names=tuple(one.timed), chosen=one.timed, mbit=len(lengths))
+        record = {**json.loads(json.dumps(asked.as_record())), "folder": str(tmp_path)}
+        assert Setting.of(record) == asked
+        assert len(make_jobs(asked)) == len(one.timed)
+
+
 def test_a_target_that_the_bound_forbids_is_met_near_it() -> None:
     """1.3 times is all that there is to gain: a step 4 % above the bound counts, 6 % does not."""
     names = list(contenders(4))
     for own, met in ((1.04, "yes"), (1.06, "no")):
         seconds = dict.fromkeys(names, 1.3) | {BOUND: 1.0, names[0]: own}
-        found = made(seconds)["by_ranks"]["4"]
+        found = made(seconds)["by_ranks"]["4"]["layouts"]
         one = Stage(4, 50, 1, 1000, found["stages"][0]["measured"])
         assert f"| {met} |" in targets([one]).splitlines()[2]

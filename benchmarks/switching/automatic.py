@@ -1,0 +1,69 @@
+"""What `strategies: auto` takes, timed beside the best static layouts by prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.switching.contenders import CHOSEN, STATIC, Contender
+from benchmarks.switching.corpus import even
+from benchmarks.switching.predicted import choice_of
+from uspft.prepare.chosen_layouts import degrees_of
+from uspft.prepare.examine import Examined
+from uspft.switching.choice import SwitchingChoice
+from uspft.switching.priced import PricedLayout
+
+BESIDE = 6
+"""How many static layouts are timed, those of the least predicted seconds."""
+
+ALONE = "alone"
+"""The end of a static layout's name."""
+
+
+class Taken(NamedTuple):
+    """What was taken on a corpus, why, and the contenders that are timed for it."""
+
+    takes: str
+    why: str
+    timed: dict[str, Contender]
+
+
+def corpora(lengths: tuple[int, ...], longest: int) -> dict[str, tuple[int, ...]]:
+    """Return the samples of a step of each corpus: as given, and as many tokens in samples that are
+    all alike."""
+    return {"long tail": lengths, "no tail": tuple(even(sum(lengths), longest // 8))}
+
+
+def taken(found: Examined, hardware: Path, lengths: tuple[int, ...]) -> Taken:
+    """Return what `strategies: auto` takes of samples where ranks have the memory that a recipe of
+    one layout needs, and what is to be timed beside it."""
+    choice = choice_of(found, hardware, lengths)
+    static = [one.priced for one in choice.static if one.seconds is not None]
+    if not (choice.switches and choice.mix):
+        return Taken(_alone(static[0]), choice.why, _each(static))
+    return Taken(_named(choice), choice.why, {_named(choice): _chosen(choice), **_each(static)})
+
+
+def _alone(one: PricedLayout) -> str:
+    return f"{one.name} {ALONE}"
+
+
+def _each(static: list[PricedLayout]) -> dict[str, Contender]:
+    return {
+        _alone(one): Contender(STATIC, one.name, {1: degrees_of(one.layout, one.row)})
+        for one in static[:BESIDE]
+    }
+
+
+def _named(choice: SwitchingChoice) -> str:
+    assert choice.mix
+    rows = ", ".join(f"{one.length} {one.name}" for one in choice.mix.buckets)
+    return f"{rows}; moving" if choice.mix.moves else rows
+
+
+def _chosen(choice: SwitchingChoice) -> Contender:
+    assert choice.mix
+    buckets = choice.mix.buckets
+    longest = max(one.length for one in buckets)
+    strategies = {longest // one.length: degrees_of(one.layout, one.row) for one in buckets}
+    return Contender(CHOSEN, "auto", strategies, moves=choice.mix.moves)
