@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,11 +25,12 @@ from uspft.data.counts import Counts
 from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
 from uspft.data.hub import load_saved, load_split
 from uspft.data.mixing import Taken, mixed
-from uspft.data.reading import Encoder, SourcePart, tokenised
+from uspft.data.reading import Encoder, SourcePart, processes_for, tokenised
 from uspft.data.records import Record, first_record
 from uspft.data.shapes import side_by_side
 from uspft.data.sources import is_hub_id, is_saved, list_files, source_problems
 from uspft.data.tokenise import load_tokeniser
+from uspft.data.workers import Workers
 from uspft.durable import publish
 from uspft.lease import Lease, is_abandoned
 
@@ -51,6 +52,8 @@ class Reading:
     """A name for the tokens that the parts become."""
     shapes: list[str]
     """What the records look like, and how many parts have records that do."""
+    workers: Workers | int = 1
+    """The processes that tokenise, or how many threads do."""
 
 
 def prepare(
@@ -67,9 +70,12 @@ def prepare(
     folder is written aside and renamed. For evaluation data, give a block whose train is the
     evaluation sources. Raises DataError.
     """
-    folder, reading = _reading(data, tokenizer_path, vocab_size, cache_dir)
-    if not os.path.exists(folder):
-        build(folder, data, reading, progress or _silent)
+    parts, workers = parts_of(data), data.workers or 1
+    with processes_for(parts, workers) as processes:  # they make imports while this one does
+        name, reading = _reading(data, parts, tokenizer_path, vocab_size)
+        folder = Path(cache_dir) / name
+        if not os.path.exists(folder):
+            build(folder, data, replace(reading, workers=processes or workers), progress or _silent)
     _require_lengths(Corpus.open(folder), data)
     return folder
 
@@ -81,7 +87,8 @@ def prepared(
     where hub data sets would be asked for. Nothing is written. Raises DataError."""
     if any(is_hub_id(source.path) for source in data.train):
         return None
-    folder, _ = _reading(data, tokenizer_path, vocab_size, cache_dir)
+    name, _ = _reading(data, parts_of(data), tokenizer_path, vocab_size)
+    folder = Path(cache_dir) / name
     if not os.path.exists(folder):
         return None
     _require_lengths(Corpus.open(folder), data)
@@ -89,17 +96,13 @@ def prepared(
 
 
 def _reading(
-    data: DataBlock, tokenizer_path: str | None, vocab_size: int, cache_dir: Path
-) -> tuple[Path, Reading]:
-    """Return the folder that data.train's tokens belong in, and how they are made."""
-    parts = parts_of(data)
+    data: DataBlock, parts: list[SourcePart], tokenizer_path: str | None, vocab_size: int
+) -> tuple[str, Reading]:
+    """Return the name of the folder for the tokens of data.train's parts, and how they are made."""
     first = [first_record(part.content, part.asked) for part in parts]
     formats = {record.format for record in first if record}
-    if (
-        data.train_on in ("completion", "last")
-        and formats
-        and not formats & {"messages", "prompt_completion"}
-    ):
+    answers = not formats or formats & {"messages", "prompt_completion"}
+    if data.train_on in ("completion", "last") and not answers:
         what = f"is {data.train_on}, and {' and '.join(sorted(formats))} data has no completion"
         raise wrong_key("data.train_on", what, "write all, or another data.format")
     tokeniser = None
@@ -109,8 +112,7 @@ def _reading(
             raise DataError([], findings)
     key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
     shapes = _shapes(first) + side_by_side(formats)
-    reading = Reading(parts, Encoder(tokeniser, vocab_size), key.contents, shapes)
-    return Path(cache_dir) / key.folder, reading
+    return key.folder, Reading(parts, Encoder(tokeniser, vocab_size), key.contents, shapes)
 
 
 def parts_of(data: DataBlock) -> list[SourcePart]:
@@ -212,7 +214,7 @@ def _write(
     ends = [0] * len(data.train)
     done, total = 0, sum(part.size for part in reading.parts)
     with CorpusWriter(aside) as writer:
-        for batch in tokenised(reading.parts, reading.encoder, data.workers or 1, taken.full):
+        for batch in tokenised(reading.parts, reading.encoder, reading.workers, taken.full):
             for sample in batch.samples:
                 source = reading.parts[sample.part].source
                 if source in taken.full:

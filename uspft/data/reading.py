@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -154,33 +154,44 @@ class Bundle:
             return BadRecord(f"{reader.shown}:{record.line}", str(fault), part)
 
 
-def tokenised(
-    parts: list[SourcePart], encoder: Encoder, workers: int, full: Set[int]
-) -> Iterator[Portion]:
-    """Yield the samples of all parts in order, whatever the number of workers.
-
-    workers: processes where there is much to do, else threads; the caller's thread reads files and
-    no more. full: the sources of which no more is wanted; what was read ahead of them comes all the
-    same. Only a few bundles are in memory at a time. Raises RunFailed where a process is killed.
-    """
+@contextmanager
+def processes_for(parts: list[SourcePart], workers: int) -> Iterator[Workers | None]:
+    """Yield the processes that `tokenised` is worth, as many as `workers` at most; None where that
+    is none. They begin at once, and end with the `with` block."""
     size = sum(part.bytes for part in parts)
+    if workers == 1 or size < WORTH_PROCESSES:
+        yield None
+        return
+    processes = Workers(min(workers, 1 + size // EACH_PROCESS))
+    try:
+        yield processes
+    finally:
+        processes.end()
+
+
+def tokenised(
+    parts: list[SourcePart], encoder: Encoder, workers: int | Workers, full: Set[int]
+) -> Iterator[Portion]:
+    """Yield the samples of all parts in order, whatever the workers.
+
+    workers: processes, or a number of threads; the caller's thread reads files and no more. full:
+    the sources of which no more is wanted; what was read ahead of them comes all the same. Only a
+    few bundles are in memory at a time. Raises RunFailed where a process is killed.
+    """
     pending: deque[Future[Portion]] = deque()
-    processes = None
-    if workers > 1 and size >= WORTH_PROCESSES:
-        workers = min(workers, 1 + size // EACH_PROCESS)
-        processes = Workers(workers, encoder)
-    work: Callable[[Bundle], Portion] = partial(Bundle.encoded, encoder=encoder)
-    with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
+    threads = workers if isinstance(workers, int) else workers.count
+    make = Bundle.encoded if isinstance(workers, int) else workers.ask
+    with ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
         try:
             for bundle in _bundles(parts, full):
-                pending.append(pool.submit(processes.ask if processes else work, bundle))
-                if len(pending) > 2 * workers:
+                pending.append(pool.submit(make, bundle, encoder))
+                if len(pending) > 2 * threads:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         finally:
-            if processes:
-                processes.end()
+            if isinstance(workers, Workers):
+                workers.end()
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -26,7 +26,7 @@ BAD = ["{", {"messages": [{"role": "robot", "content": "x"}]}, {"text": "another
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes that start, now that any data is worth them."""
+    """The processes that fork others, now that any data is worth them."""
     found: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -40,6 +40,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     monkeypatch.setattr("uspft.data.reading.BATCH_RECORDS", 3)
     monkeypatch.setattr("uspft.data.tables.RECORDS", 3)
     return found
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process has started, in any thread."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(word) for task in tasks for word in (task / "children").read_text().split()]
 
 
 @pytest.mark.timeout(120)
@@ -62,7 +68,7 @@ def test_processes_make_what_threads_make(
         folders.append(prepare(data, str(TOKENIZER), 8192, tmp_path / f"cache{workers}"))
     # Only what tells the shape is unpacked here, for the cache's name and again as it is read.
     assert [columns.first for columns in here] == [1, 1]
-    assert len(started) == 2 and all(process.poll() is not None for process in started)
+    assert len(started) == 1 and started[0].poll() == 0, "one forks the others, and sees them end"
     assert folders[0].name == folders[1].name
     for name in ("tokens.int32", "labels.int32", "offsets.int64", "origins.int64", "corpus.json"):
         first, second = ((folder / name).read_bytes() for folder in folders)
@@ -73,28 +79,42 @@ def test_processes_make_what_threads_make(
 
 
 @pytest.mark.timeout(120)
-def test_a_killed_process_is_told(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+@pytest.mark.parametrize(("everyone", "how"), [(False, r"was killed \(SIGKILL\)"), (True, "ended")])
+def test_a_killed_process_is_told(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]], everyone: bool, how: str
+) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT] * 60)
 
     def tick(done: int, total: int) -> None:
-        for process in started:
-            process.kill()
+        forks = started[-1].pid
+        for process in [forks] * everyone + children(forks):
+            os.kill(process, signal.SIGKILL)
 
-    with pytest.raises(RunFailed, match=r"was killed \(SIGKILL\); where memory ran out, write a"):
+    with pytest.raises(RunFailed, match=f"{how}; where memory ran out, write a smaller"):
         prepare(block(path), str(TOKENIZER), 8192, tmp_path / "cache", tick)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_data_that_is_there_needs_no_processes(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [CHAT] * 9)
+    folders = {prepare(block(path), str(TOKENIZER), 8192, tmp_path / "cache") for _ in range(2)}
+    assert len(folders) == 1 and len(started) == 2
+    assert [process.poll() for process in started] == [0, -signal.SIGKILL]
 
 
 ENDED = """
 import os, signal, sys
 from pathlib import Path
 from tests.support.data_cases import TOKENIZER, block
+from tests.unit.data.test_workers import children
 from uspft.data import prepare, reading
 reading.WORTH_PROCESSES, reading.EACH_PROCESS, reading.BATCH_RECORDS = 0, 1, 3
 def tick(done, total):
-    here = f"/proc/{os.getpid()}/task"
-    found = [Path(here, task, "children").read_text() for task in os.listdir(here)]
-    print(*" ".join(found).split(), flush=True)
+    forks = children(os.getpid())
+    print(*forks, *(child for one in forks for child in children(one)), flush=True)
     os.kill(os.getpid(), int(sys.argv[3]))
 try:
     prepare(block(Path(sys.argv[1])), str(TOKENIZER), 8192, Path(sys.argv[2]), tick)
@@ -116,7 +136,7 @@ def test_nothing_is_left_of_a_preparation_that_is_ended(tmp_path: Path) -> None:
         assert process.returncode == (130 if number == signal.SIGINT else -number), err
         assert "Traceback" not in err
         workers = [int(word) for word in out.splitlines()[0].split()]
-        assert workers
+        assert len(workers) > 1
         until = time.monotonic() + 30
         while any(os.path.exists(f"/proc/{worker}") for worker in workers):
             assert time.monotonic() < until, "a process is left"
