@@ -14,8 +14,6 @@ from random import Random
 from uspft.switching.micro_steps import MicroStep, RankGroup
 from uspft.switching.workload import Workload
 
-LOOKS = 4_000
-"""Blocks that are looked at in improving what ranks are given."""
 GOOD = 1.005
 """Times the lower bound at which nothing is improved any more."""
 
@@ -86,7 +84,7 @@ class _Search:
         current = self._dealt()
         best, lowest = self._ordered(current)
         random, looks, cost = Random(0), 0, lowest
-        while looks < LOOKS and lowest > GOOD * self.bound:
+        while looks < self.work.looks and lowest > GOOD * self.bound:
             tried = {key: [one.copy() for one in passes] for key, passes in current.items()}
             loads = self._loads(tried)
             out = sorted(self._ruin(tried, loads, random))

@@ -17,8 +17,6 @@ from uspft.switching.workload import Workload
 
 TRIES, FILLINGS = 16, 5_000
 """Fillings from scratch, and rows in all of them together, beyond the first two."""
-LOOKS = 4_000
-"""Columns that are looked at in improving shelves."""
 WINDOW = 24
 """Shelves among which rows are placed anew at a time."""
 GOOD = 1.005
@@ -245,7 +243,7 @@ class _Search:
         work, random, looks = self.work, Random(0), 0
         best = current = found
         lowest = cost = self.cost(found)
-        while looks < LOOKS and lowest > GOOD * self.bound:
+        while looks < work.looks and lowest > GOOD * self.bound:
             begin = int(random.random() * max(1, len(current) - WINDOW + 1))
             rest, seen = current[:begin] + current[begin + WINDOW :], current[begin:][:WINDOW]
             tried = [shelf.copy() for shelf in seen]

@@ -27,6 +27,7 @@ class Workload:
     pass_time: int
     step_time: int
     placement: Placement
+    looks: int
 
     @classmethod
     def of(
@@ -42,6 +43,7 @@ class Workload:
             round(limits.pass_seconds * SECOND),
             round(limits.step_seconds * SECOND),
             Placement([group_ranks[bucket] for bucket in {row.bucket for row in rows}], ranks),
+            limits.looks,
         )
 
     @property

@@ -31,13 +31,6 @@ FLAT = [ROW] * 40
 KEY = "parallel_config.strategies"
 
 
-@pytest.fixture(autouse=True)
-def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the search for a place of each row: the subject is what the choice becomes."""
-    monkeypatch.setattr("uspft.switching.apart.LOOKS", 400)
-    monkeypatch.setattr("uspft.switching.together.LOOKS", 400)
-
-
 def tail() -> list[int]:
     random = Random(0)
     return [max(2, min(ROW, int(random.lognormvariate(2.5, 1.2)))) for _ in range(300)] + [ROW]
