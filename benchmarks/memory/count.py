@@ -21,6 +21,7 @@ from uspft.batch import Batch
 from uspft.config import ParallelBlock
 from uspft.config.algorithms import row_of
 from uspft.config.recipe import MemoryBlock
+from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
 from uspft.mesh import Groups
@@ -72,22 +73,24 @@ def count(
     device = torch.device("meta" if fake else "cpu")
     layout = layout or Layout()
     with first_of(layout.ranks):
-        world = _world(layout, algorithm, device)
-        share = world.share([Segments.single(tokens)])
+        world = world_of(layout, algorithm, device, returns())
         with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
-            return _counted(config, memory, world, share)
+            return count_here(config, tokens, memory, world)
 
 
-def _world(layout: Layout, algorithm: str, device: torch.device) -> World:
+def world_of(layout: Layout, algorithm: str, device: torch.device, kernel: Kernel) -> World:
+    """Make a layout live with an algorithm that shares rows."""
     row = row_of(algorithm, layout.context)
     parallel = ParallelBlock(model_parallel=layout.tensor)
     made = make_algorithm(row, layout.ulysses, layout.ring, keep=False)
     named = row, made, tensor_algorithm(parallel, layout)
-    return make_world(layout, named, returns(), device, Groups())
+    return make_world(layout, named, kernel, device, Groups())
 
 
-def _counted(config: Any, memory: MemoryBlock, world: World, share: Any) -> Counted:
-    module = _module(config, memory)
+def count_here(config: Any, tokens: int, memory: MemoryBlock, world: World) -> Counted:
+    """Count one row of one document as this rank holds it, in the world that is up."""
+    share = world.share([Segments.single(tokens)])
+    module = module_of(config, memory)
     batch = _batch(world, share)
     counting = LiveBytes()
     with patch.object(Copies, "to_host", _apart(counting)):
@@ -112,7 +115,8 @@ def _apart(counting: LiveBytes) -> Any:
     return to_host
 
 
-def _module(config: Any, memory: MemoryBlock) -> CausalLoss:
+def module_of(config: Any, memory: MemoryBlock) -> CausalLoss:
+    """Return a model of random weights with its loss, which saves memory as a recipe says."""
     from transformers import AutoModelForCausalLM
 
     from uspft.model.attention import NAME

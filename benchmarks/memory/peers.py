@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -53,16 +54,34 @@ def count_alst(config: Any, tokens: int, ranks: int, *, offload: bool) -> Counte
 
     tokens: of the whole row. offload: whether inputs of layers wait on the host.
     """
+    with first_of(ranks), torch.device("meta"):
+        return count_alst_here(config, tokens // ranks, offload=offload)
+
+
+def count_alst_here(config: Any, tokens: int, *, offload: bool) -> Counted:
+    """Count the same on this rank of a world that is up; tokens: of the rank."""
     counting = LiveBytes()
-    with first_of(ranks), patch.object(LlamaMLP, "forward", _tiled):
-        AttentionInterface.register(NAME, _ulysses(config) if ranks > 1 else _attend)
-        with torch.device("meta"):
-            model = _model(config)
-            if offload:
-                for layer in model.model.layers:
-                    layer.forward = _Offloaded(layer.forward, counting)
-            batch = _batch(tokens // ranks)
-            return measure(model, model.model.layers, lambda: _tiled_loss(model, batch), counting)
+    with tiled_mlps():
+        model = alst_model(config, _attend)
+        for layer in model.model.layers if offload else ():
+            layer.forward = _Offloaded(layer.forward, counting)
+        batch = _batch(tokens)
+        return measure(model, model.model.layers, lambda: tiled_loss(model, batch), counting)
+
+
+def tiled_mlps() -> Any:
+    """Return a `with` block in which MLPs of LLaMA work tile by tile."""
+    return patch.object(LlamaMLP, "forward", _tiled)
+
+
+def alst_model(config: Any, attend: Any) -> Any:
+    """Return a model of random weights, layers checkpointed, whose ranks exchange heads.
+
+    attend: an attention function of transformers. torch.distributed must be up.
+    """
+    shared = dist.get_world_size() > 1
+    AttentionInterface.register(NAME, _ulysses(config, attend) if shared else attend)
+    return _model(config)
 
 
 def _model(config: Any) -> Any:
@@ -83,7 +102,7 @@ def _batch(tokens: int) -> dict[str, Any]:
     }
 
 
-def _ulysses(config: Any) -> Any:
+def _ulysses(config: Any, attend: Any) -> Any:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     from uspft.engine.quarantine import prepare_deepspeed
@@ -91,7 +110,7 @@ def _ulysses(config: Any) -> Any:
     prepare_deepspeed()
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     sizes = (1, heads, config.head_dim, kv_heads, config.num_hidden_layers)
-    return UlyssesSPAttentionHF(_attend, *sizes, dist.group.WORLD, seq_length_is_variable=True)
+    return UlyssesSPAttentionHF(attend, *sizes, dist.group.WORLD, seq_length_is_variable=True)
 
 
 def _attend(
@@ -133,21 +152,27 @@ def _plain_mlp(mlp: Any, x: Tensor) -> Tensor:
     return made
 
 
-def _tiled_loss(model: Any, batch: dict[str, Any]) -> Tensor:
+def tiled_loss(model: Any, batch: dict[str, Any], scale: float = 1.0) -> Tensor:
+    """Return the summed loss of one rank's part of a row times a scale, from tiles of logits.
+
+    batch: what the model takes, and `labels`, shifted. The head's gradient is made in the forward,
+    and knows no other scale.
+    """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-    labels = batch.pop("labels")
-    hidden = model.model(**batch).last_hidden_state
+    rest = {name: value for name, value in batch.items() if name != "labels"}
+    labels, hidden = batch["labels"], model.model(**rest).last_hidden_state
     shards = math.ceil(labels.numel() * model.config.vocab_size * 4 / LOSS_TILE_BYTES)
     weights = [model.lm_head.weight]
     loss: Tensor = TiledFusedLogitsLoss.apply(
-        _loss, model, hidden, labels, None, shards, weights, "sum"
+        partial(_loss, scale=scale), model, hidden, labels, None, shards, weights, "sum"
     )
     return loss
 
 
-def _loss(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(model.lm_head(hidden).float(), labels, reduction="sum")
+def _loss(model: Any, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
+    loss = cross_entropy(model.lm_head(hidden).float(), labels, reduction="sum")
+    return loss * scale if scale != 1 else loss
 
 
 class _Offloaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 CASES = ["131072-1", "524288-1", "1048576-8", "4194304-8", "1048576-32", "4194304-32"]
@@ -20,13 +21,52 @@ BESIDE = (
     "| --- | ---: | ---: | ---: | ---: | ---: |",
 )
 
+TIMED, REAL = "timed", "real"
+"""Where the JSON keeps the steps that were timed, and what real runs have alive."""
+SAID = "real", "fake", "predicted"
+
 Case = Mapping[str, Mapping[str, Any]]
 
 
 def tables(found: Mapping[str, Case]) -> list[str]:
     """Return a table for each case, and one of the longest rows beside ALST's."""
     made = [_table(case, found[case]) for case in CASES if case in found]
-    return [*made, _longest(found)] if set(CASES) <= set(found) else made
+    if set(CASES) <= set(found):
+        made.append(_longest(found))
+    if REAL in found:
+        made.append(real_table(found[REAL]))
+    return [*made, timed_table(found[TIMED])] if TIMED in found else made
+
+
+def real_table(found: Mapping[str, Any]) -> str:
+    """Return the table of what real runs have alive beside fake ones and the formula."""
+    heads = ["2 ranks, hidden {}".format(found["sizes"]["hidden_size"])]
+    heads += [f"{_tokens(int(tokens))} {what}" for tokens in found["counted"] for what in SAID]
+    lines = [f"| {' | '.join(heads)} |", f"| --- |{' ---: |' * (len(heads) - 1)}"]
+    every = list(found["counted"].values())
+    for name in every[0]:
+        cells = [_mib(one[name].get(f"{what}_bytes")) for one in every for what in SAID]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _mib(count: float | None) -> str:
+    return f"{count / 2**20:.3f}" if count else "–"
+
+
+def timed_table(found: Mapping[str, Any]) -> str:
+    """Return the table of the steps that were timed, and how far ours is from itself."""
+    setting, measured = found["setting"], found["measured"]
+    seconds = {name: median(each) for name, each in measured.items()}
+    title = f"{_tokens(setting['tokens'])}, 2 ranks, hidden {setting['hidden']}"
+    lines = [
+        f"| {title} | s a step | of ALST's | least and most s |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for name, each in measured.items():
+        cells = [f"{seconds[name]:.2f}", f"{seconds[name] / seconds[ALST]:.3f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {min(each):.2f} to {max(each):.2f} |")
+    return "\n".join(lines)
 
 
 def _table(name: str, case: Case) -> str:

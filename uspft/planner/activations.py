@@ -154,4 +154,6 @@ def _logits_bytes(shape: ModelShape, tokens: int, memory: MemoryBlock) -> float:
     logits, weight = tile * head.outputs, head.parameters
     # Logits of one tile are there when those of the next are made.
     both = (10 if tile < tokens else 6) * logits
-    return 4 * weight + max(both, 6 * logits + 2 * weight)
+    # Of a single tile the gradient is there beside the whole row's, with labels, losses and sums.
+    more = (shape.hidden_size + 8) * ELEMENT * tile if tile == tokens else 0
+    return 4 * weight + max(both, 6 * logits + 2 * weight) + more
