@@ -1,0 +1,1 @@
+"""How long dealing out a row takes."""
