@@ -1,11 +1,12 @@
 """Hot switching on two hosts behind slow links, beside every layout alone and DeepSpeed's Ulysses.
 
-    sudo python -m benchmarks.switching [--ranks 4,8] [--parts layouts,auto] [--rounds 7]
+    sudo python -m benchmarks.switching [--ranks 4,8] [--parts layouts,inside,auto] [--rounds 7]
 
 For each number of ranks a first launch on fast links says what one step of static Ulysses computes
 and sends; from that follows the rate of the links at which its transfers take --ratio times as
-long. At that rate `calibrate` runs. Then all contenders take turns, under ZeRO-1 and ZeRO-3; and so
-does what `strategies: auto` takes with the static layouts that are predicted to take least.
+long. On fast links the switched contenders take turns, for what transfers inside hosts take. At
+the slow rate `calibrate` runs. Then all contenders take turns, under ZeRO-1 and ZeRO-3; and so does
+what `strategies: auto` takes with the static layouts that are predicted to take least.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.lab.machine import circumstances
 from benchmarks.lab.processes import Ranks, records_of
 from benchmarks.switching import report
 from benchmarks.switching.automatic import corpora, taken
-from benchmarks.switching.contenders import PEER, contenders
+from benchmarks.switching.contenders import BOUND, PEER, SWITCHED, contenders
 from benchmarks.switching.corpus import library_lengths, scaled
 from benchmarks.switching.predicted import predicted_seconds
 from benchmarks.switching.setting import (
@@ -46,7 +47,7 @@ from uspft.prepare.examine import Examined
 NAME = "switching"
 FAST_MBIT = 10_000
 PROBES, ZERO3_ROUNDS = 3, 3
-PARTS = "layouts", "auto"
+PARTS = "layouts", "inside", "auto"
 
 
 def main(words: list[str]) -> int:
@@ -108,14 +109,28 @@ def _at(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         seconds = min(probe["seconds"])
         sent = median(step["host_bytes"] for step in probe["steps"])
         mbit = max(1, math.ceil(8e-6 * sent / (options.ratio * seconds)))
-        hardware = options.hardware or _calibrated(setting, mbit)
         fast = {"mbit": FAST_MBIT, "seconds": seconds, "host_bytes": sent}
-        setting = replace(setting, mbit=mbit, hardware=str(hardware))
+        if "inside" in options.parts:
+            yield {"inside": _stage(_with_bound(setting))}
+        if {"layouts", "auto"} & set(options.parts):
+            measured = options.hardware or _calibrated(setting, mbit)
+            setting = replace(setting, mbit=mbit, hardware=str(measured))
         if "layouts" in options.parts:
             for stages in _layouts(setting, options):
                 yield {"layouts": {"parameters": parameters, "fast_links": fast, "stages": stages}}
         if "auto" in options.parts:
             yield {"auto": {"corpora": _auto(setting, options, recipe)}}
+
+
+def _with_bound(setting: Setting) -> Setting:
+    """This returns the launch of the switched contenders and the bound on fast links."""
+    every = contenders(setting.ranks).items()
+    names = tuple(name for name, one in every if one.kind in (SWITCHED, BOUND))
+    folder = Path(setting.folder) / "inside"
+    folder.mkdir()
+    for name in ("model", "samples.jsonl"):
+        (folder / name).symlink_to(Path(setting.folder) / name)
+    return replace(setting, names=names, folder=str(folder))
 
 
 def _made(setting: Setting, options: argparse.Namespace) -> int:
@@ -154,7 +169,7 @@ def _stage(setting: Setting) -> dict[str, Any]:
     every, recipes = setting.every, make_jobs(setting)
     before, measured = os.getloadavg()[0], _launched(setting)
     for name, record in measured.items():
-        if every[name].kind != PEER:
+        if every[name].kind != PEER and setting.hardware:
             said = predicted_seconds(every[name], recipes[name], setting.lengths)
             record["predicted_seconds"] = said
     loads = [before, os.getloadavg()[0]]

@@ -13,7 +13,7 @@ from uspft.prepare.examine import Examined
 from uspft.switching.choice import SwitchingChoice
 from uspft.switching.priced import PricedLayout
 
-BESIDE = 6
+BESIDE = 4
 """How many static layouts are timed, those of the least predicted seconds."""
 
 ALONE = "alone"

@@ -34,6 +34,7 @@ from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
 from benchmarks.meshslice.hosts import report as hosts
+from benchmarks.orders import figures as dealing
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
 from benchmarks.switching import report as switching_hosts
@@ -224,7 +225,7 @@ def test_results_are_one_file_a_benchmark_and_three_pictures_at_most() -> None:
     home = RESULTS.parent
     mains = [path.parent.relative_to(home) for path in home.rglob("__main__.py")]
     benchmarks = {"-".join(path.parts) for path in mains}
-    assert len(benchmarks) == 10
+    assert len(benchmarks) == 11
     assert {name for name in names if name.endswith(".json")} == {f"{b}.json" for b in benchmarks}
     pictures = {name for name in names if name.endswith(".svg")}
     assert len(pictures) <= 3 and len(names) == len(pictures) + len(benchmarks) + len(["README.md"])
@@ -272,11 +273,15 @@ def test_the_readme_of_the_results_says_what_the_files_say() -> None:
         *switching_hosts.tables(read(RESULTS, "switching")),
         *switching.tables(read(RESULTS, "switching-simulation")),
         rates.table(read(RESULTS, "data")["cases"]),
+        dealing.table(read(RESULTS, "orders")["cases"]),
     ]
     said = (RESULTS / "README.md").read_text()
     assert [table for table in tables if table not in said] == []
     for found in read(RESULTS, "tensor")["by_mbit"].values():  # what the text below its table says
         assert all(apart <= 1.15 for _, _, apart in orders.disagreements(found))
+    for case in read(RESULTS, "orders")["cases"]:
+        assert case["search_seconds"] <= 1.2 * dealing.MOST_SECONDS[case["tokens"]], case
+        assert case["balance"] <= 1.05, case
     assert "are {}, {}, {} and {} of the best other's".format(*walls_beside_best_peer()) in said
     found = [line for line in said.splitlines() if line.startswith("|")]
     assert len(found) == sum(len(table.splitlines()) for table in tables), "a table of nothing"
