@@ -24,7 +24,7 @@ from uspft.data.workers import Workers
 _BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
 BATCH_RECORDS = 512
 WORTH_PROCESSES = 1 << 24
-"""Bytes of data from which on processes work in place of threads, since each starts for 1.5 s."""
+"""Bytes of data from which on processes work in place of threads: their imports take 1.5 s."""
 SHRINKS = 4
 """Times that text is larger than its gz or zst file."""
 EACH_PROCESS = 1 << 22
