@@ -27,7 +27,7 @@ class Mesh:
     rank: int
     columns: Group = field(metadata={"axes": ("mesh_columns",), "by_host": True})
     """The ranks that see the same tokens, and divide heads and features among them."""
-    rows: Group = field(metadata={"axes": ("mesh_rows",)})
+    rows: Group = field(metadata={"axes": ("mesh_rows",), "by_host": True})
     """The ranks of a mesh column, which divide tokens and matrices among them."""
     ulysses: Group = field(metadata={"axes": ("ulysses",)})
     ring: Group = field(metadata={"axes": ("ring",)})

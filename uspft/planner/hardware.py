@@ -152,8 +152,11 @@ class Hardware(RecipeBlock):
         return link.ring_seconds(spread.ranks, shard, rate)
 
     def by_host_seconds(self, kind: Collective, of_bytes: float, spread: Spread) -> float:
-        """Return the seconds of one all-gather or reduce-scatter of activations, which goes by
-        hosts where a group has as many members on each; of_bytes as in `collective_seconds`."""
+        """Return the seconds of an all-gather or reduce-scatter behind which nothing is hidden
+        (comm.gather_over, sum_parts): it goes by hosts where a group has as many members on each.
+
+        of_bytes: as in `collective_seconds`.
+        """
         if not (parts := spread.by_host):
             return self.collective_seconds(kind, of_bytes, spread)
         inside, across = parts

@@ -105,7 +105,7 @@ def _tables(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Mes
         seconds = sent = 0.0
         for kind, axis, times in transfers:
             spread = Spread.of(layout, (axis,), hardware.ranks_per_host)
-            seconds += times * hardware.collective_seconds(kind, whole[axis], spread)
+            seconds += times * hardware.by_host_seconds(kind, whole[axis], spread)
             sent += times * whole[axis] if spread.ranks > 1 else 0.0
         return MeshPart(name, seconds, computed, bytes=sent)
 

@@ -20,6 +20,8 @@ class Spread:
     what they send to other hosts."""
     groups: int = 1
     """Groups like this one with members on the same host, which all send at the same time."""
+    even: bool = True
+    """Whether every host holds as many members."""
 
     @classmethod
     def inside(cls, ranks: int) -> Spread:
@@ -36,7 +38,8 @@ class Spread:
         every = layout.groups(axes)
         hosts = [Counter(rank // ranks_per_host for rank in group) for group in every]
         beside = Counter(host for group in hosts for host in group)
-        return cls(len(every[0]), min(min(group.values()) for group in hosts), max(beside.values()))
+        counts = {count for group in hosts for count in group.values()}
+        return cls(len(every[0]), min(counts), max(beside.values()), len(counts) == 1)
 
     @property
     def spans_hosts(self) -> bool:
@@ -46,7 +49,7 @@ class Spread:
     def by_host(self) -> tuple[Spread, Spread] | None:
         """Return the members of a host, and those in one place on every host, where each host has
         as many of several; what is collected then goes by hosts (comm.gather_over)."""
-        if not self.spans_hosts or self.per_host == 1 or self.ranks % self.per_host:
+        if not self.spans_hosts or self.per_host == 1 or not self.even:
             return None
         across = Spread(self.ranks // self.per_host, 1, self.groups * self.per_host)
         return Spread.inside(self.per_host), across
