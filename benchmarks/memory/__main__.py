@@ -21,22 +21,19 @@ from transformers import LlamaConfig
 from benchmarks.lab.results import RESULTS, ROOT, read, write
 from benchmarks.memory.count import count
 from benchmarks.memory.measured import Counted
+from benchmarks.memory.options import MODEL, ours
 from benchmarks.memory.peers import count_alst, count_plain
-from benchmarks.memory.report import ALST, ALST_OFFLOADED, CASES, OURS, OURS_OFFLOADED, tables
+from benchmarks.memory.report import ALST, ALST_OFFLOADED, CASES, OURS_OFFLOADED, tables
 from uspft.config import load
 from uspft.config.algorithms import row_of
 from uspft.config.inputs import ModelBlock
-from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.model.loss import tile_tokens
-from uspft.model.tiles import mlp_tile_tokens
 from uspft.planner.activations import activations
 from uspft.planner.need import state_bytes
 from uspft.planner.products import parameters_of
 from uspft.prepare.invocation import CONFIGS
 
-MODEL = "meta-llama/Llama-3.1-8B"
 LAYOUTS = {
     1: ("whole", Layout()),
     8: ("ulysses_cp", Layout(ulysses=8)),
@@ -109,29 +106,6 @@ def measured(shape: ModelShape, tokens: int, ranks: int) -> dict[str, Any]:
         assert predicted
         found[name]["predicted_bytes"] = predicted.peak_bytes
     return found
-
-
-def ours(shape: ModelShape, ranks: int) -> dict[str, MemoryBlock]:
-    """Return what is counted of ours: one option after another."""
-    inner = shape.intermediate_size
-    tiled: dict[str, object] = {
-        "recompute": "attention",
-        "mlp_tile_tokens": mlp_tile_tokens("auto", inner),
-    }
-    options: dict[str, dict[str, object]] = {
-        "uspft, recompute: nothing": {"recompute": "nothing"},
-        "uspft, recompute: exchange": {"recompute": "exchange"},
-        "uspft, recompute: attention": {"recompute": "attention"},
-        OURS: tiled,
-        OURS_OFFLOADED: {**tiled, "offload_activations": "cpu"},
-    }
-    if ranks == 1:
-        del options["uspft, recompute: exchange"]
-    tile = tile_tokens("auto", shape.vocab_size)
-    return {
-        name: MemoryBlock.model_validate({**each, "loss_tile_tokens": tile})
-        for name, each in options.items()
-    }
 
 
 def state(shape: ModelShape, ranks: int, *, offloads: bool, gradient_bytes: int) -> dict[str, Any]:

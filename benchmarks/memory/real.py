@@ -19,8 +19,8 @@ from transformers import LlamaConfig
 from benchmarks.lab.machine import circumstances
 from benchmarks.lab.processes import Ranks, records_of
 from benchmarks.lab.results import RESULTS, read, write
-from benchmarks.memory.__main__ import MODEL, ours
 from benchmarks.memory.count import count
+from benchmarks.memory.options import MODEL, ours
 from benchmarks.memory.peers import count_alst
 from benchmarks.memory.real_rank import Setting
 from benchmarks.memory.report import ALST, ALST_OFFLOADED, REAL, real_table

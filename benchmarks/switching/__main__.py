@@ -111,7 +111,7 @@ def _at(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         mbit = max(1, math.ceil(8e-6 * sent / (options.ratio * seconds)))
         fast = {"mbit": FAST_MBIT, "seconds": seconds, "host_bytes": sent}
         if "inside" in options.parts:
-            yield {"inside": _stage(_with_bound(setting))}
+            yield {"inside": _stage(_on_fast_links(setting))}
         if {"layouts", "auto"} & set(options.parts):
             measured = options.hardware or _calibrated(setting, mbit)
             setting = replace(setting, mbit=mbit, hardware=str(measured))
@@ -122,7 +122,7 @@ def _at(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"auto": {"corpora": _auto(setting, options, recipe)}}
 
 
-def _with_bound(setting: Setting) -> Setting:
+def _on_fast_links(setting: Setting) -> Setting:
     """This returns the launch of the switched contenders and the bound on fast links."""
     every = contenders(setting.ranks).items()
     names = tuple(name for name, one in every if one.kind in (SWITCHED, BOUND))

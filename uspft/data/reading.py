@@ -190,7 +190,7 @@ def tokenised(
             while pending:
                 yield pending.popleft().result()
         finally:
-            if isinstance(workers, Workers):
+            if isinstance(workers, Workers):  # or the pool would wait for what they still do
                 workers.end()
             pool.shutdown(wait=False, cancel_futures=True)
 
