@@ -78,4 +78,4 @@ def test_a_good_set_is_let_through(ground: Ground, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out.splitlines()
     assert "evaluation: good.jsonl, after every 5 steps and at the end" in said
     assert main([str(ground.path)]) == 1 and ground.started
-    assert "evaluation data good.jsonl: 1 samples, 3 tokens" in capsys.readouterr().out
+    assert "evaluation data good.jsonl: 1 sample, 3 tokens" in capsys.readouterr().out

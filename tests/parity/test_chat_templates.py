@@ -1,10 +1,12 @@
-"""What is told of real models' own templates is what another library's marked copies enclose.
+"""Real models' own templates: what is told of them, what our twins and another's copies enclose.
 
-The wheel of trl holds templates as models have them, and a copy of each with generation marks.
+The wheel of trl holds templates as models have them, and of most a copy with generation marks,
+which may write another text. A twin writes the same text, and its marks enclose what is told.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import product
@@ -14,12 +16,14 @@ from typing import Any
 import pytest
 
 from tests.support.chat_templates import CONVERSATIONS, ENDS
+from tests.support.shapes_of_chat import SHAPES
+from uspft.data import twins
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import ChatTemplate
+from uspft.data.rendering import ChatTemplate, Rendered, render
 from uspft.data.turns import turn_spans
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
-TOKENS = (*ENDS, "<end_of_turn>", "<|return|>", "<|call|>")
+TOKENS = (*ENDS, "<end_of_turn>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>")
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "llama3": (),
     "qwen2_5": (),
@@ -30,12 +34,35 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     "phi3": ("tools",),
     "phi3_5": ("tools",),
     "gptoss": ("tools",),
+    "deepseek_r1_distill": ("tools",),
 }
 """By template the conversations that it refuses, or that its marked copy writes otherwise."""
 COMPARED = [pair for pair in product(TEMPLATES, CONVERSATIONS) if pair[1] not in TEMPLATES[pair[0]]]
 OTHERS = [(name, conversation) for name, found in TEMPLATES.items() for conversation in found]
-REPEATED = "<|start|>assistant"
-"""gpt-oss's copy encloses what begins an answer too, which a generation prompt holds."""
+TWINS = {
+    "llama3": 19,
+    "llama3_1": 35,
+    "llama3_2": 35,
+    "qwen2_5": 37,
+    "qwen3": 37,
+    "qwen3_instruct_2507": 37,
+    "gemma": 13,
+    "gemma3": 16,
+    "phi3": 18,
+    "phi3_5": 18,
+    "gptoss": 33,
+    "deepseek_r1_distill": 19,
+}
+"""By template that has a twin the number of SHAPES that it does not refuse."""
+UNTOLD = {
+    # The prompt closes empty thoughts, and the answer has others.
+    "qwen3": "thoughts, and no thinking",
+    # Its text without the call is refused, since a tool answers.
+    "gptoss": "thoughts and a call",
+}
+"""The shapes that the twin of a template writes, and of which nothing can be told."""
+REPEATED = re.compile("<[|]start[|]>assistant|<｜Assistant｜>")
+"""Some copies enclose what begins an answer too, which a generation prompt holds."""
 
 
 def template(name: str) -> ChatTemplate:
@@ -43,6 +70,45 @@ def template(name: str) -> ChatTemplate:
     assert found and found.submodule_search_locations
     folder = Path(found.submodule_search_locations[0]) / "chat_templates"
     return ChatTemplate((folder / f"{name}.jinja").read_text(), SPECIAL, TOKENS)
+
+
+class Unknown(ChatTemplate):
+    """A template as one that has no twin, of which everything is told."""
+
+    twin = None
+
+
+def rendered(own: ChatTemplate, train_on: str) -> dict[str, Rendered | None]:
+    """What the trained spans of each shape are; None where it is refused."""
+
+    def one(shape: str) -> Rendered | None:
+        try:
+            return render(SHAPES[shape], own, train_on)
+        except SampleFault:
+            return None
+
+    return {shape: one(shape) for shape in SHAPES}
+
+
+def handed(shape: str, own: ChatTemplate) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The turns of a shape as a template gets them, and its tools and settings."""
+    fields = dict(SHAPES[shape])
+    settings = fields.pop("chat_template_kwargs", {})
+    turns = [dict(one) for one in fields.pop("messages")]
+    for one in turns:
+        if isinstance(one.get("content"), list) and not own.reads_parts:
+            one["content"] = "".join(part["text"] for part in one["content"])
+    return turns, {**fields, **settings}
+
+
+def marked(twin: ChatTemplate, own: ChatTemplate, shape: str) -> Any:
+    """The text of a twin, and each part that its marks enclose; else the reason why not."""
+    turns, settings = handed(shape, own)
+    try:
+        text, spans = twin.write_marked(turns, **settings)
+    except SampleFault as fault:
+        return str(fault)
+    return text, [text[start:stop] for start, stop in spans]
 
 
 def told(own: ChatTemplate, turns: list[dict[str, Any]], fields: dict[str, Any]) -> list[str]:
@@ -67,7 +133,7 @@ def enclosed(
         if joined and joined[-1][1] == start:
             start = joined.pop()[0]
         joined.append((start, stop))
-    return text, [text[start:stop].strip().removeprefix(REPEATED) for start, stop in joined]
+    return text, [REPEATED.sub("", text[start:stop].strip(), count=1) for start, stop in joined]
 
 
 @pytest.mark.parametrize(("name", "conversation"), COMPARED)
@@ -94,3 +160,57 @@ def test_what_is_not_compared_cannot_be(name: str, conversation: str) -> None:
     except SampleFault:
         return
     assert enclosed(template(f"{name}_training"), turns, fields)[0] != text
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_writes_the_same_text_and_encloses_what_is_told(name: str) -> None:
+    known = template(name)
+    unknown = Unknown(known.source, SPECIAL, TOKENS)
+    assert known.twin and known.twin.marked and not known.marked
+    found = rendered(known, "assistant")
+    assert len(SHAPES) == 39 and sum(map(bool, found.values())) == TWINS[name]
+    for shape in [shape for shape in SHAPES if found[shape]]:
+        turns, settings = handed(shape, known)
+        text, answers = marked(known.twin, known, shape)
+        assert text == known.write(turns, **settings)
+        assert len(answers) == sum(one["role"] == "assistant" for one in turns)
+    for train_on in ("assistant", "last", "all"):
+        found, wanted = rendered(known, train_on), rendered(unknown, train_on)
+        if shape := UNTOLD.get(name):
+            spans, untold = found.pop(shape), wanted.pop(shape)
+            assert spans and (untold is None or train_on != "assistant")
+        assert found == wanted
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_each_edit_of_a_twin_is_seen(name: str) -> None:
+    """Without any one of them there is no twin, or one that writes or encloses something else."""
+    known = template(name)
+    assert known.twin
+    edits = twins.models()[twins.digest(known.source)]["edits"]
+    right = {shape: marked(known.twin, known, shape) for shape in SHAPES}
+    for left_out in range(len(edits)):
+        source = known.source
+        try:
+            for edit in [*edits[:left_out], *edits[left_out + 1 :]]:
+                source = twins.edited(source, edit)
+        except ValueError:
+            continue  # what another edit is made at is there twice
+        wrong = ChatTemplate(source, SPECIAL, TOKENS)
+        differs = (marked(wrong, known, shape) != right[shape] for shape in SHAPES)
+        assert any(differs), edits[left_out]
+
+
+def test_every_known_template_is_compared() -> None:
+    known = {twins.digest(template(name).source) for name in TWINS}
+    assert known == twins.models().keys() and len(known) == len(TWINS) == 12
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_template_that_differs_has_no_twin(name: str) -> None:
+    """One space more, and its answers are told."""
+    known = template(name)
+    other = ChatTemplate(known.source.replace("messages", "messages ", 1), SPECIAL, TOKENS)
+    assert other.twin is None and other.source != known.source
+    turns = CONVERSATIONS["one answer"]
+    assert render(turns, other, "assistant") == render(turns, known, "assistant")

@@ -55,7 +55,9 @@ def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()
     for name, found in sets.items():
-        assert f"evaluation data {found.path}: {len(found.documents)} samples, " in out, name
+        count = len(found.documents)
+        told = f"evaluation data {found.path}: {count} sample{'s' * (count != 1)}, "
+        assert told in out, name
     shown = [match for line in lines if (match := LINE.fullmatch(line))]
     assert [(match[1], match[4], match[5]) for match in shown] == [
         ("2", "few", "many"),
@@ -65,7 +67,7 @@ def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
     assert sum(line.startswith("done: loss ") for line in lines) == 1
     read, *written = records(tmp_path)
     assert read == {"data": {"read": 6, "kept": 4, "dropped": {"cannot be used": 2}}}
-    assert "data: 2 samples that cannot be used and were skipped" in out
+    assert "data: 2 samples that cannot be used, skipped" in out
     assert f"data: {data.path}:5: broken JSON (" in out and f"data: {data.path}:6: input_ids" in out
     assert [("loss" in record, record["step"]) for record in written] == [
         (True, 1),

@@ -74,8 +74,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         sets = [f"{recipe.data.eval_fraction:.2%} of data.train, held out"]
     if sets:
         every = recipe.training.eval_every_steps
-        often = f"after every {every} steps and at the end" if every else "at the end"
-        print(f"evaluation: {', '.join(sets)}, {often}")
+        often = f"after every {every} step{'s' * (every != 1)} and " if every else ""
+        print(f"evaluation: {', '.join(sets)}, {often}at the end")
     if found.is_open:
         found.not_checked.append("strategies (lengths are known after preprocess, or to a run)")
     for thing in found.not_checked:

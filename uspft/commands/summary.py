@@ -47,12 +47,15 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
     if recipe.checkpoint.every_steps:
         lines.append(f"checkpoint: {output / 'checkpoints'}  (more training.steps goes on from it)")
     lines.append(f"numbers:    {output / METRICS}")
-    return "\n".join([*lines, *_next(recipe, target, overrides, best)])
+    training = recipe.training
+    early = training.patience is not None and best.since >= training.patience
+    early = early and (training.steps is None or len(losses) < training.steps)
+    return "\n".join([*lines, *_next(recipe, target, overrides, early)])
 
 
-def _next(recipe: Recipe, target: Path, overrides: Sequence[str], best: Best) -> list[str]:
+def _next(recipe: Recipe, target: Path, overrides: Sequence[str], early: bool) -> list[str]:
     """Return lines on what a person may do next: of the quickstart its point, the swap of an
-    algorithm, and of other runs what is done with a model."""
+    algorithm, and of other runs what is done with a model. early: patience ended the run."""
 
     def command(words: list[str]) -> str:
         keys = {word.partition("=")[0] for word in words}
@@ -74,7 +77,7 @@ def _next(recipe: Recipe, target: Path, overrides: Sequence[str], best: Best) ->
     elif recipe.model.adapter:
         base, adapter = recipe.model.name_or_path, shlex.quote(str(output / ADAPTER))
         lines.append(f"serve:      vllm serve {base} --enable-lora --lora-modules tuned={adapter}")
-    if training.patience and best.since >= training.patience:
+    if training.patience and early:
         lines.append(f"go on:      {command([f'training.patience={2 * training.patience}'])}")
     elif recipe.checkpoint.every_steps:
         key, count = "epochs", training.epochs

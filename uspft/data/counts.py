@@ -59,7 +59,7 @@ class Counts:
     def notes(self) -> list[str]:
         """Return one sentence for each thing that a user should know although nothing is wrong."""
         said = [
-            (self.bad, "that cannot be used and were skipped (data.on_bad_sample: skip)"),
+            (self.bad, "that cannot be used, skipped (data.on_bad_sample: skip)"),
             (self.dropped, "longer than a row and dropped (data.overlong: drop)"),
             (self.truncated, "longer than a row and cut short (data.overlong: truncate)"),
             (self.split, "longer than a row and cut into documents (data.overlong: split)"),

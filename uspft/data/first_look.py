@@ -59,7 +59,9 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     look.shapes += faults.lines()
     more = sum(len(items) > RECORDS for items in found)
     if more:
-        look.left_out.append(f"data: records after the first {RECORDS} of {more:,} files")
+        look.left_out.append(
+            f"data: records after the first {RECORDS} of {more:,} file{'s' * (more != 1)}"
+        )
     if encoder is None and formats:
         look.left_out.append("data: tokens of the records (no tokenizer or vocabulary here)")
     return look

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,11 +14,13 @@ from uspft.data.cache import made_aside
 from uspft.data.corpus import REPORT, Corpus, CorpusWriter, SourceSpan, read_report
 from uspft.data.counts import Counts
 from uspft.data.faults import wrong_key
+from uspft.data.mixing import mixed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from uspft.config import Recipe
+    from uspft.config.recipe import DataBlock
 
 KEY = "data.eval_fraction"
 HELD_OUT = "held out"
@@ -44,39 +46,51 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
     whole = read_report(folder)
     found = []
     for part, chosen in (("trained", ~held), (HELD_OUT, held)):
-        words = json.dumps([folder.name, fraction, recipe.seed, part, recipe.data.sequence_length])
+        named = [folder.name, fraction, recipe.seed, part, recipe.data.sequence_length, "mixed"]
+        words = json.dumps(named)
         place = folder.with_name(hashlib.blake2b(words.encode(), digest_size=12).hexdigest())
         if not place.exists():
-            lost = {name: whole.get(name, 0) for name in ("bad", "dropped")} | {"held_out": count}
-            more = lost if part != HELD_OUT else {}
-            _copy(corpus, np.flatnonzero(chosen), place, recipe.data.sequence_length, more)
+            more = {**whole, "held_out": count} if part != HELD_OUT else {}
+            _copy(corpus, np.flatnonzero(chosen), place, recipe.data, more)
         found.append(place)
     return found[0], found[1]
 
 
 def _copy(
-    corpus: Corpus, samples: NDArray[np.int64], place: Path, row: int, lost: dict[str, int]
+    corpus: Corpus, samples: NDArray[np.int64], place: Path, data: DataBlock, whole: dict[str, Any]
 ) -> None:
     """Write these samples of a corpus, in their order, as a corpus of their own.
 
-    lost: the counts of samples that were read and are not trained on, for the report.
+    whole: what the report says of all that was read, with how many are held out; empty for these.
     """
-    counts = Counts()
+    lost = {name: whole.get(name, 0) for name in ("bad", "dropped", "held_out")}
+    counts = Counts(truncated=whole.get("truncated", 0), bad=lost["bad"], dropped=lost["dropped"])
+    lengths = []
     with made_aside(place) as aside, CorpusWriter(aside) as writer:
         for index, (file, line) in zip(samples, corpus.origins[samples].tolist(), strict=True):
-            sample = counts.kept(corpus.sample(int(index)), corpus.overlong, row)
+            sample = counts.kept(corpus.sample(int(index)), corpus.overlong, data.sequence_length)
             assert sample is not None  # what is dropped was dropped before
             writer.add(sample, file, line)
+            lengths.append(len(sample.ids))
         if not counts.target_tokens:
             what = f"leaves {len(samples):,} samples without a trained token on one side"
             raise wrong_key(KEY, what, "write another fraction, or another seed")
-        spans = []
-        for span in corpus.sources:
-            first, stop = np.searchsorted(samples, (span.first, span.stop)).tolist()
-            spans.append(SourceSpan(first, stop, span.weight))
+        bounds = [np.searchsorted(samples, (s.first, s.stop)).tolist() for s in corpus.sources]
+        # An epoch has the weights' shares of what is trained, whichever samples that is without.
+        mix = mixed(data.train, [sum(lengths[first:stop]) for first, stop in bounds])
+        spans = [
+            SourceSpan(first, stop, times)
+            for (first, stop), times in zip(bounds, mix.times, strict=True)
+        ]
         words = json.dumps([corpus.contents, samples.tolist()])
         contents = hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
         writer.finish(list(corpus.files), spans, corpus.overlong, contents)
-        read = counts.samples + sum(lost.values())
-        report = {**asdict(counts), **lost, "read": read, "notes": counts.notes()}
+        report: dict[str, Any] = {
+            **asdict(counts),
+            "read": counts.samples + sum(lost.values()),
+            "held_out": lost["held_out"],
+            "notes": counts.notes(),
+            **({"mix": mix.lines()} if whole else {}),
+            **{name: whole[name] for name in ("shapes", "skipped") if name in whole},
+        }
         (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")

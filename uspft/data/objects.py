@@ -127,12 +127,18 @@ def _json(file: SourceFile) -> Iterator[Entry | BadRecord]:
         return
     handle, at = _open(file)
     with handle:
-        before = 0
+        before, begun = 0, False
         for number, line in enumerate(_lines(handle), 1):
             raw = line.removeprefix(_BOM) if number == 1 else line
             if not raw.strip():
                 continue
             size, before = at() - before, at()
+            if not begun and raw.strip().endswith((b"{", b"[")):
+                what = "one object over many lines"
+                remedy = "write one array of objects (what a field of it may hold), or one a line"
+                yield BadRecord(f"{file.shown}:{number}", f"{what}; {remedy}")
+                return
+            begun = True
             if len(raw) > LONGEST_LINE:
                 what = f"a line of more than {LONGEST_LINE:,} bytes"
                 remedy = "write one sample a line, and split long ones"

@@ -1,13 +1,12 @@
 """Conversations as text, with the spans that train, through the tokenizer's own chat template.
 
-A template may mark the assistant's part with {% generation %} … {% endgeneration %}; where it does
-not, rendering with and without each turn tells the part (`turns`). The text is never searched for
-answers.
+A template may mark the assistant's part with {% generation %} … {% endgeneration %}; of those that
+do not, known ones have a twin that does (`twins`), and of others rendering with and without each
+turn tells the part (`turns`). The text is never searched for answers.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,9 @@ from functools import cached_property
 from typing import Any
 
 from uspft.data.faults import SampleFault
+from uspft.data.left_out import require_answers, require_turns
 from uspft.data.turns import STAND_IN, Manner, Spans, Turn, Untold, all_but, between, turn_spans
+from uspft.data.twins import twin_of
 
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TODAY = "26 Jul 2024"
@@ -48,6 +49,15 @@ class ChatTemplate:
         """Whether the assistant's part is marked."""
         return MARK.search(self.source) is not None
 
+    @cached_property
+    def twin(self) -> ChatTemplate | None:
+        """The template that writes the same text with one mark for each answer, where it is known.
+
+        None too where this one is marked.
+        """
+        source = None if self.marked else twin_of(self.source)
+        return None if source is None else replace(self, source=source)
+
     @property
     def writes_today(self) -> bool:
         """Whether the text depends on the day on which it is rendered."""
@@ -77,7 +87,10 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             remedy = "mend the record, or choose another data.chat_template"
-            raise SampleFault(f"the chat template refuses it: {error}; {remedy}") from error
+            silent = [i for i, turn in enumerate(turns) if turn.get("content") is None]
+            lacks = silent and isinstance(error, TypeError)
+            what = f"messages[{silent[0]}] has no content ({error})" if lacks else error
+            raise SampleFault(f"the chat template refuses it: {what}; {remedy}") from error
         return texts[0], list(indices[0]) if marks else []
 
     @cached_property
@@ -136,14 +149,15 @@ def render(fields: Mapping[str, Any], template: ChatTemplate, train_on: str) -> 
     if fields.get("tools"):
         more["tools"] = fields["tools"]
     spans: Spans = []
-    if template.marked and (asked or train_on != "all"):
+    if not asked and train_on == "all":
+        text = template.write(turns, **more)
+    elif template.marked:
         text, spans = template.write_marked(turns, **more)
-        _require_answers([turns[i] for i in answers], [text[a:b] for a, b in spans], template)
+        require_answers([turns[i] for i in answers], [text[a:b] for a, b in spans], template)
         spans = spans if asked == answers else _one_each(spans, answers, asked)
     else:
-        text = template.write(turns, **more)
-        spans = _told(turns, text, asked, template, more)
-    _require_turns(turns, text, template, more)
+        text, spans = _unmarked(turns, answers, asked, template, more)
+    require_turns(turns, text, template, more)
     spans = joined(spans)
     return Rendered(text, all_but(spans, text) if train_on == "all" else spans)
 
@@ -179,6 +193,27 @@ def _one_each(spans: Spans, answers: list[int], asked: list[int]) -> Spans:
     return [span for span, i in zip(spans, answers, strict=True) if i in asked]
 
 
+def _unmarked(
+    turns: list[Turn],
+    answers: list[int],
+    asked: list[int],
+    template: ChatTemplate,
+    more: dict[str, Any],
+) -> tuple[str, Spans]:
+    """Return the text and the spans of the answers asked for, by the template's twin or told."""
+    spans: Spans = []
+    if template.twin:
+        text, spans = template.twin.write_marked(turns, **more)
+    if template.twin and len(spans) == len(answers):
+        spans = [span for span, i in zip(spans, answers, strict=True) if i in asked]
+    else:  # unknown, or it writes an answer in another's place, as Llama 3.1's can with tools
+        text = template.write(turns, **more)
+        spans = _told(turns, text, asked, template, more)
+    for i, (start, stop) in zip(asked, spans, strict=True):
+        require_answers([turns[i]], [text[start:stop]], template)
+    return text, spans
+
+
 def _told(
     turns: list[Turn], text: str, asked: list[int], template: ChatTemplate, more: dict[str, Any]
 ) -> Spans:
@@ -192,14 +227,11 @@ def _told(
     try:
         plain = more.keys() <= {"tools"}
         manner = template.manner if plain else replace(template.manner, around=None)
-        spans = turn_spans(write, turns, text, asked, manner)
+        return turn_spans(write, turns, text, asked, manner)
     except Untold as reason:
         remedy = "name a template with {% generation %} marks in data.chat_template"
         what = "the chat template has no {% generation %} marks"
         raise SampleFault(f"{what}, and {reason}; {remedy}") from reason
-    for i, (start, stop) in zip(asked, spans, strict=True):
-        _require_answers([turns[i]], [text[start:stop]], template)
-    return spans
 
 
 def joined(spans: Spans) -> Spans:
@@ -211,60 +243,3 @@ def joined(spans: Spans) -> Spans:
         elif start < stop:
             found.append((start, stop))
     return found
-
-
-def _require_answers(answers: list[Turn], spans: list[str], template: ChatTemplate) -> None:
-    """Check that the spans hold the text and the calls of every answer.
-
-    Raises SampleFault where they stand beside that text, as marks inside a Jinja macro do.
-    """
-    what, remedy = "rendering with and without an answer does not find its text", "name another"
-    if template.marked:
-        what, remedy = "the template's marks leave out an assistant message", "move them around it"
-    trained, at = "".join(spans), 0
-    for answer in answers:
-        for text in _pieces(answer):
-            # Templates of reasoning models leave earlier turns' thoughts out.
-            for content in (text, text.rpartition("</think>")[2]):
-                found = trained.find(content.strip(), at)
-                if found >= 0:
-                    at = found + len(content.strip())
-                    break
-            else:
-                raise SampleFault(f"{what}; {remedy} (data.chat_template)")
-        for call in answer.get("tool_calls") or ():
-            name = call.get("function", call).get("name")
-            if isinstance(name, str) and name not in trained:
-                remedy = "name a data.chat_template that writes tool_calls"
-                raise SampleFault(f"the template leaves out the call of {name!r}; {remedy}")
-
-
-def _pieces(turn: Turn) -> list[str]:
-    content = turn.get("content")
-    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
-
-
-def _require_turns(
-    turns: list[Turn], text: str, template: ChatTemplate, more: dict[str, Any]
-) -> None:
-    """Check that no turn is left out, as templates do silently with roles that they do not know.
-
-    Raises SampleFault.
-    """
-    for i, turn in enumerate(turns):
-        pieces = [piece.strip() for piece in _pieces(turn)]
-        if turn["role"] == "assistant" or all(
-            piece in text or json.dumps(piece)[1:-1] in text for piece in pieces
-        ):
-            continue
-        try:
-            without = template.write([*turns[:i], *turns[i + 1 :]], **more)
-        except SampleFault:
-            continue
-        if without == text:
-            what = f"the chat template leaves out messages[{i}], of the role {turn['role']!r}"
-            remedy = "give it a role that the template writes, or another data.chat_template"
-            raise SampleFault(f"{what}; {remedy}")
-    if more.get("tools") and "tools" not in template.source:
-        remedy = "leave the tools out, or name a data.chat_template that writes them"
-        raise SampleFault(f"the chat template does not write tools; {remedy}")

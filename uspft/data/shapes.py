@@ -56,6 +56,11 @@ _OFTEN: dict[str, tuple[str, ...]] = {  # what a field is often called by others
     "input_ids": ("ids", "tokens", "token_ids"),
 }
 
+_CHOSEN = (
+    "nothing here trains on preferences; for the chosen answers alone write data.fields: "
+    "{completion: chosen} beside a prompt, {messages: chosen} where they are whole conversations"
+)
+
 
 def renamed(fields: Fields, asked: Naming) -> Fields:
     """Return a record with its fields under our names."""
@@ -96,7 +101,14 @@ def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
 
 
 def _mapping(fields: Collection[str], asked: Naming) -> str:
-    """Return the mapping to write where fields are named almost like those of a shape."""
+    """Return what to do: the mapping to write where fields are named almost like a shape's."""
+    needed = {need for shape in SHAPES for need in shape.needs} - set(fields)
+    if absent := [theirs for ours, theirs in asked.names.items() if theirs and ours in needed]:
+        return f"data.fields names {absent[0]}, and there is no such field: write one that it has"
+    if {"chosen", "rejected"} <= set(fields):
+        return _CHOSEN
+    if len(fields) == 1 and ";" in str(next(iter(fields))):
+        return "its columns stand apart by `;`: save the table with commas, or tabs as .tsv"
     for shape in SHAPES:
         found: dict[str, str] = {}
         for need in shape.needs:
@@ -226,9 +238,15 @@ def _chat(fields: Fields, turns: Any) -> Fields:
 
 
 def _led(turns: Any, fields: Fields) -> Any:
-    """Return the turns behind the record's system message, where it has one of its own."""
+    """Return the turns behind the record's system message, where it has one of its own.
+
+    Raises SampleFault where the turns begin with another.
+    """
     if not fields.get("system") or not isinstance(turns, list):
         return turns
     if turns and isinstance(turns[0], dict) and turns[0].get("role") == "system":
+        if turns[0].get("content") != fields["system"]:
+            what = "a field system, and turns that begin with another system message"
+            raise SampleFault(f"{what}; take one out, or write data.fields: {{system: null}}")
         return turns
     return [{"role": "system", "content": fields["system"]}, *turns]

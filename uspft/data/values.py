@@ -10,8 +10,16 @@ from uspft.data.faults import SampleFault
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 """The roles that templates know; each template decides which of them it takes."""
-LIKELY = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+LIKELY = {
+    **dict.fromkeys(("human", "prompter", "customer", "User", "Human"), "user"),
+    **dict.fromkeys(("gpt", "bot", "model", "ai", "agent", "Assistant", "AI"), "assistant"),
+}
 """What roles of other names most likely mean."""
+OFTEN = {
+    "role": ("from", "speaker", "author", "who", "sender", "user_type", "name"),
+    "content": ("value", "text", "message", "utterance", "body", "said"),
+}
+"""What the keys of a turn are often called by others."""
 
 
 def check_text(name: str, value: Any) -> None:
@@ -70,25 +78,30 @@ def check_messages(name: str, value: Any) -> None:
         raise SampleFault(f"{name} is a {kind(value)}; write a list of {{role, content}}")
     for i, turn in enumerate(value):
         _check_turn(f"{name}[{i}]", turn)
+        if turn["role"] not in ROLES:
+            what = f"{name}[{i}] has the role {turn['role']!r:.40}"
+            raise SampleFault(f"{what}; write {_roles(value)}one of {', '.join(ROLES)}")
+
+
+def _roles(turns: list[Any]) -> str:
+    """Return the mapping to write for the roles of a conversation that are none of ours."""
+    given = [turn.get("role") for turn in turns if isinstance(turn, dict)]
+    other = [role for role in dict.fromkeys(map(str, given)) if role not in ROLES]
+    if not all(isinstance(role, str) for role in given):
+        return ""
+    pairs = ", ".join(f"{role:.40}: {LIKELY.get(role, 'one of ours')}" for role in other)
+    return f"data.fields: {{roles: {{{pairs}}}}}, or "
 
 
 def _check_turn(here: str, turn: Any) -> None:
     if not isinstance(turn, dict):
         raise SampleFault(f"{here} is a {kind(turn)}; write {{role, content}}")
-    for key in ("role", "content"):
-        if key not in turn and (key == "role" or not turn.get("tool_calls")):
-            near = get_close_matches(key, turn, 1)
-            found = near[0] if near else ", ".join(map(str, turn)) or "nothing"
-            remedy = f"write {key}, or data.fields: {{{key}: its name here}}"
-            raise SampleFault(f"{here} has no {key}, but {found}; {remedy}")
-    if turn["role"] not in ROLES:
-        shown = f"{turn['role']!r:.40}"
-        mapping = ""
-        if isinstance(turn["role"], str):
-            ours = LIKELY.get(turn["role"], "one of ours")
-            mapping = f"data.fields: {{roles: {{{turn['role']:.40}: {ours}}}}}, or "
-        remedy = f"write {mapping}one of {', '.join(ROLES)}"
-        raise SampleFault(f"{here} has the role {shown}; {remedy}")
+    lacking = [key for key in ("role", "content") if key not in turn]
+    if lacking and not (lacking == ["content"] and turn.get("tool_calls")):
+        found = ", ".join(map(str, turn)) or "nothing"
+        pairs = ", ".join(f"{key}: {_name_here(key, turn)}" for key in lacking)
+        remedy = f"write {' and '.join(lacking)}, or data.fields: {{{pairs}}}"
+        raise SampleFault(f"{here} has no {lacking[0]}, but {found}; {remedy}")
     if turn.get("weight") not in (None, 0, 1):
         raise SampleFault(f"{here}.weight is {turn['weight']!r:.40}; write 0 or 1")
     _check_calls(here, turn.get("tool_calls"))
@@ -98,6 +111,13 @@ def _check_turn(here: str, turn: Any) -> None:
     elif content is not None or not turn.get("tool_calls"):
         check_text(f"{here}.content", content)
     check_writable(here, turn)
+
+
+def _name_here(key: str, turn: dict[str, Any]) -> str:
+    names = [name for name in turn if isinstance(name, str)]
+    often = [name for name in names if name.lower() in OFTEN[key]]
+    near = [*often, *get_close_matches(key, names, 1)]
+    return near[0] if near else "its name here"
 
 
 def _check_calls(here: str, calls: Any) -> None:

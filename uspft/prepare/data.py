@@ -45,10 +45,11 @@ def prepare_data(
         corpus = prepare(recipe.data, tokenizer, vocabulary, cache, tick)
         progress.reset(task, description="reading evaluation data", total=None)
         evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, cache, tick)
-    _tell("data", corpus, screen)
+    whole = corpus
     if recipe.data.eval_fraction:
         corpus, held = hold_out(corpus, recipe)
         evaluation = {HELD_OUT: held}
+    _tell("data", whole, screen, mix_of=corpus)
     for title, folder in evaluation.items():
         _tell(f"evaluation data {title}", folder, screen)
     return corpus, evaluation
@@ -59,17 +60,22 @@ def cache_of(recipe: Recipe, place: Invocation) -> Path:
     return Path(recipe.data.cache_dir or place.cache / "data")
 
 
-def _tell(what: str, folder: Path, screen: Console) -> None:
-    """Print how much data there is, and how many samples were dropped, cut or have no targets."""
+def _tell(what: str, folder: Path, screen: Console, mix_of: Path | None = None) -> None:
+    """Print how much data there is, and how many samples were dropped, cut or have no targets.
+
+    mix_of: where the data lies whose mix is told, which may be a part of it.
+    """
     report = read_report(folder)
+    mix = read_report(mix_of).get("mix", ()) if mix_of else ()
     for shape in report.get("shapes", ()):
         screen.print(f"{what}: {shape}", markup=False)
+    count = report["samples"]
     screen.print(
-        f"{what}: {report['samples']:,} samples, {report['tokens']:,} tokens, "
+        f"{what}: {count:,} sample{'s' * (count != 1)}, {report['tokens']:,} tokens, "
         f"longest {report['longest']:,}",
         markup=False,
     )
-    for line in (*report["notes"], *report.get("skipped", ()), *report.get("mix", ())):
+    for line in (*report["notes"], *report.get("skipped", ()), *mix):
         screen.print(f"{what}: {line}", markup=False)
 
 

@@ -89,9 +89,8 @@ class Evaluation:
         over = patience is not None and self._best.since >= patience
         if over:
             least = f"the least loss was {self._best.loss:.4f}, after step {self._best.step}"
-            self._display.say(
-                f"training.patience: {patience} evaluations without a better; {least}"
-            )
+            count = f"{patience} evaluation{'s' * (patience != 1)}"
+            self._display.say(f"training.patience: {count} without a better; {least}")
         best = self._best.step if recipe.checkpoint.keep_best else None
         said = [float(over), float(best or 0)] if self._speaks else [0.0, 0.0]
         everyone, device = self._run.engine.holders.everyone, self._run.engine.device

@@ -74,6 +74,27 @@ def test_a_run_of_one_s_own_is_served_or_goes_on(tmp_path: Path) -> None:
     assert load(tmp_path / "r.yaml", named["go on"][2:]).recipe.training.steps == 6
 
 
+@pytest.mark.parametrize(("steps", "word"), [(2, "training.patience=2"), (3, "training.steps=6")])
+def test_a_run_that_patience_ended_early_goes_on_by_patience(
+    tmp_path: Path, steps: int, word: str
+) -> None:
+    own = recipe(
+        tmp_path,
+        {
+            "data": {"train": "x", "eval_fraction": 0.5, "sequence_length": 16},
+            "training": {"steps": 3, "global_batch_size": 1, "patience": 1, "eval_every_steps": 1},
+        },
+    )
+    records = [
+        record
+        for step in range(1, steps + 1)
+        for record in ({"step": step, "loss": 2.0}, {"step": step, "eval_loss": 1.0 + step})
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "my out/metrics.jsonl").write_text(lines)
+    assert commands(own, "r.yaml")["go on"] == ["./launch.sh", "r.yaml", word]
+
+
 def test_epochs_go_on_by_epochs_and_an_adapter_is_served_with_its_base(tmp_path: Path) -> None:
     own = recipe(
         tmp_path,

@@ -26,7 +26,7 @@ def test_the_first_records_of_each_file_are_looked_at(tmp_path: Path) -> None:
     data = block(chat, STDLIB, "org/name", eval=str(long))
     look = first_look(data, str(TOKENIZER), 8192)
     assert look.shapes == [f"{chat}: chat: messages with role/content", f"{long}: text"]
-    assert look.left_out == [f"data: records after the first {RECORDS} of 1 files"]
+    assert look.left_out == [f"data: records after the first {RECORDS} of 1 file"]
     for tokenizer, size in ((None, 8192), (str(TOKENIZER), None)):
         unknown = "data: tokens of the records (no tokenizer or vocabulary here)"
         assert first_look(data, tokenizer, size).left_out[1:] == [unknown]

@@ -48,8 +48,12 @@ def test_samples_are_trained_on_or_held_out(tmp_path: Path) -> None:
         first, last = corpus.sources
         assert (first.first, first.stop, last.stop) == (0, last.first, len(corpus))
         assert all(number <= 10 for number in ids_of(corpus)[: first.stop])
-        weights = [span.weight for span in Corpus.open(whole).sources]
-        assert [first.weight, last.weight] == weights
+        tokens = [
+            sum(len(corpus.sample(i).ids) for i in range(span.first, span.stop))
+            for span in corpus.sources
+        ]
+        assert 3 * first.weight * tokens[0] == pytest.approx(last.weight * tokens[1])
+        assert first.weight * tokens[0] + last.weight * tokens[1] == pytest.approx(sum(tokens))
         report = read_report(place)
         assert report["samples"] == len(corpus) and report["tokens"] == len(corpus.tokens)
     assert fates(read_report(whole)) is None
@@ -61,6 +65,29 @@ def test_samples_are_trained_on_or_held_out(tmp_path: Path) -> None:
     assert len(names) == 3 and hold_out(whole, asked) == places
     again = hold_out(whole, recipe(*asked.data.train, seed=2))
     assert ids_of(Corpus.open(again[1])) != ids_of(held)
+
+
+def test_what_is_trained_on_tells_of_all_that_was_read(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1] * (3 + 9 * (i == 5))} for i in range(9)]
+    path = write_lines(tmp_path / "a.jsonl", [*rows, {"input_ids": ["a"]}])
+    other = write_lengths(tmp_path / "b.jsonl", [3] * 4)
+    asked = recipe(source(path, weight=1), source(other, weight=1))
+    asked.data.overlong, asked.data.on_bad_sample = "drop", "skip"
+    whole = prepare(asked.data, None, 50_000, tmp_path / "cache")
+    told = read_report(whole)
+    assert len(told["notes"]) == 2 and len(told["skipped"]) == 2
+    trained, held = map(read_report, hold_out(whole, asked))
+    assert all(trained[name] == told[name] for name in ("notes", "skipped", "shapes", "bad"))
+    assert fates(trained) == {
+        "read": 14,
+        "kept": 9,
+        "dropped": {"longer than a row": 1, "cannot be used": 1, "held out": 3},
+    }
+    assert [line.partition(" of an")[0] for line in trained["mix"]] == [
+        f"{path}: 50.0%",
+        f"{other}: 50.0%",
+    ]
+    assert held["notes"] == [] and not {"mix", "skipped"} & held.keys()
 
 
 def test_a_fraction_that_leaves_a_side_empty(tmp_path: Path) -> None:

@@ -140,6 +140,16 @@ WRONG: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "a cut escape": ("a.json", b'[{"a": "\\ud83', (":1: broken JSON in the array (",)),
     "nothing in it": ("a.json", b"[", (":1: broken JSON in the array (Expecting value)",)),
     "an array of texts": ("a.json", b'["a",\n"b"]', (":1: a string, not", ":2: a string, not")),
+    "one object": (
+        "a.json",
+        b'\n{\n "data": [\n  {}\n ]\n}\n',
+        (":2: one object over many lines",),
+    ),
+    "a comma behind a line": (
+        "a.jsonl",
+        b'{"a": 1},\n{"a": 2}\n',
+        (":1: broken JSON (Extra data",),
+    ),
     "a cut line": ("a.jsonl", b'{"text": "a"}\n{"tex', (":2: broken JSON (",)),
     "NUL in a line": ("a.jsonl", b'{"text": "a"}\n{"te\0": 1}\n', (":2: holds NUL bytes: UTF-16",)),
     "NUL in a text": ("a.txt", b"one\ntwo\0\n", (":2: holds NUL bytes: UTF-16",)),

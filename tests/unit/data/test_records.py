@@ -40,7 +40,11 @@ BROKEN = [
     ("messages", {"messages": []}, "an empty sample"),
     ("messages", {"messages": ["hello"]}, "messages[0] is a string"),
     ("messages", {"messages": [{"role": "user"}]}, "messages[0] has no content, but role"),
-    ("messages", {"messages": [{"rol": "user", "content": "a"}]}, "has no role, but rol; write"),
+    (
+        "messages",
+        {"messages": [{"rol": "user", "content": "a"}]},
+        "but content, rol; write role, or data.fields: {role: rol}",
+    ),
     ("messages", {"messages": [{"role": "bot", "content": "a"}]}, "{roles: {bot: assistant}}, or"),
     ("messages", {"messages": [{"role": ["a"], "content": "a"}]}, "role ['a']; write one of"),
     ("messages", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content is a number"),

@@ -106,8 +106,15 @@ def test_a_turn_that_the_template_leaves_out_is_refused() -> None:
     with pytest.raises(SampleFault, match="does not write tools; "):
         trained({"messages": turns[1:], "tools": TOOLS}, source, "all")
     calls = [turns[1], turn("assistant", "", tool_calls=[call("look")])]
-    with pytest.raises(SampleFault, match="leaves out the call of 'look'; "):
-        trained({"messages": calls}, source)
+    for train_on, later in (("assistant", []), ("last", turns[1:]), ("all", turns[1:])):
+        with pytest.raises(SampleFault, match="leaves out the call of 'look'; "):
+            trained({"messages": [*calls, *later]}, source, train_on)
+
+
+def test_a_template_that_needs_content_says_whose() -> None:
+    source = MARKED["chatml"].replace("m.content or ''", "m.content + ''")
+    with pytest.raises(SampleFault, match=r"refuses it: messages\[1\] has no content \(unsupp"):
+        trained(CONVERSATIONS["tools"], source)
 
 
 def test_a_template_without_marks_that_tells_nothing_is_refused() -> None:

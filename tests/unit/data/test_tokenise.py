@@ -220,7 +220,7 @@ def test_bad_samples_are_skipped_counted_and_named(tmp_path: Path) -> None:
     assert overlong == f"{path}:5: 9 tokens, a row has 8"
     assert broken.startswith(f"{path}:2: broken JSON (") and "(2 such: lines 2, 4); " in broken
     assert text.startswith(f"{path}:3: input_ids is a string; ") and f"{path}:6: " in beyond
-    assert report["notes"][0].startswith("4 samples that cannot be used and were skipped")
+    assert report["notes"][0].startswith("4 samples that cannot be used, skipped")
     assert Corpus.open(folder).origin(0) == f"{path}:1"
     (line,) = faults_of(tmp_path, block(write_lines(path, ["{"]), on_bad_sample="skip"), None, 10)
     assert "no sample is left, all 1 were skipped; " in line
