@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.livebytes import LiveBytes
-from benchmarks.memory.measured import Counted, first_of, measure
+from benchmarks.memory.measured import Counted, measure, one_of
 from uspft.assemble import save_memory
 from uspft.batch import Batch
 from uspft.config import ParallelBlock
@@ -62,27 +62,34 @@ def count(
     *,
     fake: bool = True,
     every_tile: bool = True,
+    **options: Any,
 ) -> Counted:
-    """Count one row of one document as the first of the layout's ranks holds it.
+    """Count one row of one document as that of the ranks holds it which has the most.
 
+    They are those of a ring, whose members need other keys; all ranks of Ulysses have the same.
     config: of transformers, with the compute type. tokens: of the whole row. fake: on meta tensors,
     which need neither memory nor much time; else on real ones, into which nothing arrives.
     every_tile: whether all tiles of MLPs and norms run; else the first two and the last, between
-    which each has the bytes of the one before it.
+    which each has the bytes of the one before it. options: of the algorithm.
     """
     device = torch.device("meta" if fake else "cpu")
     layout = layout or Layout()
-    with first_of(layout.ranks):
-        world = world_of(layout, algorithm, device, returns())
-        with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
-            return count_here(config, tokens, memory, world)
+    found = []
+    for rank in range(0, layout.ranks, layout.ranks // layout.ring):
+        with one_of(layout.ranks, rank):
+            world = world_of(layout, algorithm, device, returns(), **options)
+            with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
+                found.append(count_here(config, tokens, memory, world))
+    return max(found, key=lambda counted: counted.most_bytes["all"])
 
 
-def world_of(layout: Layout, algorithm: str, device: torch.device, kernel: Kernel) -> World:
-    """Make a layout live with an algorithm that shares rows."""
+def world_of(
+    layout: Layout, algorithm: str, device: torch.device, kernel: Kernel, **options: Any
+) -> World:
+    """Make a layout live with an algorithm that shares rows. options: the algorithm's own."""
     row = row_of(algorithm, layout.context)
     parallel = ParallelBlock(model_parallel=layout.tensor)
-    made = make_algorithm(row, layout.ulysses, layout.ring, keep=False)
+    made = make_algorithm(row, layout.ulysses, layout.ring, keep=False, **options)
     named = row, made, tensor_algorithm(parallel, layout)
     return make_world(layout, named, kernel, device, Groups())
 
@@ -126,7 +133,7 @@ def module_of(config: Any, memory: MemoryBlock) -> CausalLoss:
     ).train()
     recompute, offload = save_memory(model, memory)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
-    return CausalLoss(model, loss, 1, recompute, offload=offload).train()
+    return CausalLoss(model, loss, recompute=recompute, offload=offload).train()
 
 
 def _batch(world: World, share: Any) -> Batch:

@@ -34,9 +34,9 @@ class Counted:
 
 
 @contextmanager
-def first_of(ranks: int) -> Iterator[None]:
-    """Be the first of so many ranks, none of which sends anything."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Be one of so many ranks, none of which sends anything."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         # torch asks for the backend of the device, and meta has none.
         with patch.object(dist, "batch_isend_irecv", lambda operations: []):

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from benchmarks.memory.livebytes import LiveBytes
-from benchmarks.memory.measured import Counted, first_of, measure
+from benchmarks.memory.measured import Counted, measure, one_of
 
 NAME = "counted"
 """The attention, as transformers knows it."""
@@ -40,7 +40,7 @@ def count_plain(config: Any, tokens: int) -> Counted:
 
     config: of transformers, with the compute type. tokens: of the row.
     """
-    with first_of(1), torch.device("meta"):
+    with one_of(1), torch.device("meta"):
         AttentionInterface.register(NAME, _attend)
         model = _model(config)
         batch = _batch(tokens)
@@ -54,7 +54,7 @@ def count_alst(config: Any, tokens: int, ranks: int, *, offload: bool) -> Counte
 
     tokens: of the whole row. offload: whether inputs of layers wait on the host.
     """
-    with first_of(ranks), torch.device("meta"):
+    with one_of(ranks), torch.device("meta"):
         return count_alst_here(config, tokens // ranks, offload=offload)
 
 

@@ -41,7 +41,7 @@ class Partial:
             new = torch.logaddexp(old, lse)
             keep = (old - new).exp_().t().unsqueeze(-1)
             gain = (lse - new).exp_().t().unsqueeze(-1)
-            self._out[q0:q1].mul_(keep).add_(out * gain)
+            self._out[q0:q1].mul_(keep).addcmul_(out, gain)
             self._lse[:, q0:q1] = new
 
     def _start(self, parts: Sequence[BlockOutput]) -> None:

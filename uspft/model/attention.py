@@ -61,6 +61,8 @@ class Bound:
 
         inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
         once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+        if self.shelf and not once:
+            self.shelf.below(next(x for x in inputs if x.requires_grad))
         if once or self._forgets:  # a layer without a backward is never called again
             return self.world.attend(qkv, self._share, rule)
         remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)

@@ -1,7 +1,8 @@
 """What layers keep for the backward pass, waiting on the host instead of the device.
 
-It leaves when it is kept, and comes back before it is used: what a layer keeps while the layer runs
-again, and the input of the layer below it meanwhile. On a GPU copies run on a stream of their own,
+It leaves when it is kept, and comes back before it is used: what a layer's attention keeps while
+the layer runs again, and the input of the layer below behind the last that attention's backward
+does, which has the most on the device. On a GPU copies run on a stream of their own,
 to and from pinned memory; that part has not yet been run on a GPU. On a CPU they are made at once,
 in the same order.
 """
@@ -9,7 +10,8 @@ in the same order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -63,22 +65,24 @@ class HostShelf:
         return Item(known[0], tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     def get(self, item: Item) -> Tensor:
-        """Return a tensor as it was, on the device, and let those that are used next come."""
+        """Return a tensor as it was, on the device, and let the rest of its layer's come."""
         found = item.parcel.take().as_strided(item.shape, item.stride, item.offset)
-        self._fetch_next(item.parcel.place)
+        bounds = [*(self._layers or [0]), len(self._parcels)]
+        layer = bisect_right(bounds, item.parcel.place) - 1
+        self._fetch(range(bounds[layer] + 1, bounds[layer + 1]))
         return found
 
-    def _fetch_next(self, place: int) -> None:
-        """Let the rest of a layer's parcels come, and once its attention is at work the input of
-        the layer below."""
-        bounds = [*(self._layers or [0]), len(self._parcels)]
-        layer = max(n for n, first in enumerate(bounds[:-1]) if first <= place)
-        first, end = bounds[layer], bounds[layer + 1]
-        wanted = [*range(first + 1, end)]
-        if layer and (place > first or end == first + 1):
-            wanted.append(bounds[layer - 1])
-        for number in wanted:
-            if parcel := self._parcels[number]():
+    def below(self, x: Tensor) -> None:
+        """Let the input of the layer below come when the gradient of x has: an input of the
+        attention of the layer that runs."""
+        if len(self._layers) > 1:
+            place = self._layers[-2]
+            x.register_hook(lambda _: self._fetch([place]))
+
+    def _fetch(self, places: Iterable[int]) -> None:
+        """Let parcels come that are still waited for."""
+        for place in places:
+            if parcel := self._parcels[place]():
                 parcel.fetch()
 
     def hooks(self) -> Any:

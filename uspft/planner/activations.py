@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from uspft.families import ModelShape
+from uspft.planner.in_flight import backward_elements
 from uspft.planner.products import head_projection
 from uspft.sequence.rows.heads import split_heads
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 KNOWN = ("llama", "mistral", "qwen2")
 """The model types whose layers the formula knows."""
-RING_KEYS = 24
-"""How many tensors of a rank's keys the backward of attention in a ring has: those at hand and
-those that come, gradients on their way, and sums in float32."""
 ELEMENT = 2
 
 
@@ -54,9 +52,8 @@ class Activations:
         """The most that is on the device."""
         if not self.offloaded:
             return self.layers * self.kept_bytes + max(self.layer_bytes, self.loss_bytes)
-        # The layer at work has what it keeps, and the input of the one below it has come.
-        below = self.input_bytes if self.layers > 1 else 0.0
-        return max(self.kept_bytes + below + self.layer_bytes, self.loss_bytes)
+        # The layer at work has what it keeps; the input of the one below comes when less is there.
+        return max(self.kept_bytes + self.layer_bytes, self.loss_bytes)
 
     @property
     def host_bytes(self) -> float:
@@ -65,20 +62,27 @@ class Activations:
 
 
 def activations(
-    shape: ModelShape, layout: Layout, tokens: int, memory: MemoryBlock, row: AlgorithmRow
+    shape: ModelShape,
+    layout: Layout,
+    tokens: int,
+    memory: MemoryBlock,
+    row: AlgorithmRow,
+    *,
+    stages: int = 0,
 ) -> Activations | None:
     """Return what a rank with so many tokens in one forward needs, where all weights train.
 
     memory: `auto` among its values counts as what it is without a need to save memory. row: of the
-    table, for the algorithm that shares rows. Returns None
-    where the formula does not know: layers that are not checkpointed or not LLaMA's, matrices that
-    ranks divide, keys that all come at once.
+    table, for the algorithm that shares rows. stages: `exchange_stages`, 0 for auto.
+    Returns None where the formula does not know: layers that are not checkpointed or not LLaMA's,
+    matrices that ranks divide, keys that all come at once.
     """
     known = memory.gradient_checkpointing and shape.model_type in KNOWN and layout.tensor == 1
     if not known or (row.all_at_once and layout.ring > 1):
         return None
     d, inner = shape.hidden_size, shape.intermediate_size
-    attention = _attention(shape, layout, memory.recompute)
+    comes_in = stages if "exchange_stages" in row.options else None
+    attention = _attention(shape, layout, memory.recompute, comes_in)
     positions = 2 * shape.head_dim + 4
     tile = memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else tokens
     if tile < tokens:
@@ -115,7 +119,8 @@ class _Attention:
     """There beside it in attention's own backward."""
 
 
-def _attention(shape: ModelShape, layout: Layout, recompute: str) -> _Attention:
+def _attention(shape: ModelShape, layout: Layout, recompute: str, stages: int | None) -> _Attention:
+    """stages: as of `backward_elements`."""
     ulysses, dim = layout.ulysses, shape.head_dim
     shares = split_heads(shape.heads, shape.kv_heads, ulysses)
     heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
@@ -126,21 +131,21 @@ def _attention(shape: ModelShape, layout: Layout, recompute: str) -> _Attention:
         gathered = out if ulysses > 1 else 0
         kept, alive, again = 0, received + inner + lse + gathered, received + inner + lse
     elif ulysses == 1:
-        kept, alive, again = out + lse, received, inner
+        kept, alive, again = out + lse, received, received
     elif recompute == "exchange":
         kept, alive, again = inner + lse, received + out, received
     else:
         kept, alive, again = received + inner + lse + out, 0, inner
     if layout.ring > 1:
-        # The output's gradient, the query's in float32 and of the half at work, and keys.
-        backward = 3.5 * inner + RING_KEYS * keys
+        # The output's gradient, beside which all others are made.
+        backward = inner + backward_elements(layout.ring, inner, 2 * keys, stages)
     elif ulysses > 1:
         # Beside the gradients of what came are the output's and what it came in, or gradients of
         # keys, summed where several ranks copy a head; the log-sum-exp is let go of then.
         sent = 4 * keys + (4 * own if keys > own else 2 * keys)
         backward = 2 * inner + max(inner + 2 * own, sent - lse)
     else:
-        most = 2 * keys if recompute == "attention" else max(inner + 2 * keys, 4 * keys)
+        most = 2 * keys if recompute == "attention" else max(inner, 2 * keys)
         backward = 2 * inner + most
     return _Attention(kept, alive, again + backward)
 

@@ -59,7 +59,9 @@ def need_of(
     if recipe.model.dtype == "float32" or recipe.model.adapter or recipe.model.freeze:
         return None
     tokens = -(-rows * recipe.data.sequence_length // layout.context)
-    found = activations(shape, layout, tokens, recipe.memory, row)
+    stages = recipe.parallel_config.exchange_stages
+    cut = stages if isinstance(stages, int) else 0
+    found = activations(shape, layout, tokens, recipe.memory, row, stages=cut)
     return Need(*state_bytes(recipe, shape, layout), found) if found else None
 
 
@@ -68,9 +70,9 @@ def state_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> tuple[floa
     the device and on the host.
 
     Weights are in 16 bits; gradients are summed in float32, in which the master weights and two
-    moments are too. Stages 1 and 2 fill buckets in float32, stage 3 in the type that crosses ranks;
-    it has the head, or two layers, whole at a time; where it offloads the
-    optimizer's state, gradients are summed beside it (DeepSpeed's grad_partitions_flat_buffer).
+    moments are too. Stage 3 fills buckets in the type that crosses ranks, and has the head, or two
+    layers, whole at a time; where it offloads the optimizer's state, gradients are summed beside it
+    (DeepSpeed's grad_partitions_flat_buffer).
     """
     zero = recipe.deepspeed.zero_optimization
     stage, ranks = int(zero.get("stage", 1)), layout.context * layout.data
@@ -78,7 +80,7 @@ def state_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> tuple[floa
     every = outside + shape.layers * layer
     if stage == 0:
         return 20.0 * every, 0.0
-    crossing = 2 if stage == 3 and recipe.memory.gradient_reduction == "bfloat16" else 4
+    crossing = 2 if recipe.memory.gradient_reduction == "bfloat16" else 4
     bucket = crossing * min(float(zero.get("reduce_bucket_size") or BUCKET), every)
     optimizer_away, weights_away = (
         (zero.get(key) or {}).get("device") == "cpu"
@@ -88,10 +90,23 @@ def state_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> tuple[floa
         whole = 2 * max(head_projection(shape).parameters, 2 * layer)
         away = (4 + 12) * optimizer_away + 2 * weights_away
         return (2 + 4 + 12 - away) * every / ranks + whole + bucket, away * every / ranks
-    gradients = 4 * every / (ranks if stage == 2 else 1)
     optimizer = 12 * every / ranks
-    device = 2 * every + gradients + bucket
-    return (device, optimizer) if optimizer_away else (device + optimizer, 0.0)
+    if stage == 1 and recipe.model.dtype == "bfloat16" and not optimizer_away:
+        # Gradients in 16 bits until the backward ends, then summed (DeepSpeed's BF16_Optimizer).
+        return (2 + 2 + 4) * every + optimizer, 0.0
+    matrix = 2 * shape.hidden_size * shape.intermediate_size
+    if stage == 2:
+        # In 16 bits, laid flat once more, and cast, while the gradient that is next waits; stage 1
+        # has float32, and reduces when the backward has ended.
+        bucket = bucket * (2 + 2 + (4 if crossing == 4 else 0)) / crossing + matrix
+    else:
+        bucket *= 4 / crossing
+    device = 2 * every + 4 * every / (ranks if stage == 2 else 1) + bucket
+    if not optimizer_away:
+        return device + optimizer, 0.0
+    # The host also has gradients and new weights of its part; both sides a buffer for one gradient.
+    buffer = max(2 * head_projection(shape).parameters, matrix)
+    return device + buffer, optimizer + (4 + 2) * every / ranks + buffer
 
 
 def least_work(recipe: Recipe, shape: ModelShape, layout: Layout, memory_bytes: float) -> str:

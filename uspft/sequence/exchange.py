@@ -89,8 +89,13 @@ class _ExchangedAttention(torch.autograd.Function):
         for number, arrival in enumerate(exchange.arrivals):
             pair = arriving.wait(arrival) if arriving else received[2 * number : 2 * number + 2]
             queries, partials = kernel.backward((q_thD, *pair), saved, arrival.blocks, ctx.scale)
+            del pair
             dq_thD.add(queries)
-            returning.send(arrival, partials)
+            del queries  # as soon as it can: else each would be there beside what is made next
+            total_2ngD = Sum((2, sum(arrival.sizes), *k_tgD.shape[1:]), k_tgD)
+            total_2ngD.add(partials)
+            del partials
+            returning.send(arrival, total_2ngD)
         if not arriving:
             own()  # computed while gradients are on their way home
         returning.finish(dkv_2tgD)
@@ -138,12 +143,10 @@ class _Returning:
         self._k_tgD, self._exchange, self._ring = k_tgD, exchange, ring
         self._pending: list[tuple[Callable[[], None], Move, tuple[Span, ...]]] = []
 
-    def send(self, arrival: Arrival, partials: list[Any]) -> None:
+    def send(self, arrival: Arrival, total_2ngD: Sum) -> None:
         """Send an arrival's partial gradients to the owners of its keys."""
         _, *gD = self._k_tgD.shape
-        total_2ngD = Sum((2, sum(arrival.sizes), *gD), self._k_tgD)
-        total_2ngD.add(partials)
-        parts_2mgD = _by_source(arrival, total_2ngD.open().to(self._k_tgD.dtype))
+        parts_2mgD = _by_source(arrival, total_2ngD.rounded())
         homes = [
             self._exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances
         ]
@@ -160,7 +163,8 @@ class _Returning:
 
     def finish(self, own_2tgD: Sum) -> None:
         """Wait for what other ranks found for this rank's keys, and add it to own_2tgD."""
-        for wait, move, cuts in self._pending:
+        while self._pending:
+            wait, move, cuts = self._pending.pop(0)
             wait()
             own_2tgD.add_rows(cuts, move.out)
 

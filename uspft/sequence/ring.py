@@ -112,9 +112,13 @@ class _BlockAttention(torch.autograd.Function):
             queries, partials = ctx.kernel.backward((q_thD, k_sgD, v_sgD), saved, blocks, ctx.scale)
             del k_sgD, v_sgD
             dq_thD.add(queries)
+            del queries  # as soon as it can: else each would be there beside what is made next
             if source == ctx.ring.index:
                 dkv_2tgD.add(partials)
-            returns.send(source, partials)
+                continue
+            part = returns.part(source, partials)
+            del partials
+            returns.send(source, part)
         returns.finish()
         dk_tgD, dv_tgD = dkv_2tgD.result()
         dsinks = None if sinks is None else sinks_gradient(sinks, *saved)
@@ -141,6 +145,7 @@ def _travel(k_tgD: Tensor, v_tgD: Tensor, share: Share, ring: Group):  # type: i
             coming_2sgD = hand_2sgD.new_empty((2, tokens, *k_tgD.shape[1:]))
             move = Move(hand_2sgD if leaves else hand_2sgD[:, :0], coming_2sgD, 1)
             (wait,) = shift([move], ring, "ring")
+            del move  # else it would hold in the last step what is at hand in this one
         yield source, hand_2sgD[0], hand_2sgD[1]
         if wait:
             wait()
@@ -155,31 +160,36 @@ class _Returns:
         self._k, self._share, self._ring, self._own = k, share, ring, own
         self._pending: tuple[Callable[[], None], Tensor, Tensor, tuple[Span, ...]] | None = None
 
-    def send(self, source: int, partials: list[Gradient]) -> None:
-        """Send what this rank found for the keys of rank `source`, and begin to receive what
-        another rank found for this rank's keys."""
+    def part(self, source: int, partials: list[Gradient]) -> Sum:
+        """Return what this rank found for those keys of rank `source` that it sees."""
+        seen = self._share.places(self._ring.index, source)
+        part = Sum((2, tokens_in(seen), *self._k.shape[1:]), self._k)
+        part.add([_among(seen, gradient) for gradient in partials])
+        return part
+
+    def send(self, source: int, part: Sum) -> None:
+        """Send a part to rank `source`, and begin to receive what another rank found for this
+        rank's keys."""
         me, ring = self._ring.index, self._ring.size
-        if source == me:
-            return
-        share, heads = self._share, self._k.shape[1:]
-        seen = share.places(me, source)
-        tokens = share.holdings[source].tokens if seen else 0
-        part = Sum((2, tokens, *heads), self._k)
-        part.add(partials)
-        cuts = [part.open()[:, start:stop] for start, stop in seen] or [part.open()]
-        whole = torch.cat(cuts, dim=1) if len(cuts) > 1 else cuts[0]
-        leaving = whole.to(self._k.dtype).contiguous()
-        steps = (source - me) % ring
-        home = share.places((me - steps) % ring, me)  # this rank's keys that another's queries saw
-        arriving = leaving.new_empty((2, tokens_in(home), *heads))
+        leaving = part.rounded()
         self.finish()
+        steps = (source - me) % ring
+        # This rank's keys that another's queries saw.
+        home = self._share.places((me - steps) % ring, me)
+        arriving = leaving.new_empty((2, tokens_in(home), *self._k.shape[1:]))
         (wait,) = shift([Move(leaving, arriving, steps)], self._ring, "ring")
         self._pending = wait, leaving, arriving, home
 
     def finish(self) -> None:
         """Wait for the exchange under way, and add what arrived to this rank's own gradients."""
         if self._pending:
-            wait, _, arriving, home = self._pending
+            (wait, leaving, arriving, home), self._pending = self._pending, None
             wait()
+            del leaving
             self._own.add_rows(home, arriving)
-            self._pending = None
+
+
+def _among(seen: tuple[Span, ...], gradient: Gradient) -> Gradient:
+    """Return the gradient of a range of tokens that are all seen, by its place among those."""
+    start = sum(min(b, gradient.start) - a for a, b in seen if a < gradient.start)
+    return Gradient(start, start + gradient.stop - gradient.start, gradient.tensors)

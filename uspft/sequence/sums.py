@@ -55,7 +55,18 @@ class Sum:
         return self._sum
 
     def result(self) -> Any:
-        """Return the sum in the compute type: one tensor, or N of them where the shape has an N."""
+        """Return the sum in the compute type, and let go of it: one tensor, or N of them where the
+        shape has an N."""
         tensors = self._whole if self._whole is not None else tuple(self.open())
+        self._whole = self._sum = None
         tensors = tuple(t.to(self._like.dtype) for t in tensors)
         return tensors if len(self._shape) == 4 else tensors[0]
+
+    def rounded(self) -> Tensor:
+        """Return the sum in the compute type as one tensor [N, T, heads, D], and let go of it."""
+        if self._whole is None:
+            whole = self.open().to(self._like.dtype)
+        else:
+            whole = torch.stack([t.to(self._like.dtype) for t in self._whole])
+        self._whole = self._sum = None
+        return whole

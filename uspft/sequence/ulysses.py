@@ -88,9 +88,8 @@ def attend_over_heads(
     groups = heads.groups(split.ulysses.index, query // kv)
     kernel = split.kernel if len(groups) == 1 else Grouped(split.kernel, groups)
     mine = rule.of_heads(heads.query[split.ulysses.index])
-    q_ThD, k_TgD, v_TgD = scatter_heads(qkv, tokens, split.ulysses)
-    sorting, device = share.sorting, q_ThD.device
-    received: tuple[Tensor, ...] = (q_ThD, k_TgD, v_TgD)
+    received: tuple[Tensor, ...] = scatter_heads(qkv, tokens, split.ulysses)
+    sorting, device = share.sorting, received[0].device
     if sorting is not None:
         index_T, received_T = share.once(("sorting", device), lambda: _both_ways(sorting, device))
         received = tuple(x_TnD.index_select(0, index_T) for x_TnD in received)

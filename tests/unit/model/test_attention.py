@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from uspft.model.attention import Bound, attention
+from uspft.model.offload import HostShelf
 from uspft.sequence import Rule
 
 
@@ -84,3 +85,21 @@ def test_a_layer_without_a_backward_keeps_nothing(trains: bool) -> None:
     q, kv = torch.ones(6, 4, 8, requires_grad=trains), torch.ones(6, 2, 8)
     bound.attend(0, (q, kv, kv), Rule(0.5))
     assert bool(bound.memory) == trains
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "attention"])
+def test_the_layer_below_comes_back_behind_attention(recompute: Any) -> None:
+    world: Any = SimpleNamespace(
+        attend=lambda qkv, share, rule: qkv[0] * sum(x.mean() for x in qkv)
+    )
+    share: Any = None
+    shelf = HostShelf(torch.device("cpu"))
+    below, _ = (shelf.input(torch.ones(2)) for _ in range(2))
+    bound = Bound(world, share, tokens=torch.arange(6), recompute=recompute, shelf=shelf)
+    q, kv = torch.ones(6, 4, 8, requires_grad=True), torch.ones(6, 2, 8)
+    out = bound.attend(0, (q, kv, kv), Rule(0.5))
+    assert not below.parcel.here
+    if recompute == "nothing":  # a checkpointed layer runs again before its backward
+        bound.attend(0, (q, kv, kv), Rule(0.5))
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert below.parcel.here

@@ -102,11 +102,14 @@ def test_a_storage_leaves_once_and_comes_back_with_its_strides() -> None:
 
 
 def test_what_is_used_next_comes_first() -> None:
-    """A layer's input brings what its attention keeps, which brings the input of the one below."""
+    """A layer's input brings what its attention keeps, and the end of attention's backward the
+    input of the layer below."""
     shelf = HostShelf(CPU)
-    layers = []
+    layers, attended = [], []
     for _ in range(3):
         first = shelf.input(torch.ones(2))
+        attended.append(torch.ones(2, requires_grad=True).exp())
+        shelf.below(attended[-1])
         with shelf.together():
             layers.append([first, shelf.keep(torch.ones(3)), shelf.keep(torch.ones(4))])
 
@@ -116,14 +119,16 @@ def test_what_is_used_next_comes_first() -> None:
     shelf.get(layers[2][0])
     assert here() == [[False] * 3, [False] * 3, [False, True, True]]
     shelf.get(layers[2][1])
+    assert here() == [[False] * 3, [False] * 3, [False, True, True]]
+    attended[2].sum().backward()  # type: ignore[no-untyped-call]
     assert here() == [[False] * 3, [True, False, False], [False, True, True]]
     shelf.get(layers[1][0])
     assert here() == [[False] * 3, [False, True, True], [False, True, True]]
-    del layers[2]
-    alone = HostShelf(CPU)
-    inputs = [alone.input(torch.ones(2)) for _ in range(2)]
-    alone.get(inputs[1])
-    assert inputs[0].parcel.here and not inputs[1].parcel.here
+    attended[0].sum().backward()  # type: ignore[no-untyped-call]
+    assert here()[0] == [False] * 3
+    del layers[1]
+    attended[1].sum().backward()  # type: ignore[no-untyped-call]
+    assert here()[0] == [True, False, False]
 
 
 def test_an_empty_tensor_is_kept_too() -> None:

@@ -30,20 +30,25 @@ def needed(**zero: Any) -> tuple[float, float]:
     assert need
     outside, layer = parameters_of(shape)
     every = outside + shape.layers * layer
-    whole = 2 * max(head_projection(shape).parameters, 2 * layer) if zero["stage"] == 3 else 0
-    buckets = 4 * zero.get("reduce_bucket_size", 5e8)
-    offloaded = need.host_bytes - need.activations.host_bytes
-    return (need.state_bytes - whole - buckets) / every * 8, offloaded / every * 8
+    head, matrix = head_projection(shape).parameters, shape.hidden_size * shape.intermediate_size
+    away = "offload_optimizer" in zero
+    buffer = 2 * head if away and zero["stage"] < 3 else 0  # of one gradient, on both sides
+    beside = {1: buffer, 2: 2 * matrix + buffer, 3: 2 * max(head, 2 * layer)}[zero["stage"]]
+    of_bucket = {1: 4 if away else 0, 2: 8, 3: 4}[zero["stage"]]
+    buckets = of_bucket * zero.get("reduce_bucket_size", 5e8)
+    offloaded = need.host_bytes - need.activations.host_bytes - buffer
+    return (need.state_bytes - beside - buckets) / every * 8, offloaded / every * 8
 
 
 @pytest.mark.parametrize(
     ("zero", "device", "host"),
     [
-        ({"stage": 1}, 8 * 6 + 12, 0),
+        ({"stage": 1}, 8 * 8 + 12, 0),
+        ({"stage": 1, "offload_optimizer": AWAY}, 8 * 6, 18),
         ({"stage": 2}, 8 * 2 + 4 + 12, 0),
         ({"stage": 3}, 18, 0),
         ({"stage": 3, "reduce_bucket_size": 1000}, 18, 0),
-        ({"stage": 2, "offload_optimizer": AWAY}, 8 * 2 + 4, 12),
+        ({"stage": 2, "offload_optimizer": AWAY}, 8 * 2 + 4, 18),
         # Gradients are summed beside the optimizer's state.
         ({"stage": 3, "offload_optimizer": AWAY}, 2, 16),
         ({"stage": 3, "offload_optimizer": AWAY, "offload_param": AWAY}, 0, 18),

@@ -201,11 +201,11 @@ class Search:
 
 
 def _weigh(traffic: Floats) -> Floats:
-    """Return the cost of a traffic [..., rank]: that of the busiest rank; between equals, less in
-    all is better."""
-    cost: Floats = traffic.max(axis=-1).astype(np.float64) + 1e-3 * traffic.sum(
-        axis=-1, dtype=np.float64
-    )
+    """Return the cost of a traffic [rank] or [swap, rank]: that of the busiest rank; between
+    equals, less in all is better."""
+    by_rank = np.ascontiguousarray(traffic.T)  # numpy reduces the first axis five times as fast
+    most, every = by_rank.max(axis=0), by_rank.sum(axis=0, dtype=np.float64)
+    cost: Floats = most.astype(np.float64) + 1e-3 * every
     return cost
 
 

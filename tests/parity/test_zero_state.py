@@ -1,0 +1,130 @@
+"""What a rank holds of weights, gradients and optimizer at its most, counted in a run's own engine,
+beside what is predicted: stages 1 and 2, with the optimizer's state on the host or not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.models import VOCABULARY, make_documents
+from tests.support.ranks import spawn
+from tests.support.runs import run_recipe, small_recipe
+from uspft.config.recipe import MemoryBlock, Recipe
+from uspft.families import ModelShape, read_shape
+from uspft.layout import Layout
+from uspft.planner.need import state_bytes
+from uspft.prepare.invocation import CONFIGS
+
+ROW = 4  # few tokens: activations are hardly seen
+CPU = {"device": "cpu"}
+BUCKET = {"reduce_bucket_size": 160_300}
+"""Of 320,384 elements: what the gradients of the head and of a layer just fill."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "1": ({"stage": 1, **BUCKET}, "float32"),
+    "1, away": ({"stage": 1, **BUCKET, "offload_optimizer": CPU}, "float32"),
+    "1, away, halves": ({"stage": 1, **BUCKET, "offload_optimizer": CPU}, "bfloat16"),
+    "2": ({"stage": 2, **BUCKET}, "float32"),
+    "2, halves": ({"stage": 2, **BUCKET}, "bfloat16"),
+    "2, away": ({"stage": 2, **BUCKET, "offload_optimizer": CPU}, "float32"),
+}
+
+
+def storages() -> dict[int, Any]:
+    """All storages that tensors of this process lie in, by address; not those that only a graph
+    keeps, which are activations, nor those of shapes alone."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    every = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
+    return {storage.data_ptr(): storage for storage in every}
+
+
+@contextmanager
+def looked_at(look: Callable[[], None], *, in_backward: bool) -> Iterator[None]:
+    """Look where a backward has ended: before gradients are reduced, or during that, where they are
+    reduced in the backward."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import dist
+
+    def looking(plain: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            look()
+            return plain(*args, **kwargs)
+
+        return call
+
+    where = [(Optimizer, "reduce_gradients")]
+    where += [(BF16_Optimizer, "update_hp_grads")]
+    where += [(dist, "all_reduce"), (dist, "reduce")] if in_backward else []
+    with ExitStack() as stack:
+        for owner, method in where:
+            stack.enter_context(patch.object(owner, method, looking(getattr(owner, method))))
+        yield
+
+
+def work(rank: int, folder: Path, corpus: Path) -> dict[str, int]:
+    found = {}
+    for name, (zero, reduction) in CASES.items():
+        recipe = small_recipe(
+            folder / "model",
+            corpus,
+            ROW,
+            model={"dtype": "bfloat16"},
+            memory={"gradient_reduction": reduction},
+            deepspeed={"zero_optimization": zero},
+            training={"steps": 2, "global_batch_size": 2},
+        )
+        before, most = storages(), 0  # held: an address is not given to another meanwhile
+
+        def look(before: dict[int, Any] = before) -> None:
+            nonlocal most
+            now = [one.nbytes() for key, one in storages().items() if key not in before]
+            most = max(most, sum(now))
+
+        with looked_at(look, in_backward=zero["stage"] == 2):
+            run_recipe(recipe, folder / name)
+        found[name] = most
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_state_is_predicted_within_two_percent(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
+    corpus = make_documents(tmp_path / "d.jsonl", [ROW] * 8, masked=[0.0]).path
+    counted = spawn(2, work, tmp_path, corpus)[0]
+    off = {}
+    for name, (zero, reduction) in CASES.items():
+        recipe = Recipe.model_validate(
+            small_recipe(
+                tmp_path / "model",
+                corpus,
+                ROW,
+                model={"dtype": "bfloat16"},
+                deepspeed={"zero_optimization": zero},
+            )
+        )
+        memory = MemoryBlock.model_validate({"gradient_reduction": reduction})
+        recipe = recipe.model_copy(update={"memory": memory})
+        shape = read_shape(recipe.model, CONFIGS)
+        assert isinstance(shape, ModelShape)
+        predicted = sum(state_bytes(recipe, shape, Layout(data=2)))
+        if abs(predicted / counted[name] - 1) > 0.02:
+            off[name] = predicted / counted[name]
+    assert off == {}
