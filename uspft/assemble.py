@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
 from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.config import Recipe
-from uspft.config.algorithms import TENSOR, row_of
+from uspft.config.algorithms import row_of
 from uspft.config.problems import RunFailed
 from uspft.config.recipe import MemoryBlock
 from uspft.config.strategies import layouts_of, strategies_of
@@ -29,6 +28,7 @@ from uspft.job import Job
 from uspft.kernels import believed_kernel
 from uspft.layout import Layout, layout_of
 from uspft.mesh import Groups
+from uspft.model import grid, parallel
 from uspft.model.build import empty_model
 from uspft.model.causal import CausalLoss
 from uspft.model.hf_config import layer_windows, model_config
@@ -38,7 +38,7 @@ from uspft.model.recompute import Recompute, recompute_layers
 from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
 from uspft.model.trained import choose_trained
 from uspft.parameters.fill import fill
-from uspft.parameters.shards import Holders
+from uspft.parameters.shards import Holders, Shards
 from uspft.sequence import Heads, of_recipe
 from uspft.sequence.rows.heads import split_heads
 from uspft.switching.dealing import switching_loader
@@ -107,7 +107,7 @@ def assemble(
     moves = recipe.parallel_config.switching == "move"
     by_degree = sorted(worlds, key=lambda one: one.layout.tensor)
     under = by_degree if moves else by_degree[:1]  # the last is how weights are held
-    degrees = {} if moves else {"tensor_of_rows": max(tensor_of_rows, by_degree[-1].layout.tensor)}
+    most = 1 if moves else max(tensor_of_rows, by_degree[-1].layout.tensor)
 
     checkpoint = Checkpoint.known(job.resume_from) if job.resume_from else None
     first_step = checkpoint.step if checkpoint else 0
@@ -115,20 +115,19 @@ def assemble(
     loader.begin(first_step + 1)
     model = empty_model(config, dtype, device)
     choose_trained(model, recipe.model, recipe.seed)
-    how = import_module(TENSOR[recipe.parallel_config.tensor_parallel_algo].model)
-    shards = [
-        how.shards_of(model, one.layout, splits_tokens=one.tensor.splits_tokens, **degrees)
-        for one in under
-    ]
+    shards = [shards_under(model, one, tensor_of_rows=most) for one in under]
     holders = Holders.of(shards[-1], world.mesh.rank, groups)
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
-    how.split_model(model, holders, **({"moves": True} if moves else {}))
+    if any(one.layout.is_mesh for one in worlds):
+        grid.split_model(model, holders)
+    else:
+        parallel.split_model(model, holders, moves=moves)
     model.train()
     recompute, offload = save_memory(model, recipe.memory)
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
-    held = None if moves else under[-1].layout.mesh_columns
+    held = None if moves else under[-1].layout
     module = CausalLoss(model, tile, held, recompute, offload=offload)
     engine: Engine
     if moves:
@@ -141,6 +140,17 @@ def assemble(
         load_state(engine, checkpoint, loader.empty())
     evaluation = evaluation_sets(job, world)
     return Run(job, groups, world, loader, evaluation, model, engine, config, first_step, refused)
+
+
+def shards_under(model: Any, world: World, *, tensor_of_rows: int) -> Shards:
+    """Return who holds what of a model on meta under a layout.
+
+    tensor_of_rows: the largest tensor degree of rows that use parts of it.
+    """
+    layout, tokens = world.layout, world.tensor.splits_tokens
+    if layout.is_mesh:
+        return grid.shards_of(model, layout, tensor_of_rows=tensor_of_rows)
+    return parallel.shards_of(model, layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows)
 
 
 def save_memory(model: Any, block: MemoryBlock) -> tuple[Recompute | None, bool]:

@@ -14,7 +14,7 @@ from uspft.layout import Layout, layout_of
 from uspft.planner.hardware import read_hardware
 from uspft.planner.room import USABLE_SHARE
 from uspft.prepare.examine import Examined
-from uspft.prepare.make_plan import step_of
+from uspft.prepare.make_plan import matrices_of, step_of
 from uspft.sequence import of_recipe
 from uspft.switching.choice import SwitchingChoice, choose
 from uspft.switching.drawn_steps import DrawnSteps
@@ -75,6 +75,6 @@ def _priced(given: Given, found: Examined, number: int, drawn: DrawnSteps) -> Pr
     layout = layout_of(alone.parallel_config, found.layout.ranks)
     assert isinstance(layout, Layout)  # or the recipe would have been refused
     row = row_of(alone.parallel_config.context_parallel_algo, layout.context)
-    tokens = alone.parallel_config.use_seq_parallel
-    setting = replace(given, step=replace(given.step, use_seq_parallel=tokens))
+    shape = replace(given.step, **matrices_of(alone.parallel_config))
+    setting = replace(given, step=shape)
     return priced(setting, (row, layout, of_recipe(alone, layout)), length, drawn.typical(length))

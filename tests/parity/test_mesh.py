@@ -89,8 +89,8 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
     case = MeshCase("qwen3", (1, 1), "zero1", False, False, (2, 2))
     own, found = MeshSlice.inward, {}
 
-    def short(self: Any, x: Any, weights: Any, grid: Any, product: int) -> Any:
-        made = own(self, x, weights, grid, product)
+    def short(self: Any, x: Any, weights: Any, grid: Any, *others: Any) -> Any:
+        made = own(self, x, weights, grid, *others)
         return tuple(y * (1.001 if grid.columns.index else 1.0) for y in made)
 
     faults: dict[str, tuple[type[Any], str, Callable[..., Any]]] = {

@@ -6,54 +6,30 @@ different degrees: context parallel alone, tensor parallel held whole and over t
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.adapters import peft_adapter
-from tests.support.models import (
-    Documents,
-    Reference,
-    make_documents,
-    make_model,
-    mismatch,
-    reference,
-)
+from tests.support.models import Documents, make_documents, make_model
 from tests.support.ranks import spawn
-from tests.support.runs import run_recipe, small_recipe
-from tests.support.stages import ZERO
+from tests.support.runs import run_recipe
+from tests.support.switching import (
+    BATCH,
+    BOUNDS,
+    LENGTHS,
+    STEPS,
+    Case,
+    check,
+    documents_of,
+    recipe,
+    wanted,
+    without_marks,
+    wrong_of,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
-ROW, STEPS, BATCH, RATE, CLIP, SEED = 64, 2, 9, 1e-3, 0.5, 5
-LENGTHS = [
-    *(8, 16, 15, 4, 7, 3, 11, 6, 16),  # of the shortest bucket alone
-    *(64, 3, 16, 9, 30, 5, 17, 12, 40),
-]
-WHOLE: dict[str, Any] = {}
-RING2 = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
-ULYSSES4 = {"context_parallel": 4, "context_parallel_algo": "ulysses_cp"}
-PLANNED4 = {"context_parallel": 4, "context_parallel_algo": "planned_cp"}
-HYBRID = {**PLANNED4, "context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}
-BOUNDS = 16, 32, 64
-MIXES: dict[str, list[dict[str, Any]]] = {
-    "context": [WHOLE, RING2, ULYSSES4],
-    "planned": [WHOLE, PLANNED4, HYBRID],
-    "alike": [ULYSSES4, ULYSSES4, ULYSSES4],
-    "tensor": [WHOLE, {"model_parallel": 2}, {"model_parallel": 4}],
-    "tensor held": [{"model_parallel": 2}, {"model_parallel": 2, **RING2}, {"model_parallel": 4}],
-    "both": [WHOLE, RING2, {"model_parallel": 2, **RING2}],
-    "tokens": [
-        WHOLE,
-        {"model_parallel": 2, "use_seq_parallel": True},
-        {"model_parallel": 4, "use_seq_parallel": True},
-    ],
-}
-RANK, ALPHA = 4, 6.0
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "heads": 8, "kv_heads": 4},
     "qwen3": {"kind": "qwen3", "heads": 8, "kv_heads": 2},
@@ -69,18 +45,6 @@ NAMES = {
     "both": ["data4", "ring2-data2", "tensor2-ring2"],
     "tokens": ["data4", "tensor2-data2", "tensor4"],
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    mix: str
-    zero: str
-    model: str = "llama"
-    packing: str = "best_fit"
-    rows: int = 1
-    checkpointed: bool = False
-    adapter: bool = False
-    moves: bool = False
 
 
 CASES = [
@@ -116,35 +80,6 @@ OTHERS_RESUMED = {
     Case("context", "zero1"): Case("tensor", "zero3"),
     Case("tensor", "zero1", moves=True): Case("context", "zero3"),
 }
-
-
-def recipe(case: Case, folder: Path, data: Documents, **training: Any) -> dict[str, Any]:
-    strategies = [
-        {"max_length": bound, **layout}
-        for bound, layout in zip(BOUNDS, MIXES[case.mix], strict=True)
-    ]
-    adapter = {"type": "lora", "rank": RANK, "alpha": ALPHA}
-    steps = {} if "epochs" in training else {"steps": STEPS}
-    return {"seed": SEED} | small_recipe(
-        folder / case.model,
-        data.path,
-        ROW,
-        model={"adapter": adapter} if case.adapter else {},
-        data={"packing": case.packing},
-        parallel_config={
-            "strategies": strategies,
-            "switching": "move" if case.moves else "in_place",
-        },
-        deepspeed={"zero_optimization": ZERO[case.zero]},
-        training={
-            **steps,
-            "global_batch_size": BATCH,
-            "micro_batch_size": case.rows,
-            "max_grad_norm": CLIP,
-            **training,
-        },
-        memory={"gradient_checkpointing": case.checkpointed},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -188,11 +123,6 @@ def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
     return found if rank == 0 else {}
 
 
-def without_marks(got: Any) -> Any:
-    """The records of steps alone, of a run that went on."""
-    return got and ([record for record in got[0] if "loss" in record], got[1])
-
-
 def first_row_twice(loader: Any, plan: Any, group: Any) -> Any:
     """A fault: groups of single ranks all take the rows of the first of them."""
     world = loader.worlds[group.bucket]
@@ -202,36 +132,10 @@ def first_row_twice(loader: Any, plan: Any, group: Any) -> Any:
     return loader.batch_of(world, [plan.numbers[row] for row in group.rows])
 
 
-@cache
-def documents_of(path: Path) -> list[Any]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [(line["input_ids"], line["labels"]) for line in lines]
-
-
-@cache
-def wanted(model: str, adapter: bool, folder: Path, path: Path) -> Reference:
-    from uspft.model.adapter import AdapterStart
-
-    documents = documents_of(path)
-    steps = [documents[i * BATCH : (i + 1) * BATCH] for i in range(STEPS)]
-    no_base: Any = None
-    prepare = peft_adapter(
-        AdapterStart(no_base, SEED).read, r=RANK, lora_alpha=ALPHA, target_modules="all-linear"
-    )
-    return reference(
-        folder / model, steps, rate=RATE, clip=CLIP, prepare=prepare if adapter else None
-    )
-
-
 @pytest.fixture(scope="module")
 def answers(setting: tuple[Path, Documents]) -> dict[Any, Any]:
     found: dict[Any, Any] = spawn(4, work, *setting)[0]
     return found
-
-
-def wrong_of(got: Any, want: Reference) -> list[str]:
-    records, end = got
-    return mismatch((records, {name: end[name] for name in want.end}), want)
 
 
 def test_several_layouts_in_a_step_are_one_process(
@@ -245,15 +149,6 @@ def test_more_layouts_in_a_step_are_one_process(setting: tuple[Path, Documents])
     found = spawn(4, others, *setting)[0]
     assert len(found) == len(OTHERS) + len(OTHERS_RESUMED)
     check(found, *setting)
-
-
-def check(answers: dict[Any, Any], folder: Path, data: Documents) -> None:
-    wrong = {}
-    for case, got in answers.items():
-        first = case if isinstance(case, Case) else case[0]
-        if found := wrong_of(got, wanted(first.model, first.adapter, folder, data.path)):
-            wrong[case] = found
-    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
 
 
 def test_a_row_that_two_groups_take_is_seen(

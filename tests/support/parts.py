@@ -169,7 +169,8 @@ def alive(zero: str, layout: Layout, groups: Groups, source: Any, runner: Any = 
     engine = ZeroEngine(
         module, recipe(zero), holders, device, passes=passes, runner=runner or in_turn
     )
-    return Alive(engine, holders, SimpleNamespace(mesh=mesh, tensor=Megatron(layout.tensor)))
+    world = SimpleNamespace(layout=layout, mesh=mesh, tensor=Megatron(layout.tensor))
+    return Alive(engine, holders, world)
 
 
 def one_process(

@@ -46,8 +46,6 @@ class AlgorithmRow:
     """Whether a recipe must say `ulysses_degree_in_cp`; if not, a degree left out is 1."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The keys of `parallel_config` that it alone has, each with the field of its class."""
-    model: str = ""
-    """The module that divides a transformers model as it says, where it splits matrices."""
     automatic: bool = False
     """Whether `auto` may choose it."""
     all_at_once: bool = False
@@ -148,7 +146,6 @@ TENSOR = _table(
         Splits.MATRICES,
         megatron="TP",
         options={"use_seq_parallel": "splits_tokens"},
-        model="uspft.model.parallel",
         what="matrices, by columns and then rows; a sum over ranks after attention and the MLP",
         legal="`model_parallel` divides the query heads, and the KV heads or is a multiple of them",
     ),
@@ -157,7 +154,6 @@ TENSOR = _table(
         "uspft.tensor.meshslice:MeshSlice",
         Splits.BLOCKS,
         options={"tensor_mesh": "mesh", "tensor_slices": "slices"},
-        model="uspft.model.grid",
         what="blocks of matrices over mesh rows × columns; transfers in slices, behind products",
         legal="mesh columns as `model_parallel` above; rows and columns divide the hidden size",
     ),

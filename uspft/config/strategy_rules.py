@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from uspft.config.algorithms import AUTO
 from uspft.config.allowed import shown
-from uspft.config.degrees import Degrees
+from uspft.config.degrees import Degrees, Strategy
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
 from uspft.config.strategies import KEY, strategies_of
@@ -92,20 +92,57 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
     every, moves = strategies_of(recipe), recipe.parallel_config.switching == "move"
     if moves:
         yield from _movable(recipe)
-    held = 1 if moves else min((one.model_parallel for one in every), default=1)
+    else:
+        yield from _inside_one_another(every)
+
+
+def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
+    """Where weights stay in place, each strategy uses parts of what the least sharded one holds."""
+    least = min(range(len(every)), key=lambda number: every[number].model_parallel, default=0)
     for number, one in enumerate(every):
-        key, degree = f"{KEY}[{number}]", one.model_parallel
-        if one.on_a_mesh:
-            what = f"is {one.tensor_parallel_algo}, whose blocks do not lie inside one another"
-            yield f"{key}.tensor_parallel_algo", what, "write megatron in every strategy"
-        elif degree % held:
-            least = next(i for i, other in enumerate(every) if other.model_parallel == held)
-            what = f"is {degree}: its parts do not lie inside those of {KEY}[{least}], {held} ways"
-            yield f"{key}.model_parallel", what, f"write a multiple of {held} here, or 1 there"
-        elif held > 1 and one.use_seq_parallel != every[0].use_seq_parallel:
-            what = f"is {shown(one.use_seq_parallel)}, and {KEY}[0] has the other"
+        held, key = every[least], f"{KEY}[{number}]"
+        ways, degree = held.model_parallel, one.model_parallel
+        if number == least or ways == 1:
+            continue
+        there = f"{KEY}[{least}], {ways} ways"
+        divides = not one.mesh_is_open and degree // one.mesh_rows % ways == 0
+        if held.on_a_mesh or (one.on_a_mesh and not divides):
+            if not (held.on_a_mesh and _same_mesh(one, held)):
+                yield _apart(key, one, there)
+        elif not divides:
+            what = f"is {degree}: its parts do not lie inside those of {there}"
+            yield f"{key}.model_parallel", what, f"write a multiple of {ways} here, or 1 there"
+        elif _splits_tokens(one) != _splits_tokens(held):
+            what = f"is {shown(one.use_seq_parallel)}, and {KEY}[{least}] has the other"
             remedy = "write the same in all, or let one strategy have model_parallel 1"
+            if one.on_a_mesh:
+                what = f"is false, and the mesh of {KEY}[{number}] splits tokens between blocks"
+                key, remedy = f"{KEY}[{least}]", remedy.replace("the same in all", "true")
             yield f"{key}.use_seq_parallel", what, remedy
+
+
+def _same_mesh(one: Strategy, held: Strategy) -> bool:
+    """Return whether two strategies name the same mesh; one that is chosen later may differ."""
+    return one.on_a_mesh and not one.mesh_is_open and one.tensor_mesh == held.tensor_mesh
+
+
+def _splits_tokens(one: Strategy) -> bool:
+    return one.use_seq_parallel or one.on_a_mesh
+
+
+def _apart(key: str, one: Strategy, there: str) -> Finding:
+    """Return that a strategy and the one that holds matrices do not lie inside one another, one of
+    which is on a mesh.
+
+    there: the latter, and how many ways it holds them.
+    """
+    remedy = "write the same tensor_mesh in all, or let one strategy have model_parallel 1"
+    if not one.on_a_mesh:
+        what = f"is {one.model_parallel}: its parts do not lie inside the blocks of {there}"
+        return f"{key}.model_parallel", what, remedy
+    mesh = "left to be chosen" if one.mesh_is_open else list(one.tensor_mesh or ())
+    what = f"is {mesh}: its blocks do not lie inside those of {there}"
+    return f"{key}.tensor_mesh", what, remedy
 
 
 def _movable(recipe: Recipe) -> Iterator[Finding]:
@@ -123,6 +160,10 @@ def _movable(recipe: Recipe) -> Iterator[Finding]:
     tokens: dict[int, bool] = {}
     for number, one in enumerate(strategies_of(recipe)):
         degree, splits = one.model_parallel, one.use_seq_parallel
+        if one.on_a_mesh:
+            what = f"is {one.tensor_parallel_algo}, whose blocks owners do not gather"
+            remedy = "write megatron in every strategy, or switching: in_place"
+            yield f"{KEY}[{number}].tensor_parallel_algo", what, remedy
         if tokens.setdefault(degree, splits) != splits:
             what = f"is {shown(splits)}, and another strategy with model_parallel {degree} has not"
             yield f"{KEY}[{number}].use_seq_parallel", what, "write the same in both"

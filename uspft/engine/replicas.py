@@ -53,8 +53,9 @@ class Replicas:
 
     def _copies(self, name: str) -> int:
         assert self.world
-        rows = self.world.tensor
-        return copies(self._shards, name, rows.degree, splits_tokens=rows.splits_tokens)
+        rows, layout = self.world.tensor, self.world.layout
+        splits_tokens = rows.splits_tokens or layout.is_mesh
+        return copies(self._shards, name, rows.degree, splits_tokens=splits_tokens)
 
     def close(self) -> None:
         """Remove the hooks."""

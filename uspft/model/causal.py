@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from uspft.layout import Layout
 from uspft.model.attention import Bound
-from uspft.model.grid import SplitEmbedding, products
+from uspft.model.grid import SplitEmbedding, whole_table
 from uspft.model.loss import Head, Logits, Vocabulary
 from uspft.model.offload import HostShelf
 from uspft.model.parallel import vocabulary_of
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from uspft.batch import Batch
 
 
+ALONE = Layout()
+"""The layout of one rank, which holds all of every matrix."""
+
+
 class CausalLoss(nn.Module):
     """A Hugging Face causal language model with its loss, over this rank's share of the tokens."""
 
@@ -27,12 +32,12 @@ class CausalLoss(nn.Module):
         self,
         model: Any,
         tile: int | None,
-        held: int | None = 1,
+        held: Layout | None = ALONE,
         recompute: Recompute | None = None,
         *,
         offload: bool = False,
     ) -> None:
-        """tile: as of Head. held: the degree at which the model's matrices are held; None where it
+        """tile: as of Head. held: the layout in which the model's matrices are held; None where it
         is that of each call's rows. recompute: what of attention checkpointed layers make again;
         None where layers are not checkpointed. offload: whether what these keep waits on the
         host."""
@@ -55,8 +60,7 @@ class CausalLoss(nn.Module):
         recompute = self._recompute if self.training else None
         shelf = HostShelf(batch.input_ids.device) if recompute and self._offload else None
         bound = Bound(batch.world, batch.share, batch.tokens, recompute=recompute, shelf=shelf)
-        tokens, held = self.model.config.vocab_size, self._held or batch.world.mesh.columns.size
-        vocabulary = vocabulary_of(batch.world, tokens, held)
+        vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
         if not self._held:
             self._place_padding(vocabulary)
         # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
@@ -70,8 +74,9 @@ class CausalLoss(nn.Module):
             **wanted,
         )
         hidden = bound.enter(found.last_hidden_state)[0]
-        mesh = batch.world.mesh
-        whole = (lambda w: products(bound).whole(w, mesh)) if mesh.rows.size > 1 else None
+        config, held = self.model.config, self._held
+        on_mesh = batch.world.layout.is_mesh
+        whole = (lambda w: whole_table(w, bound, config, held)) if on_mesh else None
         loss: Tensor = self.head(
             hidden, batch.labels, batch.chosen, scale, vocabulary=vocabulary, whole=whole
         )

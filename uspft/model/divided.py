@@ -7,7 +7,6 @@ part of it is kept for the backward pass, which cuts the part again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,65 +16,110 @@ from torch.autograd.function import once_differentiable
 
 from uspft.families.projections import COLUMNS, ROWS
 from uspft.parameters.used import used_of_held, used_ranges
+from uspft.tensor.cutting import Used, cut, put_back
 from uspft.tensor.megatron import summed
 from uspft.tensor.parts import Range
 from uspft.tensor.shared_heads import Maker, whole_head
 
 if TYPE_CHECKING:
     from uspft.comm import Group
+    from uspft.layout import Layout
     from uspft.model.attention import Bound
     from uspft.model.dropout import TokenDropout
     from uspft.parameters.shards import MatrixSplit
 
 
+def used_by(
+    bound: Bound, held: Layout | None, columns: MatrixSplit, rows: MatrixSplit | None = None
+) -> Used:
+    """Return what a call uses of what this rank holds of a parameter.
+
+    held: the layout in which matrices are held; None where it is that of each call's rows. columns,
+    rows: how mesh columns, which Megatron's ranks are too, and mesh rows divide the parameter.
+    """
+    mesh = bound.world.mesh
+    found: list[tuple[Range, ...] | None] = [None, None]
+    for split, group, axis in (
+        (columns, mesh.columns, "mesh_columns"),
+        (rows, mesh.rows, "mesh_rows"),
+    ):
+        if split and divides(bound, split):
+            ways = ways_held(split, held, axis, group)
+            found[split.dim] = used_of_held(split, group.index, group.size, ways)
+    return found
+
+
+def divides(bound: Bound, split: MatrixSplit) -> bool:
+    """Return whether the rows of a call divide what is split so: Megatron's ranks leave whole what
+    is divided in order, the features that only a mesh divides."""
+    return bound.world.layout.is_mesh or not split.in_order
+
+
+def ways_held(split: MatrixSplit, held: Layout | None, axis: str, group: Group) -> int:
+    """Return how many ways ranks hold what is split so along an axis of the mesh.
+
+    held: as of used_by. group: the ranks over which the rows of a call divide it.
+    """
+    if held is None:
+        return group.size
+    return 1 if split.in_order and not held.is_mesh else int(getattr(held, axis))
+
+
 class Call:
     """What a layer was last called with; when it is recomputed, it is called again.
 
-    held: the degree at which matrices are held; None where it is that of each call's rows.
+    held: the layout in which matrices are held; None where it is that of each call's rows.
     """
 
     bound: Bound
 
-    def __init__(self, held: int | None) -> None:
-        self._held_always = held
+    def __init__(self, held: Layout | None) -> None:
+        self._held = held
         self.dropouts: list[tuple[TokenDropout, MatrixSplit]] = []
         """Those that see features of which each rank has some, with the split of the features."""
 
     @property
     def group(self) -> Group:
-        """The ranks over which the rows of this call divide matrices."""
+        """The ranks over which the rows of this call divide matrices, or their columns."""
         return self.bound.world.mesh.columns
 
     @property
-    def _held(self) -> int:
-        return self._held_always or self.group.size
+    def on_mesh(self) -> bool:
+        """Whether the rows of this call have matrices in blocks on a mesh."""
+        return self.bound.world.layout.is_mesh
 
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Remember it, before the layer runs."""
         self.bound = kwargs["uspft"]
         for dropout, split in self.dropouts:
-            dropout.ranges = used_ranges(split, self.group.index, self.group.size, self._held)
+            group, dropout.ranges = self.group, None
+            if divides(self.bound, split):
+                ways = ways_held(split, self._held, "mesh_columns", group)
+                dropout.ranges = used_ranges(split, group.index, group.size, ways)
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Give a block all tokens, before it runs."""
+        """Give a block all tokens, before it runs; on a mesh it takes what lies between blocks."""
+        if self.on_mesh:
+            return None
         if args:
             return (self.bound.enter(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self.bound.enter(kwargs["hidden_states"])}
 
     def leave(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        """Sum what the ranks' row-split projections have made."""
-        return self.bound.leave(out)
+        """Sum what the ranks' row-split projections have made; on a mesh that is done."""
+        return out if self.on_mesh else self.bound.leave(out)
 
-    def used(self, split: MatrixSplit) -> tuple[Range, ...] | None:
-        """Return which of what this rank holds of a parameter the call uses; None for all of it."""
-        return used_of_held(split, self.group.index, self.group.size, self._held)
+    def used(self, columns: MatrixSplit, rows: MatrixSplit | None = None) -> Used:
+        """Return which of what this rank holds of a parameter the call uses, as `used_by`."""
+        return used_by(self.bound, self._held, columns, rows)
 
     def makers(self, split: MatrixSplit, dim: int) -> tuple[Maker, ...]:
         """Return the ranks that make a part of this rank's key-value head, in order of its rows.
 
         split: of the fused projection. dim: the rows of a head.
         """
-        return _makers(split, dim, (self.group.index, self.group.size, self._held))
+        ways = ways_held(split, self._held, "mesh_columns", self.group)
+        return _makers(split, dim, (self.group.index, self.group.size, ways))
 
 
 @cache
@@ -101,15 +145,26 @@ class PartLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the projection of x, whose features are those used here."""
-        ranges, bias = self._call.used(self._split), self.bias
-        if bias is not None and self._split.dim == ROWS and self._call.group.index:
-            bias = bias * 0.0  # not left out, since a gradient of 0 is one too
-        if ranges is None:
-            return nn.functional.linear(x, self.weight, bias)
-        if bias is not None and self._split.dim == COLUMNS:
-            bias = _cut(bias, COLUMNS, ranges)
-        out: Tensor = _PartProduct.apply(x, self.weight, bias, self._split.dim, ranges)
-        return out
+        return part_of_product(x, (self.weight, self.bias), self._split, self._call)
+
+
+def part_of_product(
+    x: Tensor, held: tuple[Tensor, Tensor | None], split: MatrixSplit, call: Call
+) -> Tensor:
+    """Return this rank's part of a projection of x [1, T, features], divided along one dimension.
+
+    held: weight and bias. split: how columns divide it.
+    """
+    weight, bias = held
+    used = call.used(split)
+    if bias is not None and split.dim == ROWS and call.group.index:
+        bias = bias * 0.0  # not left out, since a gradient of 0 is one too
+    if used[split.dim] is None:
+        return nn.functional.linear(x, weight, bias)
+    if bias is not None and split.dim == COLUMNS:
+        bias = cut(bias, used[:1])
+    out: Tensor = _PartProduct.apply(x, weight, bias, used)
+    return out
 
 
 class SplitNorm(nn.Module):
@@ -130,14 +185,13 @@ class SplitNorm(nn.Module):
         """Return x [1, T, features here], normed over the features of all ranks, in its type."""
         group, (units,) = self._call.group, self._split.units or self._split.stacked
         wide, sharing = x.to(torch.float32), -(-group.size // units)
-        if group.size == 1:
+        if group.size == 1 or not divides(self._call.bound, self._split):
             mean = wide.pow(2).mean(-1, keepdim=True)
         else:
             squares = summed(wide.pow(2).sum(-1, keepdim=True), group)
             mean = squares / sharing / (x.shape[-1] * group.size // sharing)
         wide = wide * torch.rsqrt(mean + self._eps)
-        ranges = self._call.used(self._split)
-        weight = self.weight if ranges is None else _cut(self.weight, COLUMNS, ranges)
+        weight = cut(self.weight, self._call.used(self._split)[:1])
         return ((weight + self._added if self._added else weight) * wide).to(x.dtype)
 
 
@@ -174,12 +228,6 @@ class FusedHeads:
         return torch.cat([q_Tn, kv_T2D.flatten(1)], -1)[None]
 
 
-def _cut(x: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
-    """Return ranges of a tensor along a dimension; one of them is a view."""
-    pieces = [x.narrow(dim, start, stop - start) for start, stop in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-
-
 class _PartProduct(torch.autograd.Function):
     """A linear product with some ranges of a weight, the rest of whose gradient is 0."""
 
@@ -189,12 +237,11 @@ class _PartProduct(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        dim: int,
-        ranges: Sequence[Range],
+        used: Used,
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.dim, ctx.ranges = dim, ranges
-        return nn.functional.linear(x, _cut(weight, dim, ranges), bias)
+        ctx.used = used
+        return nn.functional.linear(x, cut(weight, used), bias)
 
     @staticmethod
     @once_differentiable
@@ -203,14 +250,9 @@ class _PartProduct(torch.autograd.Function):
         d_x = d_weight = d_bias = None
         rows = dout.flatten(0, -2)
         if ctx.needs_input_grad[0]:
-            d_x = dout @ _cut(weight, ctx.dim, ctx.ranges)
+            d_x = dout @ cut(weight, ctx.used)
         if ctx.needs_input_grad[1]:
-            part, at = rows.t() @ x.flatten(0, -2), 0
-            d_weight = torch.zeros_like(weight)
-            for start, stop in ctx.ranges:
-                size = stop - start
-                d_weight.narrow(ctx.dim, start, size).copy_(part.narrow(ctx.dim, at, size))
-                at += size
+            d_weight = put_back(rows.t() @ x.flatten(0, -2), weight, ctx.used)
         if ctx.needs_input_grad[2]:
             d_bias = rows.sum(0)
-        return d_x, d_weight, d_bias, None, None
+        return d_x, d_weight, d_bias, None

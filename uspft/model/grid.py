@@ -7,8 +7,7 @@ layer is called with says how its row is split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -16,9 +15,10 @@ from torch.func import functional_call
 
 from uspft.families.projections import COLUMNS, KV, ROWS, Projection
 from uspft.families.table import FAMILIES
-from uspft.model.divided import Call, SplitNorm
+from uspft.model.divided import Call, PartLinear, SplitNorm, part_of_product, used_by
 from uspft.model.dropout import TokenDropout
 from uspft.model.parallel import (
+    enter_and_leave,
     move_padding,
     projection_of,
     share_heads,
@@ -28,6 +28,7 @@ from uspft.model.parallel import (
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
+from uspft.tensor.cutting import cut
 from uspft.tensor.megatron import summed
 from uspft.tensor.parts import part_index, part_range
 
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
     from uspft.tensor import MeshAlgorithm
 
 
-def shards_of(
-    model: Any, layout: Layout, *, splits_tokens: bool = False, tensor_of_rows: int = 1
-) -> Shards:
+def shards_of(model: Any, layout: Layout, *, tensor_of_rows: int = 1) -> Shards:
     """Return who holds what of a model on meta under a layout.
 
     Each of the ranks that hold the same has a piece of its gradient. Raises RuntimeError for a
@@ -49,8 +48,6 @@ def shards_of(
     """
     if tensor_of_rows > layout.tensor:
         raise RuntimeError("matrices on a mesh serve rows of one mesh")
-    if layout.tensor == 1:
-        return Shards(layout)
     columns: dict[str, MatrixSplit] = {}
     rows: dict[str, MatrixSplit] = {}
     every = places(model)
@@ -94,25 +91,23 @@ def _features(config: Any, dim: int) -> MatrixSplit:
 def split_model(model: Any, holders: Holders) -> None:
     """Make a model that is filled with this rank's parts compute with them.
 
-    It must then be called with the world of its rows.
+    It must then be called with the world of its rows, which may be on a mesh or divide matrices in
+    Megatron's way, where ranks hold enough for both.
     """
-    layout, config, base = holders.shards.layout, model.config, model.base_model
-    if layout.tensor == 1:
-        return
+    held, config, base = holders.shards.layout, model.config, model.base_model
     model.parameter_names = {
         id(parameter): plain_name(name) for name, parameter in model.named_parameters()
     }
     added = 1.0 - FAMILIES[config.model_type].norm_start
-    here = layout.coordinates(holders.rank)["mesh_columns"], layout.mesh_columns
-    inside = _features(config, ROWS).ranges_of(*here)
-    vocabulary = part_range(config.vocab_size, part_index(*here), layout.mesh_columns)
-    move_padding(model, vocabulary)
-    call = Call(layout.mesh_columns)
+    column = holders.shards.tensor_index(holders.rank) % held.mesh_columns
+    part = part_index(column, held.mesh_columns), held.mesh_columns
+    move_padding(model, part_range(config.vocab_size, *part))
+    call = Call(held)
     base.register_forward_pre_hook(call.begin, with_kwargs=True)
     base.norm = SplitNorm(base.norm, _features(config, COLUMNS), call, added)
-    model.set_input_embeddings(SplitEmbedding(model.get_input_embeddings()))
+    model.set_input_embeddings(SplitEmbedding(model.get_input_embeddings(), config, held))
     for layer in base.layers:
-        call = Call(layout.mesh_columns)
+        call = Call(held)
         layer.register_forward_pre_hook(call.begin, with_kwargs=True)
         for name, norm in [*layer.named_children()]:
             if "norm" in name:
@@ -122,18 +117,15 @@ def split_model(model: Any, holders: Holders) -> None:
             if not block or not found.blocks:
                 continue
             owner = layer.get_submodule(block)
-            part, _ = _splits(config, found, "weight")
+            split, _ = _splits(config, found, "weight")
             if "norm" in last:
-                setattr(owner, last, SplitNorm(getattr(owner, last), part, call))
-            elif found.dim == COLUMNS:
-                if not hasattr(owner, "uspft_inward"):
-                    owner.uspft_inward = Inward(PRODUCT[block, COLUMNS], call)
-                _replace(owner, last, partial(owner.uspft_inward.part, last), inside, call)
-                if len(found.blocks) > 1 and KV in found.blocks:
-                    share_heads(owner, last, part, call)
+                setattr(owner, last, SplitNorm(getattr(owner, last), split, call))
             else:
-                number = PRODUCT[block, ROWS]
-                _replace(owner, last, partial(Outward, number, call), part.ranges_of(*here), call)
+                _replace(owner, last, (block, found), config, call)
+            if found.dim == ROWS:
+                enter_and_leave(owner, last, block, call)
+            elif len(found.blocks) > 1 and KV in found.blocks:
+                share_heads(owner, last, split, call)
 
 
 PRODUCT = {
@@ -145,25 +137,35 @@ PRODUCT = {
 """The place of a block's first and last product in what `tensor_slices` names."""
 
 
-def _replace(
-    owner: nn.Module, name: str, make: Callable[[Any], nn.Module], ranges: Any, call: Call
-) -> None:
+def _replace(owner: Any, name: str, of: tuple[str, Projection], config: Any, call: Call) -> None:
     """Put another module in a projection's place, or in that of the one inside its adapter.
 
-    ranges: the features that are here of what it takes.
+    of: the name of its block, and how it is divided.
     """
     module: Any = getattr(owner, name)
-    if not hasattr(module, "base_layer"):
-        setattr(owner, name, make(module))
+    (block, found), plain = of, getattr(module, "base_layer", module)
+    splits = *_splits(config, found, "weight"), _splits(config, found, "bias")[0]
+    number = PRODUCT[block, found.dim]
+    if found.dim == COLUMNS and not hasattr(owner, "uspft_inward"):
+        owner.uspft_inward = Inward(number, call)
+    made: nn.Module
+    if found.dim == COLUMNS:
+        made = owner.uspft_inward.part(name, plain, splits)
+    else:
+        made = Outward(plain, splits, number, call)
+    if plain is module:
+        setattr(owner, name, made)
         return
-    module.base_layer = make(module.base_layer)
-    for dropout in module.modules():
-        if isinstance(dropout, TokenDropout):
-            dropout.ranges = tuple(ranges)
+    module.base_layer = made
+    takes, _ = _splits(config, found, "A")
+    call.dropouts += [(one, takes) for one in module.modules() if isinstance(one, TokenDropout)]
 
     def sum_columns(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return summed(out, call.bound.world.mesh.columns)
+        return summed(out, call.group) if call.on_mesh else out
 
+    for table, kind in ((module.lora_A, "A"), (module.lora_B, "B")):
+        for adapter, linear in table.items():
+            table[adapter] = PartLinear(linear, _splits(config, found, kind)[0], call)
     for thin in module.lora_A.values():
         thin.register_forward_hook(sum_columns)
 
@@ -173,18 +175,42 @@ def products(bound: Bound) -> MeshAlgorithm:
     return cast("MeshAlgorithm", bound.world.tensor)
 
 
+ThreeSplits = tuple[MatrixSplit, MatrixSplit | None, MatrixSplit]
+"""How mesh columns and mesh rows divide a projection's weight, and columns its bias."""
+
+
+def whole_table(weight: Tensor, bound: Bound, config: Any, held: Layout | None) -> Tensor:
+    """Return all features of those rows of an embedding's or a head's weight that the rows of a
+    call on a mesh use; differentiable. held: as of used_by."""
+    tokens, features = MatrixSplit(COLUMNS, (config.vocab_size,)), _features(config, ROWS)
+    used = used_by(bound, held, tokens, features)
+    return products(bound).whole(cut(weight, used), bound.world.mesh)
+
+
 class SplitEmbedding(nn.Module):
     """An embedding whose features mesh rows hold in parts, and all ranks of a row need whole."""
 
-    def __init__(self, embedding: nn.Embedding) -> None:
+    def __init__(self, embedding: nn.Embedding, config: Any, held: Layout) -> None:
         super().__init__()
         self.weight = embedding.weight
         self._plain = (embedding,)  # in a tuple, it is no module of this one
+        self._config, self._held = config, held
+        self._padding = embedding.padding_idx
 
     def forward(self, tokens: Tensor, bound: Bound) -> Tensor:
-        """Return all features of tokens [1, T], as transformers' own makes them, [1, T, d]."""
-        weight = products(bound).whole(self.weight, bound.world.mesh)
-        made: Tensor = functional_call(self._plain[0], {"weight": weight}, (tokens,))
+        """Return all features of tokens [1, T], as transformers' own makes them, [1, T, d].
+
+        On a mesh tokens are numbered among those that its rows use here, else among those held.
+        """
+        (plain,), weight, first = self._plain, self.weight, 0
+        if bound.world.layout.is_mesh:
+            used = used_by(bound, self._held, MatrixSplit(COLUMNS, (self._config.vocab_size,)))[0]
+            first = used[0][0] if used else 0
+            weight = whole_table(weight, bound, self._config, self._held)
+        if self._padding is not None:
+            here = 0 <= self._padding - first < len(weight)
+            plain.padding_idx = self._padding - first if here else None
+        made: Tensor = functional_call(plain, {"weight": weight}, (tokens,))
         return made
 
 
@@ -199,12 +225,14 @@ class Inward(nn.Module):
         super().__init__()
         self._product, self._call = product, call
         self._names: list[str] = []
+        self._splits: list[ThreeSplits] = []
         self._of: Tensor | None = None
         self._made: dict[str, Tensor] = {}
 
-    def part(self, name: str, linear: Any) -> InwardPart:
+    def part(self, name: str, linear: Any, splits: ThreeSplits) -> InwardPart:
         """Take a projection's parameters; return the module that takes its place."""
         self._names.append(name)
+        self._splits.append(splits)
         self.register_parameter(f"{name}_weight", linear.weight)
         self.register_parameter(f"{name}_bias", linear.bias)
         return InwardPart(self, name)
@@ -222,11 +250,19 @@ class Inward(nn.Module):
         """Return what each projection makes of x."""
         weights = [getattr(self, f"{name}_weight") for name in self._names]
         biases = [getattr(self, f"{name}_bias") for name in self._names]
-        bound = self._call.bound
-        made = products(bound).inward(x[0], weights, bound.world.mesh, self._product)
+        call = self._call
+        made: Sequence[Tensor]
+        if call.on_mesh:
+            used = [call.used(columns, rows) for columns, rows, _ in self._splits]
+            made = products(call.bound).inward(
+                x[0], weights, call.bound.world.mesh, self._product, used
+            )
+        else:
+            every = zip(weights, self._splits, strict=True)
+            made = [part_of_product(x[0], (w, None), split[0], call) for w, split in every]
         return tuple(
-            (one if bias is None else one + bias)[None]
-            for one, bias in zip(made, biases, strict=True)
+            (one if bias is None else one + cut(bias, call.used(split[2])[:1]))[None]
+            for one, bias, split in zip(made, biases, self._splits, strict=True)
         )
 
 
@@ -238,20 +274,26 @@ class InwardPart(nn.Module):
         self._together, self._name = (together,), name  # in a tuple, it is no module of this one
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [1, t, o/C] of x [1, t, d/C]."""
+        """Return [1, t, o/C] of x [1, t, d/C] on a mesh; else this rank's part, of all features."""
         return self._together[0].take(self._name, x)
 
 
 class Outward(nn.Module):
     """The projection out of a block."""
 
-    def __init__(self, product: int, call: Call, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, splits: ThreeSplits, product: int, call: Call) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self._product, self._call = product, call
+        self._splits, self._product, self._call = splits, product, call
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [1, t, d/C] of x [1, t, i/C]."""
-        bound = self._call.bound
-        found = products(bound).outward(x[0], self.weight, bound.world.mesh, self._product)[None]
-        return found if self.bias is None else found + self.bias
+        """Return [1, t, d/C] of x [1, t, i/C] on a mesh; else what this rank's rows make of it."""
+        call, (columns, rows, of_bias) = self._call, self._splits
+        bias: Tensor | None = self.bias
+        if call.on_mesh:
+            used, mesh = call.used(columns, rows), call.bound.world.mesh
+            made = products(call.bound).outward(x[0], self.weight, mesh, self._product, used)
+        else:
+            made = part_of_product(x[0], (self.weight, None), columns, call)
+            bias = bias * 0.0 if bias is not None and call.group.index else bias
+        return (made if bias is None else made + cut(bias, call.used(of_bias)[:1]))[None]

@@ -132,18 +132,20 @@ def _dim(found: Projection, kind: str, adapter: str) -> int | None:
     return found.dim
 
 
-def vocabulary_of(world: World, tokens: int, held: int) -> Vocabulary | None:
+def vocabulary_of(world: World, tokens: int, held: Layout | None) -> Vocabulary | None:
     """Return which of a vocabulary's tokens rows use on this rank; None where it has all of them.
 
-    held: the degree at which matrices are held.
+    held: the layout in which matrices are held; None where it is that of the rows.
     """
     group = world.mesh.columns
     if group.size == 1:
         return None
-    split = MatrixSplit(COLUMNS, (tokens,))
-    ((first, stop),) = used_ranges(split, group.index, group.size, held)
-    part = used_of_held(split, group.index, group.size, held)
-    return Vocabulary(first, stop - first, group, part[0][0] if part else 0)
+    split, ways = MatrixSplit(COLUMNS, (tokens,)), held.mesh_columns if held else group.size
+    ((first, stop),) = used_ranges(split, group.index, group.size, ways)
+    part = used_of_held(split, group.index, group.size, ways)
+    # On a mesh what is used is cut out before.
+    offset = part[0][0] if part and not world.layout.is_mesh else 0
+    return Vocabulary(first, stop - first, group, offset)
 
 
 def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
@@ -155,10 +157,10 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
     shards = holders.shards
     if not shards.splits:
         return
-    held = None if moves else shards.layout.tensor
+    held = None if moves else shards.layout
     if held:
-        index = part_index(shards.tensor_index(holders.rank), held)
-        move_padding(model, part_range(model.config.vocab_size, index, held))
+        index = part_index(shards.tensor_index(holders.rank), held.tensor)
+        move_padding(model, part_range(model.config.vocab_size, index, held.tensor))
     splits = {
         id(module): split
         for name, module in model.named_modules()
@@ -181,14 +183,19 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
                 continue
             _divide(owner, last, splits, call)
             if projection.dim == ROWS:
-                owner.register_forward_pre_hook(call.enter, with_kwargs=True)
                 dropouts = [m for m in module.modules() if isinstance(m, TokenDropout)]
                 call.dropouts += [(dropout, split) for dropout in dropouts]
-                # What is done in tiles ends before ranks sum what they have made.
-                end = owner if block == "mlp" else owner.get_submodule(last)
-                end.register_forward_hook(call.leave)
+                enter_and_leave(owner, last, block, call)
             elif len(projection.blocks) > 1 and KV in projection.blocks:
                 share_heads(owner, last, split, call)
+
+
+def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None:
+    """Enter a block before it runs, and leave it after its last projection, whose name it is."""
+    owner.register_forward_pre_hook(call.enter, with_kwargs=True)
+    # What is done in tiles ends before ranks sum what they have made.
+    end = owner if block == "mlp" else owner.get_submodule(last)
+    end.register_forward_hook(call.leave)
 
 
 def move_padding(model: Any, here: Range) -> None:

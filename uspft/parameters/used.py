@@ -18,10 +18,13 @@ def used_ranges(split: MatrixSplit, rank: int, degree: int, held: int) -> tuple[
     """Return what rows use of a parameter along its dimension, in coordinates of the whole.
 
     rank: the rank's place among the `degree` ranks over which the rows divide matrices. held: the
-    degree at which they are held. Raises ValueError where it does not divide the rows' degree.
+    degree at which they are held. Raises ValueError where it does not divide the rows' degree, or
+    where parts that ranks have in their own order are held several ways and divided further.
     """
-    if degree % held:
+    if degree % held or (split.in_order and held not in (1, degree)):
         raise ValueError(f"matrices are held {held} ways: rows cannot divide them {degree} ways")
+    if split.in_order:
+        return split.ranges(rank, degree)
     return split.ranges(part_index(rank, degree, (held,)), degree)
 
 
@@ -30,7 +33,7 @@ def used_of_held(split: MatrixSplit, rank: int, degree: int, held: int) -> tuple
     """Return `used_ranges` in coordinates of the part that the rank holds; None for all of it."""
     size = (sum(split.stacked),)
     used = Part(size, (used_ranges(split, rank, degree, held),))
-    mine = Part(size, (split.ranges(part_index(rank % held, held), held),))
+    mine = Part(size, (split.ranges_of(rank % held, held),))
     return None if used == mine else tuple(box[0] for box, _ in mine.meets(used))
 
 
@@ -46,7 +49,7 @@ def outside(held: Shards, degree: int) -> str | None:
         size = (sum(split.stacked),)
         for rank in range(degree):
             used = Part(size, (used_ranges(split, rank, degree, ways),))
-            mine = Part(size, (split.ranges(part_index(rank % ways, ways), ways),))
+            mine = Part(size, (split.ranges_of(rank % ways, ways),))
             if sum(stop - start for ((start, stop),), _ in used.meets(mine)) < used.count:
                 return name
     return None

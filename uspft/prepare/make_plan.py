@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from uspft.config import Fault, Recipe, load
+from uspft.config import Fault, ParallelBlock, Recipe, load
 from uspft.config.algorithms import AUTO, row_of
 from uspft.model.hf_config import layer_windows
 from uspft.planner.alternatives import Prediction
@@ -64,12 +65,16 @@ def step_of(found: Examined) -> StepShape:
         element_bytes=4 if recipe.model.dtype == "float32" else 2,
         recompute=recipe.memory.gradient_checkpointing,
         attention=forwards_of(recipe),
-        use_seq_parallel=recipe.parallel_config.use_seq_parallel,
         overlaps=_overlaps(recipe),
         trained=examined.trained / examined.parameters,
         gradient_bytes=gradient_bytes(recipe),
-        slices=slices_of(recipe.parallel_config) if recipe.parallel_config.on_a_mesh else None,
+        **matrices_of(recipe.parallel_config),
     )
+
+
+def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
+    """Return what a step's shape has of how a layout splits matrices, and tokens between them."""
+    return {"use_seq_parallel": parallel.use_seq_parallel, "slices": slices_of(parallel)}
 
 
 def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Prediction:

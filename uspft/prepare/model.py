@@ -61,7 +61,8 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
 def _require_inside(recipe: Recipe, model: Any) -> None:
     """Require that every strategy uses a part of what ranks hold. Raises Fault.
 
-    Ranks hold the least tensor degree of all. Weights that move are held at each.
+    Ranks hold the least tensor degree of all. Weights that move are held at each, and strategies
+    whose ranks hold blocks have the same mesh.
     """
     every = strategies_of(recipe)
     degrees = {one.model_parallel for one in every}
@@ -78,16 +79,18 @@ def _require_inside(recipe: Recipe, model: Any) -> None:
 def inside_findings(strategies: Sequence[Strategy], held: Shards) -> list[Finding]:
     """Return the strategies that use more of a parameter than ranks hold.
 
-    held: who holds what under the strategy of the least tensor degree, which divides all others.
+    held: who holds what under the strategy of the least tensor degree, which divides all others. On
+    a mesh columns use parts as those of so many ranks; mesh rows use parts of what is whole.
     """
     from uspft.parameters.used import outside
 
     degrees = [one.model_parallel for one in strategies]
     least, found = degrees.index(held.layout.tensor), []
-    for number, degree in enumerate(degrees):
-        if name := outside(held, degree):
-            what = f"is {degree}, and its parts of {name} do not lie inside those of {KEY}[{least}]"
+    for number, one in enumerate(strategies):
+        if name := outside(held, one.model_parallel // one.mesh_rows):
+            what = f"is {one.model_parallel}, and its parts of {name} do not lie inside those of"
+            there = f"{KEY}[{least}], {held.layout.tensor} ways"
             remedy = "write switching: move, or degrees that divide the model's heads"
             key = f"{KEY}[{number}].model_parallel"
-            found.append((key, f"{what}, {held.layout.tensor} ways", remedy))
+            found.append((key, f"{what} {there}", remedy))
     return found

@@ -10,7 +10,7 @@ from uspft.layout import Layout, layout_of
 from uspft.planner.room import row_bytes
 from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.prepare.examine import Examined
-from uspft.prepare.make_plan import hardware_of, step_of
+from uspft.prepare.make_plan import hardware_of, matrices_of, step_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 
@@ -31,7 +31,7 @@ def prices_of(found: Examined, hosts: int) -> Prices | None:
         layout = layout_of(alone.parallel_config, found.layout.ranks)
         assert isinstance(layout, Layout)  # or the recipe would have been refused
         length, algorithm = alone.data.sequence_length, of_recipe(alone, layout)
-        shape = replace(step, use_seq_parallel=alone.parallel_config.use_seq_parallel)
+        shape = replace(step, **matrices_of(alone.parallel_config))
         empty, full = (
             row_time(shape, layout, algorithm, hardware, row)
             for row in (Segments((0,), length), Segments.single(length))

@@ -48,7 +48,7 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         return _with(recipe, "parallel_config", switching=None)
     if not every:
         return recipe
-    keys, found = ("context_parallel_algo", "data_parallel", "exchange_stages"), []
+    keys, found = ("tensor_mesh", "context_parallel_algo", "data_parallel", "exchange_stages"), []
     longest = under(recipe, len(every) - 1)
     ranks = ranks_of(recipe, known)
     if ranks is None and isinstance(layout := layout_of(longest.parallel_config, None), Layout):

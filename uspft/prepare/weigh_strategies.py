@@ -18,7 +18,7 @@ from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.layout_findings import run_findings
-from uspft.prepare.make_plan import hardware_of, step_of
+from uspft.prepare.make_plan import hardware_of, matrices_of, step_of
 from uspft.prepare.memory_need import exchange_findings
 from uspft.sequence import of_recipe
 from uspft.switching.choice import SwitchingChoice, beside_static, choose
@@ -144,7 +144,7 @@ def _listed(found: Examined, setting: Setting, drawn: DrawnSteps) -> SwitchingCh
         parallel, length = alone.parallel_config, alone.data.sequence_length
         layout = layout_of(parallel, setting.ranks)
         assert isinstance(layout, Layout)  # or the recipe would have been refused
-        shape = replace(setting.step, use_seq_parallel=parallel.use_seq_parallel)
+        shape = replace(setting.step, **matrices_of(parallel))
         row = row_of(parallel.context_parallel_algo, layout.context)
         way = row, layout, of_recipe(alone, layout)
         buckets.append(priced(replace(setting, step=shape), way, length, drawn.typical(length)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from uspft.config.algorithms import WHOLE
+from uspft.config.algorithms import ON_A_MESH, row_of
 from uspft.config.strategies import row_lengths
 from uspft.data.loader import EMPTY, RowLoader, Size, StepRows
 from uspft.data.stream import Row, RowStream, empty_row
@@ -38,8 +38,9 @@ class Strategies:
     worlds: Sequence[World]
     row_lengths: Sequence[int]
     idle: Mapping[int, World]
-    """By tensor degree, the layout of a rank without a row: it shares none. Of one degree, that at
-    which matrices are held, or where they move, of each degree that rows have."""
+    """By tensor degree, the layout of a rank without a row: it shares none but over mesh rows. Of
+    one degree, that at which matrices are held, or where they move, of each degree that rows have.
+    """
     rows_at_once: int
     """How many rows, of those that take most, are the bound of what a rank takes at once."""
     together: bool
@@ -230,10 +231,13 @@ def switching_loader(
 
 
 def _idle_world(holder: World, groups: Groups) -> World:
-    """Return the layout in which no row is shared, and matrices are as `holder` has them."""
+    """Return the layout in which rows are shared by mesh rows alone, and matrices are as `holder`
+    has them."""
     layout = holder.layout
-    alone = replace(layout, ulysses=1, ring=1, data=layout.data * layout.context)
-    named = WHOLE, make_algorithm(WHOLE, 1, 1), holder.tensor
+    rows = layout.mesh_rows
+    alone = replace(layout, ulysses=1, ring=rows, data=layout.data * layout.context // rows)
+    row = row_of(ON_A_MESH, rows)
+    named = row, make_algorithm(row, 1, rows), holder.tensor
     return make_world(alone, named, holder.kernel, holder.device, groups)
 
 

@@ -106,7 +106,7 @@ def priced(
     typical: a row with the documents that rows have.
     """
     (row, layout, algorithm), whole = way, Segments.single(length)
-    shape = replace(setting.step, row=whole, rows=1, slices=None)
+    shape = replace(setting.step, row=whole, rows=1)
     short, long = (
         row_time(shape, layout, algorithm, setting.hardware, one) for one in (typical, whole)
     )

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, gather_over, sum_parts
 from uspft.config.problems import Finding
+from uspft.tensor.cutting import Used, cut, put_back
 from uspft.tensor.flows import (
     KIND,
     left_stationary,
@@ -40,58 +41,98 @@ PRODUCTS = ("qkv", "out", "gate_up", "down")
 """The products of a layer, in the order in which `tensor_slices` may name their numbers."""
 
 
+@dataclass(frozen=True)
+class _Product:
+    """What a product takes beside tensors that need gradients."""
+
+    grid: Grid
+    slices: int
+    held: Sequence[Tensor]
+    """The weights that are here; as parameters, since ZeRO-3 takes away what is in them until the
+    backward pass."""
+    used: Sequence[Used]
+    """What the product uses of each of them."""
+
+    def weights(self) -> list[Tensor]:
+        """Return what the product uses of weights."""
+        return [cut(w, used) for w, used in zip(self.held, self.used, strict=True)]
+
+    def ways(self) -> list[Tensor]:
+        """Return weights for their gradients to leave by, those of the last weight first.
+
+        DeepSpeed's ZeRO-2 sums gradients in the order in which they come, which must be the same on
+        ranks whose rows are not on a mesh: there each weight has a product of its own.
+        """
+        return [_Way.apply(w) for w in self.held]
+
+
+class _Way(torch.autograd.Function):
+    """A node of its own in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
+
+
 class _Inward(torch.autograd.Function):
     """Projections into a block: their outputs stay, output-stationary forward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, grid: Grid, slices: int, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        needs_x, _, _, *needs = ctx.needs_input_grad
-        kept = weights if needs_x else ()
-        ctx.save_for_backward(x if any(needs) else None, *kept)  # of a frozen weight, no input
-        ctx.grid, ctx.slices = grid, slices
-        made = output_stationary(x, [w.t() for w in weights], grid, slices)
+    def forward(ctx: Any, x: Tensor, how: _Product, *ways: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None)
+        ctx.how, weights = how, how.weights()
+        made = output_stationary(x, [w.t() for w in weights], how.grid, how.slices)
         return tuple(part.contiguous() for part in made.split([len(w) for w in weights], 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        needs_x, _, _, *needs = ctx.needs_input_grad
-        dx, found = None, [None] * len(needs)
+        (x,), how = ctx.saved_tensors, ctx.how
+        needs_x, _, *needs = ctx.needs_input_grad
+        dx: Tensor | None = None
+        found: list[Tensor | None] = [None] * len(needs)
         if needs_x:
-            dy = torch.cat(grads, 1)
-            dx = left_stationary(dy, [w.t() for w in weights], ctx.grid, ctx.slices)
+            weights = [w.t() for w in how.weights()]
+            dx = left_stationary(torch.cat(grads, 1), weights, how.grid, how.slices)
         if any(needs):
             made = [dy for dy, need in zip(grads, needs, strict=True) if need]
-            dw = right_stationary(x, torch.cat(made, 1), ctx.grid, ctx.slices)
+            dw = right_stationary(x, torch.cat(made, 1), how.grid, how.slices)
             parts = iter(dw.split([dy.shape[1] for dy in made], 1))
-            found = [next(parts).t().contiguous() if need else None for need in needs]
-        return dx, None, None, *found
+            found = [
+                put_back(next(parts).t().contiguous(), w, used) if need else None
+                for w, used, need in zip(how.held, how.used, needs, strict=True)
+            ]
+        return dx, None, *found
 
 
 class _Outward(torch.autograd.Function):
     """The projection out of a block: what it takes stays, left-stationary forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, slices: int, weight: Tensor) -> Tensor:
-        needs_x, _, _, needs = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs else None, weight if needs_x else None)
-        ctx.grid, ctx.slices = grid, slices
-        return left_stationary(x, weight, grid, slices)
+    def forward(ctx: Any, x: Tensor, how: _Product, way: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None)
+        (weight,), ctx.how = how.weights(), how
+        return left_stationary(x, weight, how.grid, how.slices)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        needs_x, _, _, needs = ctx.needs_input_grad
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        (x,), how = ctx.saved_tensors, ctx.how
+        needs_x, _, needs = ctx.needs_input_grad
+        dx, dw, on = None, None, (how.grid, how.slices)
+        (weight,), (held,), (used,) = how.weights(), how.held, how.used
         if needs_x and needs:
-            both = output_and_right_stationary(dy, weight, x, ctx.grid, ctx.slices)
-            return both[0], None, None, both[1]
-        dx = output_stationary(dy, weight, ctx.grid, ctx.slices) if needs_x else None
-        dw = right_stationary(dy, x, ctx.grid, ctx.slices) if needs else None
-        return dx, None, None, dw
+            dx, dw = output_and_right_stationary(dy, weight, x, *on)
+        elif needs_x:
+            dx = output_stationary(dy, weight, *on)
+        elif needs:
+            dw = right_stationary(dy, x, *on)
+        return dx, None, None if dw is None else put_back(dw, held, used)
 
 
 class _AllFeatures(torch.autograd.Function):
@@ -182,22 +223,32 @@ class MeshSlice:
         return [("parallel_config.tensor_slices", what, f"write {instead}")]
 
     def inward(
-        self, x: Tensor, weights: Sequence[Tensor], grid: Grid, product: int
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        grid: Grid,
+        product: int,
+        used: Sequence[Used] = (),
     ) -> tuple[Tensor, ...]:
         """Return what projections into a block make of x [t, d/C], [t, o/C] each; differentiable.
 
-        weights: [o/C, d/R] each; the projections share what they gather of x. product: which of
-        PRODUCTS it is.
+        weights: [o/C, d/R] each, or what such a part, `used`, is cut out of; the projections share
+        what they gather of x. product: which of PRODUCTS it is.
         """
-        found: tuple[Tensor, ...] = _Inward.apply(x, grid, self.slices[product], *weights)
+        how = _Product(grid, self.slices[product], weights, used or [()] * len(weights))
+        found: tuple[Tensor, ...] = _Inward.apply(x, how, *how.ways())
         return found
 
-    def outward(self, x: Tensor, weight: Tensor, grid: Grid, product: int) -> Tensor:
+    def outward(
+        self, x: Tensor, weight: Tensor, grid: Grid, product: int, used: Used = ()
+    ) -> Tensor:
         """Return what the projection out of a block makes of x [t, i/C], [t, d/C]; differentiable.
 
-        weight: [d/R, i/C]. product: which of PRODUCTS it is.
+        weight: [d/R, i/C], or what such a part, `used`, is cut out of. product: which of PRODUCTS
+        it is.
         """
-        found: Tensor = _Outward.apply(x, grid, self.slices[product], weight)
+        how = _Product(grid, self.slices[product], [weight], [used])
+        found: Tensor = _Outward.apply(x, how, *how.ways())
         return found
 
     def whole(self, weight: Tensor, grid: Grid) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from uspft.comm import Group
 from uspft.config.problems import Finding
+from uspft.tensor.cutting import Used
 
 
 class Grid(Protocol):
@@ -58,15 +59,23 @@ class MeshAlgorithm(TensorAlgorithm, Protocol):
     """One way to multiply matrices that lie on a mesh in blocks."""
 
     def inward(
-        self, x: Tensor, weights: Sequence[Tensor], grid: Grid, product: int
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        grid: Grid,
+        product: int,
+        used: Sequence[Used] = (),
     ) -> tuple[Tensor, ...]:
         """Return what projections into a block make of this rank's part of x; differentiable.
 
-        product: the place of the product among those of a layer.
+        product: the place of the product among those of a layer. used: which part of each weight
+        that is here is multiplied; left out, all of it.
         """
         ...
 
-    def outward(self, x: Tensor, weight: Tensor, grid: Grid, product: int) -> Tensor:
+    def outward(
+        self, x: Tensor, weight: Tensor, grid: Grid, product: int, used: Used = ()
+    ) -> Tensor:
         """Return this rank's part of what the projection out of a block makes; differentiable."""
         ...
 

@@ -18,6 +18,7 @@ parallel_config: {%s}
 """
 RING = "{max_length: 64, context_parallel: 4, context_parallel_algo: ring_cp}"
 KEY = "parallel_config.strategies"
+MESH = "model_parallel: 4, tensor_parallel_algo: meshslice"
 
 
 def loaded(folder: Path, parallel: str, stage: int | str = 1):  # type: ignore[no-untyped-def]
@@ -62,8 +63,24 @@ WRONG = {
     "is missing, and context_parallel is 2",
     "strategies: [{max_length: 16, model_parallel: 2}, {max_length: 64, model_parallel: 3}]": KEY
     + "[1].model_parallel: is 3: its parts do not lie inside those of",
-    "strategies: [{max_length: 64, model_parallel: 4, tensor_parallel_algo: meshslice}]": KEY
-    + "[0].tensor_parallel_algo: is meshslice, whose blocks do not lie inside one another",
+    f"strategies: [{{max_length: 16, {MESH}, tensor_mesh: [2, 2]}}, "
+    "{max_length: 64, model_parallel: 8}]": KEY
+    + f"[1].model_parallel: is 8: its parts do not lie inside the blocks of {KEY}[0], 4 ways; "
+    "write the same tensor_mesh in all, or let one",
+    f"strategies: [{{max_length: 16, {MESH}, tensor_mesh: [2, 2]}}, "
+    f"{{max_length: 64, {MESH}, tensor_mesh: [4, 1]}}]": KEY
+    + f"[1].tensor_mesh: is [4, 1]: its blocks do not lie inside those of {KEY}[0], 4 ways",
+    f"strategies: [{{max_length: 16, {MESH}}}, {{max_length: 64, {MESH}}}]": KEY
+    + "[1].tensor_mesh: is left to be chosen: its blocks do not lie inside those of",
+    "strategies: [{max_length: 16, model_parallel: 2, use_seq_parallel: true}, "
+    f"{{max_length: 64, {MESH}, tensor_mesh: [4, 1]}}]": KEY
+    + f"[1].tensor_mesh: is [4, 1]: its blocks do not lie inside those of {KEY}[0], 2 ways",
+    "strategies: [{max_length: 16, model_parallel: 2}, "
+    f"{{max_length: 64, {MESH}, tensor_mesh: [2, 2]}}]": KEY
+    + f"[0].use_seq_parallel: is false, and the mesh of {KEY}[1] splits tokens between blocks; "
+    "write true, or let one",
+    f"switching: move, strategies: [{{max_length: 8}}, {{max_length: 64, {MESH}}}]": KEY
+    + "[1].tensor_parallel_algo: is meshslice, whose blocks owners do not gather; write megatron",
     "strategies: [{max_length: 16, model_parallel: 2}, "
     "{max_length: 64, model_parallel: 4, use_seq_parallel: true}]": KEY
     + "[1].use_seq_parallel: is true, and parallel_config.strategies[0] has the other",
@@ -85,6 +102,24 @@ def test_a_wrong_strategy_is_one_problem_that_names_it(tmp_path: Path, text: str
     lines = [str(problem) for problem in raised.value.problems]
     assert any(f" {WRONG[text]}" in line for line in lines), lines
     assert len(lines) == 1, lines
+
+
+NESTED = (
+    f"{{max_length: 16}}, {{max_length: 64, {MESH}}}",
+    f"{{max_length: 16, {MESH}}}, {{max_length: 64}}",
+    f"{{max_length: 64, {MESH}}}",
+    f"{{max_length: 16, {MESH}, tensor_mesh: [2, 2]}}, "
+    f"{{max_length: 64, {MESH}, tensor_mesh: [2, 2], context_parallel: 2}}",
+    "{max_length: 16, model_parallel: 2, use_seq_parallel: true}, "
+    f"{{max_length: 64, {MESH}, tensor_mesh: [2, 2]}}",
+)
+
+
+@pytest.mark.parametrize("strategies", NESTED)
+def test_meshes_whose_blocks_lie_inside_what_ranks_hold_switch(
+    strategies: str, tmp_path: Path
+) -> None:
+    assert len(layouts_of(loaded(tmp_path, f"strategies: [{strategies}]"))) in (1, 2)
 
 
 def test_one_optimizer_over_all_ranks_needs_zero(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from uspft.comm import Group
 from uspft.families.projections import COLUMNS, ROWS
+from uspft.layout import Layout
 from uspft.model.divided import Call, PartLinear
 from uspft.parameters.part import Part
 from uspft.parameters.shards import MatrixSplit
@@ -39,8 +40,9 @@ class Ops(TorchDispatchMode):
 
 
 def call_of(rank: int, degree: int, held: int) -> Call:
-    call = Call(held)
-    world: Any = SimpleNamespace(mesh=SimpleNamespace(columns=Group(None, (*range(degree),), rank)))
+    call = Call(Layout(held))
+    mesh = SimpleNamespace(columns=Group(None, (*range(degree),), rank), rows=Group(None, (0,), 0))
+    world: Any = SimpleNamespace(mesh=mesh, layout=Layout(degree))
     call.bound = SimpleNamespace(world=world)  # type: ignore[assignment]
     return call
 

@@ -14,6 +14,7 @@ from tests.support.models import make_model
 from tests.support.shapes import hub
 from uspft.config import Recipe, load
 from uspft.config.available import LATER
+from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.auto import Work
@@ -126,6 +127,25 @@ def test_a_mesh_is_what_the_tuner_says(folder: Path) -> None:
     assert resolve(settled, known) == settled == resolve(settled, Known())
 
 
+def test_each_strategy_has_the_mesh_that_a_recipe_of_its_rows_has(folder: Path) -> None:
+    mesh = {"model_parallel": 4, "tensor_parallel_algo": "meshslice"}
+    several = [{"max_length": 1024}, {"max_length": 2048, **mesh}, {"max_length": 4096, **mesh}]
+    degrees = {**mesh, "context_parallel": 1, "context_parallel_algo": None}
+    asked = recipe(folder, parallel_config={**degrees, "strategies": several})
+    shape = read_shape(asked.model, folder)
+    cluster, _ = cluster_of("auto", "cuda", "NVIDIA H100 80GB HBM3")
+    assert isinstance(shape, ModelShape) and cluster
+    known = Known(gpus=4, shape=shape, cluster=cluster)
+    whole, *rest = strategies_of(resolve(asked, known))
+    assert (whole.tensor_mesh, whole.tensor_slices) == (None, None)
+    for one in rest:
+        alone = on_a_mesh(folder, one.max_length, context_parallel_algo=None)
+        assert (one.tensor_mesh, one.tensor_slices) == mesh_of(alone, known)
+        assert isinstance(one.tensor_mesh, tuple)
+        shared = "planned_cp" if one.tensor_mesh[0] > 1 else None
+        assert one.context_parallel_algo == shared
+
+
 def test_attention_decides_how_many_mesh_rows_there_can_be(folder: Path) -> None:
     """Two pieces of a row for each of its ranks, as the exchange wants, do not divide 4,094; and of
     one mesh row there are not two ranks for Ulysses."""
@@ -215,7 +235,7 @@ def test_check_says_what_a_rank_needs(folder: Path) -> None:
     said = memory_sentence(given, shape, layout, hardware.hardware, free=True)
     assert said == (
         "about 68.2 of 74.5 GiB a rank (activations 48.5, weights, gradients and optimizer 19.7); "
-        "the longest row that fits is 760k; with offload_activations: cpu 1.37m"
+        "the longest row that fits is 760k; with offload_activations: cpu 1.41m"
     )
     adapted = given.model.model_copy(update={"adapter": object()})
     other = given.model_copy(update={"model": adapted})
