@@ -25,6 +25,7 @@ _HI, _HELLO = turn("user", "Hi"), turn("assistant", "Hello")
 _CALLS = {"role": "assistant", "tool_calls": [call("look", at="the moon")]}
 _AS_TEXT = [{"type": "function", "function": {"name": "look", "arguments": '{"at": "me"}'}}]
 _SEEN = turn("tool", 'a "moon"')
+_ID = "abcdefghi"
 
 
 def _parts(role: str, *texts: str) -> dict[str, Any]:
@@ -81,6 +82,12 @@ _CALLED: dict[str, list[dict[str, Any]]] = {
         _HI,
         {**_CALLS, "tool_calls": [{"name": "look", "arguments": {"at": "me"}}]},
         _SEEN,
+        _HELLO,
+    ],
+    "calls with ids": [
+        _HI,
+        {**_CALLS, "tool_calls": [{**call("look", at="the moon"), "id": _ID}]},
+        {**_SEEN, "tool_call_id": _ID},
         _HELLO,
     ],
     "ipython": [_HI, _CALLS, turn("ipython", "a moon"), _HELLO],
