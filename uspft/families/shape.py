@@ -37,6 +37,14 @@ class ModelShape:
     attention_bias: bool
     raw: dict[str, Any]
 
+    @property
+    def window(self) -> int | None:
+        """The sliding window of some layer, in keys; None where all see all."""
+        family = FAMILIES[self.model_type]
+        full = {**family.defaults, **self.raw}
+        asked = {"none": False, "switched": bool(full.get("use_sliding_window"))}
+        return full.get("sliding_window") if asked.get(family.windows, True) else None
+
 
 def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Finding] | None:
     """Return the model's shape, or what is wrong; None where nothing on this machine says it.

@@ -12,7 +12,7 @@ filled in when inputs have been kept, which is where the layer's second run ends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from uspft.model.divided import SplitNorm
 from uspft.model.dropout import TokenDropout
 
 TOKENS = -2
-"""The dimension of inputs and output along which tokens lie."""
+"""The dimension of inputs and output along which tokens lie, but for norms of heads."""
 MAX_TILE_FEATURES = 1 << 25
 """How many inner features a tile has under `mlp_tile_tokens: auto` (64 MiB in bfloat16)."""
 MIN_TILE_TOKENS = 1024
@@ -48,17 +49,31 @@ def inner_features(config: Any) -> int:
 
 
 def work_in_tiles(model: Any, tile: int) -> None:
-    """Make MLPs, experts and the norms around them work on so many tokens at a time.
+    """Make MLPs, experts and norms work on so many tokens at a time.
 
-    Routers see all tokens, since what they say is asked for. The norms of single heads are left.
+    Routers see all tokens, since what they say is asked for. Norms of queries and keys of which
+    ranks have parts are left: they would ask others for sums once more in the backward.
     """
-    modules = [model.base_model.norm]
+    modules, of_heads = [model.base_model.norm], []
     for layer in model.base_model.layers:
-        modules += [module for name, module in layer.named_children() if "norm" in name]
+        modules += _norms(layer)
         modules.append(getattr(layer.mlp, "experts", layer.mlp))
-    for module in modules:
+        of_heads += [norm for norm in _norms(layer.self_attn) if not isinstance(norm, SplitNorm)]
+    for module in (*modules, *of_heads):
         module.register_forward_pre_hook(_with_gradient)
+    for module in modules:
         module.forward = Tiled(module, tile)
+    for module in of_heads:
+        module.forward = Tiled(module, tile, _longest)
+
+
+def _norms(module: nn.Module) -> list[Any]:
+    return [child for name, child in module.named_children() if "norm" in name]
+
+
+def _longest(x: Tensor) -> int:
+    """Return the longest dimension but the last: tokens are before heads or behind them."""
+    return max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
 
 
 def _with_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -79,15 +94,20 @@ class Tiled:
     It takes one or more tensors [..., T, ...] and returns one that is like the first of them.
     """
 
-    def __init__(self, module: nn.Module, tile: int) -> None:
+    def __init__(
+        self, module: nn.Module, tile: int, along: Callable[[Tensor], int] = lambda _: TOKENS
+    ) -> None:
+        """along: tells the dimension of the first input, and of all others, that tiles share."""
         self._module, self._tile, self._plain = module, tile, module.forward
+        self._along = along
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        if inputs[0].shape[TOKENS] <= self._tile:
+        dim = self._along(inputs[0])
+        if inputs[0].shape[dim] <= self._tile:
             whole: Tensor = self._plain(*inputs)
             return whole
         parameters = [p for p in self._module.parameters() if p.requires_grad]
-        call = TiledCall(self._module, self._plain, self._tile, parameters)
+        call = TiledCall(self._module, self._plain, self._tile, parameters, dim)
         out: Tensor = _Tiles.apply(call, len(inputs), *inputs, *parameters)
         with torch.no_grad():
             call.fill(out.detach(), inputs)
@@ -98,16 +118,17 @@ class TiledCall:
     """One call of a module: what its tiles take beside tensors, also in the backward."""
 
     def __init__(
-        self, module: nn.Module, plain: Any, tile: int, parameters: list[nn.Parameter]
+        self, module: nn.Module, plain: Any, tile: int, parameters: list[nn.Parameter], dim: int
     ) -> None:
-        self.module, self.parameters = module, parameters
+        """dim: along which tiles lie."""
+        self.module, self.parameters, self.dim = module, parameters, dim
         self._plain, self._tile = plain, tile
         dropouts = [one for one in module.modules() if isinstance(one, TokenDropout)]
         self._dropouts = [(dropout, dropout.words, dropout.ranges) for dropout in dropouts]
 
     def spans(self, x: Tensor) -> Iterator[tuple[int, int]]:
         """Yield the first token and the length of each tile of x."""
-        tokens = x.shape[TOKENS]
+        tokens = x.shape[self.dim]
         for start in range(0, tokens, self._tile):
             yield start, min(self._tile, tokens - start)
 
@@ -119,7 +140,7 @@ class TiledCall:
         x = parts[0]
         for dropout, words, ranges in self._dropouts:
             dropout.ranges = ranges
-            dropout.words = None if words is None else words[start : start + x.shape[TOKENS]]
+            dropout.words = None if words is None else words[start : start + x.shape[self.dim]]
         try:
             out: Tensor = self._plain(*parts)
         finally:
@@ -135,8 +156,8 @@ class TiledCall:
     def fill(self, out: Tensor, inputs: Sequence[Tensor]) -> None:
         """Fill in what the module makes of all tokens."""
         for start, length in self.spans(out):
-            parts = [x.narrow(TOKENS, start, length) for x in inputs]
-            out.narrow(TOKENS, start, length).copy_(self.run(parts, start))
+            parts = [x.narrow(self.dim, start, length) for x in inputs]
+            out.narrow(self.dim, start, length).copy_(self.run(parts, start))
 
     @contextmanager
     def leaves(self) -> Iterator[list[Tensor]]:
@@ -183,18 +204,18 @@ class _Tiles(torch.autograd.Function):
         with call.leaves() as leaves:
             for start, length in call.spans(dout):
                 parts = [
-                    x.narrow(TOKENS, start, length).detach().requires_grad_(need)
+                    x.narrow(call.dim, start, length).detach().requires_grad_(need)
                     for x, need in zip(inputs, needed, strict=True)
                 ]
                 with torch.enable_grad():
                     out = call.run(parts, start)
                 wanted = [part for part in parts if part.requires_grad]
-                slope = dout.narrow(TOKENS, start, length)
+                slope = dout.narrow(call.dim, start, length)
                 found = torch.autograd.grad(out, [*wanted, *leaves], slope, allow_unused=True)
                 del out, parts
                 places = [whole for whole in d_inputs if whole is not None]
                 for whole, part in zip(places, found, strict=False):
-                    whole.narrow(TOKENS, start, length).copy_(part)
+                    whole.narrow(call.dim, start, length).copy_(part)
                 _add(sums, found[len(wanted) :])
                 del found
         gradients = (

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from uspft.config.recipe import MemoryBlock
     from uspft.layout import Layout
 
-KNOWN = ("llama", "mistral", "qwen2")
+KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose layers the formula knows."""
+NORMED = ("qwen3",)
+"""Those of them that norm each head of queries and keys."""
 ELEMENT = 2
 
 
@@ -74,17 +76,20 @@ def activations(
 
     memory: `auto` among its values counts as what it is without a need to save memory. row: of the
     table, for the algorithm that shares rows. stages: `exchange_stages`, 0 for auto.
-    Returns None where the formula does not know: layers that are not checkpointed or not LLaMA's,
-    matrices that ranks divide, keys that all come at once.
+    Returns None where the formula does not know: layers that are not checkpointed, are not
+    LLaMA's or Qwen3's, or see a window of the row; matrices that ranks divide, keys that all come
+    at once.
     """
     known = memory.gradient_checkpointing and shape.model_type in KNOWN and layout.tensor == 1
-    if not known or (row.all_at_once and layout.ring > 1):
+    cut = shape.window is not None and shape.window < tokens * layout.context
+    if not known or cut or (row.all_at_once and layout.ring > 1):
         return None
     d, inner = shape.hidden_size, shape.intermediate_size
     comes_in = stages if "exchange_stages" in row.options else None
-    attention = _attention(shape, layout, memory.recompute, comes_in)
-    positions = 2 * shape.head_dim + 4
     tile = memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else tokens
+    attention = _attention(shape, layout, memory.recompute, comes_in)
+    attention = attention.beside(_norms_of_heads(shape, tiled=tile < tokens))
+    positions = 2 * shape.head_dim + 4
     if tile < tokens:
         # Gradients of the layer's output, of the MLP's input and the norm's; both norms' results.
         held = tokens * (5 * d + attention.alive + positions)
@@ -118,6 +123,10 @@ class _Attention:
     backward: float
     """There beside it in attention's own backward."""
 
+    def beside(self, more: float) -> _Attention:
+        """Return it with what stays from before attention until behind its backward."""
+        return replace(self, alive=self.alive + more, backward=self.backward + more)
+
 
 def _attention(shape: ModelShape, layout: Layout, recompute: str, stages: int | None) -> _Attention:
     """stages: as of `backward_elements`."""
@@ -148,6 +157,16 @@ def _attention(shape: ModelShape, layout: Layout, recompute: str, stages: int | 
         most = 2 * keys if recompute == "attention" else max(inner, 2 * keys)
         backward = 2 * inner + most
     return _Attention(kept, alive, again + backward)
+
+
+def _norms_of_heads(shape: ModelShape, *, tiled: bool) -> int:
+    """Return what norms of queries and keys keep of a token until behind attention's backward.
+
+    It is their input; without tiles that in float32, what is normed, and the scale of each head.
+    Their own backward needs less than others, up to queries of four times the hidden size.
+    """
+    heads = shape.heads + shape.kv_heads if shape.model_type in NORMED else 0
+    return heads * (shape.head_dim if tiled else 3 * shape.head_dim + 2)
 
 
 def _logits_bytes(shape: ModelShape, tokens: int, memory: MemoryBlock) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,13 @@ CASES: list[tuple[str, str, Layout, dict[str, Any]]] = [
     ("planned_cp", "", Layout(ring=3), TILED),
     ("planned_cp", "many heads", Layout(ulysses=4, ring=4), OFFLOADED),
 ]
+NORMED: list[tuple[str, str, Layout, dict[str, Any]]] = [
+    ("whole", "", Layout(), {}),
+    ("whole", "many heads", Layout(), AGAIN),
+    ("ulysses_cp", "", COPIED, {**OFFLOADED, "recompute": "attention"}),
+    ("ring_cp", "many keys", Layout(ring=2), TILED),
+]
+"""Of Qwen3, which norms each head of queries and keys."""
 STAGES = "planned_cp", "many keys", Layout(ring=4), AGAIN
 """Whose keys come in so many stages, of one rank at a time or of several."""
 
@@ -76,9 +84,9 @@ def sizes_of(name: str) -> dict[str, Any]:
     return SIZES | MANY[name]
 
 
-def shape_of(sizes: dict[str, Any]) -> ModelShape:
+def shape_of(sizes: dict[str, Any], kind: str = "llama") -> ModelShape:
     return ModelShape(
-        "llama",
+        kind,
         sizes["hidden_size"],
         sizes["num_hidden_layers"],
         sizes["num_attention_heads"],
@@ -96,11 +104,17 @@ def shape_of(sizes: dict[str, Any]) -> ModelShape:
 
 def counts() -> list[Any]:
     """In a process of its own, which has no process group yet."""
-    return [_count(*case) for case in CASES] + [_count(*STAGES, stages=n) for n in (1, 2)]
+    return [
+        *(_count(*case) for case in CASES),
+        *(_count(*STAGES, stages=n) for n in (1, 2)),
+        *(_count(*case, kind="Qwen3") for case in NORMED),
+    ]
 
 
-def _count(algorithm: str, name: str, layout: Layout, memory: Any, **options: Any) -> Any:
-    config = transformers.LlamaConfig(**sizes_of(name))
+def _count(
+    algorithm: str, name: str, layout: Layout, memory: Any, kind: str = "Llama", **options: Any
+) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**sizes_of(name))
     config.dtype = torch.bfloat16
     row = config, TOKENS * layout.ranks, MemoryBlock(**memory), layout, algorithm
     return count(*row, **options)
@@ -147,10 +161,14 @@ def test_the_formula_predicts_the_count_within_two_percent() -> None:
         assert abs(one.kept_bytes - other.kept_bytes) < 64 < one.kept_bytes
         assert abs(one.most_bytes["all"] - other.most_bytes["all"]) < 64
     off = {}
-    every = [(*case, 0) for case in CASES] + [(*STAGES, stages) for stages in (1, 2)]
-    for (algorithm, name, layout, memory, stages), found in zip(every, answers, strict=True):
+    every = [
+        *((*case, 0, "llama") for case in CASES),
+        *((*STAGES, stages, "llama") for stages in (1, 2)),
+        *((*case, 0, "qwen3") for case in NORMED),
+    ]
+    for (algorithm, name, layout, memory, stages, kind), found in zip(every, answers, strict=True):
         want = activations(
-            shape_of(sizes_of(name)),
+            shape_of(sizes_of(name), kind),
             layout,
             TOKENS,
             MemoryBlock(**memory),
@@ -161,7 +179,7 @@ def test_the_formula_predicts_the_count_within_two_percent() -> None:
         assert found.host_bytes == pytest.approx(want.host_bytes, rel=1e-3), (name, memory)
         ratio = want.peak_bytes / found.most_bytes["all"]
         if abs(ratio - 1) > 0.02:
-            off[algorithm, name, str(layout), str(memory), stages] = ratio
+            off[algorithm, name, str(layout), str(memory), stages, kind] = ratio
     assert off == {}
 
 
@@ -188,4 +206,8 @@ def test_what_the_formula_does_not_know() -> None:
     assert activations(shape, Layout(ring=2), 1024, memory, CONTEXT["allgather_cp"]) is None
     kept = MemoryBlock(gradient_checkpointing=False)
     assert activations(shape, Layout(), 1024, kept, WHOLE) is None
-    assert activations(hub("Qwen/Qwen3-8B"), Layout(), 1024, memory, WHOLE) is None
+    assert activations(replace(shape, model_type="granite"), Layout(), 1024, memory, WHOLE) is None
+    windows = shape_of(SIZES, "mistral")  # of 4,096 keys, as transformers has them
+    for tokens, known in ((2048, True), (2049, False)):
+        found = activations(windows, Layout(ulysses=2), tokens, memory, WHOLE)
+        assert (found is not None) == known
