@@ -21,6 +21,7 @@ from tests.support.forked import Forked
 from tests.support.launch import living, living_ranks, records, start
 from tests.support.models import Documents, make_documents, make_model, reference
 from uspft.config import dump, load
+from uspft.written import is_of_a_run
 
 PACKED = [[60, 36], [96], [50, 46], [91, 5]]
 
@@ -169,6 +170,10 @@ def test_a_finished_run_says_so_and_exports_from_its_checkpoint(
     (tmp_path / "out/hf").rename(tmp_path / "lost")  # as if it had died before the export
     assert Forked.start(runs, tmp_path).wait(100) == 0
     assert (tmp_path / "out/hf/model.safetensors").exists()
+    place = [f"output_dir={tmp_path / 'other'}", f"checkpoint.resume={tmp_path / 'out'}"]
+    assert Forked.start(runs, tmp_path, *place).wait(100) == 0
+    assert (tmp_path / "other/hf/model.safetensors").exists()
+    assert is_of_a_run(tmp_path / "other")  # whose own exports the next run may replace
     anew = Forked.start(runs, tmp_path, "checkpoint.resume=never")
     assert anew.wait(200) == 0
     assert list((tmp_path / "out").glob("earlier-*/checkpoints/step-00000002/state.json"))

@@ -12,7 +12,8 @@ import torch
 
 from uspft.checkpoint.folder import folder_of
 from uspft.config import Recipe
-from uspft.config.algorithms import CONTEXT, Splits
+from uspft.config.algorithms import AUTO, CONTEXT, Splits
+from uspft.data.sources import STDLIB
 from uspft.metrics import Best
 from uspft.prepare.output import output_of
 from uspft.written import ADAPTER, METRICS, MODEL
@@ -20,8 +21,11 @@ from uspft.written import ADAPTER, METRICS, MODEL
 QUICKSTART = "quickstart.yaml"
 
 
-def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
-    """Return a few lines for the end of a run that went well."""
+def summary(recipe: Recipe, target: Path, overrides: Sequence[str], *, chats: bool) -> str:
+    """Return a few lines for the end of a run that went well.
+
+    chats: whether it trained on conversations.
+    """
     output = output_of(recipe)
     lines = []
     steps = [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
@@ -44,18 +48,22 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str]) -> str:
         )
     if recipe.model.adapter:
         lines.append(f"adapter:    {output / ADAPTER}  (PeftModel.from_pretrained loads it)")
-    if recipe.checkpoint.every_steps:
-        lines.append(f"checkpoint: {output / 'checkpoints'}  (more training.steps goes on from it)")
-    lines.append(f"numbers:    {output / METRICS}")
     training = recipe.training
     early = training.patience is not None and best.since >= training.patience
     early = early and (training.steps is None or len(losses) < training.steps)
-    return "\n".join([*lines, *_next(recipe, target, overrides, early)])
+    if recipe.checkpoint.every_steps:
+        more = "a larger training.patience" if early else "more training.steps"
+        lines.append(f"checkpoint: {output / 'checkpoints'}  ({more} goes on from it)")
+    lines.append(f"numbers:    {output / METRICS}")
+    return "\n".join([*lines, *_next(recipe, target, overrides, early=early, chats=chats)])
 
 
-def _next(recipe: Recipe, target: Path, overrides: Sequence[str], early: bool) -> list[str]:
+def _next(
+    recipe: Recipe, target: Path, overrides: Sequence[str], *, early: bool, chats: bool
+) -> list[str]:
     """Return lines on what a person may do next: of the quickstart its point, the swap of an
-    algorithm, and of other runs what is done with a model. early: patience ended the run."""
+    algorithm, and of other runs what is done with a model. early: patience ended the run. chats: as
+    of `summary`."""
 
     def command(words: list[str]) -> str:
         keys = {word.partition("=")[0] for word in words}
@@ -65,10 +73,10 @@ def _next(recipe: Recipe, target: Path, overrides: Sequence[str], early: bool) -
     gpus = torch.cuda.device_count()
     if recipe.launch.device == "cpu" and gpus:
         return [f"on this machine's GPUs: {command(_on_gpus(recipe, gpus))}"]
-    if target.name == QUICKSTART:
+    if target.name == QUICKSTART and all(one.path == STDLIB for one in recipe.data.train):
         return [f"try next:   {command(_another_layout(recipe))}"]
     lines, output, training = [], output_of(recipe), recipe.training
-    if any((output / name / "chat_template.jinja").is_file() for name in (MODEL, ADAPTER)):
+    if chats and any((output / name).is_dir() for name in (MODEL, ADAPTER)):
         lines.append(f"chat:       {shlex.join(['./launch.sh', 'chat', str(output)])}")
     if recipe.export.huggingface:
         folder = shlex.quote(str(output / MODEL))
@@ -77,13 +85,16 @@ def _next(recipe: Recipe, target: Path, overrides: Sequence[str], early: bool) -
     elif recipe.model.adapter:
         base, adapter = recipe.model.name_or_path, shlex.quote(str(output / ADAPTER))
         lines.append(f"serve:      vllm serve {base} --enable-lora --lora-modules tuned={adapter}")
+    # What began the run anew, or from elsewhere, is not to do so once more.
+    here = [] if recipe.checkpoint.resume == AUTO else [f"checkpoint.resume={AUTO}"]
     if training.patience and early:
-        lines.append(f"go on:      {command([f'training.patience={2 * training.patience}'])}")
+        longer = f"training.patience={2 * training.patience}"
+        lines.append(f"go on:      {command([longer, *here])}")
     elif recipe.checkpoint.every_steps:
         key, count = "epochs", training.epochs
         if training.steps:
             key, count = "steps", training.steps
-        lines.append(f"go on:      {command([f'training.{key}={2 * (count or 1)}'])}")
+        lines.append(f"go on:      {command([f'training.{key}={2 * (count or 1)}', *here])}")
     return lines
 
 

@@ -24,7 +24,7 @@ from uspft.prepare.make_job import prepare_job
 from uspft.prepare.output import held_output, open_output, output_of
 from uspft.prepare.space import require_space
 from uspft.prepare.waste import wasted
-from uspft.written import LOGS
+from uspft.written import LOGS, is_of_a_run
 
 
 def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
@@ -40,6 +40,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         recipe = found.recipe
         if checkpoint and (why := reason_to_end(recipe, job.steps, checkpoint)):
             if lease:
+                if not is_of_a_run(output_of(recipe)):  # it goes on from another folder
+                    open_output(recipe, checkpoint, hosts, place)
                 export_missing(recipe, checkpoint)
             screen.print(all_done(recipe, why, checkpoint), markup=False)
             return 0
@@ -65,7 +67,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         if lease and code == 0:
             export_missing(recipe, None)
     if lease and code == 0:
-        screen.print(summary(recipe, target, overrides), markup=False)
+        chats = bool(job.serving.ends)
+        screen.print(summary(recipe, target, overrides, chats=chats), markup=False)
     elif lease and code != WRONG_INPUT:
         say(how_to_go_on(recipe))
     return code

@@ -22,14 +22,17 @@ def serving_of(recipe: Recipe, formats: Collection[str], config: Any) -> Serving
     """Return what lies beside the trained weights.
 
     recipe: as this host reads it. formats: of the training data. config: the model's. Where samples
-    hold tokens, the generation config is the base model's own. Raises Fault where that cannot be
-    read.
+    hold tokens, the generation config is the base model's own, and there may be no tokenizer.
+    Raises Fault where that config cannot be read.
     """
-    base = _generation(recipe)
-    if not set(formats) - {"tokenized"}:
+    base, tokenizer = _generation(recipe), tokenizer_of(recipe)
+    tokens = not set(formats) - {"tokenized"}
+    if tokens and tokenizer is None:
         return Serving(None, (), base)
-    tokeniser = load_tokeniser(tokenizer_of(recipe), recipe.data)
+    tokeniser = load_tokeniser(tokenizer, recipe.data)
     template = tokeniser.template or None
+    if tokens:
+        return Serving(without_marks(template.source) if template else None, (), base)
     ends = turn_ends(template) if template and "messages" in formats else []
     if recipe.model.name_or_path:
         base = {EOS: config.eos_token_id, "bos_token_id": config.bos_token_id} | base

@@ -132,7 +132,8 @@ def test_what_is_not_a_conversation_ends_with_the_text(tmp_path: Path) -> None:
     serving = serving_of(recipe, {"text"}, config)
     assert serving.ends == () and serving.generation["eos_token_id"] == [0, OTHER_END]
     assert serving.template and "{%- generation" not in serving.template
-    assert serving_of(recipe, {"tokenized"}, config).generation["eos_token_id"] == OTHER_END
+    tokens = serving_of(recipe, {"tokenized"}, config)
+    assert tokens.template == serving.template and tokens.generation["eos_token_id"] == OTHER_END
     (base / "generation_config.json").write_text("[")
     with pytest.raises(Fault, match=r"generation_config.json cannot be read.*or delete it"):
         serving_of(recipe, {"text"}, config)

@@ -31,9 +31,11 @@ def recipe(folder: Path, changes: dict[str, Any] | None = None) -> Recipe:
     return load(folder / "r.yaml").recipe
 
 
-def commands(recipe: Recipe, target: str, *overrides: str) -> dict[str, list[str]]:
+def commands(
+    recipe: Recipe, target: str, *overrides: str, chats: bool = False
+) -> dict[str, list[str]]:
     """The words of the commands that are named, by what they are for."""
-    lines = summary(recipe, Path(target), overrides).splitlines()
+    lines = summary(recipe, Path(target), overrides, chats=chats).splitlines()
     every = [line.partition(":") for line in lines if "(" not in line]
     return {name.strip(): shlex.split(rest) for name, _, rest in every if name != "numbers"}
 
@@ -74,6 +76,25 @@ def test_a_run_of_one_s_own_is_served_or_goes_on(tmp_path: Path) -> None:
     assert load(tmp_path / "r.yaml", named["go on"][2:]).recipe.training.steps == 6
 
 
+def test_a_run_that_began_anew_goes_on_where_it_is(tmp_path: Path) -> None:
+    own = recipe(tmp_path, {"checkpoint": {"resume": "never"}})
+    named = commands(own, "r.yaml", "checkpoint.resume=never")["go on"]
+    assert named == ["./launch.sh", "r.yaml", "training.steps=6", "checkpoint.resume=auto"]
+
+
+def test_the_quickstart_on_other_data_is_a_run_of_one_s_own(tmp_path: Path) -> None:
+    named = commands(recipe(tmp_path), "recipes/quickstart.yaml", "data.train=x")
+    assert "go on" in named and "try next" not in named
+
+
+def test_who_trained_on_conversations_may_chat(tmp_path: Path) -> None:
+    own = recipe(tmp_path)
+    assert "chat" not in commands(own, "r.yaml", chats=True)
+    (tmp_path / "my out/hf").mkdir()
+    assert "chat" not in commands(own, "r.yaml")
+    assert commands(own, "r.yaml", chats=True)["chat"][1:] == ["chat", f"{tmp_path}/my out"]
+
+
 @pytest.mark.parametrize(("steps", "word"), [(2, "training.patience=2"), (3, "training.steps=6")])
 def test_a_run_that_patience_ended_early_goes_on_by_patience(
     tmp_path: Path, steps: int, word: str
@@ -93,6 +114,8 @@ def test_a_run_that_patience_ended_early_goes_on_by_patience(
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "my out/metrics.jsonl").write_text(lines)
     assert commands(own, "r.yaml")["go on"] == ["./launch.sh", "r.yaml", word]
+    said = summary(own, Path("r.yaml"), [], chats=False)
+    assert (f"a larger {word.partition('=')[0]} goes on" in said) == (steps == 2)
 
 
 def test_epochs_go_on_by_epochs_and_an_adapter_is_served_with_its_base(tmp_path: Path) -> None:
