@@ -13,6 +13,7 @@ PIECE = 1 << 20
 _CUT_SHORT = 16
 """Characters at the end of what was read in which an error may be that the rest is missing: more
 than a literal, a number's sign and exponent, or two escapes have."""
+_AGAIN = "write it again, whole"
 _SPACE = " \t\r\n"
 
 
@@ -60,7 +61,7 @@ class ArrayText:
             mark = self._next()
             if mark not in ("]", ","):
                 what = "the array is cut off, or a comma is missing: nothing behind it is read"
-                raise BrokenArray(f"{what}; write it again, whole", self._here())
+                raise BrokenArray(f"{what}; {_AGAIN}", self._here())
             self._at += 1
             if mark == "]" or self._next() == "]":  # a comma before it is let pass
                 self._close()
@@ -98,17 +99,21 @@ class ArrayText:
 
     def _element(self) -> Any:
         while True:
-            why, final, end = "", self._ended, len(self._text)
+            why, final, cut, end = "", self._ended, False, len(self._text)
             try:
                 value, end = self._scan(self._text, self._at)
             except json.JSONDecodeError as error:
                 why, unended = error.msg, error.msg.startswith("Unterminated")
+                cut = self._ended and not self._text[error.pos :].strip()
                 final |= not unended and error.pos < len(self._text) - _CUT_SHORT
             except (ValueError, RecursionError):
                 why, final = "too deep, or a number too long", True
             if why and final:
                 what = f"broken JSON in the array ({why}): nothing behind it is read"
-                raise BrokenArray(f"{what}; mend it, or write one object a line", self._here())
+                remedy = "mend it, or write one object a line"
+                if cut:
+                    what, remedy = "the array is cut off: nothing behind it is read", _AGAIN
+                raise BrokenArray(f"{what}; {remedy}", self._here())
             if end - self._at > self._longest:
                 what = f"an element of more than {self._longest:,} bytes: nothing behind it is read"
                 raise BrokenArray(f"{what}; split it, or write one object a line", self._here())

@@ -54,7 +54,7 @@ def cache_key(
         "vocab_size": vocab_size,
         "overlong": data.overlong,
         "sequence_length": data.sequence_length if cuts else None,
-        **({"bad": "skip"} if data.on_bad_sample == "skip" else {}),
+        **({"bad": "skip, and read on"} if data.on_bad_sample == "skip" else {}),
     }
     contents = _hashed(identity)
     return CacheKey(_hashed([contents, *(part.content.shown for part, _ in parts)]), contents)

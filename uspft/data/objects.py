@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any
 
-from uspft.data.arrays import ArrayText, BrokenArray
+from uspft.data.arrays import PIECE, ArrayText, BrokenArray
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
+from uspft.data.opened import BOM, not_utf8, nul, opened, other_kind
+from uspft.data.separated import rows
 from uspft.data.sources import SourceFile
 from uspft.data.tables import Columns, tables
 from uspft.data.values import kind
 
 LONGEST_LINE = 1 << 28
 """Bytes of the longest line that is read: a longer one is no sample, and would fill the memory."""
-_BOM = b"\xef\xbb\xbf"
+_TABLES = ("parquet", "arrow")
 Chosen = Callable[[list[str]], list[str]]
 """From the columns of a table, those that are read; raises SampleFault."""
 
@@ -67,45 +66,45 @@ def unpacked(columns: Columns) -> Iterator[Entry | BadRecord]:
 
 def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | Columns | BadRecord]:
     """Yield what a file or split holds in order; the records of a table, several at a time."""
+    last = 0
     try:
-        if isinstance(content, HubSplit):
-            names = chosen(content.columns)
-            for number, fields in enumerate(content.records(names), 1):
-                yield Entry(number, fields, 1)
-        elif content.kind in ("parquet", "arrow"):
-            yield from tables(content.path, content.kind, content.shown, chosen)
-        else:
-            reader = {"text": _text, "csv": _columns, "tsv": _columns}.get(content.kind, _json)
-            yield from reader(content)
+        for item in _found(content, chosen):
+            if isinstance(item, Columns):
+                last = item.first + item.count - 1
+            elif isinstance(item, Entry):
+                last = item.line
+            yield item
     except SampleFault as fault:
         yield BadRecord(content.shown, str(fault))
     except (OSError, EOFError, zlib.error, ValueError, UnicodeError) as error:
         # EOFError and zlib.error: of gzip; ValueError: of pyarrow, whose errors are OSErrors too.
-        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        yield BadRecord(content.shown, f"cannot be read: {why}; mend it or leave it out")
+        why = getattr(error, "strerror", None) or str(error).partition("\n")[0].rstrip(".")
+        lines = isinstance(content, SourceFile) and content.kind not in _TABLES
+        rest = f": nothing behind {'line' if lines else 'record'} {last} is read" if last else ""
+        yield BadRecord(content.shown, f"cannot be read: {why}{rest}; mend it or leave it out")
 
 
-def _open(file: SourceFile) -> tuple[IO[bytes], Callable[[], int]]:
-    """Open a file; return it decompressed, and a function that tells how far it was read."""
-    raw = file.path.open("rb")
-    if file.packed == ".gz":
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)), raw.tell
-    if file.packed == ".zst":
-        import pyarrow as pa  # type: ignore[import-untyped]
-
-        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
-        return cast("IO[bytes]", io.BufferedReader(stream)), raw.tell
-    return raw, raw.tell
+def _found(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | Columns | BadRecord]:
+    if isinstance(content, HubSplit):
+        names = chosen(content.columns)
+        for number, fields in enumerate(content.records(names), 1):
+            yield Entry(number, fields, 1)
+    elif content.kind in _TABLES:
+        yield from tables(content.path, content.kind, content.shown, chosen)
+    elif not content.library and (other := other_kind(content)):
+        yield BadRecord(content.shown, other)
+    else:
+        yield from {"text": _text, "csv": _rows, "tsv": _rows}.get(content.kind, _json)(content)
 
 
 def _text(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    with _open(file)[0] as handle:
+    with opened(file)[0] as handle:
         content = handle.read()
     size = file.path.stat().st_size
     try:
         text = content.decode("utf-8").removeprefix("\ufeff")
         if "\0" in text and not file.library:
-            raise SampleFault(_nul())
+            raise SampleFault(nul())
     except (UnicodeDecodeError, SampleFault) as error:
         if not file.library:
             start = error.start if isinstance(error, UnicodeDecodeError) else content.index(0)
@@ -119,17 +118,18 @@ def _text(file: SourceFile) -> Iterator[Entry | BadRecord]:
 
 
 def _json(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the objects of JSON Lines, or of an array, which a file is where `[` comes first."""
-    with _open(file)[0] as handle:
-        head = handle.read(1 << 16).removeprefix(_BOM).lstrip()
-    if head.startswith(b"[") and not head[1:].lstrip().startswith(b"["):
+    """Yield the objects of JSON Lines, or of an array, which a file is where `[` comes first and
+    the array is not whole on its line with others behind it."""
+    with opened(file)[0] as handle:
+        head = handle.read(1 << 16).removeprefix(BOM).lstrip()
+    if head.startswith(b"[") and not _is_lines(file):
         yield from _array(file)
         return
-    handle, at = _open(file)
+    handle, at = opened(file)
     with handle:
         before, begun = 0, False
         for number, line in enumerate(_lines(handle), 1):
-            raw = line.removeprefix(_BOM) if number == 1 else line
+            raw = line.removeprefix(BOM) if number == 1 else line
             if not raw.strip():
                 continue
             size, before = at() - before, at()
@@ -145,6 +145,27 @@ def _json(file: SourceFile) -> Iterator[Entry | BadRecord]:
                 yield BadRecord(f"{file.shown}:{number}", f"{what}; {remedy}")
             else:
                 yield Entry(number, raw, size)
+
+
+def _is_lines(file: SourceFile) -> bool:
+    """Tell whether behind a first line that ends with `]` another array or object begins.
+
+    Inside one array nothing but a comma or another bracket may follow there.
+    """
+    last, begun, over = b"", False, False
+    try:
+        with opened(file)[0] as handle:
+            while piece := handle.read(PIECE):
+                piece = piece if begun else piece.removeprefix(BOM).lstrip()
+                begun = begun or bool(piece)
+                if not over:
+                    line, newline, piece = piece.partition(b"\n")
+                    last, over = line.rstrip()[-1:] or last, bool(newline)
+                if rest := piece.lstrip():
+                    return last == b"]" and rest.startswith((b"[", b"{"))
+    except (OSError, EOFError, zlib.error, ValueError):
+        return False  # which reading it will tell
+    return False
 
 
 def _lines(handle: IO[bytes]) -> Iterator[bytes]:
@@ -164,31 +185,40 @@ def parsed(raw: bytes) -> dict[str, Any]:
         raise SampleFault(not_utf8(raw, error.start)) from error
     except json.JSONDecodeError as error:
         if b"\0" in raw:
-            raise SampleFault(_nul()) from error
+            raise SampleFault(nul()) from error
         hint = "write JSON Lines (one object a line), or one array of objects"
         raise SampleFault(f"broken JSON ({error.msg}, column {error.colno}); {hint}") from error
     except (ValueError, RecursionError) as error:  # a number too long, or nesting too deep
         what = f"broken JSON ({type(error).__name__})"
         raise SampleFault(f"{what}; write one object a line") from error
-    if not isinstance(fields, dict):
-        raise SampleFault(f"a {kind(fields)}, not an object; write one object a line")
-    return fields
+    return _object(fields, "one object a line")
+
+
+def _object(value: Any, form: str) -> dict[str, Any]:
+    """Return a value of JSON as a record, which a bare list of turns is too. Raises SampleFault."""
+    if isinstance(value, dict):
+        return value
+    remedy = f"write {form}"
+    if isinstance(value, list) and value:
+        if all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value):
+            return {"messages": value}
+        remedy += ', and {"messages": [...]} where it is a list of turns'
+    raise SampleFault(f"a {kind(value)}, not an object; {remedy}")
 
 
 def _array(file: SourceFile) -> Iterator[Entry | BadRecord]:
     """Yield the objects of a JSON array, up to where it is broken."""
-    handle, at = _open(file)
+    handle, at = opened(file)
     with handle:
         array, before = ArrayText(handle.read, LONGEST_LINE), 0
         try:
             for one in array.elements():
                 told = max(before, int(at() * one.behind))
                 size, before = told - before, told
-                if isinstance(one.value, dict):
-                    yield Entry(one.line, one.value, size)
-                else:
-                    what = f"a {kind(one.value)}, not an object; write an array of objects"
-                    yield BadRecord(f"{file.shown}:{one.line}", what)
+                try:
+                    yield Entry(one.line, _object(one.value, "an array of objects"), size)
+                except SampleFault as fault:
+                    yield BadRecord(f"{file.shown}:{one.line}", str(fault))
         except BrokenArray as error:
             yield BadRecord(f"{file.shown}:{error.line}", str(error))
         except UnicodeDecodeError as error:
@@ -197,47 +227,10 @@ def _array(file: SourceFile) -> Iterator[Entry | BadRecord]:
             yield BadRecord(f"{file.shown}:{array.line}", what)
 
 
-def _columns(file: SourceFile) -> Iterator[Entry | BadRecord]:
+def _rows(file: SourceFile) -> Iterator[Entry | BadRecord]:
     """Yield the rows of CSV or TSV by the names in its first line; every value is text."""
-    csv.field_size_limit(LONGEST_LINE)
-    handle, at = _open(file)
-    with handle:
-        rows = csv.reader(_decoded(handle), "excel-tab" if file.kind == "tsv" else "excel")
-        names: list[str] | None = None
-        before = 0
-        try:
-            for row in rows:
-                line, size, before = rows.line_num, at() - before, at()
-                if not row:
-                    continue
-                if names is None:
-                    names = row
-                elif len(row) != len(names):
-                    what = f"{len(row)} columns, and the first line names {len(names)}"
-                    remedy = "quote values that hold a separator or a line break"
-                    yield BadRecord(f"{file.shown}:{line}", f"{what}; {remedy}")
-                else:
-                    yield Entry(line, dict(zip(names, row, strict=True)), size)
-        except (csv.Error, SampleFault) as error:
-            what = str(error) if isinstance(error, SampleFault) else f"{error}; mend its quotes"
-            yield BadRecord(f"{file.shown}:{rows.line_num + 1}", what)
-
-
-def _decoded(handle: IO[bytes]) -> Iterator[str]:
-    for number, raw in enumerate(handle):
-        try:
-            yield (raw.removeprefix(_BOM) if number == 0 else raw).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise SampleFault(not_utf8(raw, error.start)) from error
-
-
-def not_utf8(content: bytes, start: int) -> str:
-    """Return what is wrong with bytes that are no UTF-8 text from `start` on, and the remedy."""
-    if content[start] == 0 or content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return _nul()
-    what = f"not UTF-8 (byte 0x{content[start]:02x})"
-    return f"{what}; save it as UTF-8, as `iconv -f latin1 -t utf-8` does from Latin-1"
-
-
-def _nul() -> str:
-    return "holds NUL bytes: UTF-16, or no text at all; save it as UTF-8, or leave it out"
+    for line, found, size in rows(file, LONGEST_LINE):
+        if isinstance(found, SampleFault):
+            yield BadRecord(f"{file.shown}:{line}", str(found))
+        else:
+            yield Entry(line, found, size)

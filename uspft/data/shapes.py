@@ -107,8 +107,8 @@ def _mapping(fields: Collection[str], asked: Naming) -> str:
         return f"data.fields names {absent[0]}, and there is no such field: write one that it has"
     if {"chosen", "rejected"} <= set(fields):
         return _CHOSEN
-    if len(fields) == 1 and ";" in str(next(iter(fields))):
-        return "its columns stand apart by `;`: save the table with commas, or tabs as .tsv"
+    if {"role", "content"} <= set(fields) or {"from", "value"} <= set(fields):
+        return 'if they are turns, write {"messages": [...]}, with all of a conversation in it'
     for shape in SHAPES:
         found: dict[str, str] = {}
         for need in shape.needs:

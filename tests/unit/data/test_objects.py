@@ -136,9 +136,23 @@ CUT = b'[{"text": "a"},\n {"text": "b"}'
 WRONG: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "a cut array": ("a.json", CUT, (":2: the array is cut off, or a comma is missing",)),
     "a cut object": ("a.json", CUT[:-3], (":2: broken JSON in the array (",)),
-    "what follows an array": ("a.json", b'[{"a": 1}]\n[{"a": 2}]', (":2: something follows the",)),
+    "an array cut behind a comma": (
+        "a.json",
+        b'[{"text": "a"},\n ',
+        (":2: the array is cut off: nothing behind it is read; write it again, whole",),
+    ),
+    "what follows an array": ("a.json", b'[{"a": 1}]\n,[{"a": 2}]', (":2: something follows the",)),
+    "lines of lists": (
+        "a.jsonl",
+        b'[{"a": 1}]\n{"a": 2}\n[]\n',
+        (
+            ':1: a list, not an object; write one object a line, and {"messages": ',
+            ":3: a list, not",
+        ),
+    ),
     "a cut escape": ("a.json", b'[{"a": "\\ud83', (":1: broken JSON in the array (",)),
-    "nothing in it": ("a.json", b"[", (":1: broken JSON in the array (Expecting value)",)),
+    "nothing in it": ("a.json", b"[", (":1: the array is cut off: nothing behind it is",)),
+    "no value in it": ("a.json", b"[{]", (":1: broken JSON in the array (Expecting",)),
     "an array of texts": ("a.json", b'["a",\n"b"]', (":1: a string, not", ":2: a string, not")),
     "one object": (
         "a.json",
@@ -157,11 +171,26 @@ WRONG: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "Latin-1 in lines": (
         "a.jsonl",
         '{"text": "a"}\n{"text": "é"}\n'.encode("latin-1"),
-        (":2: not UTF-8 (byte 0xe9); save it as UTF-8, as `iconv -f latin1",),
+        (":2: not UTF-8 (byte 0xe9); save it as UTF-8, as `iconv -f cp1252",),
     ),
     "Latin-1 in an array": ("a.json", '[{"a":\n"é"}]'.encode("latin-1"), (":2: not UTF-8 (byte",)),
     "Latin-1 in CSV": ("a.csv", "text\na\né\n".encode("latin-1"), (":3: not UTF-8 (byte 0xe9)",)),
     "more columns": ("a.csv", b"a,b\n1,2\n1,2,3\n", (":3: 3 columns, and the first line names 2",)),
+    "gzip by another name": (
+        "a.jsonl",
+        gzip.compress(b"{}"),
+        (": holds gzip, which its name does not say; call it a.jsonl.gz",),
+    ),
+    "Parquet by another name": (
+        "a.csv",
+        b"PAR1\x15\x04",
+        (": holds Parquet, which its name does not say; call it a.parquet",),
+    ),
+    "a spreadsheet": (
+        "a.csv",
+        b"PK\x03\x04\x14",
+        (": holds a zip archive or a spreadsheet, which its name does not say; unpack it, or",),
+    ),
     "cut gzip": ("a.jsonl.gz", gzip.compress(_lines(ROWS))[:-900], (": cannot be read: Compr",)),
     "no gzip": ("a.jsonl.gz", b"plain", (": cannot be read: Not a gzipped file",)),
     "no zstd": ("a.jsonl.zst", b"plain", (": cannot be read: ",)),
@@ -226,3 +255,25 @@ def test_a_line_that_is_too_long_is_no_sample(
     assert isinstance(first, Entry) and isinstance(last, Entry) and last.line == 3
     assert isinstance(bad, BadRecord) and bad.where == f"{path}:2"
     assert bad.what.startswith("a line of more than 100 bytes; ")
+
+
+def test_bare_lists_of_turns_are_conversations(tmp_path: Path) -> None:
+    chats = [
+        [{"role": "user", "content": f"[{i}]\n"}, {"role": "assistant", "content": "b" * i}]
+        for i in range(3)
+    ]
+    chats.append([{"from": "human", "value": "a"}])
+    records = [{"messages": chat} for chat in chats]
+    lines = _lines(chats)
+    for name, content in (
+        ("a.jsonl", lines),
+        ("b.jsonl", b"\xef\xbb\xbf \n" + lines.replace(b"\n", b" \r\n\n")),
+        ("c.jsonl", _lines([chats[0], *records[1:]])),
+        ("a.json", json.dumps(chats).encode()),
+        ("b.json", json.dumps(chats, indent=2).encode()),
+        ("c.json", b"[" + b",".join(lines.splitlines(keepends=True)) + b"]"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        found = read(tmp_path / name)
+        assert [item.fields for item in found if isinstance(item, Entry)] == records, name
+        assert len(found) == 4, name

@@ -188,7 +188,7 @@ NEAR: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ({"dialog": [USER]}, {"messages": "dialogue"}, "names dialogue, and there is no such field"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "trains on preferences; for the chosen"),
-    ({"question;answer": "a;b"}, {}, "apart by `;`: save the table with commas"),
+    (USER, {}, 'if they are turns, write {"messages": [...]}, with all of a conversation in it'),
     (
         {"system": "a", "conversations": [{"from": "system", "value": "b"}]},
         {},
