@@ -6,10 +6,17 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from uspft.data.faults import SampleFault
-from uspft.data.turns import Turn
+from uspft.data.turns import STAND_IN, Turn
+from uspft.data.values import ROLES
 
 if TYPE_CHECKING:
     from uspft.data.rendering import ChatTemplate
+
+
+_ID = "abcdefghi"
+"""What a call is known by: Mistral's templates ask for nine characters."""
+_THOUGHT = "</think>"
+"""What ends the thoughts of an answer."""
 
 
 def require_answers(answers: list[Turn], spans: list[str], template: ChatTemplate) -> None:
@@ -24,7 +31,7 @@ def require_answers(answers: list[Turn], spans: list[str], template: ChatTemplat
     for answer in answers:
         for text in _pieces(answer):
             # Templates of reasoning models leave earlier turns' thoughts out.
-            for content in (text, text.rpartition("</think>")[2]):
+            for content in (text, text.rpartition(_THOUGHT)[2]):
                 found = trained.find(content.strip(), at)
                 if found >= 0:
                     at = found + len(content.strip())
@@ -47,29 +54,95 @@ def _pieces(turn: Turn) -> list[str]:
     return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
 
 
+def written_roles(template: ChatTemplate) -> frozenset[str]:
+    """Return the roles whose turns the template writes in the place that is theirs.
+
+    One that it writes elsewhere only, or refuses there, is not among them; nor is the assistant's.
+    """
+    roles = [role for role in ROLES if role != "assistant"]
+    return frozenset(role for role in roles if any(_writes(template, said) for said in _asks(role)))
+
+
+def _asks(role: str) -> list[list[Turn]]:
+    """Return conversations with a stand-in for what a turn of the role says."""
+    said, asked = {"role": role, "content": STAND_IN}, {"role": "user", "content": "a"}
+    answered = {"role": "assistant", "content": "b"}
+    if role == "user":
+        return [[said], [said, answered]]
+    if role in ("system", "developer"):
+        return [[said, asked, answered]]
+    call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    said |= {"name": "f", "tool_call_id": _ID}
+    return [[asked, called, said], [asked, answered, said]]
+
+
+def _writes(template: ChatTemplate, turns: list[Turn]) -> bool:
+    try:
+        return STAND_IN in template.write(turns)
+    except SampleFault:
+        return False
+
+
 def require_turns(
     turns: list[Turn], text: str, template: ChatTemplate, more: dict[str, Any]
 ) -> None:
     """Check that no turn is left out, as templates do silently with roles that they do not know.
 
-    The text of answers is not looked for: templates leave earlier thoughts out. more: tools and
-    other settings. Raises SampleFault.
+    The text of answers is not looked for: templates leave earlier thoughts out. Of other turns the
+    text shows that they are written where the template writes their role, and what they say stands
+    in it as often as turns say it; else the text has to change with what the turn says. more: tools
+    and other settings. Raises SampleFault.
     """
+    held = "\0".join(piece for turn in turns for piece in _shown(turn, text))
     for i, turn in enumerate(turns):
         if turn["role"] == "assistant":
             _require_calls(turn, text)
             continue
-        pieces = [piece.strip() for piece in _pieces(turn)]
-        if all(piece in text or json.dumps(piece)[1:-1] in text for piece in pieces):
+        pieces = list(filter(None, (piece.strip() for piece in _pieces(turn))))
+        known = turn["role"] in template.written
+        if known and all(_as_often(piece, text, held) for piece in pieces):
             continue
-        try:
-            without = template.write([*turns[:i], *turns[i + 1 :]], **more)
-        except SampleFault:
-            continue
-        if without == text:
+        if pieces and not _changes(turns, i, text, template, more):
             what = f"the chat template leaves out messages[{i}], of the role {turn['role']!r}"
             remedy = "give it a role that the template writes, or another data.chat_template"
             raise SampleFault(f"{what}; {remedy}")
     if more.get("tools") and "tools" not in template.source:
         remedy = "leave the tools out, or name a data.chat_template that writes them"
         raise SampleFault(f"the chat template does not write tools; {remedy}")
+
+
+def _shown(turn: Turn, text: str) -> list[str]:
+    """Return what a turn says; of an answer whose thoughts are left out, what follows them."""
+    return [
+        piece.rpartition(_THOUGHT)[2]
+        if _THOUGHT in piece and turn["role"] == "assistant" and piece.strip() not in text
+        else piece
+        for piece in _pieces(turn)
+    ]
+
+
+def _as_often(piece: str, text: str, held: str) -> bool:
+    """Tell whether the text holds a piece, as it is or inside JSON, as often as the turns do."""
+    asked, found = held.count(piece), text.count(piece)
+    if found < asked and (inside := json.dumps(piece)[1:-1]) != piece:
+        found += text.count(inside)
+    return found >= asked
+
+
+def _changes(
+    turns: list[Turn], i: int, text: str, template: ChatTemplate, more: dict[str, Any]
+) -> bool:
+    """Tell whether the text changes with what turn i says.
+
+    Where the template refuses another in its place, and also none, that cannot be told, and counts.
+    """
+    turn = turns[i]
+    parts = isinstance(turn["content"], list)
+    content = [{"type": "text", "text": STAND_IN}] if parts else STAND_IN
+    for here in ([{**turn, "content": content}], []):
+        try:
+            return template.write([*turns[:i], *here, *turns[i + 1 :]], **more) != text
+        except SampleFault:
+            continue
+    return True

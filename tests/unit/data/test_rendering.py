@@ -102,7 +102,6 @@ def test_a_turn_that_the_template_leaves_out_is_refused() -> None:
     turns = [turn("developer", "Be brief."), turn("user", "Hi"), turn("assistant", "Hello")]
     with pytest.raises(SampleFault, match=r"leaves out messages\[0\], of the role 'developer'; "):
         trained({"messages": turns}, source, "all")
-    assert trained({"messages": [turn("developer", "Hi"), *turns[1:]]}, source, "all")
     with pytest.raises(SampleFault, match="does not write tools; "):
         trained({"messages": turns[1:], "tools": TOOLS}, source, "all")
     calls = [turns[1], turn("assistant", "", tool_calls=[call("look")])]

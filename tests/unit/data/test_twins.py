@@ -14,6 +14,7 @@ from uspft.data import twins
 from uspft.data.rendering import ChatTemplate, render
 from uspft.data.tokenise import TextTokeniser
 from uspft.data.twins import digest, edited, models, twin_of
+from uspft.data.values import ROLES
 
 SOURCE = UNMARKED["chatml"]
 ANSWER = "{{ m.content or '' }}"
@@ -25,7 +26,9 @@ MARKS = [
 
 
 class Once(ChatTemplate):
-    """A template that is not to be rendered as it is."""
+    """A template of which all is known, and that is not to be rendered as it is."""
+
+    written = frozenset(ROLES)
 
     def write(self, *_: Any, **__: Any) -> str:
         raise AssertionError("rendered without marks")
