@@ -89,7 +89,7 @@ def tokenise_spans(
 
 def _ranges_by_bytes(pieces: list[bytes], rendered: Rendered) -> Spans | None:
     """Return each span's range of tokens, given their bytes; None where these are not the text's,
-    or where a token holds bytes of both sides of a bound."""
+    where a token holds bytes of both sides of a bound, or where a bound is behind the text."""
     text = rendered.text
     if b"".join(pieces) != text.encode():
         return None
@@ -98,6 +98,8 @@ def _ranges_by_bytes(pieces: list[bytes], rendered: Rendered) -> Spans | None:
     for span in rendered.spans:
         bounds = span if plain else [len(text[:bound].encode()) for bound in span]
         places = [bisect_left(ends, bound) for bound in bounds]
+        if bounds[1] > ends[-1]:
+            return None
         if any(ends[place] != bound for place, bound in zip(places, bounds, strict=True)):
             return None
         ranges.append((places[0], places[1]))

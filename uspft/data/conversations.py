@@ -19,7 +19,7 @@ _SHAREGPT_ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
-_CALL = "function_call"
+_CALL, _SETTINGS = "function_call", "chat_template_kwargs"
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,5 @@ def as_json(name: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise SampleFault(f"{name} is a string, and no JSON; write a list of objects") from error
+        asked = "an object" if name == _SETTINGS else "a list of objects"
+        raise SampleFault(f"{name} is a string, and no JSON; write {asked}") from error

@@ -63,14 +63,14 @@ class ChatTemplate:
         """Whether the text depends on the day on which it is rendered."""
         return "strftime_now" in self.source and "date_string" not in self.source
 
-    def write(self, turns: Sequence[Turn], prompt: bool = False, **more: Any) -> str:
+    def write(self, turns: Sequence[Turn], prompt: bool = False, /, **more: Any) -> str:
         """Return the turns as text; `prompt`: followed by the start of the assistant's next turn.
 
         more: tools and other settings. Raises SampleFault where the template refuses the turns.
         """
         return self._write(turns, False, {"add_generation_prompt": prompt, **more})[0]
 
-    def write_marked(self, turns: Sequence[Turn], **more: Any) -> tuple[str, Spans]:
+    def write_marked(self, turns: Sequence[Turn], /, **more: Any) -> tuple[str, Spans]:
         """Return the turns as text, and each marked span. Raises SampleFault as `write` does."""
         return self._write(turns, True, more)
 
@@ -97,7 +97,7 @@ class ChatTemplate:
     def prompts(self) -> bool:
         """Whether the generation prompt is all that the template writes before an answer."""
         try:
-            plain, prompt = self.write([_USER]), self.write([_USER], prompt=True)
+            plain, prompt = self.write([_USER]), self.write([_USER], True)
             answered = self.write([_USER, {"role": "assistant", "content": STAND_IN}])
         except SampleFault:
             return False

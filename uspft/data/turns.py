@@ -143,7 +143,7 @@ def _grown(write: Write, turns: Sequence[Turn], text: str, i: int) -> tuple[int,
     thoughts of earlier answers out.
     """
     try:
-        before = write(turns[:i], prompt=True)
+        before = write(turns[:i], True)
         if not text.startswith(before):
             return None
         through = text if i + 1 == len(turns) else write(turns[: i + 1])
@@ -210,7 +210,7 @@ def between(write: Write, turns: Sequence[Turn], head: str, prompts: bool) -> st
     Qwen3 puts empty thoughts there. head: the text before the answer.
     """
     try:
-        prompt = write(turns, prompt=prompts)
+        prompt = write(turns, prompts)
     except SampleFault:
         return ""
     own = head[len(prompt) :] if head.startswith(prompt) else ""

@@ -20,6 +20,17 @@ OFTEN = {
     "content": ("value", "text", "message", "utterance", "body", "said"),
 }
 """What the keys of a turn are often called by others."""
+_RENDERING = {
+    "self",
+    "messages",
+    "conversations",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
+"""What a rendering is asked with, and is no setting of a template."""
 
 
 def check_text(name: str, value: Any) -> None:
@@ -62,9 +73,12 @@ def check_tools(name: str, value: Any) -> None:
 
 
 def check_settings(name: str, value: Any) -> None:
-    """Check that a value is an object."""
+    """Check that a value is an object, whose keys leave alone what rendering is asked with."""
     if not isinstance(value, dict):
         raise SampleFault(f"{name} is a {kind(value)}; write an object")
+    if ours := [key for key in value if key in _RENDERING]:
+        remedy = "write tools as a field of the record" if ours[0] == "tools" else "leave it out"
+        raise SampleFault(f"{name} holds {ours[0]!r}, which rendering itself says; {remedy}")
     check_writable(name, value)
 
 

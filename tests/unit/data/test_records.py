@@ -75,6 +75,12 @@ BROKEN = [
     ("messages", {**GOOD["messages"], "tools": ["look"]}, "tools is no list of objects"),
     ("messages", {**GOOD["messages"], "tool": []}, "no field 'tool', but tools; write data.fields"),
     ("messages", {**GOOD["messages"], "chat_template_kwargs": [1]}, "kwargs is a list; write an"),
+    (
+        "messages",
+        {**GOOD["messages"], "chat_template_kwargs": {"messages": []}},
+        "holds 'messages'",
+    ),
+    ("messages", {**GOOD["messages"], "chat_template_kwargs": "x"}, "JSON; write an object"),
     ("tokenized", {"input_ids": [1], "lables": [1]}, "no field 'lables', but labels; write"),
     ("tokenized", {"input_ids": "1 2"}, "input_ids is a string"),
     ("tokenized", {"input_ids": [1, 2.0]}, "input_ids holds a number (2.0); write integers"),
