@@ -112,6 +112,7 @@ def _reading(
             raise DataError([], findings)
     key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
     shapes = _shapes(first) + side_by_side(formats)
+    shapes += tokeniser.notes(formats) if tokeniser else []
     return key.folder, Reading(parts, Encoder(tokeniser, vocab_size), key.contents, shapes)
 
 

@@ -50,6 +50,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
         look.shapes += [f"{part.content.shown}: {shape}" for shape in shapes]
     look.shapes += side_by_side(formats)
     encoder = _encoder(data, tokenizer, vocab_size, formats)
+    look.shapes += encoder.tokeniser.notes(formats) if encoder and encoder.tokeniser else []
     trained = sum(not is_hub_id(source.path) for source in data.train)
     for part, items in zip(parts, found, strict=True):
         lengths = _look_at(part, items[:RECORDS], encoder, faults)

@@ -63,6 +63,18 @@ class ChatTemplate:
         """Whether the text depends on the day on which it is rendered."""
         return "strftime_now" in self.source and "date_string" not in self.source
 
+    @cached_property
+    def mistake(self) -> str | None:
+        """Where and why the template is no Jinja, as in "3: unexpected '}'"; None where it is."""
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            self.write([_USER])
+        except SampleFault as fault:
+            if isinstance(error := fault.__cause__, TemplateSyntaxError):
+                return f"{error.lineno}: {error.message}"
+        return None
+
     def write(self, turns: Sequence[Turn], prompt: bool = False, /, **more: Any) -> str:
         """Return the turns as text; `prompt`: followed by the start of the assistant's next turn.
 
@@ -86,10 +98,13 @@ class ChatTemplate:
                 **{**self.special, "date_string": TODAY, **more},
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
-            remedy = "mend the record, or choose another data.chat_template"
+            what, remedy = str(error), "mend the record, or choose another data.chat_template"
             silent = [i for i, turn in enumerate(turns) if turn.get("content") is None]
-            lacks = silent and isinstance(error, TypeError)
-            what = f"messages[{silent[0]}] has no content ({error})" if lacks else error
+            if silent and isinstance(error, TypeError):
+                what = f"messages[{silent[0]}] has calls and no content ({error})"
+                remedy = "name a data.chat_template that writes tool_calls"
+                if "tool_calls" in self.source:
+                    remedy = 'write "content": "" there, or choose another data.chat_template'
             raise SampleFault(f"the chat template refuses it: {what}; {remedy}") from error
         return texts[0], list(indices[0]) if marks else []
 

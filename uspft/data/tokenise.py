@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from datetime import date
 from hashlib import blake2b
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +16,7 @@ from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records import Record
 from uspft.data.rendering import ChatTemplate, Rendered, render
+from uspft.data.templates import template_notes, template_of, template_problems
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock
 
 NOT_TRAINED = -100
-_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-_SPECIAL = re.compile(r"<[|｜][^\s<>|｜]+[|｜]>|<(?:start|end)_of_turn>")
-_SHIPPED = "data/templates/ has some: chatml.jinja (Qwen), llama3.jinja"
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class TextTokeniser:
         }
         added = tokenizer.added_tokens_decoder.values()
         ends = tuple(sorted({token.content for token in added if token.special}))
-        self.template = template and ChatTemplate(template, self._special, ends)
+        self.template = ChatTemplate(template, self._special, ends) if template else None
         self._bytes = TokenBytes.of(self.backend)
         probe = self.backend.encode("a").ids
         self._adds_eos = bool(probe) and probe[-1] == self.eos
@@ -92,26 +87,13 @@ class TextTokeniser:
         if self.eos is None and formats & {"text", "prompt_completion"}:
             what = "it has no EOS token, which text and completions end in"
             found.append(("model.tokenizer", what, "set eos_token in its tokenizer_config.json"))
-        if "messages" in formats and self.template is None:
-            what = "the tokenizer has no chat template"
-            found.append(("data.chat_template", what, f"name a Jinja file, {_SHIPPED}"))
-        if "messages" in formats and (lacking := self._lacking()):
-            what = f"it writes {', '.join(lacking)}, and the tokenizer has no such token"
-            listed = json.dumps(lacking, ensure_ascii=False)
-            remedy = f"write model.add_tokens: {listed}, or name another template"
-            found.append(("data.chat_template", what, remedy))
+        if "messages" in formats:
+            found += template_problems(self.template, self.backend)
         return found
 
-    def _lacking(self) -> list[str]:
-        """Return what the template writes that reads as a special token, and is none here."""
-        if not self.template:
-            return []
-        try:
-            text = self.template.write(_PROBE)
-        except SampleFault:  # the records' faults will tell what it refuses
-            return []
-        names = dict.fromkeys(_SPECIAL.findall(text))
-        return [name for name in names if self.backend.token_to_id(name) is None]
+    def notes(self, formats: Set[str]) -> list[str]:
+        """Return a line for each thing to know of the chat template, where it is used."""
+        return template_notes(self.template) if self.template and "messages" in formats else []
 
     def rendered(self, record: Record) -> Record | Rendered:
         """Render a conversation as text; return any other record as it is. Raises SampleFault.
@@ -212,16 +194,4 @@ def load_tokeniser(path: str | None, data: DataBlock) -> TextTokeniser:
     if not tokenizer.is_fast:
         what = f"{path} is a slow tokenizer, which knows no offsets"
         raise wrong_key("model.tokenizer", what, "save it as tokenizer.json first")
-    return TextTokeniser(tokenizer, _template(data, tokenizer), data.train_on)
-
-
-def _template(data: DataBlock, tokenizer: Any) -> str | None:
-    if data.chat_template is None:
-        own = tokenizer.chat_template
-        return own.get("default") if isinstance(own, dict) else own
-    try:
-        template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot read {data.chat_template}: {error}"
-        raise wrong_key("data.chat_template", what, f"name a Jinja file, {_SHIPPED}") from error
-    return template
+    return TextTokeniser(tokenizer, template_of(data, tokenizer), data.train_on)

@@ -112,8 +112,12 @@ def test_a_turn_that_the_template_leaves_out_is_refused() -> None:
 
 def test_a_template_that_needs_content_says_whose() -> None:
     source = MARKED["chatml"].replace("m.content or ''", "m.content + ''")
-    with pytest.raises(SampleFault, match=r"refuses it: messages\[1\] has no content \(unsupp"):
+    what = r"refuses it: messages\[1\] has calls and no content \(unsupp.*\); "
+    with pytest.raises(SampleFault, match=what + 'write "content": "" there'):
         trained(CONVERSATIONS["tools"], source)
+    deaf = "{%- for m in messages -%}{{ m.content + '' }}{%- endfor -%}"
+    with pytest.raises(SampleFault, match=what + "name a .* that writes tool_calls$"):
+        trained(CONVERSATIONS["tools"], deaf, "all")
 
 
 def test_a_template_without_marks_that_tells_nothing_is_refused() -> None:

@@ -9,7 +9,16 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.chat_templates import ENDS, MARKED, UNMARKED
-from tests.support.data_cases import CHAT, TOKENIZER, block, faults_of, write_lines
+from tests.support.data_cases import (
+    CHAT,
+    TOKENIZER,
+    block,
+    changed_tokenizer,
+    faults_of,
+    write_lines,
+)
+from uspft.config.recipe import DataBlock
+from uspft.data import first_look, prepare, read_report
 from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.rendering import ChatTemplate, Rendered, render
 
@@ -47,3 +56,54 @@ def test_a_span_that_is_longer_than_its_text_ends_with_it() -> None:
     known = TokenBytes.of(backend)
     ids, ranges = tokenise_spans(backend, Rendered("Hello", [(0, 9)]), known)
     assert ranges == [(0, len(ids))] and backend.decode(ids) == "Hello"
+
+
+def test_a_template_that_is_empty_or_no_jinja_is_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [CHAT])
+    jinja = tmp_path / "a.jinja"
+    for source, what in (
+        ("", " is empty; name a Jinja file, "),
+        (" \n", " is empty; name a Jinja file, "),
+        ("{% for m in messages %}\n{{ m.content }", ":2: unexpected '}'; mend it, "),
+        ("{{ messages | nothing }}", ":1: No filter named 'nothing'.; mend it, "),
+    ):
+        jinja.write_text(source)
+        (line,) = faults_of(tmp_path, block(path, chat_template=str(jinja)))
+        assert line.startswith(f"data.chat_template: {jinja}{what}")
+    (line,) = faults_of(tmp_path, block(path, chat_template="/dev/null"))
+    assert line.startswith("data.chat_template: /dev/null is empty; ")
+    own = changed_tokenizer(tmp_path / "own", "{% if %}")
+    (line,) = faults_of(tmp_path, block(path), own)
+    assert line.startswith("data.chat_template: the tokenizer's own is no Jinja: line 1: Expected ")
+    text = write_lines(tmp_path / "t.jsonl", [{"text": "hi"}])
+    assert prepare(block(text), str(own), 8192, tmp_path / "cache")
+
+
+END = "{{ '<|im_end|>' }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "note"),
+    [
+        (MARKED["chatml"], None),
+        (UNMARKED["chatml"] + "{{ date_string or strftime_now('%Y') }}", None),
+        (MARKED["plain"], None),
+        (
+            MARKED["chatml"].replace(
+                f"{END}{{%- endgeneration -%}}", f"{{%- endgeneration -%}}{END}"
+            ),
+            "marks end before <|im_end|>, which does not train; put {% endgeneration %} behind it",
+        ),
+        ("{{ strftime_now('%Y') }}" + MARKED["chatml"], "writes the day (strftime_now), so that"),
+    ],
+    ids=["marks", "a date", "no tokens", "an end outside", "today"],
+)
+def test_what_to_know_of_a_template_is_told(tmp_path: Path, source: str, note: str | None) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [CHAT])
+    jinja = tmp_path / "a.jinja"
+    jinja.write_text(source)
+    data = DataBlock(train=str(path), sequence_length=64, chat_template=str(jinja))
+    report = read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))
+    looked = first_look(data, str(TOKENIZER), 8192)
+    for found in (report["shapes"], looked.shapes):
+        assert len(found) == (2 if note else 1) and (note or "") in found[-1]

@@ -47,7 +47,7 @@ def test_a_template_whose_tokens_the_tokenizer_lacks_is_refused(tmp_path: Path) 
     data = block(path, chat_template=str(TEMPLATES / "llama3.jinja"))
     (line,) = faults_of(tmp_path, data)
     assert line.startswith("data.chat_template: it writes <|start_header_id|>, ")
-    assert f"; write model.add_tokens: {json.dumps(NEW)}, or name another template" in line
+    assert f"; add to model.add_tokens {json.dumps(NEW)}, or name another template" in line
 
 
 def test_the_tokenizer_gets_them_once(tmp_path: Path) -> None:
