@@ -114,6 +114,19 @@ def test_an_input_that_would_be_moved_is_refused(
         found.about(key, name, "moves aside or replaces; name another output_dir, or move it")
 
 
+def test_many_files_that_would_be_moved_are_one_line(
+    ground: Ground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ground.folder / "out/checkpoints/step-00000004"
+    folder.mkdir(parents=True)
+    (ground.folder / "out/environment.json").write_text('{"versions": {"uspft": "0"}}')
+    for number in range(30):
+        (folder / f"{number:02}.txt").write_text("a")
+    ground.write({"data.train": str(folder)})
+    (line,) = ground.call(capsys).lines
+    assert "00.txt` is what a run in output_dir" in line and "(30 such: `" in line
+
+
 @pytest.mark.parametrize("name", ["cache", "logs", "checkpoints/cache", "data.jsonl"])
 def test_an_input_that_lies_beside_is_none_of_it(ground: Ground, name: str) -> None:
     ground.write({"data.cache_dir": f"out/{name}"})

@@ -28,7 +28,7 @@ from uspft.data.mixing import Taken, mixed
 from uspft.data.reading import Encoder, SourcePart, processes_for, tokenised
 from uspft.data.records import Record, first_record
 from uspft.data.shapes import side_by_side
-from uspft.data.sources import is_hub_id, is_saved, list_files, source_problems
+from uspft.data.sources import is_hub_id, is_saved, left_out, list_files, source_problems
 from uspft.data.tokenise import load_tokeniser
 from uspft.data.workers import Workers
 from uspft.durable import publish
@@ -111,7 +111,7 @@ def _reading(
         if findings := tokeniser.problems(formats, vocab_size):
             raise DataError([], findings)
     key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
-    shapes = _shapes(first) + side_by_side(formats)
+    shapes = _shapes(first) + side_by_side(formats) + left_out(data)
     shapes += tokeniser.notes(formats) if tokeniser else []
     return key.folder, Reading(parts, Encoder(tokeniser, vocab_size), key.contents, shapes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from uspft.config.problems import Finding, InputError
@@ -45,6 +45,20 @@ class BadRecord:
 
 class SampleFault(Exception):
     """One sample is wrong; the text is 'what; remedy', and the reader of the file knows where."""
+
+
+def grouped(told: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong and the remedy, once for all things of which the same is told.
+
+    told: a thing's name, what is wrong with it, and the remedy.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, what, remedy in told:
+        groups.setdefault((what, remedy), []).append(name)
+    for (what, remedy), names in groups.items():
+        shown = ", ".join(names[:SHOWN_PLACES]) + (", …" if len(names) > SHOWN_PLACES else "")
+        such = f" ({len(names):,} such: {shown})" if len(names) > 1 else ""
+        yield f"{names[0]} {what}{such}", remedy
 
 
 class Faults:

@@ -12,7 +12,7 @@ from uspft.data.faults import BadRecord, DataError, Faults, SampleFault
 from uspft.data.reading import Encoder, SourcePart
 from uspft.data.records import Record, read
 from uspft.data.shapes import side_by_side
-from uspft.data.sources import SourceFile, is_hub_id
+from uspft.data.sources import SourceFile, is_hub_id, left_out
 from uspft.data.tokenise import TextTokeniser, load_tokeniser
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     for part, items in zip(parts, found, strict=True):
         shapes = [item.shape for item in items if isinstance(item, Record) and item.shape]
         look.shapes += [f"{part.content.shown}: {shape}" for shape in shapes]
-    look.shapes += side_by_side(formats)
+    look.shapes += side_by_side(formats) + left_out(data)
     encoder = _encoder(data, tokenizer, vocab_size, formats)
     look.shapes += encoder.tokeniser.notes(formats) if encoder and encoder.tokeniser else []
     trained = sum(not is_hub_id(source.path) for source in data.train)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from uspft.data.clones import describing, two_splits
+from uspft.data.faults import SHOWN_PLACES, grouped
+
 if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock, Source
 
@@ -121,13 +124,28 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
     if os.path.isfile(path):  # Path.is_file raises where a name is too long
         found = [path]
     elif os.path.isdir(path):
-        below = (file for file in _below(path) if not _is_special(file))
-        found = sorted(below, key=lambda p: p.relative_to(path).as_posix())
+        below = _files_in(path)
+        described = set(describing(below, _of_records(below)))
+        found = [file for file in below if file not in described]
     else:
         names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
         found = [Path(name) for name in names if Path(name).is_file()]
     other = "text" if declared in ("auto", "text") else "json"
     return [SourceFile(p, str(p), KINDS.get(_suffix(p), other)) for p in found]
+
+
+def left_out(data: DataBlock) -> list[str]:
+    """Return one line for each folder of which files are no data but describe it."""
+    lines = []
+    for _, source in _keyed(data):
+        folder = Path(source.path).expanduser()
+        if not is_hub_id(source.path) and os.path.isdir(folder) and not is_saved(source.path):
+            files = _files_in(folder)
+            found = describing(files, _of_records(files))
+            names = ", ".join(path.relative_to(folder).as_posix() for path in found[:SHOWN_PLACES])
+            more = ", …" if len(found) > SHOWN_PLACES else ""
+            lines += [f"{source.path}: not read, as what describes it: {names}{more}"] * bool(found)
+    return lines
 
 
 def is_saved(name: str) -> bool:
@@ -160,6 +178,15 @@ def saved_splits(name: str) -> list[str]:
         return []
 
 
+def _files_in(folder: Path) -> list[Path]:
+    below = (file for file in _below(folder) if not _is_special(file))
+    return sorted(below, key=lambda p: p.relative_to(folder).as_posix())
+
+
+def _of_records(files: list[Path]) -> list[Path]:
+    return [file for file in files if _suffix(file) in KINDS]
+
+
 def _is_special(path: Path) -> bool:
     """Tell whether a path is a FIFO, a socket or a device, which cannot be read twice."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
@@ -183,27 +210,48 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
     special = [place] if _is_special(place) else []
     if os.path.isdir(place):
         special += sorted(one for one in _below(place) if _is_special(one))
-    for odd in special:
-        what = f"{odd} is a FIFO, a socket or a device, and no file"
-        yield what, "write its contents to a file, since data is read more than once"
+        yield from _split_names(path, files)
+    elif glob.has_magic(path):
+        named = (Path(name) for name in glob.glob(str(place), recursive=True))
+        special += sorted(one for one in named if _is_special(one))
+    odd = "is a FIFO, a socket or a device, and no file"
+    remedy = "write its contents to a file, since data is read more than once"
+    yield from grouped((str(one), odd, remedy) for one in special)
     if not files and not special:
         if glob.has_magic(path):
             yield f"{path} matches no file", "correct the pattern"
-        elif os.path.isdir(Path(path).expanduser()):
+        elif os.path.isdir(place):
             yield f"the folder {path} holds no file", "name a folder with data, or a file"
         else:
             yield f"{path} does not exist", "name a file, a folder, a glob or a hub id (org/name)"
+    yield from grouped(_unread(files, alone=os.path.isfile(place)))
+
+
+def _split_names(path: str, files: list[SourceFile]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a folder whose files are several splits by their names."""
+    records = _of_records([file.path for file in files])
+    root = Path(path).expanduser()
+    if both := two_splits([file.relative_to(root).as_posix() for file in records]):
+        what = f"{path} holds {both[0]} and {both[1]}, which are two splits by their names"
+        yield what, f"name the files that are meant, or {root}/**/*{Path(both[0]).suffix} for all"
+
+
+def _unread(files: list[SourceFile], alone: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield each file that its name says to be none that is read, why, and the remedy.
+
+    alone: whether the source is that file, and not a folder or a glob.
+    """
+    other = "" if alone else ", or leave it out: name a glob of what is meant"
     for file in files:
-        if _BINARY.fullmatch(_suffix(file.path)):
-            yield (
-                f"{file.shown} is a {_suffix(file.path)} file, which is not read",
-                "convert it to JSON Lines (data/README.md shows the formats)",
-            )
-        elif file.packed and not _suffix(file.path):
-            what = f"{file.shown} does not say what is compressed in it"
-            yield what, f"call it .jsonl{file.packed}, or what it is"
+        ending = _suffix(file.path)
+        if _BINARY.fullmatch(ending):
+            convert = "convert it to JSON Lines (data/README.md shows the formats)"
+            yield file.shown, f"is a {ending} file, which is not read", convert + other
+        elif file.packed and not ending:
+            what = "does not say what is compressed in it"
+            yield file.shown, what, f"call it .jsonl{file.packed}, or what it is"
         elif file.packed and file.kind in ("parquet", "arrow"):
-            yield f"{file.shown} is compressed as a whole", "decompress it"
+            yield file.shown, "is compressed as a whole", "decompress it"
 
 
 def _below(folder: Path) -> Iterator[Path]:

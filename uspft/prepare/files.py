@@ -9,6 +9,7 @@ from pathlib import Path
 from uspft.checkpoint.folder import CHECKPOINTS, CheckpointError
 from uspft.checkpoint.folder import named as named_checkpoint
 from uspft.config import Fault, Finding, Recipe, dump, load
+from uspft.data.faults import grouped
 from uspft.data.sources import is_hub_id, list_files
 from uspft.families.shape import HUB_ID
 from uspft.prepare.output import ANOTHER, KEY, output_of
@@ -87,14 +88,17 @@ def in_the_way(recipe: Recipe, file: Path) -> list[Finding]:
     These are its own inputs, and files that no run has written. file: the recipe's own.
     """
     output = output_of(recipe)
+    inside: dict[str, list[str]] = {}
+    for key, path in _inputs(recipe):
+        if _is_inside(path, output):
+            inside.setdefault(key, []).append(f"`{path}`")
+    moved = f"is what a run in output_dir `{output}` moves aside or replaces"
     found = [
-        (
-            key,
-            f"`{path}` is what a run in output_dir `{output}` moves aside or replaces",
-            "name another output_dir, or move it",
+        (key, what, remedy)
+        for key, names in inside.items()
+        for what, remedy in grouped(
+            (n, moved, "name another output_dir, or move it") for n in names
         )
-        for key, path in _inputs(recipe)
-        if _is_inside(path, output)
     ]
     if _is_inside(file, output) and not _is_resolved(file):
         what = f"a run in `{output}` writes its own {file.name} in place of {file}"
