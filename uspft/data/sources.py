@@ -233,7 +233,7 @@ def _split_names(path: str, files: list[SourceFile]) -> Iterator[tuple[str, str]
     root = Path(path).expanduser()
     if both := two_splits([file.relative_to(root).as_posix() for file in records]):
         what = f"{path} holds {both[0]} and {both[1]}, which are two splits by their names"
-        yield what, f"name the files that are meant, or {root}/**/*{Path(both[0]).suffix} for all"
+        yield what, "name the files that are meant, by their paths or by globs"
 
 
 def _unread(files: list[SourceFile], alone: bool) -> Iterator[tuple[str, str, str]]:
