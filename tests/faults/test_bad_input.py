@@ -153,10 +153,8 @@ def test_data_that_does_not_fit_its_format(
     config = f"{ground.recipe['model']['name_or_path']}/config.json"
     sized |= {"model.name_or_path": None, "model.config": config}
     text = data_of(ground, {"text": "hi"})
-    ground.write({**sized, "data.train": text, "data.train_on": "completion"})
-    ground.call(capsys).about(
-        "data.train_on", "is completion, and text data has no completion", "all"
-    )
+    ground.write({**sized, "data.train": text, "data.train_on": "last"})
+    ground.call(capsys).about("data.train_on", "is last, and text data has no answers", "all")
     ground.write({**sized, "data.train": text, "data.format": "messages"})
     (line,) = ground.call(capsys).lines
     assert line.startswith(f"{text}:1: no shape of messages has the fields text; ")

@@ -49,6 +49,8 @@ class InputError(ValueError):
 
     findings: Sequence[Finding] = ()
     """The findings that concern keys of the recipe; a command gives each of them its place."""
+    beside: Sequence[str] = ()
+    """Lines on places in files, which are told before the findings as they are."""
 
 
 class RunFailed(Exception):
@@ -59,11 +61,14 @@ class RunFailed(Exception):
 
 
 class RecipeError(InputError):
-    """The error that carries every problem of a recipe at once; its text has one line for each."""
+    """The error that carries every problem of a recipe at once; its text has one line for each.
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    beside: lines on places in files, which come first.
+    """
+
+    def __init__(self, problems: Iterable[Problem], beside: Sequence[str] = ()) -> None:
         self.problems = list(problems)
-        super().__init__("\n".join(map(str, self.problems)))
+        super().__init__("\n".join([*beside, *map(str, self.problems)]))
 
 
 class Fault(InputError):

@@ -16,8 +16,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from uspft.data.cache_key import cache_key
 from uspft.data.conversations import Naming
 from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan
@@ -27,6 +25,7 @@ from uspft.data.hub import load_saved, load_split
 from uspft.data.mixing import Taken, mixed
 from uspft.data.reading import Encoder, SourcePart, processes_for, tokenised
 from uspft.data.records import Record, first_record
+from uspft.data.required import overlong, require_answers, require_lengths, require_targets
 from uspft.data.shapes import side_by_side
 from uspft.data.sources import is_hub_id, is_saved, left_out, list_files, source_problems
 from uspft.data.tokenise import load_tokeniser
@@ -76,7 +75,7 @@ def prepare(
         folder = Path(cache_dir) / name
         if not os.path.exists(folder):
             build(folder, data, replace(reading, workers=processes or workers), progress or _silent)
-    _require_lengths(Corpus.open(folder), data)
+    require_lengths(Corpus.open(folder), data)
     return folder
 
 
@@ -91,7 +90,7 @@ def prepared(
     folder = Path(cache_dir) / name
     if not os.path.exists(folder):
         return None
-    _require_lengths(Corpus.open(folder), data)
+    require_lengths(Corpus.open(folder), data)
     return folder
 
 
@@ -101,10 +100,7 @@ def _reading(
     """Return the name of the folder for the tokens of data.train's parts, and how they are made."""
     first = [first_record(part.content, part.asked) for part in parts]
     formats = {record.format for record in first if record}
-    answers = not formats or formats & {"messages", "prompt_completion"}
-    if data.train_on in ("completion", "last") and not answers:
-        what = f"is {data.train_on}, and {' and '.join(sorted(formats))} data has no completion"
-        raise wrong_key("data.train_on", what, "write all, or another data.format")
+    require_answers(data, formats)
     tokeniser = None
     if formats - {"tokenized"}:
         tokeniser = load_tokeniser(tokenizer_path, data)
@@ -222,14 +218,14 @@ def _write(
                     continue
                 if isinstance(sample, BadRecord):
                     faults.add(sample.where, sample.what)
-                    counts.read, counts.bad = counts.read + 1, counts.bad + 1
+                    counts.skip()
                     continue
                 if not taken.fits(source, sample.tokens, data):
                     continue
                 kept = counts.kept(sample.tokens, data.overlong, data.sequence_length)
                 if kept is None:
                     where = f"{reading.parts[sample.part].content.shown}:{sample.line}"
-                    left.add(where, _overlong(len(sample.tokens.ids), data.sequence_length))
+                    left.add(where, overlong(len(sample.tokens.ids), data))
                 else:
                     writer.add(kept, sample.part, sample.line)
                     taken.add(source, len(kept.ids))
@@ -238,7 +234,7 @@ def _write(
             progress(done, total)
         if data.on_bad_sample == "error":
             faults.raise_any()
-        _require_targets(data, counts)
+        require_targets(data, counts, faults.lines() + left.lines())
         ends = list(accumulate(ends, max))  # a source without samples ends where the last one did
         mix = mixed(data.train, taken.tokens)
         spans = [
@@ -258,38 +254,6 @@ def _publish(aside: Path, folder: Path) -> None:
         # Another process was faster: a folder of this name is complete, and holds the same.
         if not (folder / META).exists():
             raise
-
-
-def _require_targets(data: DataBlock, counts: Counts) -> None:
-    where = ", ".join(source.path for source in data.train)
-    if not counts.samples:
-        why = f"all {counts.dropped} were dropped" if counts.dropped else "nothing was read"
-        why = f"all {counts.bad} were skipped" if counts.bad and not counts.dropped else why
-        remedy = "give it data, or a larger data.sequence_length"
-        raise wrong_key("data.train", f"`{where}`: no sample is left, {why}", remedy)
-    if not counts.target_tokens:
-        remedy = "check the labels, or data.train_on"
-        raise wrong_key("data.train", f"`{where}`: no token of any sample is trained", remedy)
-
-
-def _require_lengths(corpus: Corpus, data: DataBlock) -> None:
-    """Check that no sample is longer than a row, where `overlong` is error. Raises DataError.
-
-    This comes after the build, so that another sequence_length reuses the tokens.
-    """
-    if data.overlong != "error":
-        return
-    faults = Faults()
-    lengths = corpus.lengths
-    for sample in np.flatnonzero(lengths > data.sequence_length).tolist():
-        what = _overlong(lengths[sample], data.sequence_length)
-        remedy = "set data.overlong to truncate, drop or split, or a larger data.sequence_length"
-        faults.add(corpus.origin(sample), f"{what}; {remedy}")
-    faults.raise_any()
-
-
-def _overlong(tokens: int, row: int) -> str:
-    return f"{tokens:,} tokens, a row has {row:,}"
 
 
 def _silent(done: int, total: int) -> None:

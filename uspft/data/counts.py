@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ class Counts:
     split: int = 0
     without_targets: int = 0
     longest: int = 0
+
+    def skip(self) -> None:
+        """Count one sample that cannot be used."""
+        self.read, self.bad = self.read + 1, self.bad + 1
 
     def kept(self, sample: Tokens, overlong: str, row: int) -> Tokens | None:
         """Count one sample and return what `overlong` leaves of it, or None where it is dropped.
@@ -66,6 +70,16 @@ class Counts:
             (self.without_targets, "without a trained token: they cost time and teach nothing"),
         ]
         return [f"{count:,} sample{'s' * (count != 1)} {what}" for count, what in said if count]
+
+
+def total(every: Iterable[Counts]) -> Counts:
+    """Return the counts of all that several counted."""
+    whole = Counts()
+    for one in every:
+        for name, count in vars(one).items():
+            known = getattr(whole, name)
+            setattr(whole, name, max(known, count) if name == "longest" else known + count)
+    return whole
 
 
 def fates(report: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -35,12 +35,16 @@ def prepare_sets(
         try:
             folder = prepare(alone, tokenizer_path, vocab_size, cache_dir, progress)
         except DataError as error:
-            if not error.findings:
-                raise
-            key = "data.eval" if len(sources) == 1 else f"data.eval[{number}]"
-            raise DataError([], [_named(finding, key) for finding in error.findings]) from error
+            raise of_set(error, number, len(sources)) from error
         found[source.title] = folder
     return found
+
+
+def of_set(error: DataError, number: int, count: int) -> DataError:
+    """Return an error about a block whose `train` is one of `count` evaluation sets, in the
+    recipe's terms."""
+    key = "data.eval" if count == 1 else f"data.eval[{number}]"
+    return DataError(error.beside, [_named(finding, key) for finding in error.findings])
 
 
 def _named(finding: Finding, key: str) -> Finding:

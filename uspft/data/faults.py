@@ -20,7 +20,7 @@ class DataError(InputError):
     """
 
     def __init__(self, lines: Sequence[str], findings: Sequence[Finding] = ()) -> None:
-        self.findings = list(findings)
+        self.findings, self.beside = list(findings), list(lines)
         self.lines = [*lines, *(f"{key}: {what}; {remedy}" for key, what, remedy in findings)]
         super().__init__("\n".join(self.lines))
 

@@ -8,15 +8,18 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from uspft.data.cache import parts_of
+from uspft.data.counts import Counts, total
+from uspft.data.evaluation import of_set
 from uspft.data.faults import BadRecord, DataError, Faults, SampleFault
 from uspft.data.reading import Encoder, SourcePart
 from uspft.data.records import Record, read
+from uspft.data.required import refused, require_answers, require_samples, require_targets
 from uspft.data.shapes import side_by_side
-from uspft.data.sources import SourceFile, is_hub_id, left_out
+from uspft.data.sources import STDLIB, SourceFile, is_hub_id, left_out
 from uspft.data.tokenise import TextTokeniser, load_tokeniser
 
 if TYPE_CHECKING:
-    from uspft.config.recipe import DataBlock
+    from uspft.config.recipe import DataBlock, Source
 
 RECORDS = 100
 """How many records of each file are looked at."""
@@ -32,6 +35,20 @@ class Look:
     """Tokens of the first records of data.train, as far as they were tokenised."""
 
 
+@dataclass
+class _Seen:
+    """What was seen of one file of a source: the formats of its records, and what they become."""
+
+    source: Source
+    formats: set[str]
+    whole: bool
+    """Whether that is all of the file."""
+    counts: Counts = field(default_factory=Counts)
+    lengths: list[int] = field(default_factory=list)
+    long: list[tuple[str, int]] = field(default_factory=list)
+    """Place and tokens of those that are longer than a row."""
+
+
 def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -> Look:
     """Read the first records of each file of data.train and data.eval; return what they are.
 
@@ -40,8 +57,8 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     DataError with all that is wrong.
     """
     sources = tuple(s for s in data.train + (data.eval or ()) if not is_hub_id(s.path))
-    parts = parts_of(data.model_copy(update={"train": sources, "eval": None}))
-    parts = [p for p in parts if not (isinstance(p.content, SourceFile) and p.content.library)]
+    every = parts_of(data.model_copy(update={"train": sources, "eval": None}))
+    parts = [p for p in every if not (isinstance(p.content, SourceFile) and p.content.library)]
     found = [list(islice(read(part.content, part.asked), RECORDS + 1)) for part in parts]
     look, faults = Look(), Faults()
     formats = {item.format for items in found for item in items if isinstance(item, Record)}
@@ -51,13 +68,20 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     look.shapes += side_by_side(formats) + left_out(data)
     encoder = _encoder(data, tokenizer, vocab_size, formats)
     look.shapes += encoder.tokeniser.notes(formats) if encoder and encoder.tokeniser else []
-    trained = sum(not is_hub_id(source.path) for source in data.train)
+    # Of the library, no more is known than that it is text.
+    seen = [_Seen(s, {"text"}, False) for s in sources if s.path == STDLIB]
     for part, items in zip(parts, found, strict=True):
-        lengths = _look_at(part, items[:RECORDS], encoder, faults)
-        look.lengths += lengths if part.source < trained else []
-    if data.on_bad_sample == "error":
-        faults.raise_any()
-    look.shapes += faults.lines()
+        seen.append(_seen(part, sources[part.source], items, data, encoder, faults))
+    look.lengths = [n for one in _of(seen, data.train) for n in one.lengths]
+    lines = faults.lines()
+    _require_good(data, seen, lines)
+    _require(data, data.train, seen, encoder, lines)
+    for number, source in enumerate(data.eval or ()):
+        try:
+            _require(data, (source,), seen, encoder, lines)
+        except DataError as error:
+            raise of_set(error, number, len(data.eval or ())) from error
+    look.shapes += lines
     more = sum(len(items) > RECORDS for items in found)
     if more:
         look.left_out.append(
@@ -84,21 +108,75 @@ def _encoder(
     return Encoder(tokeniser, vocab_size)
 
 
-def _look_at(
+def _seen(
     part: SourcePart,
+    source: Source,
     items: Sequence[Record | BadRecord],
+    data: DataBlock,
     encoder: Encoder | None,
     faults: Faults,
-) -> list[int]:
-    """Return the tokens of the records."""
-    lengths = []
-    for item in items:
+) -> _Seen:
+    """Return what the records of a part are and become; what is wrong with them is noted."""
+    formats = {item.format for item in items if isinstance(item, Record)}
+    seen = _Seen(source, formats, len(items) <= RECORDS)
+    for item in items[:RECORDS]:
         if isinstance(item, BadRecord):
             faults.add(item.where, item.what)
+            seen.counts.skip()
+            continue
+        if encoder is None:
+            seen.counts.samples += 1
             continue
         try:
-            if encoder:
-                lengths.append(len(encoder.tokens(item).ids))
+            tokens = encoder.tokens(item)
         except SampleFault as fault:
             faults.add(f"{part.content.shown}:{item.line}", str(fault))
-    return lengths
+            seen.counts.skip()
+            continue
+        seen.lengths.append(len(tokens.ids))
+        if len(tokens.ids) > data.sequence_length:
+            seen.long.append((f"{part.content.shown}:{item.line}", len(tokens.ids)))
+        seen.counts.kept(tokens, data.overlong, data.sequence_length)
+    return seen
+
+
+def _of(seen: Sequence[_Seen], sources: tuple[Source, ...]) -> list[_Seen]:
+    """Return what was seen of these sources."""
+    return [one for one in seen if any(one.source is source for source in sources)]
+
+
+def _require_good(data: DataBlock, seen: Sequence[_Seen], lines: Sequence[str]) -> None:
+    """Check that no sample is longer than a row, or cannot be used, where that is an error.
+
+    lines: what is wrong with those that cannot be used. Raises DataError.
+    """
+    long = Faults()
+    for one in seen:
+        limited = one.source.max_samples or one.source.max_tokens  # it may not come so far
+        for where, tokens in one.long if data.overlong == "error" and not limited else ():
+            long.add(where, refused(tokens, data))
+    told = [*(lines if data.on_bad_sample == "error" else ()), *long.lines()]
+    if told:
+        raise DataError(told)
+
+
+def _require(
+    data: DataBlock,
+    sources: tuple[Source, ...],
+    seen: Sequence[_Seen],
+    encoder: Encoder | None,
+    lines: Sequence[str],
+) -> None:
+    """Check what a run asks of these sources together, as far as it was seen. Raises DataError."""
+    if any(is_hub_id(source.path) for source in sources):
+        return
+    alone = data.model_copy(update={"train": sources, "eval": None})
+    seen = _of(seen, sources)
+    require_answers(alone, {name for one in seen for name in one.formats})
+    if not all(one.whole for one in seen):
+        return
+    counts = total(one.counts for one in seen)
+    if encoder:
+        require_targets(alone, counts, lines)
+    else:
+        require_samples(alone, counts, lines)

@@ -177,7 +177,7 @@ class Examined:
         except InputError as error:
             if not error.findings:
                 raise
-            raise RecipeError(map(self.problem, error.findings)) from error
+            raise RecipeError(map(self.problem, error.findings), error.beside) from error
 
 
 def examine(

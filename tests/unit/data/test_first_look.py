@@ -36,7 +36,7 @@ def test_the_first_records_of_each_file_are_looked_at(tmp_path: Path) -> None:
     ]
     *_, hint = first_look(block(pair, chat), None, None).shapes
     assert hint.endswith("as plain text; data.format: messages puts them into the template too")
-    tokenized = write_lines(tmp_path / "c.jsonl", [{"input_ids": [1]}])
+    tokenized = write_lines(tmp_path / "c.jsonl", [{"input_ids": [1, 2]}])
     assert first_look(block(tokenized), None, 10).left_out == []
     assert first_look(block(STDLIB), None, 10).left_out == []
 
@@ -58,3 +58,48 @@ def test_what_is_wrong_there_is_told(tmp_path: Path) -> None:
     assert shape.startswith(f"{path}: chat: messages") and f"{path}:2: " in broken and content
     with pytest.raises(DataError, match=r"the tokenizer has 8,192 tokens"):
         first_look(skipping, str(TOKENIZER), 50)
+
+
+REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "empty": ([], {}, "no sample is left, nothing was read; give it data"),
+    "masked": ([{"input_ids": [5, 6], "labels": [5, -100]}], {}, "no token of any sample is"),
+    "dropped": ([{"input_ids": [5] * 33}], {"overlong": "drop"}, "1 dropped of 1 read; write a la"),
+    "long": (
+        [{"input_ids": [5] * 33}],
+        {},
+        "a.jsonl:1: 33 tokens, a row has 32; set data.overlong",
+    ),
+    "without answers": ([{"input_ids": [5, 6]}], {"train_on": "last"}, "data has no answers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_run_would_refuse_is_refused(tmp_path: Path, case: str) -> None:
+    records, changes, what = REFUSED[case]
+    bad = write_lines(tmp_path / "a.jsonl", records)
+    good = write_lines(tmp_path / "b.jsonl", [{"messages": CHAT["messages"]}])
+    key = "data.train_on" if "train_on" in changes else "data.eval[1]"
+    for sets in ({"train": str(bad)}, {"train": str(good), "eval": [str(good), str(bad)]}):
+        data = DataBlock(**{"sequence_length": 32, **changes, **sets})
+        with pytest.raises(DataError) as caught:
+            first_look(data, str(TOKENIZER), 8192)
+        *_, line = caught.value.lines
+        assert what in line
+        assert ("eval" not in sets or case == "long") or line.startswith(f"{key}: ")
+
+
+def test_where_all_are_skipped_the_reasons_are_told(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", ["{}}", {"text": 3}])
+    with pytest.raises(DataError) as caught:
+        first_look(block(path, on_bad_sample="skip"), str(TOKENIZER), 8192)
+    broken, number, line = caught.value.lines
+    assert broken.startswith(f"{path}:1: broken JSON (") and ":2: text is a number" in number
+    assert line.endswith("no sample is left, 2 skipped of 2 read; mend the records")
+
+
+def test_what_was_not_seen_whole_is_let_through(tmp_path: Path) -> None:
+    empty = write_lines(tmp_path / "a.jsonl", [])
+    long = write_lines(tmp_path / "b.jsonl", [{"input_ids": [5], "labels": [-100]}] * 101)
+    one = write_lines(tmp_path / "c.jsonl", [{"input_ids": [5, 6]}])
+    for train in ((empty, long), (empty, STDLIB), (empty, "org/name"), (empty, one)):
+        assert first_look(block(*train, train_on="completion"), None, 10)

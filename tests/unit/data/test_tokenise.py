@@ -112,13 +112,22 @@ def test_a_token_beyond_the_vocabulary_is_a_fault_where_a_sample_holds_it(tmp_pa
     assert line.startswith(f"{text}:2: the tokenizer gives id 8192, the model has 8192; ")
 
 
-def test_completion_of_what_has_none(tmp_path: Path) -> None:
+def test_the_last_answer_of_what_has_none(tmp_path: Path) -> None:
     text = write_lines(tmp_path / "a.jsonl", [{"text": "hi"}])
-    (line,) = faults_of(tmp_path, block(text, train_on="completion"))
-    assert line.startswith("data.train_on: is completion, and text data has no completion; ")
+    (line,) = faults_of(tmp_path, block(text, train_on="last"))
+    assert line.startswith("data.train_on: is last, and text data has no answers; ")
     chat = write_lines(tmp_path / "b.jsonl", [CHAT])
-    mixed = block(text, chat, train_on="completion")
+    mixed = block(text, chat, train_on="last")
     assert prepare(mixed, str(TOKENIZER), 8192, tmp_path / "cache")
+
+
+def test_completion_is_another_word_for_assistant(tmp_path: Path) -> None:
+    text = write_lines(tmp_path / "a.jsonl", [{"text": "hi"}])
+    names = {
+        prepare(block(text, train_on=on), str(TOKENIZER), 8192, tmp_path / "cache")
+        for on in ("completion", "assistant")
+    }
+    assert len(names) == 1
 
 
 def test_tokenized_needs_no_tokenizer(tmp_path: Path) -> None:
@@ -222,17 +231,21 @@ def test_bad_samples_are_skipped_counted_and_named(tmp_path: Path) -> None:
     assert text.startswith(f"{path}:3: input_ids is a string; ") and f"{path}:6: " in beyond
     assert report["notes"][0].startswith("4 samples that cannot be used, skipped")
     assert Corpus.open(folder).origin(0) == f"{path}:1"
-    (line,) = faults_of(tmp_path, block(write_lines(path, ["{"]), on_bad_sample="skip"), None, 10)
-    assert "no sample is left, all 1 were skipped; " in line
+    bad = block(write_lines(path, ["{}}"]), on_bad_sample="skip")
+    reason, line = faults_of(tmp_path, bad, None, 10)
+    assert reason.startswith(f"{path}:1: broken JSON (")
+    assert "no sample is left, 1 skipped of 1 read; mend the records" in line
 
 
 def test_a_data_set_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (line,) = faults_of(tmp_path, block(tmp_path / "empty.jsonl"))
-    assert "no sample is left, nothing was read; " in line
+    assert "no sample is left, nothing was read; give it data" in line
     long = write_lengths(tmp_path / "long.jsonl", [9, 9])
-    (line,) = faults_of(tmp_path, block(long, overlong="drop", sequence_length=8), None, 10_000)
-    assert "no sample is left, all 2 were dropped; " in line
+    dropping = block(long, overlong="drop", sequence_length=8)
+    reason, line = faults_of(tmp_path, dropping, None, 10_000)
+    assert reason == f"{long}:1: 9 tokens, a row has 8 (2 such: lines 1, 2)"
+    assert "no sample is left, 2 dropped of 2 read; write a larger data.seq" in line
     masked = write_lines(tmp_path / "m.jsonl", [{"input_ids": [1, 2], "labels": [1, -100]}])
     (line,) = faults_of(tmp_path, block(masked), None, 10)
     assert "no token of any sample is trained; " in line

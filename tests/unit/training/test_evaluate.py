@@ -144,11 +144,11 @@ def test_a_fault_of_a_set_names_its_own_key(tmp_path: Path) -> None:
         (str(empty), "data.eval", "no sample is left, nothing was read"),
         ([str(good), str(untrained)], "data.eval[1]", "no token of any sample is trained"),
         ([str(good), str(tmp_path / "nowhere")], "data.eval[1].path", "does not exist"),
-        ([str(text)], "data.train_on", "text data has no completion (read for data.eval)"),
+        ([str(text)], "data.train_on", "text data has no answers (read for data.eval)"),
         ([str(text), str(good)], "model.tokenizer", "(read for data.eval[0])"),
     ]
     for sets, key, what in cases:
-        on = "completion" if key == "data.train_on" else "assistant"
+        on = "last" if key == "data.train_on" else "assistant"
         data = DataBlock(train=str(good), eval=sets, sequence_length=16, train_on=on)
         tokenizer = None if key == "model.tokenizer" else str(TOKENIZER)
         with pytest.raises(DataError) as caught:

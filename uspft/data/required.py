@@ -1,0 +1,80 @@
+"""What all data must have: samples, tokens that train, rows that hold them, and answers to find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from uspft.data.corpus import Corpus
+from uspft.data.counts import Counts
+from uspft.data.faults import DataError, Faults, wrong_key
+
+if TYPE_CHECKING:
+    from uspft.config.recipe import DataBlock
+
+
+def require_answers(data: DataBlock, formats: Set[str]) -> None:
+    """Check that records of these formats have answers where the last of them is asked for.
+
+    formats: none where no record was read. Raises DataError.
+    """
+    if data.train_on == "last" and formats and not formats & {"messages", "prompt_completion"}:
+        what = f"is last, and {' and '.join(sorted(formats))} data has no answers"
+        raise wrong_key("data.train_on", what, "write all, or another data.format")
+
+
+def require_samples(data: DataBlock, counts: Counts, lines: Sequence[str]) -> None:
+    """Check that a sample is left of all that were read.
+
+    lines: what was wrong with those that were left out. Raises DataError.
+    """
+    if counts.samples:
+        return
+    gone = [(counts.bad, "skipped"), (counts.dropped, "dropped")]
+    whys = [f"{count:,} {what}" for count, what in gone if count]
+    why = f"{' and '.join(whys)} of {counts.read:,} read" if whys else "nothing was read"
+    remedies = ["mend the records"] if counts.bad else []
+    remedies += ["write a larger data.sequence_length"] if counts.dropped else []
+    what = f"`{_named(data)}`: no sample is left, {why}"
+    remedy = ", or ".join(remedies) or "give it data"
+    raise DataError(lines, [("data.train", what, remedy)])
+
+
+def require_targets(data: DataBlock, counts: Counts, lines: Sequence[str]) -> None:
+    """Check that a sample is left, and that one has a token that trains. Raises DataError."""
+    require_samples(data, counts, lines)
+    if not counts.target_tokens:
+        what = f"`{_named(data)}`: no token of any sample is trained"
+        remedy = "check the labels and weights, or data.train_on"
+        raise DataError(lines, [("data.train", what, remedy)])
+
+
+def require_lengths(corpus: Corpus, data: DataBlock) -> None:
+    """Check that no sample is longer than a row, where `overlong` is error. Raises DataError.
+
+    This comes after the build, so that another sequence_length reuses the tokens.
+    """
+    if data.overlong != "error":
+        return
+    faults = Faults()
+    lengths = corpus.lengths
+    for sample in np.flatnonzero(lengths > data.sequence_length).tolist():
+        faults.add(corpus.origin(sample), refused(int(lengths[sample]), data))
+    faults.raise_any()
+
+
+def refused(tokens: int, data: DataBlock) -> str:
+    """Return the fault of a sample of so many tokens where `overlong` is error."""
+    remedy = "set data.overlong to truncate, drop or split, or a larger data.sequence_length"
+    return f"{overlong(tokens, data)}; {remedy}"
+
+
+def overlong(tokens: int, data: DataBlock) -> str:
+    """Return in words that a sample is longer than a row."""
+    return f"{tokens:,} tokens, a row has {data.sequence_length:,}"
+
+
+def _named(data: DataBlock) -> str:
+    return ", ".join(source.path for source in data.train)
