@@ -71,7 +71,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     # Of the library, no more is known than that it is text.
     seen = [_Seen(s, {"text"}, False) for s in sources if s.path == STDLIB]
     for part, items in zip(parts, found, strict=True):
-        seen.append(_seen(part, sources[part.source], items, data, encoder, faults))
+        seen.append(_seen(part, sources[part.source], items, data, encoder, faults=faults))
     look.lengths = [n for one in _of(seen, data.train) for n in one.lengths]
     lines = faults.lines()
     _require_good(data, seen, lines)
@@ -114,6 +114,7 @@ def _seen(
     items: Sequence[Record | BadRecord],
     data: DataBlock,
     encoder: Encoder | None,
+    *,
     faults: Faults,
 ) -> _Seen:
     """Return what the records of a part are and become; what is wrong with them is noted."""

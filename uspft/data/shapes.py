@@ -7,59 +7,17 @@ prompt_completion, text, tokenized).
 from __future__ import annotations
 
 from collections.abc import Collection, Set
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from uspft.data.conversations import Fields, Naming, as_json, keys_of, our_turns
 from uspft.data.faults import SampleFault
+from uspft.data.misnamed import SHOW, in_yaml, mapping
+from uspft.data.shape_names import CHAT, NAMES, PAIR, SHAPES, SHAREGPT, RecordShape
 from uspft.data.values import check_text
 
-SHOW = "data/README.md shows the shapes"
 SPLIT = "put each shape into a file of its own"
-CHAT = ("tools", "chat_template_kwargs")
-SHAREGPT = "conversations"
 _GAP = "\n\n"
-
-
-@dataclass(frozen=True)
-class RecordShape:
-    """A shape of records: the fields that tell it, those that it may have, and its formats.
-
-    The first format is that of `auto`.
-    """
-
-    name: str
-    needs: tuple[str, ...]
-    may: tuple[str, ...]
-    formats: tuple[str, ...]
-
-
-_PAIR = ("prompt_completion", "messages")
-SHAPES = (
-    RecordShape("chat", ("messages",), ("system", *CHAT), ("messages",)),
-    RecordShape("Alpaca", ("instruction", "output"), ("input", "system", *CHAT), _PAIR),
-    RecordShape("prompt and completion", ("prompt", "completion"), ("system", *CHAT), _PAIR),
-    RecordShape("input and output", ("input", "output"), ("system", *CHAT), _PAIR),
-    RecordShape("question and answer", ("question", "answer"), ("system", *CHAT), _PAIR),
-    RecordShape("text", ("text",), (), ("text",)),
-    RecordShape("tokenized", ("input_ids",), ("labels",), ("tokenized",)),
-)
-NAMES = tuple(dict.fromkeys(name for shape in SHAPES for name in shape.needs + shape.may))
-"""Every field that `data.fields` may map."""
-
-_OFTEN: dict[str, tuple[str, ...]] = {  # what a field is often called by others
-    "messages": ("conversation", "dialog", "dialogue", "dialogs", "chat", "turns", "history"),
-    "prompt": ("query", "context", "source", "instruction"),
-    "completion": ("response", "target", "answer", "output", "reply"),
-    "text": ("content", "document", "body", "code", "raw_content"),
-    "input_ids": ("ids", "tokens", "token_ids"),
-}
-
-_CHOSEN = (
-    "nothing here trains on preferences; for the chosen answers alone write data.fields: "
-    "{completion: chosen} beside a prompt, {messages: chosen} where they are whole conversations"
-)
 
 
 def renamed(fields: Fields, asked: Naming) -> Fields:
@@ -89,7 +47,7 @@ def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
         fitting = [shape for shape in fitting if shape.name != "input and output"]
     if len(fitting) == 1:
         return fitting[0]
-    shown = ", ".join(name for name in fields if isinstance(name, str)) or "none"
+    shown = ", ".join(in_yaml(name) for name in fields if isinstance(name, str)) or "none"
     if fitting:
         names = " and ".join(shape.name for shape in fitting)
         formats = " or ".join(dict.fromkeys(shape.formats[0] for shape in fitting))
@@ -97,31 +55,7 @@ def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
             f"the shapes {names} all fit the fields {shown}; set data.format to {formats}"
         )
     wanted = "no shape" if asked.format == "auto" else f"no shape of {asked.format}"
-    raise SampleFault(f"{wanted} has the fields {shown}; {_mapping(fields, asked)}")
-
-
-def _mapping(fields: Collection[str], asked: Naming) -> str:
-    """Return what to do: the mapping to write where fields are named almost like a shape's."""
-    needed = {need for shape in SHAPES for need in shape.needs} - set(fields)
-    if absent := [theirs for ours, theirs in asked.names.items() if theirs and ours in needed]:
-        return f"data.fields names {absent[0]}, and there is no such field: write one that it has"
-    if {"chosen", "rejected"} <= set(fields):
-        return _CHOSEN
-    if {"role", "content"} <= set(fields) or {"from", "value"} <= set(fields):
-        return 'if they are turns, write {"messages": [...]}, with all of a conversation in it'
-    for shape in SHAPES:
-        found: dict[str, str] = {}
-        for need in shape.needs:
-            others = [name for name in fields if isinstance(name, str)]
-            often = [name for name in others if name.lower() in _OFTEN.get(need, ())]
-            near = often or get_close_matches(need, others, 1, 0.7)
-            if need not in fields and near:
-                found[need] = near[0]
-        whole = all(need in fields or need in found for need in shape.needs)
-        if found and whole and asked.format in ("auto", *shape.formats):
-            pairs = ", ".join(f"{ours}: {theirs}" for ours, theirs in found.items())
-            return f"if they mean {shape.name}, write data.fields: {{{pairs}}}"
-    return f"name them in data.fields, {SHOW}"
+    raise SampleFault(f"{wanted} has the fields {shown}; {mapping(fields, asked)}")
 
 
 def require_shape(fields: Collection[str], shape: RecordShape, asked: Naming) -> None:
@@ -187,7 +121,7 @@ def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fiel
 
     fields: under our names. Types are checked only as far as joining needs. Raises SampleFault.
     """
-    if shape.formats == _PAIR:
+    if shape.formats == PAIR:
         return _pair(fields, shape, asked)
     if shape.formats[0] != "messages":
         return shape.formats[0], fields

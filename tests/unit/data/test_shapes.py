@@ -11,7 +11,7 @@ from tests.support.data_cases import TOKENIZER, block, source, write_lines
 from uspft.config.inputs import RECORD
 from uspft.data import Corpus, prepare
 from uspft.data.conversations import Naming
-from uspft.data.faults import BadRecord
+from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.records import Record, read
 from uspft.data.shapes import NAMES, columns
 from uspft.data.sources import SourceFile
@@ -164,6 +164,30 @@ NEAR: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ({"instruction": "a", "outputs": "b"}, {}, "Alpaca, write data.fields: {output: outputs}"),
     ({"body": "a", "id": 1}, {}, "if they mean text, write data.fields: {text: body}"),
+    (
+        {"instruction": "a", "context": "b", "response": "c", "category": "d"},
+        {},
+        "if they mean Alpaca, write data.fields: {output: response, input: context}",
+    ),
+    (
+        {"id": "1", "system_prompt": "a", "question": "b", "response": "c"},
+        {},
+        "mean question and answer, write data.fields: {answer: response, system: system_prompt}",
+    ),
+    ({"user": "a", "assistant": "b"}, {}, "data.fields: {prompt: user, completion: assistant}"),
+    ({"problem": "a", "solution": "b"}, {}, "data.fields: {question: problem, answer: solution}"),
+    ({"thread": [{"who": "a", "said": "b"}]}, {}, "mean chat, write data.fields: {messages: thre"),
+    (
+        {"context": "a", "question": "b", "answers": {"text": ["c"], "answer_start": [3]}},
+        {},
+        "no shape has the fields context, question, answers; name them in data.fields, data/README",
+    ),
+    (
+        {"question": "a", " answer": "b"},
+        {},
+        'has the fields question, " answer"; if they mean question and answer, write data.fields: '
+        '{answer: " answer"}',
+    ),
     ({"a": 1}, {}, "no shape has the fields a; name them in data.fields"),
     ({"text": "a", "input_ids": [1]}, {}, "text and tokenized all fit the fields text, input_ids"),
     (
@@ -227,6 +251,8 @@ def test_the_columns_that_a_table_is_read_by() -> None:
     assert columns(["id", "conversations", "tools"], Naming()) == ["conversations", "tools"]
     assert columns(["a", "text"], Naming("auto", {"text": "a"})) == ["a"]
     assert columns(["labels", "input_ids"], Naming("auto", {"labels": None})) == ["input_ids"]
+    with pytest.raises(SampleFault, match=r"question, answers; name them in data.fields"):
+        columns(["question", "answers"], Naming())
 
 
 def test_every_field_may_be_mapped() -> None:
