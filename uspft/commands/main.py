@@ -95,7 +95,7 @@ def program() -> list[str]:
 
 def _command(words: list[str], meeting: Meeting) -> int:
     """Run a command and return its exit code, which the other hosts are told."""
-    from uspft.commands.arguments import command_of
+    from uspft.commands.arguments import command_of, starts_ranks
 
     try:
         command = command_of(words, meeting)
@@ -107,9 +107,10 @@ def _command(words: list[str], meeting: Meeting) -> int:
         print(error, file=sys.stderr)
         return meeting.end(2 if isinstance(error, InputError) else 1, str(error))
     except KeyboardInterrupt:
+        stopped = STOPPED if starts_ranks(words) else "stopped"
         if not meeting.alarm:
-            print(STOPPED, file=sys.stderr)
-        return meeting.end(INTERRUPTED, STOPPED)
+            print(stopped, file=sys.stderr)
+        return meeting.end(INTERRUPTED, stopped)
 
 
 def _rank(words: Sequence[str]) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from uspft.config import Fault, load
-from uspft.data import corpora_in, empty, holding, read_report
+from uspft.data import CacheSize, corpora_in, empty, holding, read_report
 from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.data import cache_of, prepare_data
@@ -50,8 +51,9 @@ def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, cle
         screen.print(f"prepared: {folder} ({as_size(holding([folder]).bytes)})", markup=False)
     whole = holding(corpora_in(cache))
     screen.print(
-        f"cache: {cache} holds {as_size(whole.bytes)} of {whole.corpora:,} data sets; "
-        f"preprocess {target} --clean empties it",
+        f"cache: {cache} holds {as_size(whole.bytes)} of {_sets(whole)}; "
+        f"{shlex.join(['./launch.sh', 'preprocess', str(target), *overrides, '--clean'])} "
+        "empties it",
         markup=False,
     )
     return 0
@@ -65,6 +67,12 @@ def _empty(cache: Path, screen: Console) -> None:
         what = f"`{error.filename or cache}` cannot be deleted: {error.strerror}"
         raise Fault([("data.cache_dir", what, "delete it by hand, or name another")]) from error
     screen.print(
-        f"cache: {cache} held {as_size(gone.bytes)} of {gone.corpora:,} data sets, which are gone",
+        f"cache: {cache} held {as_size(gone.bytes)} of {_sets(gone)}, now gone",
         markup=False,
     )
+
+
+def _sets(size: CacheSize) -> str:
+    """Return in words how many data sets that is."""
+    unfinished = f", {size.unfinished:,} of them unfinished" if size.unfinished else ""
+    return f"{size.corpora:,} data set{'s' * (size.corpora != 1)}{unfinished}"

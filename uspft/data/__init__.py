@@ -10,7 +10,7 @@ model.
 """
 
 from uspft.data.cache import formats_of, prepare, prepared
-from uspft.data.cleaning import corpora_in, empty, holding
+from uspft.data.cleaning import CacheSize, corpora_in, empty, holding
 from uspft.data.corpus import Corpus, read_report
 from uspft.data.counts import fates
 from uspft.data.evaluation import prepare_sets
@@ -24,6 +24,7 @@ from uspft.data.tokenise import load_tokeniser
 
 __all__ = [
     "HELD_OUT",
+    "CacheSize",
     "Corpus",
     "DataError",
     "Row",

@@ -15,10 +15,11 @@ _NAME = re.compile(r"[0-9a-f]{24}")
 
 
 class CacheSize(NamedTuple):
-    """How many corpora there are, and how many bytes they take."""
+    """How many corpora there are, how many bytes they take, and how many of them are unfinished."""
 
     corpora: int
     bytes: int
+    unfinished: int = 0
 
 
 def corpora_in(cache_dir: Path) -> list[Path]:
@@ -31,8 +32,9 @@ def corpora_in(cache_dir: Path) -> list[Path]:
 
 def holding(folders: list[Path]) -> CacheSize:
     """Return how much these corpora are."""
-    files = (file for folder in folders for file in folder.iterdir())
-    return CacheSize(len(folders), sum(file.stat().st_size for file in files))
+    files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
+    unfinished = sum(bool(PARTIAL.fullmatch(folder.name)) for folder in folders)
+    return CacheSize(len(folders), sum(file.stat().st_size for file in files), unfinished)
 
 
 def empty(cache_dir: Path) -> CacheSize:
@@ -42,9 +44,9 @@ def empty(cache_dir: Path) -> CacheSize:
     goes on with it. Raises OSError.
     """
     folders = corpora_in(cache_dir)
-    found = holding(folders)
     left = list(cache_dir.iterdir()) if cache_dir.is_dir() else []
     folders += [path for path in left if PARTIAL.fullmatch(path.name) and is_abandoned(path)]
+    found = holding(folders)
     for folder in folders:
         shutil.rmtree(folder)
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from uspft.config.problems import Finding, InputError
 
 SHOWN_LINES, SHOWN_PLACES = 20, 3
-_OWN = re.compile(r"'[^']*'|\d[\d,.]*")
+_OWN = re.compile(r"'[^']*'|\d[\d,.]*|(?<= the fields )[^;]*|(?<=, but )[^;]*")
 """What faults of one kind have of their own."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from rich.progress import Progress, TimeElapsedColumn
 from uspft.config import Recipe
 from uspft.config.strategies import strategies_of
 from uspft.data import HELD_OUT, hold_out, prepare, prepare_sets, read_report, training_rows
+from uspft.launcher import Waiting
+from uspft.launcher.waiting import TOLD_SECONDS
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.new_tokens import with_tokens
 from uspft.segments import Segments
@@ -37,14 +40,24 @@ def prepare_data(
         *columns, console=screen, transient=True, disable=not screen.is_terminal
     ) as progress:
         task = progress.add_task("reading data", total=None)
+        waiting, started = Waiting(screen), time.monotonic()
+        told = started
 
         def tick(done: int, total: int) -> None:
+            nonlocal told
+            waiting.over()
             progress.update(task, description="tokenising", completed=done, total=total)
+            now = time.monotonic()
+            if not screen.is_terminal and now - told >= TOLD_SECONDS:
+                told = now
+                screen.print(f"tokenising: {done / (total or 1):.0%} after {now - started:.0f} s")
 
         tokenizer = tokenizer_of(recipe)
-        corpus = prepare(recipe.data, tokenizer, vocabulary, cache, tick)
+        with waiting.on("the data"):
+            corpus = prepare(recipe.data, tokenizer, vocabulary, cache, tick)
         progress.reset(task, description="reading evaluation data", total=None)
-        evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, cache, tick)
+        with waiting.on("the evaluation data"):
+            evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, cache, tick)
     whole = corpus
     if recipe.data.eval_fraction:
         corpus, held = hold_out(corpus, recipe)
