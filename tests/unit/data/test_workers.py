@@ -144,5 +144,6 @@ def test_nothing_is_left_of_a_preparation_that_is_ended(tmp_path: Path) -> None:
         cache = tmp_path / number.name
         left = [entry.name for entry in cache.iterdir()]
         assert len(left) == (number == signal.SIGKILL), left
-        assert empty(cache) == (0, 0)
+        gone = empty(cache)
+        assert gone.corpora == gone.unfinished == len(left)
         assert list(cache.iterdir()) == []
