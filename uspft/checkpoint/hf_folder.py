@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from uspft.checkpoint.model_card import ADAPTER_CARD
 from uspft.durable import publish, save_tensors, start_partial
 from uspft.parameters.experts import as_files
 
@@ -30,6 +31,7 @@ def export_folder(
     """
     aside = start_partial(target)
     describe(aside)
+    (aside / ADAPTER_CARD).unlink(missing_ok=True)
     kind = json.loads((aside / "config.json").read_text())["model_type"]
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}

@@ -12,14 +12,22 @@ from uspft.config import Recipe, dump
 from uspft.data.sources import is_hub_id
 from uspft.job import Job
 
-_LOAD = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+ADAPTER_CARD = "README-adapter.md"
+"""The file with the card of the adapter, beside that of the merged model, where one is described
+for both; in the adapter's own folder it is README.md."""
 
-tokenizer = AutoTokenizer.from_pretrained(".")
-model = AutoModelForCausalLM.from_pretrained(".")
-{use}
-print(tokenizer.decode(model.generate(**inputs)[0]))
-```"""
+_WHOLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+{tokenizer}model = AutoModelForCausalLM.from_pretrained(".")"""
+_ADAPTER = """from peft import PeftConfig, PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+{tokenizer}config = AutoConfig.from_pretrained(".")
+place = PeftConfig.from_pretrained(".").base_model_name_or_path
+base = AutoModelForCausalLM.from_pretrained(place, config=config, dtype=config.dtype)
+model = PeftModel.from_pretrained(base, ".")"""
+_TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained(".")\n'
+_ENDS = 'model.generation_config = GenerationConfig.from_pretrained(".")'
 _CHAT = """inputs = tokenizer.apply_chat_template(
     [{"role": "user", "content": "Hello"}],
     add_generation_prompt=True,
@@ -27,12 +35,14 @@ _CHAT = """inputs = tokenizer.apply_chat_template(
     return_tensors="pt",
 )"""
 _TEXT = 'inputs = tokenizer("Once", return_tensors="pt")'
+_ANSWER = "print(tokenizer.decode(model.generate(**inputs)[0]))"
 
 
-def model_card(job: Job, step: int) -> str:
+def model_card(job: Job, step: int, *, adapter: bool = False) -> str:
     """Return the text of a model card, with the facts that the hub reads at its top.
 
-    step: the number of steps that the weights had.
+    step: the number of steps that the weights had. adapter: the card is that of a folder with an
+    adapter alone, and not of a whole model, into which an adapter is merged.
     """
     recipe = job.recipe
     head = yaml.safe_dump(_facts(recipe), sort_keys=False, allow_unicode=True)
@@ -40,26 +50,37 @@ def model_card(job: Job, step: int) -> str:
     data = ", ".join(f"`{source.title}`" for source in recipe.data.train)
     lines = [f"---\n{head}---", f"# {name}"]
     lines.append(
-        f"{_origin(recipe)} with uspft {__version__}: {step:,} steps on {data}, in rows of "
-        f"{recipe.data.sequence_length:,} tokens{_rope(recipe)}."
+        f"{_origin(recipe, adapter)} with uspft {__version__}: {step:,} steps on {data}, in rows "
+        f"of {recipe.data.sequence_length:,} tokens{_rope(recipe)}."
     )
-    if job.tokenizer:
-        chats = bool(job.serving.ends)
-        lines += ["## Use", _LOAD.format(use=_CHAT if chats else _TEXT)]
-        if chats:
-            ends = " or ".join(f"`{token}`" for token in job.serving.ends)
-            lines.append(
-                f"The tokenizer's chat template is the one that was trained. An answer ends with "
-                f"{ends}, where `generate` stops."
-            )
-    if recipe.model.adapter:
-        lines.append(
-            "A folder with `adapter_config.json` is the adapter alone: load the base model with "
-            "`config=AutoConfig.from_pretrained(folder)`, then "
-            "`PeftModel.from_pretrained(base, folder)`."
-        )
+    lines += _use(job, adapter)
     lines += ["## Recipe", f"```yaml\n{dump(recipe)}```"]
     return "\n\n".join(lines) + "\n"
+
+
+def _use(job: Job, adapter: bool) -> list[str]:
+    """Return the section on how the folder of the card is loaded and answers."""
+    if adapter and not job.recipe.model.name_or_path:
+        what = "Its base model has random weights, which are in no file"
+        return ["## Use", f"{what}: what can be loaded is the merged model."]
+    chats = bool(job.serving.ends)
+    code = [(_ADAPTER if adapter else _WHOLE).format(tokenizer=_TOKENIZER if job.tokenizer else "")]
+    if adapter and job.serving.generation:
+        code.append(_ENDS)
+    if job.tokenizer:
+        code += [_CHAT if chats else _TEXT, _ANSWER]
+    lines = ["## Use", "\n".join(["```python", *code, "```"])]
+    if adapter:
+        lines.append(
+            "The config of this folder is that of the training: the base model is loaded with it."
+        )
+    if job.tokenizer and chats:
+        ends = " or ".join(f"`{token}`" for token in job.serving.ends)
+        lines.append(
+            f"The tokenizer's chat template is the one that was trained. An answer ends with "
+            f"{ends}, where `generate` stops."
+        )
+    return lines
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:
@@ -73,11 +94,14 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
     return facts
 
 
-def _origin(recipe: Recipe) -> str:
+def _origin(recipe: Recipe, adapter: bool) -> str:
     base = recipe.model.name_or_path
-    if base is None:
-        return "Trained from random weights"
-    return f"{'A LoRA adapter of' if recipe.model.adapter else 'Fine-tuned from'} `{base}`,"
+    if adapter:
+        return f"A LoRA adapter for {f'`{base}`' if base else 'random weights'}, trained"
+    if recipe.model.adapter:
+        by = "by a LoRA adapter that is merged into it,"
+        return f"Fine-tuned from `{base}` {by}" if base else f"Trained from a random model {by}"
+    return f"Fine-tuned from `{base}`," if base else "Trained from random weights"
 
 
 def _rope(recipe: Recipe) -> str:

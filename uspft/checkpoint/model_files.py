@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from uspft.checkpoint.model_card import model_card
+from uspft.checkpoint.model_card import ADAPTER_CARD, model_card
 from uspft.job import Job
 
 
@@ -16,7 +16,8 @@ def write_model_files(folder: Path, config: Any, job: Job, step: int) -> None:
     """Write into a folder all that from_pretrained and a server need beside the weights.
 
     config: the model's, as trained, with its rope scaling. The tokenizer gets the chat template
-    that was trained, the generation config the tokens that end a turn. Raises OSError.
+    that was trained, the generation config the tokens that end a turn. Where an adapter was
+    trained, its own card lies there too: each export keeps the one that it needs. Raises OSError.
     """
     config.save_pretrained(folder)
     if job.tokenizer:
@@ -28,3 +29,6 @@ def write_model_files(folder: Path, config: Any, job: Job, step: int) -> None:
         text = json.dumps(job.serving.generation, indent=2)
         (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
     (folder / "README.md").write_text(model_card(job, step), encoding="utf-8")
+    if job.recipe.model.adapter:
+        card = model_card(job, step, adapter=True)
+        (folder / ADAPTER_CARD).write_text(card, encoding="utf-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from uspft.checkpoint.model_card import ADAPTER_CARD
 from uspft.config import ModelBlock
 from uspft.durable import publish, save_tensors, start_partial
 from uspft.model.adapter import lora_config
@@ -32,6 +33,8 @@ def export_adapter(
     held = {PREFIX + name: value.to("cpu").float().contiguous().clone() for name, value in tensors}
     aside = start_partial(target)
     describe(aside)
+    if (aside / ADAPTER_CARD).exists():  # a checkpoint of an earlier version has none
+        (aside / ADAPTER_CARD).replace(aside / "README.md")
     save_tensors(held, aside / "adapter_model.safetensors", {"format": "pt"})
     adapted = block.adapter.target_modules or {name.split(".")[-3] for name in held}
     config = lora_config(block.adapter, sorted(adapted), _base(block))
