@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.answers import ANSWER, ASKED, base_model, says
 from uspft.__main__ import main
@@ -53,11 +54,34 @@ def test_it_answers_every_line(
     said = capsys.readouterr()
     assert [line for line in said.out.splitlines() if line] == [ANSWER, ANSWER]
     assert talk(monkeypatch, ASKED["content"], str(out / "hf"), "max_new_tokens=3") == 0
-    first, told = capsys.readouterr().out.splitlines()
-    assert (
-        ANSWER.startswith(first.strip())
-        and told == "(cut at 3 tokens: max_new_tokens=N takes more)"
-    )
+    said = capsys.readouterr()
+    assert ANSWER.startswith(said.out.strip()) and said.out.count("\n") == 1
+    assert said.err == "(cut at 3 tokens: max_new_tokens=N takes more)\n"
+
+
+def test_an_answer_that_ends_with_the_last_token_is_not_cut(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = len(AutoTokenizer.from_pretrained(out / "hf")(f"{ANSWER}{END}")["input_ids"])
+    for limit, cut in ((tokens, False), (tokens - 1, True)):
+        words = (str(out), f"max_new_tokens={limit}")
+        assert talk(monkeypatch, ASKED["content"], *words) == 0
+        said = capsys.readouterr()
+        assert said.out.strip() == ANSWER and ("(cut at" in said.err) == cut
+
+
+def test_bytes_that_are_not_utf_8_are_told(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = io.BytesIO(f"{ASKED['content']}\nà la carte\n".encode("latin-1"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
+    assert main(["chat", str(out), "max_new_tokens=14"]) == 2
+    said = capsys.readouterr()
+    assert said.out.strip() == ANSWER  # of the line before
+    assert said.err.startswith("command line: chat: line 2 of stdin holds bytes that are not UTF-8")
+    assert said.err.count("\n") == 1
+    assert talk(monkeypatch, "", str(out), "system=\udce0") == 2
+    assert "system: holds bytes that are not UTF-8; write it" in capsys.readouterr().err
 
 
 def test_an_adapter_answers_on_its_base(
@@ -70,13 +94,21 @@ def test_an_adapter_answers_on_its_base(
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
         shutil.copy(base / name, adapter)
     shutil.copy(base / "generation_config.json", adapter)
-    assert talk(monkeypatch, ASKED["content"], str(tmp_path / "out"), "max_new_tokens=14") == 0
-    assert capsys.readouterr().out.strip() == ANSWER
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # those of libraries are not for the user
+        assert talk(monkeypatch, ASKED["content"], str(tmp_path / "out"), "max_new_tokens=14") == 0
+    assert capsys.readouterr() == (f"{ANSWER}\n", "")
     moved = base.rename(base.with_name("moved"))
     try:
         assert talk(monkeypatch, "", str(tmp_path / "out")) == 2
         said = capsys.readouterr().err
-        assert "cannot be loaded" in said and "write base=PLACE" in said and said.count("\n") == 1
+        assert f"the folder `{base}` does not exist; put it back, or write base=PLACE" in said
+        assert said.startswith("command line: base: ") and said.count("\n") == 1
+        assert talk(monkeypatch, "", str(tmp_path / "out"), "base=/nowhere") == 2
+        said = capsys.readouterr().err
+        assert said == "command line: base: the folder `/nowhere` does not exist; " + (
+            "name its folder, or its org/name of the hub\n"
+        )
         words = (str(tmp_path / "out"), f"base={moved}", "max_new_tokens=14")
         assert talk(monkeypatch, ASKED["content"], *words) == 0
         assert capsys.readouterr().out.strip() == ANSWER
