@@ -19,6 +19,8 @@ from uspft.prepare.output import output_of
 from uspft.written import ADAPTER, METRICS, MODEL
 
 QUICKSTART = "quickstart.yaml"
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What --max-lora-rank of vLLM may be; left out, it is 16."""
 
 
 def summary(recipe: Recipe, target: Path, overrides: Sequence[str], *, chats: bool) -> str:
@@ -83,8 +85,7 @@ def _next(
         lines.append(f"serve:      vllm serve {folder}")
         lines.append(f"            for llama.cpp: python convert_hf_to_gguf.py {folder}")
     elif recipe.model.adapter:
-        base, adapter = recipe.model.name_or_path, shlex.quote(str(output / ADAPTER))
-        lines.append(f"serve:      vllm serve {base} --enable-lora --lora-modules tuned={adapter}")
+        lines += _adapter_served(recipe)
     # What began the run anew, or from elsewhere, is not to do so once more.
     here = [] if recipe.checkpoint.resume == AUTO else [f"checkpoint.resume={AUTO}"]
     if training.patience and early:
@@ -96,6 +97,24 @@ def _next(
             key, count = "steps", training.steps
         lines.append(f"go on:      {command([f'training.{key}={2 * (count or 1)}', *here])}")
     return lines
+
+
+def _adapter_served(recipe: Recipe) -> list[str]:
+    """Return lines on how an adapter is served that no merged model stands beside: on its base, or
+    merged first, where a server would take config or template of the base and they are others."""
+    model, output = recipe.model, output_of(recipe)
+    assert model.adapter is not None
+    own = model.rope_scaling or model.overrides or model.tokenizer or recipe.data.chat_template
+    room = next((rank for rank in VLLM_RANKS if rank >= model.adapter.rank), None)
+    if model.name_or_path and room and not own:
+        words = ["vllm", "serve", model.name_or_path, "--enable-lora", "--max-lora-rank", str(room)]
+        words += ["--lora-modules", f"tuned={output / ADAPTER}"]
+        return [f"serve:      {shlex.join(words)}"]
+    if not recipe.checkpoint.every_steps:
+        return []
+    merged = str(output / MODEL)
+    export = shlex.join(["./launch.sh", "export", str(output), f"to={merged}"])
+    return [f"serve:      {export}", f"            then: vllm serve {shlex.quote(merged)}"]
 
 
 def _evaluated(records: list[dict[str, Any]]) -> list[str]:

@@ -122,7 +122,7 @@ def test_epochs_go_on_by_epochs_and_an_adapter_is_served_with_its_base(tmp_path:
     own = recipe(
         tmp_path,
         {
-            "model": {"name_or_path": "org/base", "adapter": {"type": "lora", "rank": 2}},
+            "model": {"name_or_path": "org/base", "adapter": {"type": "lora", "rank": 24}},
             "training": {"epochs": 2, "global_batch_size": 1},
             "export": {"huggingface": False},
         },
@@ -130,9 +130,42 @@ def test_epochs_go_on_by_epochs_and_an_adapter_is_served_with_its_base(tmp_path:
     named = commands(own, "r.yaml")
     adapter = f"tuned={tmp_path}/my out/adapter"
     assert named == {
-        "serve": ["vllm", "serve", "org/base", "--enable-lora", "--lora-modules", adapter],
+        "serve": [
+            *("vllm", "serve", "org/base", "--enable-lora"),
+            *("--max-lora-rank", "32", "--lora-modules", adapter),
+        ],
         "go on": ["./launch.sh", "r.yaml", "training.epochs=4"],
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}),
+        ({}, {"chat_template": "chat.jinja"}),
+        ({"name_or_path": None, "config": "config.json", "tokenizer": "org/base"}, {}),
+        ({"adapter": {"type": "lora", "rank": 513}}, {}),
+    ],
+)
+def test_an_adapter_is_merged_first_where_its_base_is_served_otherwise(
+    tmp_path: Path, model: dict[str, Any], data: dict[str, Any]
+) -> None:
+    adapter = {"type": "lora", "rank": 2}
+    own = recipe(
+        tmp_path,
+        {
+            "model": {"name_or_path": "org/base", "adapter": adapter, **model},
+            "data": {"train": "x", "sequence_length": 16, **data},
+            "export": {"huggingface": False},
+        },
+    )
+    named, out = commands(own, "r.yaml"), str(tmp_path / "my out")
+    assert named["serve"] == ["./launch.sh", "export", out, f"to={out}/hf"]
+    assert named["then"] == ["vllm", "serve", f"{out}/hf"]
+    unsaved = own.model_copy(
+        update={"checkpoint": own.checkpoint.model_copy(update={"every_steps": None})}
+    )
+    assert commands(unsaved, "r.yaml") == {}
 
 
 def test_nothing_is_named_that_is_not_there(tmp_path: Path) -> None:
