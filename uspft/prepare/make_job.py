@@ -59,6 +59,7 @@ def prepare_job(
     _same(checkpoint, identity)
     if wrong := exchange_findings(found.recipe, found.layout):
         raise Fault(wrong)
+    tokenizer = _with_tokenizer(found.here)
     job = Job(
         found.recipe,
         corpus,
@@ -66,8 +67,8 @@ def prepare_job(
         identity,
         evaluation,
         resume_from=checkpoint.folder if checkpoint else None,
-        tokenizer=_with_tokenizer(found.here),
-        serving=serving_of(found.here, formats, model.config),
+        tokenizer=tokenizer,
+        serving=serving_of(found.here, formats, model.config, tokenizer),
         command=place.command,
         places=found.known.places,
         prices=prices_of(found, found.known.hosts),

@@ -18,18 +18,19 @@ GENERATION = "generation_config.json"
 EOS, PAD = "eos_token_id", "pad_token_id"
 
 
-def serving_of(recipe: Recipe, formats: Collection[str], config: Any) -> Serving:
+def serving_of(
+    recipe: Recipe, formats: Collection[str], config: Any, tokenizer: str | None
+) -> Serving:
     """Return what lies beside the trained weights.
 
-    recipe: as this host reads it. formats: of the training data. config: the model's. Where samples
-    hold tokens, the generation config is the base model's own, and there may be no tokenizer.
-    Raises Fault where that config cannot be read.
+    recipe: as this host reads it. formats: of the training data. config: the model's. tokenizer:
+    the one that is exported, which need not be there where samples hold tokens; their generation
+    config is the base model's own. Raises Fault where that cannot be read.
     """
-    base, tokenizer = _generation(recipe), tokenizer_of(recipe)
-    tokens = not set(formats) - {"tokenized"}
+    base, tokens = _generation(recipe), not set(formats) - {"tokenized"}
     if tokens and tokenizer is None:
         return Serving(None, (), base)
-    tokeniser = load_tokeniser(tokenizer, recipe.data)
+    tokeniser = load_tokeniser(tokenizer or tokenizer_of(recipe), recipe.data)
     template = tokeniser.template or None
     if tokens:
         return Serving(without_marks(template.source) if template else None, (), base)

@@ -62,7 +62,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     net = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     tokeniser = load_tokeniser(str(base), recipe.data)
     says(net, tokeniser)
-    serving = serving_of(recipe, {"messages"}, config)
+    serving = serving_of(recipe, {"messages"}, config, str(base))
     job = Job(recipe, folder, 40, {}, tokenizer=str(base), serving=serving)
     hf = export_folder(
         iter(net.named_parameters()),
@@ -129,13 +129,14 @@ def test_what_is_not_a_conversation_ends_with_the_text(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", "llama")
     recipe = recipe_of(tmp_path, base, "llama")
     config = model_config(recipe.model, 128)
-    serving = serving_of(recipe, {"text"}, config)
+    serving = serving_of(recipe, {"text"}, config, str(base))
     assert serving.ends == () and serving.generation["eos_token_id"] == [0, OTHER_END]
     assert serving.template and "{%- generation" not in serving.template
-    tokens = serving_of(recipe, {"tokenized"}, config)
+    tokens = serving_of(recipe, {"tokenized"}, config, str(base))
+    assert serving_of(recipe, {"tokenized"}, config, None).template is None
     assert tokens.template == serving.template and tokens.generation["eos_token_id"] == OTHER_END
     (base / "generation_config.json").write_text("[")
     with pytest.raises(Fault, match=r"generation_config.json cannot be read.*or delete it"):
-        serving_of(recipe, {"text"}, config)
+        serving_of(recipe, {"text"}, config, str(base))
     (base / "generation_config.json").unlink()
-    assert serving_of(recipe, {"text"}, config).generation["eos_token_id"] == 0
+    assert serving_of(recipe, {"text"}, config, str(base)).generation["eos_token_id"] == 0
