@@ -223,8 +223,10 @@ def _write(
                 if not taken.fits(source, sample.tokens, data):
                     continue
                 kept = counts.kept(sample.tokens, data.overlong, data.sequence_length)
+                where = f"{reading.parts[sample.part].content.shown}:{sample.line}"
+                if sample.lost:
+                    left.add(where, sample.lost)
                 if kept is None:
-                    where = f"{reading.parts[sample.part].content.shown}:{sample.line}"
                     left.add(where, overlong(len(sample.tokens.ids), data))
                 else:
                     writer.add(kept, sample.part, sample.line)

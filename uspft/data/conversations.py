@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ _SHAREGPT_ROLES = {
     "model": "assistant",
     "observation": "tool",
 }
+_PLACE = re.compile(r"messages\[(\d+)\]")
 _CALL, _SETTINGS = "function_call", "chat_template_kwargs"
 
 
@@ -77,6 +79,18 @@ def _called(turn: Fields) -> Fields:
         raise SampleFault(f"the {_CALL} is a {kind(calls[0])}; write {{name, arguments}}")
     made = [{"type": "function", "function": call} for call in calls]
     return {**turn, "role": "assistant", "content": None, "tool_calls": made}
+
+
+def as_given(what: str, led: bool) -> str:
+    """Return what is wrong with turns, counted as the record has them.
+
+    led: whether a system field of the record leads them.
+    """
+    if not led:
+        return what
+    return _PLACE.sub(
+        lambda at: f"messages[{int(at[1]) - 1}]" if int(at[1]) else "its system", what
+    )
 
 
 def as_json(name: str, value: Any) -> Any:

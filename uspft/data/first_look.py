@@ -60,7 +60,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     every = parts_of(data.model_copy(update={"train": sources, "eval": None}))
     parts = [p for p in every if not (isinstance(p.content, SourceFile) and p.content.library)]
     found = [list(islice(read(part.content, part.asked), RECORDS + 1)) for part in parts]
-    look, faults = Look(), Faults()
+    look, faults, lost = Look(), Faults(), Faults()
     formats = {item.format for items in found for item in items if isinstance(item, Record)}
     for part, items in zip(parts, found, strict=True):
         shapes = [item.shape for item in items if isinstance(item, Record) and item.shape]
@@ -71,7 +71,9 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     # Of the library, no more is known than that it is text.
     seen = [_Seen(s, {"text"}, False) for s in sources if s.path == STDLIB]
     for part, items in zip(parts, found, strict=True):
-        seen.append(_seen(part, sources[part.source], items, data, encoder, faults=faults))
+        seen.append(
+            _seen(part, sources[part.source], items, data, encoder, faults=faults, lost=lost)
+        )
     look.lengths = [n for one in _of(seen, data.train) for n in one.lengths]
     lines = faults.lines()
     _require_good(data, seen, lines)
@@ -81,7 +83,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
             _require(data, (source,), seen, encoder, lines)
         except DataError as error:
             raise of_set(error, number, len(data.eval or ())) from error
-    look.shapes += lines
+    look.shapes += lines + lost.lines()
     more = sum(len(items) > RECORDS for items in found)
     if more:
         look.left_out.append(
@@ -116,8 +118,12 @@ def _seen(
     encoder: Encoder | None,
     *,
     faults: Faults,
+    lost: Faults,
 ) -> _Seen:
-    """Return what the records of a part are and become; what is wrong with them is noted."""
+    """Return what the records of a part are and become; what is wrong with them is noted.
+
+    lost: notes what a template leaves out of good ones.
+    """
     formats = {item.format for item in items if isinstance(item, Record)}
     seen = _Seen(source, formats, len(items) <= RECORDS)
     for item in items[:RECORDS]:
@@ -128,15 +134,18 @@ def _seen(
         if encoder is None:
             seen.counts.samples += 1
             continue
+        where = f"{part.content.shown}:{item.line}"
         try:
             tokens = encoder.tokens(item)
         except SampleFault as fault:
-            faults.add(f"{part.content.shown}:{item.line}", str(fault))
+            faults.add(where, str(fault))
             seen.counts.skip()
             continue
         seen.lengths.append(len(tokens.ids))
         if len(tokens.ids) > data.sequence_length:
-            seen.long.append((f"{part.content.shown}:{item.line}", len(tokens.ids)))
+            seen.long.append((where, len(tokens.ids)))
+        if what := encoder.lost(item):
+            lost.add(where, what)
         seen.counts.kept(tokens, data.overlong, data.sequence_length)
     return seen
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _ID = "abcdefghi"
 """What a call is known by: Mistral's templates ask for nine characters."""
+_CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""The keys of a turn under which transformers looks for thoughts."""
 _THOUGHT = "</think>"
 """What ends the thoughts of an answer."""
 
@@ -71,10 +74,24 @@ def _asks(role: str) -> list[list[Turn]]:
         return [[said], [said, answered]]
     if role in ("system", "developer"):
         return [[said, asked, answered]]
-    call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
-    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     said |= {"name": "f", "tool_call_id": _ID}
     return [[asked, called, said], [asked, answered, said]]
+
+
+def lost_thoughts(turns: list[Turn], template: ChatTemplate) -> str:
+    """Return what to say of answers with thoughts where the template writes none; else nothing."""
+    if not any(turn.get(name) for turn in turns for name in _THOUGHTS) or template.writes_thoughts:
+        return ""
+    remedy = "name a data.chat_template that writes them"
+    return f"the chat template leaves out the thoughts of answers (reasoning_content); {remedy}"
+
+
+def writes_thoughts(template: ChatTemplate) -> bool:
+    """Tell whether the template writes the thoughts of an answer, or of one that calls."""
+    said = {"role": "assistant", "content": "b", "reasoning_content": STAND_IN}
+    calls = {**said, "tool_calls": [_CALL]}
+    return any(_writes(template, [{"role": "user", "content": "a"}, one]) for one in (said, calls))
 
 
 def _writes(template: ChatTemplate, turns: list[Turn]) -> bool:

@@ -13,6 +13,7 @@ from functools import partial
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
+from uspft.data.left_out import lost_thoughts
 from uspft.data.objects import Entry, pieces, unpacked
 from uspft.data.records import Reader, Record
 from uspft.data.shapes import columns
@@ -63,6 +64,8 @@ class Sample:
     part: int
     line: int
     tokens: Tokens
+    lost: str = ""
+    """What the chat template leaves out of it; empty where that is nothing."""
 
 
 class Encoder:
@@ -91,6 +94,14 @@ class Encoder:
         tokens = self.tokeniser.tokens(rendered)
         require_vocabulary(tokens, self._vocab_size)
         return tokens
+
+    def lost(self, record: Record) -> str:
+        """Return what the chat template leaves out of a record that is used all the same."""
+        template = self.tokeniser.template if self.tokeniser else None
+        if template is None or record.format != "messages":
+            return ""
+        with self._rendering:
+            return lost_thoughts(record.fields["messages"], template)
 
 
 @dataclass
@@ -149,7 +160,7 @@ class Bundle:
         if isinstance(record, BadRecord):
             return replace(record, part=part)
         try:
-            return Sample(part, record.line, encoder.tokens(record))
+            return Sample(part, record.line, encoder.tokens(record), encoder.lost(record))
         except SampleFault as fault:
             return BadRecord(f"{reader.shown}:{record.line}", str(fault), part)
 

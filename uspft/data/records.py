@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from uspft.data.conversations import Naming
+from uspft.data.conversations import Naming, as_given
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
 from uspft.data.objects import Entry, objects
@@ -45,6 +45,7 @@ class Record:
     fields: dict[str, Any]
     size: int  # bytes in the file; 1 for a hub record
     shape: str = ""
+    led: bool = False  # whether its turns are led by a system field of its own
 
 
 class Reader:
@@ -88,12 +89,13 @@ class Reader:
             require_shape(fields, shape, asked)
             self._spelt.add(names)
         form, made = formed(fields, shape, asked)
+        led = bool(made.get("led"))
         if self.settled:
             if form != self._format:
                 raise SampleFault(f"{form}, where the file began with {self._words}; {SPLIT}")
-            return Record(item.line, form, checked(made, form), item.size)
+            return Record(item.line, form, checked(made, form), item.size, led=led)
         words = described(shape, own, asked)
-        first = Record(item.line, form, checked(made, form), item.size, words)
+        first = Record(item.line, form, checked(made, form), item.size, words, led)
         self._format, self._words = form, words
         return first
 
@@ -117,8 +119,11 @@ def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
     """
     required, optional = FIELDS[known]
     found = {name: fields[name] for name in required + optional if name in fields}
-    for name, value in found.items():
-        CHECKS[name](name, value)
+    try:
+        for name, value in found.items():
+            CHECKS[name](name, value)
+    except SampleFault as fault:
+        raise SampleFault(as_given(str(fault), bool(fields.get("led")))) from fault
     if known == "tokenized" and len(found.get("labels", found["input_ids"])) != len(
         found["input_ids"]
     ):

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from uspft.data.faults import SampleFault
-from uspft.data.left_out import require_answers, require_turns, written_roles
+from uspft.data.left_out import require_answers, require_turns, writes_thoughts, written_roles
 from uspft.data.turns import STAND_IN, Manner, Spans, Turn, Untold, all_but, between, turn_spans
 from uspft.data.twins import twin_of
 
@@ -139,6 +139,11 @@ class ChatTemplate:
     def written(self) -> frozenset[str]:
         """The roles whose turns the template writes, the assistant's apart."""
         return written_roles(self)
+
+    @cached_property
+    def writes_thoughts(self) -> bool:
+        """Whether the template writes the thoughts of answers, be it of the last one alone."""
+        return writes_thoughts(self)
 
     @cached_property
     def reads_parts(self) -> bool:

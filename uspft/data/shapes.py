@@ -119,16 +119,18 @@ def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
 def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:
     """Return the format that a record of this shape takes, and the fields of that format.
 
-    fields: under our names. Types are checked only as far as joining needs. Raises SampleFault.
+    fields: under our names. `led` among those of a conversation: whether a system field leads it.
+    Types are checked only as far as joining needs. Raises SampleFault.
     """
     if shape.formats == PAIR:
         return _pair(fields, shape, asked)
     if shape.formats[0] != "messages":
         return shape.formats[0], fields
     turns = our_turns(as_json("messages", fields["messages"]), asked)
+    own = turns
     if SHAREGPT in fields or "system" in asked.names:
         turns = _led(turns, fields)
-    return "messages", _chat(fields, turns)
+    return "messages", {**_chat(fields, turns), "led": turns is not own}
 
 
 def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:

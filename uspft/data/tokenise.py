@@ -13,6 +13,7 @@ import numpy as np
 
 from uspft.config.problems import Finding, said
 from uspft.data.chat import TokenBytes, tokenise_spans
+from uspft.data.conversations import as_given
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records import Record
 from uspft.data.rendering import ChatTemplate, Rendered, render
@@ -103,7 +104,10 @@ class TextTokeniser:
         if record.format != "messages":
             return record
         assert self.template  # `problems` asks for one
-        return render(record.fields, self.template, self._train_on)
+        try:
+            return render(record.fields, self.template, self._train_on)
+        except SampleFault as fault:
+            raise SampleFault(as_given(str(fault), record.led)) from fault
 
     def tokens(self, sample: Record | Rendered) -> Tokens:
         """Return the ids and labels of one sample. Raises SampleFault."""

@@ -107,3 +107,41 @@ def test_what_to_know_of_a_template_is_told(tmp_path: Path, source: str, note: s
     looked = first_look(data, str(TOKENIZER), 8192)
     for found in (report["shapes"], looked.shapes):
         assert len(found) == (2 if note else 1) and (note or "") in found[-1]
+
+
+def test_thoughts_that_no_answer_is_written_with_are_noted(tmp_path: Path) -> None:
+    thinks = {**CHAT["messages"][1], "reasoning_content": "Hm."}
+    also = {**CHAT["messages"][1], "thinking": "Hm."}
+    records = [CHAT, *({"messages": [CHAT["messages"][0], one]} for one in (thinks, also))]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    data = DataBlock(train=str(path), sequence_length=64)
+    notes = f"{path}:2: the chat template leaves out the thoughts of answers (reasoning_content) "
+    notes += "(2 such: lines 2, 3); name a data.chat_template that writes them"
+    report = read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))
+    assert report["skipped"] == [notes] and report["samples"] == 3
+    assert first_look(data, str(TOKENIZER), 8192).shapes[1:] == [notes]
+    jinja = tmp_path / "a.jinja"
+    jinja.write_text(MARKED["thoughts"])
+    data = DataBlock(train=str(path), sequence_length=64, chat_template=str(jinja))
+    assert read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))["skipped"] == []
+    assert ChatTemplate(UNMARKED["thoughts"], {}).writes_thoughts
+
+
+def test_turns_are_counted_as_the_record_has_them(tmp_path: Path) -> None:
+    bad = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": 3}]
+    calls = [bad[0], {"from": "function_call", "value": '{"name": "look"}'}]
+    records: list[dict[str, Any]] = []
+    for system in ({}, {"system": "Be brief."}):
+        records += [{**system, "conversations": bad}, {**system, "conversations": calls}]
+    good = {"conversations": [bad[0], {"from": "gpt", "value": "Hello"}]}
+    path = write_lines(tmp_path / "a.jsonl", [good, *records])
+    content, refused = faults_of(tmp_path, block(path))
+    what = "messages[1].content is a number (2 such: lines 2, 4)"
+    assert content.startswith(f"{path}:2: {what}; ")
+    assert f"{path}:3: the chat template refuses it: messages[1] has calls and" in refused
+    assert "(2 such: lines 3, 5); " in refused
+    deaf = tmp_path / "a.jinja"
+    deaf.write_text(MARKED["chatml"].replace("- else -", "- elif m.role == 'user' -"))
+    write_lines(path, [{"system": "Be brief.", **good}])
+    (line,) = faults_of(tmp_path, block(path, chat_template=str(deaf)))
+    assert line.startswith(f"{path}:1: the chat template leaves out its system, of the role 'system'; ")
