@@ -144,4 +144,6 @@ def test_turns_are_counted_as_the_record_has_them(tmp_path: Path) -> None:
     deaf.write_text(MARKED["chatml"].replace("- else -", "- elif m.role == 'user' -"))
     write_lines(path, [{"system": "Be brief.", **good}])
     (line,) = faults_of(tmp_path, block(path, chat_template=str(deaf)))
-    assert line.startswith(f"{path}:1: the chat template leaves out its system, of the role 'system'; ")
+    assert line.startswith(
+        f"{path}:1: the chat template leaves out its system, of the role 'system'; "
+    )
