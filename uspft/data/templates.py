@@ -24,8 +24,7 @@ _REMEDY = "name a Jinja file, data/templates/ has some: chatml.jinja (Qwen), lla
 def template_of(data: DataBlock, tokenizer: Any) -> str | None:
     """Return the template that the recipe names, or the tokenizer's own. Raises DataError."""
     if data.chat_template is None:
-        own = tokenizer.chat_template
-        return own.get("default") if isinstance(own, dict) else own
+        return own_template(tokenizer)
     try:
         template = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -37,16 +36,28 @@ def template_of(data: DataBlock, tokenizer: Any) -> str | None:
     return template
 
 
-def template_problems(template: ChatTemplate | None, backend: Any) -> list[Finding]:
+def own_template(tokenizer: Any) -> str | None:
+    """Return the template that a tokenizer has by itself."""
+    own = tokenizer.chat_template
+    found: str | None = own.get("default") if isinstance(own, dict) else own
+    return found
+
+
+def template_problems(
+    template: ChatTemplate | None, backend: Any, *, own: bool = False
+) -> list[Finding]:
     """Return a finding for each reason why conversations cannot be written with a template.
 
-    backend: the tokenizers.Tokenizer that reads what it writes.
+    backend: the tokenizers.Tokenizer that reads what it writes. own: whether it came with that:
+    what it calls the roles may be text then, as OLMo 2's and Zephyr's is, where answers end in a
+    token.
     """
     if template is None:
         return [(_KEY, "the tokenizer has no chat template", _REMEDY)]
     if mistake := template.mistake:
         return [(_KEY, f"the tokenizer's own is no Jinja: line {mistake}", _REMEDY)]
-    if lacking := _lacking(template, backend):
+    lacking = _lacking(template, backend)
+    if lacking and not (own and _ends_in_a_token(template)):
         what = f"it writes {', '.join(lacking)}, and the tokenizer has no such token"
         listed = json.dumps(lacking, ensure_ascii=False)
         return [(_KEY, what, f"add to model.add_tokens {listed}, or name another template")]
@@ -63,9 +74,21 @@ def _lacking(template: ChatTemplate, backend: Any) -> list[str]:
     return [name for name in names if backend.token_to_id(name) is None]
 
 
-def template_notes(template: ChatTemplate) -> list[str]:
-    """Return a line for each thing that a user should know although nothing is wrong."""
+def _ends_in_a_token(template: ChatTemplate) -> bool:
+    """Tell whether a special token of the tokenizer stands behind an answer."""
+    behind = template.write(_PROBE).rpartition(STAND_IN)[2].lstrip()
+    return any(token and behind.startswith(token) for token in template.tokens)
+
+
+def template_notes(template: ChatTemplate, backend: Any) -> list[str]:
+    """Return a line for each thing that a user should know although nothing is wrong.
+
+    backend: as of `template_problems`.
+    """
     found = []
+    if lacking := _lacking(template, backend):
+        what = f"the chat template's {', '.join(lacking)} are text"
+        found.append(f"{what}: the tokenizer has no such tokens")
     if end := _end_outside(template):
         what = f"the chat template's marks end before {end}, which does not train"
         found.append(f"{what}; put {{% endgeneration %}} behind it to train it")

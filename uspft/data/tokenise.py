@@ -17,7 +17,7 @@ from uspft.data.conversations import as_given
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records import Record
 from uspft.data.rendering import ChatTemplate, Rendered, render
-from uspft.data.templates import template_notes, template_of, template_problems
+from uspft.data.templates import own_template, template_notes, template_of, template_problems
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,6 +58,7 @@ class TextTokeniser:
         added = tokenizer.added_tokens_decoder.values()
         ends = tuple(sorted({token.content for token in added if token.special}))
         self.template = ChatTemplate(template, self._special, ends) if template else None
+        self._own = template == own_template(tokenizer)
         self._bytes = TokenBytes.of(self.backend)
         probe = self.backend.encode("a").ids
         self._adds_eos = bool(probe) and probe[-1] == self.eos
@@ -89,12 +90,14 @@ class TextTokeniser:
             what = "it has no EOS token, which text and completions end in"
             found.append(("model.tokenizer", what, "set eos_token in its tokenizer_config.json"))
         if "messages" in formats:
-            found += template_problems(self.template, self.backend)
+            found += template_problems(self.template, self.backend, own=self._own)
         return found
 
     def notes(self, formats: Set[str]) -> list[str]:
         """Return a line for each thing to know of the chat template, where it is used."""
-        return template_notes(self.template) if self.template and "messages" in formats else []
+        if not self.template or "messages" not in formats:
+            return []
+        return template_notes(self.template, self.backend)
 
     def rendered(self, record: Record) -> Record | Rendered:
         """Render a conversation as text; return any other record as it is. Raises SampleFault.

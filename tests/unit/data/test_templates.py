@@ -17,9 +17,11 @@ from tests.support.data_cases import (
     faults_of,
     write_lines,
 )
+from tests.support.originals import original
 from uspft.config.recipe import DataBlock
 from uspft.data import first_look, prepare, read_report
 from uspft.data.chat import TokenBytes, tokenise_spans
+from uspft.data.corpus import Corpus
 from uspft.data.rendering import ChatTemplate, Rendered, render
 
 
@@ -77,6 +79,27 @@ def test_a_template_that_is_empty_or_no_jinja_is_named(tmp_path: Path) -> None:
     assert line.startswith("data.chat_template: the tokenizer's own is no Jinja: line 1: Expected ")
     text = write_lines(tmp_path / "t.jsonl", [{"text": "hi"}])
     assert prepare(block(text), str(own), 8192, tmp_path / "cache")
+
+
+def test_what_a_tokenizer_s_own_template_calls_the_roles_may_be_text(tmp_path: Path) -> None:
+    """OLMo 2 has no tokens <|user|> and <|assistant|>, and writes them."""
+    path, olmo2 = write_lines(tmp_path / "a.jsonl", [CHAT]), original("olmo2")
+    own = changed_tokenizer(tmp_path / "own", olmo2, bos_token="<|endoftext|>")
+    corpus = Corpus.open(prepare(block(path), str(own), 8192, tmp_path / "cache"))
+    labels = corpus.sample(0).labels
+    backend = AutoTokenizer.from_pretrained(own).backend_tokenizer
+    trained = backend.decode(labels[labels >= 0].tolist(), skip_special_tokens=False)
+    assert trained == "Hello<|endoftext|>"
+    note = "the chat template's <|user|>, <|assistant|> are text: the tokenizer has no such tokens"
+    data = DataBlock(train=str(path), sequence_length=64)
+    assert note in first_look(data, str(own), 8192).shapes
+    jinja = tmp_path / "olmo2.jinja"
+    jinja.write_text(olmo2)
+    (line,) = faults_of(tmp_path, block(path, chat_template=str(jinja)))
+    assert "it writes <|user|>, <|assistant|>, and the tokenizer has no such token" in line
+    open_ended = olmo2.replace("eos_token", "'<|end|>'")
+    (line,) = faults_of(tmp_path, block(path), changed_tokenizer(tmp_path / "open", open_ended))
+    assert "it writes <|user|>, <|assistant|>, <|end|>, and" in line
 
 
 END = "{{ '<|im_end|>' }}"
