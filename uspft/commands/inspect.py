@@ -49,11 +49,16 @@ def inspect(
             screen.print(f"strategies: {found.why_strategies}", markup=False)
         seen = inspected(found, corpus, rows or ROWS)
         decode = _decoder(found)
+    if rows and rows > len(seen.rows):
+        count = len(seen.rows)
+        what = f"the first epoch has {count:,} row{'s' * (count != 1)}, and no more are shown"
+        screen.print(f"--rows: {what}", markup=False)
     if page is None:
         show(seen, decode, Console(highlight=False))
         return 0
     report = read_report(corpus)
-    notes = [*report.get("shapes", ()), *report["notes"], *report.get("skipped", ())]
+    told = (*report["notes"], *report.get("skipped", ()), *report.get("untrained", ()))
+    notes = [*report.get("shapes", ()), *told]
     title = shlex.join(["inspect", str(target), *overrides])
     write_text(page, page_of(seen, decode, title, [*notes, *report.get("mix", ())]))
     screen.print(f"page: {page}", markup=False)

@@ -206,8 +206,10 @@ def _partial(folder: Path) -> Iterator[Path]:
 def _write(
     aside: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
 ) -> tuple[Counts, dict[str, list[str]]]:
-    """Write the samples, and return the counts, and lines on what was skipped and on the mix."""
-    faults, left, counts, taken = Faults(), Faults(), Counts(), Taken(data.train)
+    """Write the samples, and return the counts, and lines by what they tell of: what was skipped,
+    what is there and trains nothing, and the mix."""
+    faults, left, untrained = Faults(), Faults(), Faults()
+    counts, taken = Counts(), Taken(data.train)
     ends = [0] * len(data.train)
     done, total = 0, sum(part.size for part in reading.parts)
     with CorpusWriter(aside) as writer:
@@ -222,10 +224,13 @@ def _write(
                     continue
                 if not taken.fits(source, sample.tokens, data):
                     continue
+                idle = counts.without_targets
                 kept = counts.kept(sample.tokens, data.overlong, data.sequence_length)
                 where = f"{reading.parts[sample.part].content.shown}:{sample.line}"
                 if sample.lost:
                     left.add(where, sample.lost)
+                if counts.without_targets > idle:
+                    untrained.add(where, "no token of it trains")
                 if kept is None:
                     left.add(where, overlong(len(sample.tokens.ids), data))
                 else:
@@ -246,7 +251,8 @@ def _write(
         shown = [part.content.shown for part in reading.parts]
         writer.finish(shown, spans, data.overlong, reading.contents)
     progress(total, total)
-    return counts, {"skipped": faults.lines() + left.lines(), "mix": mix.lines()}
+    skipped = faults.lines() + left.lines()
+    return counts, {"skipped": skipped, "untrained": untrained.lines(), "mix": mix.lines()}
 
 
 def _publish(aside: Path, folder: Path) -> None:

@@ -37,7 +37,8 @@ def hold_out(folder: Path, recipe: Recipe) -> tuple[Path, Path]:
     corpus, fraction = Corpus.open(folder), recipe.data.eval_fraction or 0.0
     count = round(fraction * len(corpus))
     if not 0 < count < len(corpus):
-        what = f"is {fraction:g}, which of {len(corpus):,} samples holds out {count:,}"
+        of = f"{len(corpus):,} sample{'s' * (len(corpus) != 1)}"
+        what = f"is {fraction:g}, which of {of} holds out {count:,}"
         raise wrong_key(KEY, what, "write another fraction, or name evaluation data in data.eval")
     # Raw bits: numpy guarantees their stream over versions and machines.
     bits = np.random.Philox(np.random.SeedSequence((recipe.seed, count))).random_raw(len(corpus))
@@ -91,6 +92,6 @@ def _copy(
             "held_out": lost["held_out"],
             "notes": counts.notes(),
             **({"mix": mix.lines()} if whole else {}),
-            **{name: whole[name] for name in ("shapes", "skipped") if name in whole},
+            **{name: whole[name] for name in ("shapes", "skipped", "untrained") if name in whole},
         }
         (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")

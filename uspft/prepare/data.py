@@ -88,7 +88,8 @@ def _tell(what: str, folder: Path, screen: Console, mix_of: Path | None = None) 
         f"longest {report['longest']:,}",
         markup=False,
     )
-    for line in (*report["notes"], *report.get("skipped", ()), *mix):
+    lines = (*report["notes"], *report.get("skipped", ()), *report.get("untrained", ()), *mix)
+    for line in lines:
         screen.print(f"{what}: {line}", markup=False)
 
 

@@ -119,13 +119,17 @@ class Inspection:
 
 
 def inspected(found: Examined, corpus: Path, count: int) -> Inspection:
-    """Return how long the samples are, how full rows are, and the first `count` rows."""
+    """Return how long the samples are, how full rows are, and the first `count` rows.
+
+    The first epoch's rows are all that are shown.
+    """
     recipe, whole = found.recipe, Corpus.open(corpus)
     switches = bool(strategies_of(recipe))
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
     filling = None if switches else _filling(stream, recipe.data.sequence_length)
     ways = _ways(recipe, found.layout)
-    rows = [_seen(recipe, ways, whole, stream, index) for index in range(count)]
+    shown = min(count, stream.rows_in_epoch(0))
+    rows = [_seen(recipe, ways, whole, stream, index) for index in range(shown)]
     return Inspection(bins(whole.lengths), filling, rows)
 
 

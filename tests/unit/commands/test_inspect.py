@@ -63,6 +63,10 @@ def test_in_a_terminal(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None
     held = re.findall(r"rank\d:[^(]+\((\d+)tokens,\d+targets\)", words)
     assert sum(map(int, held)) == 1024 and len(held) == 4
     assert "rows: 1 of 1,024 tokens in the first epoch" in said
+    assert main(["inspect", str(recipe), "--rows", "99999"]) == 0
+    all_of_it = capsys.readouterr().out
+    assert "--rows: the first epoch has 1 row, and no more are shown\n" in all_of_it
+    assert all_of_it.count("\nrow ") == 1
 
 
 SHORT = [12, 30, 9, 50, 22, 41] * 4

@@ -22,7 +22,7 @@ from tests.support.data_cases import (
     write_lengths,
     write_lines,
 )
-from uspft.data import Corpus, DataError, RowStream, fates, prepare
+from uspft.data import Corpus, DataError, RowStream, fates, prepare, read_report
 
 EOS = 0
 
@@ -196,7 +196,7 @@ def test_rules_for_overlong_samples(
     assert note.startswith("2 samples longer than a row") and f"overlong: {overlong}" in note
     assert report == {
         **dict.fromkeys(("bad", "dropped", "truncated", "split", "without_targets"), 0),
-        **{"read": len(LONG), "skipped": skipped, "mix": []},
+        **{"read": len(LONG), "skipped": skipped, "untrained": [], "mix": []},
         "samples": len(lengths),
         "tokens": sum(lengths),
         "target_tokens": targets,
@@ -278,3 +278,14 @@ def test_the_shipped_tokenizer(tmp_path: Path) -> None:
     assert sum(f.stat().st_size for f in TOKENIZER.iterdir()) < 700_000
     text = "def f(x: int) -> str:\n\treturn 'é漢🙂'  # \x00\r\n"
     assert tokenizer.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text
+
+
+def test_samples_that_train_nothing_are_named(tmp_path: Path) -> None:
+    masked = {"input_ids": [1, 2], "labels": [1, -100]}
+    path = write_lines(tmp_path / "m.jsonl", [masked, {"input_ids": [1, 2]}, masked])
+    report = read_report(prepare(block(path), None, 10, tmp_path / "cache"))
+    assert report["untrained"] == [f"{path}:1: no token of it trains (2 such: lines 1, 3)"]
+    assert (
+        report["notes"] == ["2 samples without a trained token: they cost time and teach nothing"]
+        and report["skipped"] == []
+    )
