@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from uspft.data.faults import SampleFault
-from uspft.data.values import kind
+from uspft.data.values import a_kind
 
 Fields = dict[str, Any]
 TURN_KEYS = ("role", "content", "roles")
@@ -76,7 +76,7 @@ def _called(turn: Fields) -> Fields:
     calls = as_json(f"the {_CALL}", turn.get("content"))
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) for call in calls):
-        raise SampleFault(f"the {_CALL} is a {kind(calls[0])}; write {{name, arguments}}")
+        raise SampleFault(f"the {_CALL} is {a_kind(calls[0])}; write {{name, arguments}}")
     made = [{"type": "function", "function": call} for call in calls]
     return {**turn, "role": "assistant", "content": None, "tool_calls": made}
 

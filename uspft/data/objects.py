@@ -15,7 +15,7 @@ from uspft.data.opened import BOM, not_utf8, nul, opened, other_kind
 from uspft.data.separated import rows
 from uspft.data.sources import SourceFile
 from uspft.data.tables import Columns, tables
-from uspft.data.values import kind
+from uspft.data.values import a_kind
 
 LONGEST_LINE = 1 << 28
 """Bytes of the longest line that is read: a longer one is no sample, and would fill the memory."""
@@ -203,7 +203,7 @@ def _object(value: Any, form: str) -> dict[str, Any]:
         if all(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value):
             return {"messages": value}
         remedy += ', and {"messages": [...]} where it is a list of turns'
-    raise SampleFault(f"a {kind(value)}, not an object; {remedy}")
+    raise SampleFault(f"{a_kind(value)}, not an object; {remedy}")
 
 
 def _array(file: SourceFile) -> Iterator[Entry | BadRecord]:

@@ -12,7 +12,6 @@ from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
 from uspft.data.objects import Entry, objects
 from uspft.data.shapes import (
-    SPLIT,
     RecordShape,
     columns,
     described,
@@ -60,7 +59,7 @@ class Reader:
         self._asked = asked
         self._text = isinstance(content, SourceFile) and content.kind == "text"
         self._shape: RecordShape | None = None
-        self._format, self._words = "", ""
+        self._format = ""
         self._spelt: set[frozenset[str]] = set()
 
     @property
@@ -92,12 +91,20 @@ class Reader:
         led = bool(made.get("led"))
         if self.settled:
             if form != self._format:
-                raise SampleFault(f"{form}, where the file began with {self._words}; {SPLIT}")
+                raise SampleFault(_unlike(form, shape))
             return Record(item.line, form, checked(made, form), item.size, led=led)
         words = described(shape, own, asked)
         first = Record(item.line, form, checked(made, form), item.size, words, led)
-        self._format, self._words = form, words
+        self._format = form
         return first
+
+
+def _unlike(form: str, shape: RecordShape) -> str:
+    """Return what is wrong with a pair of another format than its file's first."""
+    kinds = ("texts", "lists of turns")
+    here, before = kinds[::-1] if form == "messages" else kinds
+    what = f"the {shape.name} are {here}, where the file began with {before}"
+    return f"{what}; write data.format: messages, or put each into a file of its own"
 
 
 def read(content: SourceFile | HubSplit, asked: Naming) -> Iterator[Record | BadRecord]:

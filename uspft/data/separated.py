@@ -110,7 +110,7 @@ def _told(wrong: SampleFault, where: str) -> SampleFault:
 
 def _uneven(row: list[str], names: list[str], first: int, last: int) -> SampleFault:
     over = f" in lines {first}–{last}" if last > first else ""
-    what = f"{len(row)} columns{over}, and the first line names {len(names)}"
+    what = f"{len(row)} column{'s' * (len(row) != 1)}{over}, and the first line names {len(names)}"
     return SampleFault(f"{what}; quote values that hold a separator or a line break")
 
 

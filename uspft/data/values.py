@@ -36,7 +36,7 @@ _RENDERING = {
 def check_text(name: str, value: Any) -> None:
     """Check that a value is a string that UTF-8 can write."""
     if not isinstance(value, str):
-        raise SampleFault(f"{name} is a {kind(value)}; write a string")
+        raise SampleFault(f"{name} is {a_kind(value)}; write a string")
     check_writable(name, value)
 
 
@@ -59,10 +59,10 @@ def check_writable(name: str, value: Any) -> None:
 def check_ids(name: str, value: Any) -> None:
     """Check that a value is a list of integers."""
     if not isinstance(value, list):
-        raise SampleFault(f"{name} is a {kind(value)}; write a list of integers")
+        raise SampleFault(f"{name} is {a_kind(value)}; write a list of integers")
     if any(type(item) is not int for item in value):  # True is an int to isinstance
         bad = next(item for item in value if type(item) is not int)
-        raise SampleFault(f"{name} holds a {kind(bad)} ({bad!r:.40}); write integers")
+        raise SampleFault(f"{name} holds {a_kind(bad)} ({bad!r:.40}); write integers")
 
 
 def check_tools(name: str, value: Any) -> None:
@@ -75,7 +75,7 @@ def check_tools(name: str, value: Any) -> None:
 def check_settings(name: str, value: Any) -> None:
     """Check that a value is an object, whose keys leave alone what rendering is asked with."""
     if not isinstance(value, dict):
-        raise SampleFault(f"{name} is a {kind(value)}; write an object")
+        raise SampleFault(f"{name} is {a_kind(value)}; write an object")
     if ours := [key for key in value if key in _RENDERING]:
         remedy = "write tools as a field of the record" if ours[0] == "tools" else "leave it out"
         raise SampleFault(f"{name} holds {ours[0]!r}, which rendering itself says; {remedy}")
@@ -89,7 +89,7 @@ def check_messages(name: str, value: Any) -> None:
     are the template's.
     """
     if not isinstance(value, list):
-        raise SampleFault(f"{name} is a {kind(value)}; write a list of {{role, content}}")
+        raise SampleFault(f"{name} is {a_kind(value)}; write a list of {{role, content}}")
     for i, turn in enumerate(value):
         _check_turn(f"{name}[{i}]", turn)
         if turn["role"] not in ROLES:
@@ -109,7 +109,7 @@ def _roles(turns: list[Any]) -> str:
 
 def _check_turn(here: str, turn: Any) -> None:
     if not isinstance(turn, dict):
-        raise SampleFault(f"{here} is a {kind(turn)}; write {{role, content}}")
+        raise SampleFault(f"{here} is {a_kind(turn)}; write {{role, content}}")
     lacking = [key for key in ("role", "content") if key not in turn]
     if lacking and not (lacking == ["content"] and turn.get("tool_calls")):
         found = ", ".join(map(str, turn)) or "nothing"
@@ -162,6 +162,12 @@ CHECKS: dict[str, Callable[[str, Any], None]] = {
     "input_ids": check_ids,
     "labels": check_ids,
 }
+
+
+def a_kind(value: Any) -> str:
+    """Return the JSON type of a value in words, with its article."""
+    named = kind(value)
+    return named if named == "null" else f"a{'n' * (named[0] in 'aeiou')} {named}"
 
 
 def kind(value: Any) -> str:

@@ -26,7 +26,8 @@ BROKEN = [
     ("text", '"a"', "a string, not an object"),
     ("text", "[" * 100_000, "broken JSON"),
     ("text", '{"text": 3}', "text is a number; write a string"),
-    ("text", '{"text": null}', "text is a null"),
+    ("text", '{"text": {}}', "text is an object; write a string"),
+    ("text", '{"text": null}', "text is null"),
     ("text", '{"text": ""}', "an empty sample"),
     ("text", '{"text": "\\ud83d"}', "surrogate"),
     ("text", {"txt": "a"}, "no field 'text', which text needs; write data.fields: {text: txt}"),
@@ -48,7 +49,7 @@ BROKEN = [
     ("messages", {"messages": [{"role": "bot", "content": "a"}]}, "{roles: {bot: assistant}}, or"),
     ("messages", {"messages": [{"role": ["a"], "content": "a"}]}, "role ['a']; write one of"),
     ("messages", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content is a number"),
-    ("messages", {"messages": [{"role": "user", "content": None}]}, "content is a null"),
+    ("messages", {"messages": [{"role": "user", "content": None}]}, "content is null"),
     ("messages", {"messages": [{"role": "user", "content": ["a"]}]}, "part of the type string"),
     (
         "messages",
@@ -87,7 +88,7 @@ BROKEN = [
     ("tokenized", {"input_ids": [1, True]}, "input_ids holds a boolean"),
     ("tokenized", {"input_ids": []}, "an empty sample"),
     ("tokenized", {"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids"),
-    ("tokenized", {"input_ids": [1, 2], "labels": None}, "labels is a null"),
+    ("tokenized", {"input_ids": [1, 2], "labels": None}, "labels is null"),
     ("tokenized", {"input_ids": [1, 99]}, "input_ids holds 99, the vocabulary is 0 … 9"),
     ("tokenized", {"input_ids": [-1, 1]}, "input_ids holds -1"),
     ("tokenized", {"input_ids": [1, 2], "labels": [-100, -1]}, "labels holds -1; write -100"),
@@ -242,8 +243,8 @@ def test_shapes_that_are_mixed_in_one_file_are_named(tmp_path: Path) -> None:
     turns = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
     write_lines(path, [pair, turns])
     (line,) = faults_of(tmp_path, block(path))
-    assert line.startswith(f"{path}:2: messages, where the file began with prompt and completion: ")
-    assert line.endswith(split)
+    assert line.startswith(f"{path}:2: the prompt and completion are lists of turns, where the ")
+    assert line.endswith("; write data.format: messages, or put each into a file of its own")
 
 
 def test_roles_that_the_template_refuses_are_named_or_skipped(tmp_path: Path) -> None:

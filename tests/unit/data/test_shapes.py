@@ -244,7 +244,16 @@ def test_two_shapes_in_one_file(tmp_path: Path) -> None:
     assert isinstance(none, BadRecord) and none.what.startswith("no field 'messages', which chat")
     turns = {"prompt": [USER], "completion": [ANSWER]}
     _, bad = found(tmp_path, [PAIR, turns], Naming())
-    assert isinstance(bad, BadRecord) and "messages, where the file began with prompt" in bad.what
+    alike = "write data.format: messages, or put each into a file of its own"
+    lists = (
+        f"the prompt and completion are lists of turns, where the file began with texts; {alike}"
+    )
+    assert isinstance(bad, BadRecord) and bad.what == lists
+    _, bad = found(tmp_path, [turns, PAIR], Naming())
+    assert isinstance(bad, BadRecord) and "are texts, where the file began with lists" in bad.what
+    assert all(
+        isinstance(one, Record) for one in found(tmp_path, [PAIR, turns], Naming("messages"))
+    )
 
 
 def test_the_columns_that_a_table_is_read_by() -> None:
