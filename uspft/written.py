@@ -13,13 +13,14 @@ from pathlib import Path
 
 from uspft.checkpoint.folder import CHECKPOINTS, LATEST, STEP_FOLDER, step_folders
 from uspft.durable import partial_of
+from uspft.metrics.mlflow_run import MLFLOW
 from uspft.metrics.trackers import EVENTS, RUNS, WANDB
 
 RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json"
 MODEL, ADAPTER = "hf", "adapter"
 EXPORTS = (MODEL, ADAPTER)
 """The folders that a run writes at its end, beside checkpoints/."""
-TRACKED = (EVENTS, RUNS, WANDB)
+TRACKED = (EVENTS, RUNS, WANDB, MLFLOW)
 """What trackers keep here of a run that goes on in them."""
 LOGS = "logs"
 LOG = re.compile(r"rank-\d+\.log")

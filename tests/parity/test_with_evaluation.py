@@ -77,7 +77,8 @@ def trained(case: Case, folder: Path, output: Path, *, evaluates: bool, drops: b
 
 def stopping(case: Case, folder: Path, output: Path, asks: Iterator[bool] | None) -> Any:
     """Four steps with an evaluation after each second; asks: what `stop` answers, call by call."""
-    from uspft.training.loop import Interrupted, train
+    from uspft.config.problems import Interrupted
+    from uspft.training.loop import train
 
     blocks: dict[str, Any] = {
         "training": {"steps": 4, "eval_every_steps": 2},

@@ -16,6 +16,7 @@ from uspft.commands.joining import joined
 from uspft.commands.shared import ranks_of_host, require_shared
 from uspft.config import Recipe, dump
 from uspft.config.algorithms import AUTO
+from uspft.config.problems import Interrupted
 from uspft.config.strategies import layouts_of
 from uspft.data.orders import Orders, searching_beside
 from uspft.durable import write_text
@@ -67,7 +68,7 @@ def _run(
     from uspft.assemble import assemble
     from uspft.kernels import slower
     from uspft.mesh import Groups
-    from uspft.training.loop import Interrupted, train
+    from uspft.training.loop import train
 
     keep_imports()
     first = dist.get_rank() == 0

@@ -60,6 +60,10 @@ class RunFailed(Exception):
     """
 
 
+class Interrupted(Exception):
+    """The error of a run that was asked to stop; what it had done is saved."""
+
+
 class RecipeError(InputError):
     """The error that carries every problem of a recipe at once; its text has one line for each.
 

@@ -184,7 +184,7 @@ class LoggingBlock(RecipeBlock):
     wandb: Annotated[dict[str, Any] | None, _is(table(WANDB, also=_NONE))] = None
     """Arguments of wandb.init, `{}` for none; null turns Weights & Biases off."""
     mlflow: Annotated[dict[str, Any] | None, _is(table(MLFLOW, also=_NONE))] = None
-    """Settings of an MLflow run, `{}` for none; null turns MLflow off."""
+    """Settings of an MLflow run, `{}` for one in `output_dir`; null turns MLflow off."""
     report: Flag = True
     """Whether the run ends with report.html, a page of its numbers."""
 

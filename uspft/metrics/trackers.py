@@ -10,15 +10,16 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from uspft.config import as_tree, dump
-from uspft.config.problems import RunFailed, said
+from uspft.config.problems import Interrupted, RunFailed, said
 from uspft.durable import write_text
+from uspft.metrics.mlflow_run import GOES_ON_FROM, MLFLOW, hurried, kept_at, kept_in, shown, why_not
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -30,20 +31,36 @@ WANDB = "wandb"
 PROJECT = "uspft"
 """The project, or experiment, that a run belongs to where the recipe names none."""
 _UNFIT = re.compile(r"[^\w. /-]+")
+_NAMES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases", "mlflow": "MLflow"}
+_REACHED = "see that it can be reached from here"
+_REMEDIES = {
+    "tensorboard": f"see that {EVENTS}/ in output_dir can be written",
+    "wandb": f"run `wandb login` or set WANDB_API_KEY, {_REACHED}, or write `mode: offline` there",
+    "mlflow": _REACHED,
+}
+"""By tracker what may help where it does not start, other than to leave it out."""
+FINISHED, KILLED, FAILED = "FINISHED", "KILLED", "FAILED"
+"""How a run ends, in MLflow's words: by itself, because it was asked to stop, by an error."""
 Say = Callable[[str], None]
+Waits = Callable[[str], AbstractContextManager[None]]
 
 
 @contextmanager
 def tracking(
-    recipe: Recipe, output: Path, first_step: int, say: Say
+    recipe: Recipe,
+    output: Path,
+    first_step: int,
+    say: Say,
+    waits: Waits = lambda what: nullcontext(),
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yield a function that hands a record of metrics.jsonl to every tracker of the recipe.
 
     first_step: the step that the run goes on from, 0 where it is new; a tracker's run goes on then
-    too. A tracker that fails later is told once and left alone: metrics.jsonl has every number.
-    Raises RunFailed where one cannot be started.
+    too. waits: makes a `with` block in which a tracker is told to be waited for. A tracker that
+    fails later is told once and left alone: metrics.jsonl has every number. Raises RunFailed where
+    one cannot be started.
     """
-    started = _started(recipe, output, first_step)
+    started = _started(recipe, output, first_step, say, waits)
 
     def log(record: Mapping[str, Any]) -> None:
         values = numbers(record)
@@ -56,14 +73,31 @@ def tracking(
                 del started[key]
                 say(f"logging.{key}: {said(error)}; no more goes there, metrics.jsonl has it all")
 
+    ending = FAILED
     try:
         yield log
+        ending = FINISHED
+    except Interrupted:
+        ending = KILLED
+        raise
     finally:
         for key, tracker in started.items():
             try:
-                tracker.finish()
+                _end(key, tracker, ending)
             except Exception as error:
                 say(f"logging.{key}: {said(error)}; the end of the run may be missing there")
+
+
+def _end(key: str, tracker: Any, ending: str) -> None:
+    """End a tracker's run as what it was; one that was asked to stop goes on another time."""
+    if key == "mlflow" and ending != FINISHED:
+        import mlflow
+
+        mlflow.end_run(ending)
+    elif key == "wandb" and ending == FAILED:
+        tracker.tracker.finish(exit_code=1)
+    else:
+        tracker.finish()
 
 
 def numbers(record: Mapping[str, Any], before: str = "") -> dict[str, float]:
@@ -80,8 +114,14 @@ def numbers(record: Mapping[str, Any], before: str = "") -> dict[str, float]:
     return found
 
 
-def _started(recipe: Recipe, output: Path, first_step: int) -> dict[str, Any]:
-    """Return each tracker by its key in `logging`. Raises RunFailed."""
+def _started(
+    recipe: Recipe, output: Path, first_step: int, say: Say, waits: Waits
+) -> dict[str, Any]:
+    """Return each tracker by its key in `logging`. Raises RunFailed.
+
+    The ids of their runs are written in any case, so that the next start goes on in the runs that
+    were begun in vain.
+    """
     asked, runs = recipe.logging, _runs(output)
     makers: dict[str, Callable[[], Any]] = {}
     if asked.tensorboard:
@@ -89,20 +129,24 @@ def _started(recipe: Recipe, output: Path, first_step: int) -> dict[str, Any]:
     if asked.wandb is not None:
         makers["wandb"] = lambda: start_wandb(recipe, output, runs)
     if asked.mlflow is not None:
-        makers["mlflow"] = lambda: start_mlflow(recipe, output, runs)
+        makers["mlflow"] = lambda: start_mlflow(recipe, output, runs, first_step, say)
     if makers:
         _prepare_accelerate()
-    found = {}
+    found: dict[str, Any] = {}
     for key, make in makers.items():
         try:
-            found[key] = make()
+            at = f" at {shown(kept_at(recipe, output))}" if key == "mlflow" else ""
+            with waits(_NAMES[key] + at):
+                found[key] = make()
         except Exception as error:
-            for tracker in found.values():
-                tracker.finish()
-            remedy = f"see that it can be reached from here, or leave logging.{key} out"
+            for other, tracker in found.items():
+                with suppress(Exception):  # what is told is the first error
+                    _end(other, tracker, FAILED)
+            remedy = f"{_REMEDIES[key]}; or leave logging.{key} out"
             raise RunFailed(f"logging.{key}: cannot be started: {said(error)}; {remedy}") from error
-    if runs:
-        write_text(output / RUNS, json.dumps(runs) + "\n")
+        finally:
+            if runs:
+                write_text(output / RUNS, json.dumps(runs) + "\n")
     return found
 
 
@@ -149,21 +193,35 @@ def start_wandb(recipe: Recipe, output: Path, runs: dict[str, str]) -> Any:
     return tracker
 
 
-def start_mlflow(recipe: Recipe, output: Path, runs: dict[str, str]) -> Any:
-    """Start MLflow, in the run that `runs` has of it; a new one is noted there."""
+def start_mlflow(
+    recipe: Recipe, output: Path, runs: dict[str, str], first_step: int, say: Say
+) -> Any:
+    """Start MLflow, in the run that `runs` has of it where a training can go on in that after
+    `first_step`; a new one is noted there.
+
+    say: told of a new run that takes the place of another.
+    """
+    import mlflow
     from accelerate.tracking import MLflowTracker
 
     given = {"run_name": output.name, "experiment_name": PROJECT, **(recipe.logging.mlflow or {})}
-    if uri := given.pop("tracking_uri", None):
-        import mlflow
-
-        mlflow.set_tracking_uri(uri)
-    tracker = MLflowTracker(run_id=runs.get("mlflow"), **given)
-    tracker.start()
-    new = "mlflow" not in runs
-    runs["mlflow"] = tracker.tracker.info.run_id
-    if new:  # what a run was started with cannot be changed there
-        tracker.store_init_configuration(dict(_settings(as_tree(recipe))))
+    given.pop("tracking_uri", None)
+    uri = kept_at(recipe, output)
+    if uri == kept_in(output):
+        (output / MLFLOW).mkdir(exist_ok=True)
+    mlflow.set_tracking_uri(uri)
+    with hurried():
+        earlier = runs.get("mlflow")
+        why = why_not(earlier, first_step) if earlier else None
+        new = earlier is None or why is not None
+        tracker = MLflowTracker(run_id=None if new else earlier, **given)
+        tracker.start()
+        runs["mlflow"] = tracker.tracker.info.run_id
+        if why:
+            mlflow.set_tag(GOES_ON_FROM, earlier)
+            say(f"logging.mlflow: {why}; this goes on in a new run, {runs['mlflow']}")
+        if new:  # what a run was started with cannot be changed there
+            tracker.store_init_configuration(dict(_settings(as_tree(recipe))))
     return tracker
 
 

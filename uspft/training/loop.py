@@ -18,7 +18,7 @@ from uspft.checkpoint.model_files import write_model_files
 from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.save import save_checkpoint
 from uspft.comm import deadline, set_deadline
-from uspft.config.problems import RunFailed, said
+from uspft.config.problems import Interrupted, RunFailed, said
 from uspft.data import fates, read_report
 from uspft.engine.state import on_first_rank
 from uspft.engine.step import NotFinite, StepResult
@@ -43,10 +43,6 @@ FOR_MEMORY = (
     "try more parallel_config.context_parallel, deepspeed.zero_optimization.stage 3, "
     "memory.gradient_checkpointing, training.micro_batch_size 1 or a shorter data.sequence_length"
 )
-
-
-class Interrupted(Exception):
-    """The error of a run that was asked to stop; what it had done is saved."""
 
 
 def train(run: Run, stop: Callable[[], bool]) -> None:
@@ -114,7 +110,7 @@ def _tracked(run: Run, journal: Journal, display: RunDisplay) -> Iterator[None]:
     if run.world.mesh.rank or output is None:
         yield
         return
-    with tracking(recipe, output, run.first_step, display.say) as log:
+    with tracking(recipe, output, run.first_step, display.say, display.waits) as log:
         journal.also = log
         yield
 

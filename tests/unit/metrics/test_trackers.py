@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from uspft.config import Recipe, load
+from tests.support.tracked import ids_of, recipe_of, track
 from uspft.config.problems import RunFailed
 from uspft.metrics import trackers
-from uspft.metrics.trackers import numbers, tracking
+from uspft.metrics.trackers import numbers
 
 RECORD = {
     "step": 3,
@@ -34,29 +32,6 @@ FLAT = {
     "eval_sets/up/b/c.d/loss": 3.0,
     "skipped": True,
 }
-
-
-def recipe_of(folder: Path, **logging: Any) -> Recipe:
-    tree = {
-        "output_dir": str(folder / "my-run"),
-        "model": {"name_or_path": "org/name"},
-        "data": {"train": "a.jsonl", "sequence_length": 8},
-        "training": {"steps": 3, "global_batch_size": 1},
-        "logging": logging,
-    }
-    (folder / "my-run").mkdir(exist_ok=True)
-    (folder / "r.yaml").write_text(yaml.safe_dump(tree))
-    return load(folder / "r.yaml").recipe
-
-
-def track(recipe: Recipe, first_step: int, *records: dict[str, Any]) -> list[str]:
-    """Hand records to the recipe's trackers; what is said meanwhile."""
-    said: list[str] = []
-    assert recipe.output_dir
-    with tracking(recipe, recipe.output_dir, first_step, said.append) as log:
-        for record in records:
-            log(record)
-    return said
 
 
 def test_the_numbers_of_a_record() -> None:
@@ -118,7 +93,33 @@ def test_a_tracker_that_does_not_start_is_told(
     with pytest.raises(
         RunFailed, match=r"logging\.mlflow: cannot be started: no such host; .* out"
     ):
-        track(recipe_of(tmp_path, mlflow={}), 0)
+        track(recipe_of(tmp_path, mlflow={"tracking_uri": "http://a"}), 0)
+
+
+def test_what_was_started_before_one_that_does_not_start_is_noted_and_ends_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[dict[str, int]] = []
+    run = SimpleNamespace(id="id", finish=lambda **how: ends.append(how))
+
+    def start(recipe: Any, output: Path, runs: dict[str, str]) -> SimpleNamespace:
+        runs["wandb"] = run.id
+        return SimpleNamespace(tracker=run)
+
+    def refuse(*given: Any) -> None:
+        raise ConnectionError("no such host")
+
+    monkeypatch.setattr(trackers, "start_wandb", start)
+    monkeypatch.setattr(trackers, "start_mlflow", refuse)
+    recipe = recipe_of(tmp_path, wandb={}, mlflow={"tracking_uri": "http://a"})
+    with pytest.raises(RunFailed, match=r"logging\.mlflow: cannot be started: no such host"):
+        track(recipe, 0)
+    assert ids_of(recipe) == {"wandb": "id"} and ends == [{"exit_code": 1}]
+    monkeypatch.setattr(trackers, "start_wandb", refuse)
+    with pytest.raises(
+        RunFailed, match=r"no such host; run `wandb login` .* `mode: offline` there"
+    ):
+        track(recipe, 0)
 
 
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +127,9 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(os.environ, "WANDB_SILENT", "true")
     recipe = recipe_of(tmp_path, wandb={"mode": "offline", "project": "mine"})
     track(recipe, 0, RECORD)
-    made = json.loads((tmp_path / "my-run/trackers.json").read_text())["wandb"]
+    made = ids_of(recipe)["wandb"]
     track(recipe, 3, {"step": 4, "loss": 1.0})
-    assert json.loads((tmp_path / "my-run/trackers.json").read_text()) == {"wandb": made}
+    assert ids_of(recipe) == {"wandb": made}
     written = sorted((tmp_path / "my-run/wandb").glob(f"offline-run-*-{made}"))
     assert len(written) >= 1
     parts = [file.read_bytes() for folder in written for file in folder.glob("*.wandb")]
@@ -143,7 +144,7 @@ def test_mlflow_in_a_file(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, mlflow={"tracking_uri": uri, "experiment_name": "mine"})
     track(recipe, 0, RECORD)
     track(recipe, 3, {"step": 4, "loss": 1.0})
-    made = json.loads((tmp_path / "my-run/trackers.json").read_text())["mlflow"]
+    made = ids_of(recipe)["mlflow"]
     client = mlflow.MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     assert run.info.run_id == made and run.info.run_name == "my-run"
@@ -151,3 +152,4 @@ def test_mlflow_in_a_file(tmp_path: Path) -> None:
     assert set(run.data.metrics) == set(FLAT)
     points = [(one.step, one.value) for one in client.get_metric_history(made, "loss")]
     assert points == [(3, 1.5), (4, 1.0)]
+    mlflow.set_tracking_uri(None)
