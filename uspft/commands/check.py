@@ -27,7 +27,10 @@ SHOWN_FILES = 10
 
 def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     """Print what the recipe means here, and what could not be looked at. Raises RecipeError."""
-    found = examine(target, overrides, planned_hosts(place.environment), place.ranks)
+    environment = place.environment
+    found = examine(
+        target, overrides, planned_hosts(environment), place.ranks, environment=environment
+    )
     recipe, shape = found.recipe, found.shape
     with found.placed():
         if recipe.data.cache_dir is None and (wrong := not_writable(CACHE, place.cache)):

@@ -32,7 +32,11 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     hosts = place.meeting.hosts
     place.meeting.says("examining the recipe")
     # Host 0 takes the output folder for all: what others see there may be in the making.
-    found = examine(target, overrides, hosts.count, place.ranks, trains=hosts.index == 0)
+    first = hosts.index == 0
+    environment = place.environment if first else None  # what trackers read; they are on host 0
+    found = examine(
+        target, overrides, hosts.count, place.ranks, trains=first, environment=environment
+    )
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     place.meeting.says("making model and data ready")
     with found.placed(), _held(found.recipe, hosts, screen) as lease:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -181,25 +181,30 @@ class Examined:
 
 
 def examine(
-    path: Path, overrides: Sequence[str], hosts: int, ranks: int | None, *, trains: bool = True
+    path: Path,
+    overrides: Sequence[str],
+    hosts: int,
+    ranks: int | None,
+    *,
+    trains: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> Examined:
     """Load and check a recipe; touch no device or network, and write no file.
 
     hosts: how many there are. ranks: processes of all hosts together; None: what the recipe and
-    this machine give. trains: whether this is for a run, which takes its output folder. Raises
-    RecipeError with all problems at once.
+    this machine give. trains: whether this is for a run, which takes its output folder.
+    environment: that of the processes that would train, where any would. Raises RecipeError with
+    all problems at once.
     """
     loaded = load(path, overrides)
     known = Known(hosts, torch.cuda.device_count(), ranks)
     paths = find_paths(loaded.recipe, path)
     asked = paths.recipe
     loaded = replace(loaded, recipe=asked)
-    findings = file_findings(asked) + source_problems(asked.data) + tracker_findings(asked)
+    findings = file_findings(asked) + source_problems(asked.data)
+    findings += tracker_findings(asked, environment)
     findings += in_the_way(asked, path) if trains else []
-    open_questions = list(not_checked(asked.data))
-    tokenizer = asked.model.tokenizer or asked.model.name_or_path
-    if tokenizer and not Path(tokenizer).is_dir():
-        open_questions.append(f"the tokenizer {tokenizer} (not on this machine)")
+    open_questions = _not_here(asked)
     shape = shape_of(asked.model)
     if isinstance(shape, ModelShape):
         known = replace(known, shape=shape)
@@ -235,6 +240,15 @@ def examine(
         raise RecipeError([loaded.origins.problem(*finding) for finding in told])
     assert isinstance(layout, Layout)
     return Examined(loaded, known, recipe, layout, open_questions)
+
+
+def _not_here(recipe: Recipe) -> list[str]:
+    """List what of a recipe's data and tokenizer cannot be looked at on this machine."""
+    found = list(not_checked(recipe.data))
+    tokenizer = recipe.model.tokenizer or recipe.model.name_or_path
+    if tokenizer and not Path(tokenizer).is_dir():
+        found.append(f"the tokenizer {tokenizer} (not on this machine)")
+    return found
 
 
 def _precision(recipe: Recipe, device: str) -> list[Finding]:
