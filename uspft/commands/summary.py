@@ -13,7 +13,6 @@ import torch
 from uspft.checkpoint.folder import folder_of
 from uspft.config import Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, Splits
-from uspft.data.sources import STDLIB
 from uspft.metrics import Best
 from uspft.prepare.output import output_of
 from uspft.written import ADAPTER, METRICS, MODEL
@@ -75,7 +74,7 @@ def _next(
     gpus = torch.cuda.device_count()
     if recipe.launch.device == "cpu" and gpus:
         return [f"on this machine's GPUs: {command(_on_gpus(recipe, gpus))}"]
-    if target.name == QUICKSTART and all(one.path == STDLIB for one in recipe.data.train):
+    if target.name == QUICKSTART and not chats:
         return [f"try next:   {command(_another_layout(recipe))}"]
     lines, output, training = [], output_of(recipe), recipe.training
     if chats and any((output / name).is_dir() for name in (MODEL, ADAPTER)):

@@ -53,7 +53,7 @@ def job_of(folder: Path, model: dict[str, Any]) -> tuple[Job, Any]:
     tokenizer = model.get("name_or_path")
     if not tokenizer:
         return Job(recipe, folder, 40, {}), config
-    serving = serving_of(recipe, {"messages"}, config)
+    serving = serving_of(recipe, {"messages"}, config, tokenizer)
     return Job(recipe, folder, 40, {}, tokenizer=tokenizer, serving=serving), config
 
 

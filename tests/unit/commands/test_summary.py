@@ -82,8 +82,8 @@ def test_a_run_that_began_anew_goes_on_where_it_is(tmp_path: Path) -> None:
     assert named == ["./launch.sh", "r.yaml", "training.steps=6", "checkpoint.resume=auto"]
 
 
-def test_the_quickstart_on_other_data_is_a_run_of_one_s_own(tmp_path: Path) -> None:
-    named = commands(recipe(tmp_path), "recipes/quickstart.yaml", "data.train=x")
+def test_the_quickstart_on_conversations_is_a_run_of_one_s_own(tmp_path: Path) -> None:
+    named = commands(recipe(tmp_path), "recipes/quickstart.yaml", "data.train=x", chats=True)
     assert "go on" in named and "try next" not in named
 
 
