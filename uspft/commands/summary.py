@@ -22,10 +22,12 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What --max-lora-rank of vLLM may be; left out, it is 16."""
 
 
-def summary(recipe: Recipe, target: Path, overrides: Sequence[str], *, chats: bool) -> str:
+def summary(
+    recipe: Recipe, target: Path, overrides: Sequence[str], *, chats: bool, hosts: int = 1
+) -> str:
     """Return a few lines for the end of a run that went well.
 
-    chats: whether it trained on conversations.
+    chats: whether it trained on conversations. hosts: on how many hosts.
     """
     output = output_of(recipe)
     lines = []
@@ -56,17 +58,21 @@ def summary(recipe: Recipe, target: Path, overrides: Sequence[str], *, chats: bo
         more = "a larger training.patience" if early else "more training.steps"
         lines.append(f"checkpoint: {output / 'checkpoints'}  ({more} goes on from it)")
     lines.append(f"numbers:    {output / METRICS}")
-    return "\n".join([*lines, *_next(recipe, target, overrides, early=early, chats=chats)])
+    return "\n".join(
+        [*lines, *_next(recipe, target, overrides, early=early, chats=chats, hosts=hosts)]
+    )
 
 
 def _next(
-    recipe: Recipe, target: Path, overrides: Sequence[str], *, early: bool, chats: bool
+    recipe: Recipe, target: Path, overrides: Sequence[str], *, early: bool, chats: bool, hosts: int
 ) -> list[str]:
     """Return lines on what a person may do next: of the quickstart its point, the swap of an
-    algorithm, and of other runs what is done with a model. early: patience ended the run. chats: as
-    of `summary`."""
+    algorithm, and of other runs what is done with a model. early: patience ended the run. chats,
+    hosts: as of `summary`."""
 
     def command(words: list[str]) -> str:
+        if hosts > 1:  # how it was started on all of them, each host knows a part of
+            return f"started on all {hosts} hosts as this run was, with {shlex.join(words)}"
         keys = {word.partition("=")[0] for word in words}
         kept = [word for word in overrides if word.partition("=")[0] not in keys]
         return shlex.join(["./launch.sh", str(target), *kept, *words])

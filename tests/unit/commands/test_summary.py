@@ -82,6 +82,12 @@ def test_a_run_that_began_anew_goes_on_where_it_is(tmp_path: Path) -> None:
     assert named == ["./launch.sh", "r.yaml", "training.steps=6", "checkpoint.resume=auto"]
 
 
+def test_of_several_hosts_no_command_of_one_is_named(tmp_path: Path) -> None:
+    said = summary(recipe(tmp_path), Path("r.yaml"), [], chats=False, hosts=2)
+    line = "go on:      started on all 2 hosts as this run was, with training.steps=6"
+    assert line in said.splitlines() and "./launch.sh" not in said
+
+
 def test_the_quickstart_on_conversations_is_a_run_of_one_s_own(tmp_path: Path) -> None:
     named = commands(recipe(tmp_path), "recipes/quickstart.yaml", "data.train=x", chats=True)
     assert "go on" in named and "try next" not in named
