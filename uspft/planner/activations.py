@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from uspft.families import ModelShape
+from uspft.families import FAMILIES, ModelShape
+from uspft.families.projections import NORMED_HEADS
 from uspft.planner.in_flight import backward_elements
 from uspft.planner.products import head_projection
 from uspft.sequence.rows.heads import split_heads
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose layers the formula knows."""
-NORMED = ("qwen3",)
-"""Those of them that norm each head of queries and keys."""
 ELEMENT = 2
 
 
@@ -165,7 +164,8 @@ def _norms_of_heads(shape: ModelShape, *, tiled: bool) -> int:
     It is their input; without tiles that in float32, what is normed, and the scale of each head.
     Their own backward needs less than others, up to queries of four times the hidden size.
     """
-    heads = shape.heads + shape.kv_heads if shape.model_type in NORMED else 0
+    normed = FAMILIES[shape.model_type].projections is NORMED_HEADS
+    heads = shape.heads + shape.kv_heads if normed else 0
     return heads * (shape.head_dim if tiled else 3 * shape.head_dim + 2)
 
 
