@@ -1,12 +1,14 @@
 """The rules of the house that no tool checks: sizes, names, and where the environment is read.
 
-Sizes and rules hold for tests too; only the environment is theirs to read.
+Sizes are the package's alone. The other rules hold for tests too; only the environment is theirs to
+read.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -19,20 +21,14 @@ FILES = sorted([*(ROOT / "uspft").rglob("*.py"), ROOT / "install.py"])
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 EVERY = [*FILES, *TESTS]
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 300, 60, 5
-
-# What is larger than the rules say: ten at most, each with its reason.
-EXCEPTIONS: dict[str, str] = {
-    "install.py": "runs where nothing is installed, from one file that finds no other",
-}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
+LONG_FILE_LINES = 350
+"""From here on a file is worth a look for a second idea, which is advice and no fault."""
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 # Each with a letter in brackets: this file must not hold them either.
 FORBIDDEN_WORDS = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X|NotImplemented[E]rror)\b")
 READS_ENVIRONMENT = ("__main__.py", "commands/", "launcher/")
-
-# Where one word is one thing seen from two rooms: what a command is called, and what it does.
-MANY: dict[str, list[str]] = {}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -52,18 +48,11 @@ def is_environment(node: ast.AST) -> bool:
     return False
 
 
-def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function, int]]:
-    """Yield every function with its dotted name and the number of its positional arguments."""
+def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Yield every function with its dotted name."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function):
-            marks = {getattr(mark, "id", "") for mark in child.decorator_list}
-            given = child.args.posonlyargs + child.args.args
-            bound = isinstance(node, ast.ClassDef) and "staticmethod" not in marks
-            # autograd hands everything to `forward` by position.
-            by_autograd = isinstance(node, ast.ClassDef) and any(
-                "Function" in ast.unparse(base) for base in node.bases
-            )
-            yield f"{prefix}{child.name}", child, 0 if by_autograd else len(given) - bound
+            yield f"{prefix}{child.name}", child
             yield from functions(child, f"{prefix}{child.name}.")
         elif isinstance(child, ast.ClassDef):
             yield from functions(child, f"{prefix}{child.name}.")
@@ -71,19 +60,17 @@ def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function, 
             yield from functions(child, prefix)
 
 
-def too_large(name: str, source: str) -> dict[str, str]:
-    """Return what breaks a size rule, by the name an exception would have."""
+def too_large(name: str, source: str) -> dict[str, int]:
+    """Return the lines of a file and of its functions that break a size rule, by their names."""
     found = {}
     lines = len(source.splitlines())
     if lines > MAX_FILE_LINES:
-        found[name] = f"{lines} lines"
-    for function, node, positional in functions(ast.parse(source)):
+        found[name] = lines
+    for function, node in functions(ast.parse(source)):
         start = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
         lines = (node.end_lineno or start) - start + 1
         if lines > MAX_FUNCTION_LINES:
-            found[f"{name}:{function}"] = f"{lines} lines"
-        elif positional > MAX_POSITIONAL:
-            found[f"{name}:{function}"] = f"{positional} positional arguments"
+            found[f"{name}:{function}"] = lines
     return found
 
 
@@ -136,21 +123,13 @@ def test_every_file_keeps_the_rules() -> None:
     assert {name: told for name, told in found.items() if told} == {}
 
 
-@pytest.fixture(scope="module")
-def large() -> dict[str, str]:
-    """What breaks a size rule, exceptions among it."""
-    every = [too_large(name_of(path), path.read_text()) for path in EVERY]
-    return {name: size for found in every for name, size in found.items()}
-
-
-def test_files_and_their_functions_are_small(large: dict[str, str]) -> None:
-    assert {name: size for name, size in large.items() if name not in EXCEPTIONS} == {}
-
-
-def test_exceptions_are_few_and_needed(large: dict[str, str]) -> None:
-    assert len(EXCEPTIONS) <= 10
-    assert set(EXCEPTIONS) <= set(large), "an exception that nothing needs any more"
-    assert all(len(reason.split()) >= 4 for reason in EXCEPTIONS.values())
+def test_files_and_their_functions_are_small() -> None:
+    sources = {name_of(path): path.read_text() for path in FILES}
+    for name, source in sources.items():
+        if (lines := len(source.splitlines())) > LONG_FILE_LINES:
+            warnings.warn(f"{name} has {lines} lines: is there a second idea in it?", stacklevel=1)
+    every = [too_large(name, source) for name, source in sources.items()]
+    assert {name: lines for found in every for name, lines in found.items()} == {}
 
 
 @pytest.mark.parametrize(
@@ -173,12 +152,9 @@ def test_a_broken_rule_is_seen(name: str, source: str, told: str) -> None:
 
 
 def test_what_is_too_large_is_seen() -> None:
-    body = "    pass\n" * 61
-    source = f"class C:\n  def f(self):\n{body}\ndef g(a, b, c, d, e, f): pass\n" + "\n" * 300
-    source += "def h(a, b, c, d, e, *, f): pass\nclass D:\n  def k(self, a, b, c, d, e): pass\n"
-    source += "class E(torch.autograd.Function):\n  def forward(ctx, a, b, c, d, e, f): pass\n"
-    found = too_large("uspft/a.py", source)
-    assert set(found) == {"uspft/a.py", "uspft/a.py:C.f", "uspft/a.py:g"}
+    body = "    pass\n" * 79
+    source = f"class C:\n  def f(self):\n{body}  def g(self):\n{body}    pass\n" + "\n" * 440
+    assert too_large("uspft/a.py", source) == {"uspft/a.py:C.g": 81, "uspft/a.py": 602}
 
 
 def test_the_launcher_and_tests_may_read_the_environment() -> None:
@@ -218,12 +194,9 @@ def test_a_file_that_lists_algorithms_is_seen() -> None:
 
 
 def bearers(files: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
-    """By name of a public class or alias, or of a file, where it is defined."""
+    """By name of a public class or alias, where it is defined."""
     found: dict[str, set[str]] = {}
     for name, source in files:
-        stem = Path(name).stem
-        if stem not in ("__init__", "__main__"):
-            found.setdefault(stem, set()).add(name)
         for node in ast.parse(source).body:
             defined = [node.name] if isinstance(node, ast.ClassDef) else []
             if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -238,10 +211,10 @@ def bearers(files: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
 
 def test_a_word_names_one_thing() -> None:
     every = bearers((name_of(path), path.read_text()) for path in FILES)
-    assert {word: sorted(where) for word, where in every.items() if len(where) > 1} == MANY
+    assert {word: sorted(where) for word, where in every.items() if len(where) > 1} == {}
 
 
 def test_two_things_of_one_name_are_seen() -> None:
     files = [("uspft/a/plan.py", "class Run: ..."), ("uspft/b/plan.py", "Run = tuple[int, int]")]
     twice = {word for word, where in bearers(files).items() if len(where) > 1}
-    assert twice == {"plan", "Run"}
+    assert twice == {"Run"}
