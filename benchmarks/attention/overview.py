@@ -1,4 +1,4 @@
-"""The tables across all cases of attention.json, as they stand in the README of the results.
+"""The figures across all cases of attention.json, as pages show them.
 
 python -m benchmarks.attention.overview
 """
@@ -9,7 +9,9 @@ from typing import Any
 
 from benchmarks.attention.documents import MIXES
 from benchmarks.attention.report import MIB, summary
+from benchmarks.lab.machine import measured_on
 from benchmarks.lab.results import RESULTS, read
+from benchmarks.lab.tables import listed, markdown, span
 
 NONE = "–"
 OURS = "planned_cp"
@@ -24,9 +26,16 @@ HOST_CASES = {
 Cases = dict[str, Any]
 
 
-def overview(cases: Cases) -> list[str]:
-    """This returns the tables as Markdown: bytes, time beside the best peer, two hosts."""
-    return [bytes_table(cases), time_table(cases), hosts_table(cases)]
+def figures(cases: Cases) -> dict[str, str]:
+    """Return them by name, as Markdown."""
+    rounds = span([case["setting"]["rounds"] for case in cases.values()], 0)
+    return {
+        "bytes": bytes_table(cases),
+        "times": time_table(cases),
+        "walls": walls(cases),
+        "hosts": hosts_table(cases),
+        "measured": f"{measured_on(cases.values())} Medians of {rounds} rounds.",
+    }
 
 
 def bytes_table(cases: Cases) -> str:
@@ -35,7 +44,7 @@ def bytes_table(cases: Cases) -> str:
         [f"`{name}`", *(_sent(cases[BYTES_CASE.format(mix=mix)], name) for mix in MIXES)]
         for name in BYTES_ENGINES
     ]
-    return _markdown(["MiB sent by the busiest of 4", *(f"`{mix}`" for mix in MIXES)], lines)
+    return markdown(["MiB sent by the busiest of 4", *(f"`{mix}`" for mix in MIXES)], lines)
 
 
 def _sent(case: Cases, name: str) -> str:
@@ -51,7 +60,23 @@ def time_table(cases: Cases) -> str:
             names = [f"{tokens}-{query_heads}x{kv_heads}-{mix}-{ranks}p" for mix in MIXES]
             cells = [_beside_best_peer(cases[name]) for name in names]
             lines.append([str(tokens), f"{query_heads}/{kv_heads}", str(ranks), *cells])
-    return _markdown(["tokens", "heads", "processes", *(f"`{mix}`" for mix in MIXES)], lines)
+    return markdown(["tokens", "heads", "processes", *(f"`{mix}`" for mix in MIXES)], lines)
+
+
+def walls(cases: Cases) -> str:
+    """This tells planned_cp's wall seconds beside those of the fastest peer, two processes each
+    with a core of its own."""
+    said = []
+    for mix in MIXES:
+        every = cases[f"8192-8x2-{mix}-2p"]["records"]
+        seconds = {each["name"]: summary(each)["wall_seconds"] for each in every if each["rounds"]}
+        peers = [each["name"] for each in every if each["kind"] == "peer"]
+        best = min(seconds[name] for name in peers if name in seconds)
+        said.append(f"{seconds[OURS] / best:.2f} (`{mix}`)")
+    return (
+        "Two processes have a core each: with 8,192 tokens and 8/2 heads the wall time of "
+        f"`{OURS}` is {listed(said)} of the fastest other's."
+    )
 
 
 def _beside_best_peer(case: Cases) -> str:
@@ -70,7 +95,7 @@ def hosts_table(cases: Cases) -> str:
         bytes_between = sum(record["between_hosts_bytes_by_host"])
         lines.append([f"`{name}`", *(_wall(case, name) for case in found)])
         lines[-1].append(f"{bytes_between / MIB:.1f}")
-    return _markdown(["wall seconds", *HOST_CASES, "MiB between hosts, one document"], lines)
+    return markdown(["wall seconds", *HOST_CASES, "MiB between hosts, one document"], lines)
 
 
 def _wall(case: Cases, name: str) -> str:
@@ -83,10 +108,5 @@ def _record(case: Cases, name: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _markdown(header: list[str], lines: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])
-
-
 if __name__ == "__main__":
-    print("\n\n".join(overview(read(RESULTS, "attention"))))
+    print("\n\n".join(figures(read(RESULTS, "attention")).values()))

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.curves import BASE, YARDSTICK
+from benchmarks.lab.machine import measured_on
 from benchmarks.lab.picture import blank
+from benchmarks.lab.tables import markdown
 
 KINDS = {"text": "text, one document a row", "prompts": "packed documents, prompts masked"}
 LIMIT, ROUNDING = 2.0, 1e-3
@@ -43,17 +45,24 @@ def is_off(one: dict[str, Any]) -> bool:
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """This lays the comparison out as Markdown, one line for each curve."""
-    kinds = [f"{KINDS[kind]} | backwards" for kind in results]
-    lines = [
-        f"| | steps | {' | '.join(kinds)} |",
-        "| --- |" + " ---: |" * (1 + 2 * len(kinds)),
-    ]
+    heads = ["", "steps"]
+    for kind in results:
+        heads += [KINDS[kind], "backwards"]
+    lines = []
     for curve in zip(*results.values(), strict=True):
         if curve[0]["curve"] != YARDSTICK.name:
-            cells = [f"{one['largest']:.1e} | {one['yardstick']:.1e}" for one in curve]
-            steps = f"{curve[0]['steps']:,}"
-            lines.append(f"| {curve[0]['curve']} | {steps} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([curve[0]["curve"], f"{curve[0]['steps']:,}"])
+            for one in curve:
+                lines[-1] += [f"{one['largest']:.1e}", f"{one['yardstick']:.1e}"]
+    return markdown(heads, lines)
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    """Return what pages show of convergence.json, by name, as Markdown."""
+    return {
+        "differences": table(result["largest_differences"]),
+        "measured": measured_on([result]),
+    }
 
 
 def draw(path: Path, found: dict[str, dict[str, list[float]]]) -> None:

@@ -7,6 +7,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.data.case import Case, Measured
+from benchmarks.lab.machine import measured_on
+from benchmarks.lab.tables import markdown, span
 
 OURS, THEIRS = "uspft preprocess", "datasets.map"
 ENOUGH = 0.9
@@ -34,18 +36,28 @@ def record(found: list[Measured], case: Case, processes: int) -> dict[str, Any]:
 
 def table(cases: dict[str, dict[str, Any]]) -> str:
     """This lays out the cases of data.json as Markdown."""
-    lines = [
-        "| file, template | `preprocess` tokens/s | `datasets.map` tokens/s | ratio | commands s |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
+    heads = ["file, template", "runs of each", "`preprocess` tokens/s"]
+    heads += ["`datasets.map` tokens/s", "ratio", "ratios of the rounds", "commands s"]
+    lines = []
     for name, case in cases.items():
         rates, whole = case["tokens_per_second"], case["command_seconds"]
-        cells = [
-            name,
-            f"{rates[OURS]:,.0f}",
-            f"{rates[THEIRS]:,.0f}",
-            f"{case['ratio']:.2f}",
-            f"{whole[OURS]:.1f} / {whole[THEIRS]:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        runs = [Measured(**each) for each in case["runs"]]
+        ours, theirs = ([run.rate for run in runs if run.side == side] for side in (OURS, THEIRS))
+        ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+        lines.append(
+            [
+                name,
+                str(len(ratios)),
+                f"{rates[OURS]:,.0f}",
+                f"{rates[THEIRS]:,.0f}",
+                f"{case['ratio']:.2f}",
+                span(ratios),
+                f"{whole[OURS]:.1f} / {whole[THEIRS]:.1f}",
+            ]
+        )
+    return markdown(heads, lines)
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    """Return what pages show of data.json, by name, as Markdown."""
+    return {"rates": table(result["cases"]), "measured": measured_on([result])}

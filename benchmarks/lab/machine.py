@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.results import ROOT
+from benchmarks.lab.tables import span
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "yunchang", "numpy")
 
@@ -28,6 +30,20 @@ def circumstances() -> dict[str, Any]:
             "load_average_before": os.getloadavg()[0],
         },
     }
+
+
+def measured_on(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return when and on what something was measured, as a sentence, of its `circumstances`."""
+    every = list(records)
+    days = sorted({one["date"][:10] for one in every})
+    loads = [one["machine"]["load_average_before"] for one in every]
+    (machine,) = {
+        f"{one['machine']['cores']} shared cores ({one['machine']['cpu']}), "
+        f"{one['machine']['memory_gib']} GiB, torch {one['versions']['torch']}"
+        for one in every
+    }
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"Measured {when} on {machine}; load average before: {span(loads, 1)}."
 
 
 def _versions() -> dict[str, str | None]:

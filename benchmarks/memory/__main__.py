@@ -23,7 +23,7 @@ from benchmarks.memory.count import count
 from benchmarks.memory.measured import Counted
 from benchmarks.memory.options import MODEL, ours
 from benchmarks.memory.peers import count_alst, count_plain
-from benchmarks.memory.report import ALST, ALST_OFFLOADED, CASES, OURS_OFFLOADED, tables
+from benchmarks.memory.report import ALST, ALST_OFFLOADED, CASES, OURS_OFFLOADED, figures
 from uspft.config import load
 from uspft.config.algorithms import row_of
 from uspft.config.inputs import ModelBlock
@@ -57,7 +57,7 @@ def main() -> None:
         tokens, ranks = map(int, case.split("-"))
         found = measured(shape, tokens, ranks)
         path = write(asked.out, "memory", {**read(asked.out, "memory"), case: found})
-    print("\n\n".join(tables(read(asked.out, "memory"))))
+    print("\n\n".join(figures(read(asked.out, "memory")).values()))
     print(path)
 
 

@@ -1,4 +1,4 @@
-"""The tables of what was counted, and of the longest rows that follow."""
+"""The figures of what was counted, and of the longest rows that follow."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from benchmarks.lab.machine import measured_on
+from benchmarks.lab.tables import as_tokens, markdown, span
+
 CASES = ["131072-1", "524288-1", "1048576-8", "4194304-8"]
 CASES += ["1048576-32", "4194304-32", "16777216-32"]
 """Tokens of a row, and the ranks that share it. The peaks of the second case of each number of
 ranks are compared; between the last two the longest row grows as a line."""
-ALST, ALST_OFFLOADED = "ALST", "ALST, offloaded"
+RANKS = (1, 8, 32)
+PLAIN, ALST, ALST_OFFLOADED = "transformers", "ALST", "ALST, offloaded"
 OURS, OURS_OFFLOADED = "uspft, attention, tiles", "uspft, attention, tiles, offloaded"
 CARD_BYTES = 0.92 * 80e9
 """What tensors can fill of a card of 80 GB, as `check` takes it."""
-HEAD = (
-    "| {} | a layer keeps | on the host | at work | activations | predicted | state | a rank |",
-    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-)
-BESIDE = (
-    "| | ranks | ALST | uspft | times | peak at 512k and 4m, of ALST's |",
-    "| --- | ---: | ---: | ---: | ---: | ---: |",
-)
-
 TIMED, REAL = "timed", "real"
 """Where the JSON keeps the steps that were timed, and what real runs have alive."""
 SAID = "real", "fake", "predicted"
@@ -30,26 +25,111 @@ SAID = "real", "fake", "predicted"
 Case = Mapping[str, Mapping[str, Any]]
 
 
-def tables(found: Mapping[str, Case]) -> list[str]:
-    """Return a table for each case, and one of the longest rows beside ALST's."""
-    made = [_table(case, found[case]) for case in CASES if case in found]
+def figures(found: Mapping[str, Case]) -> dict[str, str]:
+    """Return what pages show of what there is, by name, as Markdown: what a rank needs, and what
+    of it layers keep; the longest rows beside ALST's; what real runs have, and their seconds."""
+    made: dict[str, str] = {}
     if set(CASES) <= set(found):
-        made.append(_longest(found))
+        made = {"peaks": peaks(found), "longest": longest(found), "beside": beside(found)}
+        made |= {"layer": layer(found), "predicted": predicted(found)}
     if REAL in found:
-        made.append(real_table(found[REAL]))
-    return [*made, timed_table(found[TIMED])] if TIMED in found else made
+        made["real"] = real_table(found[REAL])
+    if TIMED in found:
+        made["timed"] = timed_table(found[TIMED])
+    measured = [found[part] for part in (REAL, TIMED) if part in found]
+    return {**made, "measured": measured_on(measured)} if measured else made
+
+
+def peaks(found: Mapping[str, Case]) -> str:
+    """This tells the GiB of a rank, activations and state, by contender and case."""
+    names = [PLAIN, *found[CASES[2]]]
+    rows = [
+        [name, *(_of_a_rank(found[case][name]) if name in found[case] else "–" for case in CASES)]
+        for name in names
+    ]
+    heads = [f"{as_tokens(tokens)} on {ranks}" for tokens, ranks in map(_parts, CASES)]
+    return markdown(["GiB: activations + state", *heads], rows)
+
+
+def _of_a_rank(one: Mapping[str, Any]) -> str:
+    return f"{one['peak_bytes'] / 2**30:.1f} + {one['state_bytes'] / 2**30:.1f}"
+
+
+def layer(found: Mapping[str, Case]) -> str:
+    """This tells what a layer keeps and what is at work beside that, in a layer's inputs, of the
+    longest row on the devices of a host."""
+    case = _cases(8)[-1]
+    rows = []
+    for name, one in found[case].items():
+        unit, kept = one["layer_input_bytes"], one["kept_bytes"]
+        at_work = one["peak_bytes"] - one["layers"] * kept
+        cells = kept / unit, one["host_bytes"] / unit
+        rows.append([name, *(f"{cell:.2f} u" for cell in cells), f"{at_work / unit:.1f} u"])
+    title = f"{as_tokens(_parts(case)[0])} on {_parts(case)[1]} ranks"
+    return markdown([title, "a layer keeps", "on the host", "at work"], rows)
+
+
+def predicted(found: Mapping[str, Case]) -> str:
+    """This tells how far the formula of `check` is from what was counted."""
+    errors = [
+        abs(one["predicted_bytes"] / one["peak_bytes"] - 1)
+        for case in CASES
+        for one in found[case].values()
+        if "predicted_bytes" in one
+    ]
+    return (
+        "The formula by which `check` predicts activations is at most "
+        f"{100 * max(errors):.2f} % from the count, in {len(errors)} cases."
+    )
+
+
+def longest(found: Mapping[str, Case]) -> str:
+    """This sets the longest rows that fit a card, and the peaks, beside ALST's."""
+    rows = []
+    for ranks, title, theirs, mine in _pairs():
+        tokens = [longest_row(found, name, ranks) for name in (theirs, mine)]
+        second = found[_cases(ranks)[1]]
+        peak = [second[name]["peak_bytes"] + second[name]["state_bytes"] for name in (theirs, mine)]
+        cells = [str(ranks), *map(as_tokens, tokens)]
+        rows.append([title, *cells, f"{tokens[1] / tokens[0]:.2f}", f"{peak[1] / peak[0]:.2f}"])
+    heads = ["", "ranks", "ALST", "uspft", "times", "peak at 512k and 4m, of ALST's"]
+    return markdown(heads, rows)
+
+
+def beside(found: Mapping[str, Case]) -> str:
+    """This tells in a sentence how much longer rows are than ALST's."""
+    times: dict[str, list[float]] = {}
+    for ranks, title, theirs, mine in _pairs():
+        both = longest_row(found, mine, ranks), longest_row(found, theirs, ranks)
+        times.setdefault(title, []).append(both[0] / both[1])
+    said = [f"{span(each)} times as long {title}" for title, each in times.items()]
+    return (
+        "Beside ALST's pieces with the same options, on 1, 8 and 32 cards of 80 GB, the longest "
+        f"rows of Llama-3.1-8B are counted to be {' and '.join(said)}."
+    )
+
+
+def _pairs() -> list[tuple[int, str, str, str]]:
+    """Return by ranks ALST and ours with the same options, each pair with its title."""
+    ways = (
+        ("with all on the devices", ALST, OURS),
+        ("with layers' inputs offloaded", ALST_OFFLOADED, OURS_OFFLOADED),
+    )
+    return [(ranks, *way) for ranks in RANKS for way in ways]
 
 
 def real_table(found: Mapping[str, Any]) -> str:
-    """Return the table of what real runs have alive beside fake ones and the formula."""
+    """This sets what real runs have alive, in MiB, beside fake ones and the formula."""
     heads = ["2 ranks, hidden {}".format(found["sizes"]["hidden_size"])]
-    heads += [f"{_tokens(int(tokens))} {what}" for tokens in found["counted"] for what in SAID]
-    lines = [f"| {' | '.join(heads)} |", f"| --- |{' ---: |' * (len(heads) - 1)}"]
+    heads += [f"{as_tokens(int(tokens))} {what}" for tokens in found["counted"] for what in SAID]
     every = list(found["counted"].values())
-    for name in every[0]:
-        cells = [_mib(one[name].get(f"{what}_bytes")) for one in every for what in SAID]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return markdown(
+        heads,
+        [
+            [name, *(_mib(one[name].get(f"{what}_bytes")) for one in every for what in SAID)]
+            for name in every[0]
+        ],
+    )
 
 
 def _mib(count: float | None) -> str:
@@ -57,56 +137,15 @@ def _mib(count: float | None) -> str:
 
 
 def timed_table(found: Mapping[str, Any]) -> str:
-    """Return the table of the steps that were timed, and how far ours is from itself."""
+    """This sets the steps that were timed beside ALST's."""
     setting, measured = found["setting"], found["measured"]
     seconds = {name: median(each) for name, each in measured.items()}
-    title = f"{_tokens(setting['tokens'])}, 2 ranks, hidden {setting['hidden']}"
-    lines = [
-        f"| {title} | s a step | of ALST's | least and most s |",
-        "| --- | ---: | ---: | ---: |",
+    rows = [
+        [name, f"{seconds[name]:.2f}", f"{seconds[name] / seconds[ALST]:.3f}", span(each)]
+        for name, each in measured.items()
     ]
-    for name, each in measured.items():
-        cells = [f"{seconds[name]:.2f}", f"{seconds[name] / seconds[ALST]:.3f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} | {min(each):.2f} to {max(each):.2f} |")
-    return "\n".join(lines)
-
-
-def _table(name: str, case: Case) -> str:
-    tokens, ranks = map(int, name.split("-"))
-    title = f"{_tokens(tokens)}, {ranks} rank{'s' if ranks > 1 else ''}"
-    lines = [HEAD[0].format(title), HEAD[1]]
-    for contender, one in case.items():
-        unit, peak, kept = one["layer_input_bytes"], one["peak_bytes"], one["kept_bytes"]
-        predicted = one.get("predicted_bytes")
-        cells = [
-            f"{kept / unit:.2f} u",
-            f"{one['host_bytes'] / unit:.2f} u",
-            f"{(peak - one['layers'] * kept) / unit:.1f} u",
-            _gib(peak),
-            f"{100 * (predicted / peak - 1):+.2f} %" if predicted else "–",
-            _gib(one["state_bytes"]),
-            _gib(one["state_bytes"] + peak),
-        ]
-        lines.append(f"| {contender} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _longest(found: Mapping[str, Case]) -> str:
-    lines = list(BESIDE)
-    for ranks in sorted({int(case.split("-")[1]) for case in CASES}):
-        for title, theirs, mine in (
-            ("on the devices", ALST, OURS),
-            ("offloaded", ALST_OFFLOADED, OURS_OFFLOADED),
-        ):
-            rows = [longest_row(found, name, ranks) for name in (theirs, mine)]
-            both = found[_cases(ranks)[1]]
-            peaks = [
-                both[name]["peak_bytes"] + both[name]["state_bytes"] for name in (theirs, mine)
-            ]
-            cells = [str(ranks), *map(_tokens, rows)]
-            cells += [f"{rows[1] / rows[0]:.2f}", f"{peaks[1] / peaks[0]:.2f}"]
-            lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    title = f"{as_tokens(setting['tokens'])}, 2 ranks, hidden {setting['hidden']}"
+    return markdown([title, "s a step", "of ALST's", "least and most s"], rows)
 
 
 def longest_row(found: Mapping[str, Case], contender: str, ranks: int) -> int:
@@ -119,13 +158,11 @@ def longest_row(found: Mapping[str, Case], contender: str, ranks: int) -> int:
     return int(long + (CARD_BYTES - high["state_bytes"] - high["peak_bytes"]) / slope)
 
 
+def _parts(case: str) -> tuple[int, int]:
+    """Return a case's tokens and ranks."""
+    tokens, ranks = map(int, case.split("-"))
+    return tokens, ranks
+
+
 def _cases(ranks: int) -> list[str]:
     return [case for case in CASES if case.endswith(f"-{ranks}")]
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"
-
-
-def _tokens(count: int) -> str:
-    return f"{count / 2**20:.3g}m" if count >= 1 << 20 else f"{count >> 10}k"

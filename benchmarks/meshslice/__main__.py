@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.lab import results
 from benchmarks.lab.machine import circumstances
-from benchmarks.meshslice.report import record, tables
+from benchmarks.meshslice.report import figures, record
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=results.RESULTS)
     words = parser.parse_args()
     whole = {**circumstances(), **record()}
-    print("\n\n".join(tables(whole)))
+    print("\n\n".join(figures(whole).values()))
     print(results.write(words.out, "meshslice", whole))
     return 0
 

@@ -1,11 +1,12 @@
-"""The results of the simulation, as the JSON has them, and their tables beside the paper's."""
+"""The results of the simulation, as the JSON has them, and their figures beside the paper's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.lab.tables import markdown
 from benchmarks.meshslice.shapes import MODELS, Transformer
 from benchmarks.meshslice.simulate import (
     BASELINES,
@@ -29,7 +30,6 @@ PAPER: Mapping[str, tuple[str, str]] = {
     "whole step, Wang's seconds more, each on its best mesh": ("12.0 %", "23.4 %"),
     "the same step, Wang on MeshSlice's mesh": ("12.0 %", "23.4 %"),
     "share of the peak lost from 16 to 256 chips": ("16.8 %", "5.8 %"),
-    "the output stays in every product, instead of the largest matrix": ("21.2 %", "5.1 %"),
     "a product, Collective's seconds more, on average": ("27.8 %", "27.8 %"),
     "a product, Wang's seconds more, on average": ("19.1 %", "19.1 %"),
     "the worst mesh, times the best": ("2.4", "2.4"),
@@ -62,7 +62,7 @@ def headlines(model: Transformer) -> dict[str, str]:
     mesh = best.rows, best.columns
     beside = baseline(run, "Wang", mesh)
     assert wang and collective and beside
-    other, output = run.other_seconds, chosen(run, "output")
+    other = run.other_seconds
     tori = [torus for torus in run.tori if torus.rows > 1 and torus.columns > 1]
     meshes = [one.seconds for torus in tori if (one := tuned(run, torus))]
     lost = 1 - run.ideal_seconds / best.seconds * chosen(small).seconds / small.ideal_seconds
@@ -74,7 +74,6 @@ def headlines(model: Transformer) -> dict[str, str]:
         _percent((wang.seconds + other) / (best.seconds + other) - 1),
         _percent((beside.seconds + other) / (best.seconds + other) - 1),
         _percent(lost),
-        _percent(output.seconds / best.seconds - 1),
         _percent(mean_gain(collective, best)),
         _percent(mean_gain(wang, best)),
         f"{max(meshes) / best.seconds:.1f}",
@@ -104,13 +103,14 @@ def record() -> dict[str, Any]:
     }
 
 
-def tables(result: Mapping[str, Any]) -> list[str]:
-    """This lays a result out as Markdown: weak scaling, beside the paper, and other links."""
+def figures(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what pages show of a result, by name, as Markdown: weak scaling, beside the paper, and
+    other links."""
     weak = ["model, chips", "mesh", "slices", "of the peak", *BASELINES]
     lines = [_weak(one) for one in result["weak_scaling"]]
     beside = ["256 chips", *(f"{name}{who}" for name in result["headlines"] for who in SIDES)]
     both = list(result["headlines"].values())
-    figures = [
+    headed = [
         [
             what,
             *(cell for told, mine in zip(paper, both, strict=True) for cell in (mine[what], told)),
@@ -118,11 +118,11 @@ def tables(result: Mapping[str, Any]) -> list[str]:
         for what, paper in PAPER.items()
     ]
     links = ["model", "mesh rows", "mesh columns", "mesh", "one number of slices", "Wang"]
-    return [
-        _markdown(weak, lines, left=1),
-        _markdown(beside, figures, left=1),
-        _markdown(links, [_links(one) for one in result["links"]], left=3),
-    ]
+    return {
+        "weak scaling": markdown(weak, lines),
+        "paper": markdown(beside, headed),
+        "links": markdown(links, [_links(one) for one in result["links"]], left=3),
+    }
 
 
 def _weak(one: Mapping[str, Any]) -> list[str]:
@@ -151,9 +151,3 @@ def _mesh(found: Mapping[str, Any]) -> str:
 
 def _percent(part: float) -> str:
     return f"{100 * part:.1f} %"
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    ruler = [" --- " if place < left else " ---: " for place in range(len(heads))]
-    lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(ruler)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])

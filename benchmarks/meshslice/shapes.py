@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from benchmarks.meshslice.programs import Product
-from uspft.planner.mesh_products import FLOWS, Stationary, kept_of
+from uspft.planner.mesh_products import FLOWS, kept_of
 
 SEQUENCE = 2048
 BLOCK, MAX_SLICES = 8, 64
@@ -33,12 +33,10 @@ MEGATRON_NLG = Transformer("Megatron-NLG 530B", 105, 20480, 128)
 MODELS = (GPT_3, MEGATRON_NLG)
 
 
-def flows(tokens: int, inputs: int, outputs: int, kept: Stationary | None = None) -> list[Product]:
-    """Return a product's flows: forward, gradient of the input, of the weight.
-
-    kept: the matrix that stays; None for the largest one.
-    """
-    stays = kept or kept_of(tokens, inputs, outputs)
+def flows(tokens: int, inputs: int, outputs: int) -> list[Product]:
+    """Return a product's flows: forward, gradient of the input, of the weight. The largest of its
+    matrices stays where it is."""
+    stays = kept_of(tokens, inputs, outputs)
     sizes = {
         "output": (tokens, inputs, outputs),
         "input": (tokens, outputs, inputs),

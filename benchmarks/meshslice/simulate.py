@@ -22,7 +22,6 @@ from benchmarks.meshslice.programs import (
 )
 from benchmarks.meshslice.shapes import SEQUENCE, Transformer, flows, slice_counts
 from benchmarks.meshslice.torus import Axis, Torus
-from uspft.planner.mesh_products import Stationary
 
 Programs = Callable[[Product, Torus], Sequence[Sequence[Task]]]
 """The programs among which an algorithm takes the fastest one for a flow."""
@@ -74,15 +73,16 @@ class Run:
             if self.chips % rows == 0:
                 yield Torus(rows, self.chips // rows, self.dimension)
 
-    def flows(self, kept: Stationary | None = None) -> list[list[Product]]:
-        """Return the flows of each product. kept: what stays in all, or None for the largest."""
-        return [flows(self.tokens, *sizes, kept) for sizes in self.model.products.values()]
+    @property
+    def flows(self) -> list[list[Product]]:
+        """The flows of each product."""
+        return [flows(self.tokens, *sizes) for sizes in self.model.products.values()]
 
     @property
     def ideal_seconds(self) -> float:
         """The seconds of a layer's products alone."""
         torus = Torus(1, self.chips)
-        return sum(one.seconds(torus) for every in self.flows() for one in every)
+        return sum(one.seconds(torus) for every in self.flows for one in every)
 
     @property
     def other_seconds(self) -> float:
@@ -94,39 +94,38 @@ class Run:
         return self.tokens / self.chips * (attention + 2 * scores / MEMORY_BYTES_PER_SECOND)
 
 
-def tuned(run: Run, torus: Torus, kept: Stationary | None = None) -> Found | None:
+def tuned(run: Run, torus: Torus) -> Found | None:
     """Return MeshSlice with the slices that the formula says, simulated; None where none divide."""
-    every = run.flows(kept)
     counts = [
         min(
             slice_counts(products[0], torus.rows, torus.columns),
             key=lambda count: sum(formula_seconds(one, torus, count) for one in products),
             default=0,
         )
-        for products in every
+        for products in run.flows
     ]
-    return sliced(run, torus, counts, kept) if all(counts) else None
+    return sliced(run, torus, counts) if all(counts) else None
 
 
-def sliced(run: Run, torus: Torus, counts: Sequence[int], kept: Stationary | None = None) -> Found:
+def sliced(run: Run, torus: Torus, counts: Sequence[int]) -> Found:
     """Return MeshSlice with so many slices of each product, simulated."""
     seconds = [
         simulate(meshslice(one, torus, count)).seconds
-        for products, count in zip(run.flows(kept), counts, strict=True)
+        for products, count in zip(run.flows, counts, strict=True)
         for one in products
     ]
     return Found(torus.rows, torus.columns, sum(seconds), tuple(seconds), tuple(counts))
 
 
-def chosen(run: Run, kept: Stationary | None = None) -> Found:
+def chosen(run: Run) -> Found:
     """Return MeshSlice on the mesh of two dimensions that the formula says, simulated."""
     tori = [torus for torus in run.tori if torus.rows > 1 and torus.columns > 1]
-    return _fastest(filter(None, (tuned(run, torus, kept) for torus in tori)))
+    return _fastest(filter(None, (tuned(run, torus) for torus in tori)))
 
 
 def one_count(run: Run, torus: Torus) -> int:
     """Return the one power of two of slices that suits all products best."""
-    allowed = [slice_counts(products[0], torus.rows, torus.columns) for products in run.flows()]
+    allowed = [slice_counts(products[0], torus.rows, torus.columns) for products in run.flows]
     counts = [1 << n for n in range(7) if all(1 << n in every for every in allowed)]
     length = len(allowed)
     return min(counts, key=lambda count: sliced(run, torus, [count] * length).seconds)
@@ -153,7 +152,7 @@ def mean_gain(slow: Found, fast: Found) -> float:
 def _on(run: Run, torus: Torus, programs: Programs) -> Found:
     seconds = [
         min(simulate(program).seconds for program in programs(one, torus))
-        for products in run.flows()
+        for products in run.flows
         for one in products
     ]
     return Found(torus.rows, torus.columns, sum(seconds), tuple(seconds))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from benchmarks.lab.machine import circumstances
+from benchmarks.lab.machine import circumstances, measured_on
+from benchmarks.lab.tables import markdown, span
 from benchmarks.step.case import SHAPE, WARM_UP, Case, Measured
 
 OURS, THEIRS = "uspft", "Trainer + ALST"
@@ -17,7 +17,10 @@ ALONE = {f"{OURS}, one process": "uspft", "Trainer, one process": "Trainer"}
 
 def record(found: list[Measured], case: Case, algorithm: str) -> dict[str, Any]:
     """This returns what step.json holds."""
-    seconds = _by_engine(found, median, median)
+    seconds = {
+        name: median([median(run.seconds) for run in found if run.engine == name])
+        for name in dict.fromkeys(run.engine for run in found)
+    }
     return {
         **circumstances(),
         "case": {
@@ -31,22 +34,9 @@ def record(found: list[Measured], case: Case, algorithm: str) -> dict[str, Any]:
             "warm_up_steps": WARM_UP,
         },
         "median_step_seconds": seconds,
-        "fastest_step_seconds": _by_engine(found, min, min),
         "ratio": seconds[OURS] / seconds[THEIRS],
         "largest_relative_loss_difference": disagreement(found),
         "runs": [asdict(run) for run in found],
-    }
-
-
-def _by_engine(
-    found: list[Measured],
-    of_steps: Callable[[list[float]], float],
-    of_runs: Callable[[list[float]], float],
-) -> dict[str, float]:
-    engines = dict.fromkeys(run.engine for run in found)
-    return {
-        name: of_runs([of_steps(run.seconds) for run in found if run.engine == name])
-        for name in engines
     }
 
 
@@ -62,18 +52,28 @@ def disagreement(found: list[Measured]) -> float:
 
 def table(result: dict[str, Any]) -> str:
     """This lays out step.json as Markdown; one process alone stands there with half its time."""
-    seconds, fastest = result["median_step_seconds"], result["fastest_step_seconds"]
-    lines = [
-        "| | seconds a step | of Trainer + ALST | fastest step |",
-        "| --- | ---: | ---: | ---: |",
-    ]
+    seconds = result["median_step_seconds"]
+    lines = []
     for name in seconds:
         half = 2 if name in ALONE else 1
         said = f"half of one process's step, {ALONE[name]}" if name in ALONE else name
         if name == OURS:
             said += f", `{result['case']['algorithm']}`"
         share = seconds[name] / half / seconds[THEIRS]
+        each = [run["seconds"] for run in result["runs"] if run["engine"] == name]
+        steps = [second / half for seconds_of_run in each for second in seconds_of_run]
         lines.append(
-            f"| {said} | {seconds[name] / half:.2f} | {share:.2f} | {fastest[name] / half:.2f} |"
+            [said, f"{seconds[name] / half:.2f}", f"{share:.2f}", span(steps), str(len(each))]
         )
-    return "\n".join(lines)
+    heads = ["", "seconds a step", f"of {THEIRS}", "least and most of a step", "runs"]
+    return markdown(heads, lines)
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    """Return what pages show of step.json, by name, as Markdown."""
+    off = result["largest_relative_loss_difference"]
+    return {
+        "table": table(result),
+        "losses": f"Losses of the same step differ by at most {off:.1e} of their value.",
+        "measured": measured_on([result]),
+    }

@@ -1,12 +1,11 @@
 """Hot switching on two hosts behind slow links, beside every layout alone and DeepSpeed's Ulysses.
 
-    sudo python -m benchmarks.switching [--ranks 4,8] [--parts layouts,inside,auto] [--rounds 7]
+    sudo python -m benchmarks.switching [--ranks 4,8] [--parts layouts,auto] [--rounds 7]
 
 For each number of ranks a first launch on fast links says what one step of static Ulysses computes
 and sends; from that follows the rate of the links at which its transfers take --ratio times as
-long. On fast links the switched contenders take turns, for what transfers inside hosts take. At
-the slow rate `calibrate` runs. Then all contenders take turns, under ZeRO-1 and ZeRO-3; and so does
-what `strategies: auto` takes with the static layouts that are predicted to take least.
+long. At that rate `calibrate` runs. Then all contenders take turns, under ZeRO-1 and ZeRO-3; and so
+does what `strategies: auto` takes with the static layouts that are predicted to take least.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from benchmarks.lab.machine import circumstances
 from benchmarks.lab.processes import Ranks, records_of
 from benchmarks.switching import report
 from benchmarks.switching.automatic import corpora, taken
-from benchmarks.switching.contenders import BOUND, PEER, SWITCHED, contenders
+from benchmarks.switching.contenders import PEER, contenders
 from benchmarks.switching.corpus import library_lengths, scaled
 from benchmarks.switching.predicted import predicted_seconds
 from benchmarks.switching.setting import (
@@ -47,7 +46,7 @@ from uspft.prepare.examine import Examined
 NAME = "switching"
 FAST_MBIT = 10_000
 PROBES, ZERO3_ROUNDS = 3, 3
-PARTS = "layouts", "inside", "auto"
+PARTS = "layouts", "auto"
 
 
 def main(words: list[str]) -> int:
@@ -66,7 +65,7 @@ def main(words: list[str]) -> int:
     except (NoCluster, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
-    print("\n\n".join(report.tables(results.read(options.out, NAME))))
+    print("\n\n".join(report.figures(results.read(options.out, NAME)).values()))
     return 0
 
 
@@ -110,27 +109,13 @@ def _at(ranks: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sent = median(step["host_bytes"] for step in probe["steps"])
         mbit = max(1, math.ceil(8e-6 * sent / (options.ratio * seconds)))
         fast = {"mbit": FAST_MBIT, "seconds": seconds, "host_bytes": sent}
-        if "inside" in options.parts:
-            yield {"inside": _stage(_on_fast_links(setting))}
-        if {"layouts", "auto"} & set(options.parts):
-            measured = options.hardware or _calibrated(setting, mbit)
-            setting = replace(setting, mbit=mbit, hardware=str(measured))
+        measured = options.hardware or _calibrated(setting, mbit)
+        setting = replace(setting, mbit=mbit, hardware=str(measured))
         if "layouts" in options.parts:
             for stages in _layouts(setting, options):
                 yield {"layouts": {"parameters": parameters, "fast_links": fast, "stages": stages}}
         if "auto" in options.parts:
             yield {"auto": {"corpora": _auto(setting, options, recipe)}}
-
-
-def _on_fast_links(setting: Setting) -> Setting:
-    """This returns the launch of the switched contenders and the bound on fast links."""
-    every = contenders(setting.ranks).items()
-    names = tuple(name for name, one in every if one.kind in (SWITCHED, BOUND))
-    folder = Path(setting.folder) / "inside"
-    folder.mkdir()
-    for name in ("model", "samples.jsonl"):
-        (folder / name).symlink_to(Path(setting.folder) / name)
-    return replace(setting, names=names, folder=str(folder))
 
 
 def _made(setting: Setting, options: argparse.Namespace) -> int:

@@ -1,25 +1,25 @@
-"""The tables of what two hosts measured, from the JSON."""
+"""The figures of what two hosts measured, from the JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.lab.machine import measured_on
+from benchmarks.lab.tables import listed, markdown, span
 from benchmarks.switching.automatic import ALONE
-from benchmarks.switching.contenders import BOUND, PEER, STATIC, SWITCHED, Contender, contenders
+from benchmarks.switching.contenders import PEER, STATIC, SWITCHED, Contender, contenders
 from benchmarks.switching.formulas import held_bytes, sent_bytes
 
-WANTED = {"ulysses": 1.5, "ring": 1.5, "tensor": 2.0}
-"""How many times faster than the static layout of the same family."""
-WANTED_OF_PEER = 2.0
-NEAR = 1.05
-"""Times its bound's seconds at which a target that the bound forbids counts as met."""
 HEADS = (
-    *("s", "static of its kind", "DeepSpeed", "bound", "predicted s", "MiB between hosts"),
-    *("state sent, B", "formula", "switch s", "plan ms", "state held, B", "formula", "live MiB"),
+    *("s", "least and most", "static of its kind", "DeepSpeed", "predicted s"),
+    *("MiB between hosts", "state sent, B", "formula", "switch s", "plan ms"),
+    *("state held, B", "formula", "live MiB"),
 )
+FAMILIES = {"ulysses": "Ulysses", "ring": "the ring", "planned": "`planned_cp`"}
+FAMILIES |= {"tensor": "tensor degrees"}
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,6 @@ class Stage:
     zero: int
     parameters: int
     measured: Mapping[str, Any]
-    inside: Mapping[str, Any] = field(default_factory=dict)
-    """What the switched contenders and the bound took on fast links."""
 
     @property
     def every(self) -> dict[str, Contender]:
@@ -50,31 +48,9 @@ class Stage:
         found = [n for n, one in self.every.items() if (one.kind, one.family) == (STATIC, family)]
         return found[0] if found else None
 
-    def bound(self) -> float | None:
-        """It returns the seconds of computation and state, and of the least that any switched one
-        sends beyond that: rows that no rank may hold whole must be shared."""
-        if BOUND not in self.measured:
-            return None
-        every = [name for name, one in self.every.items() if one.kind == SWITCHED]
-        return min(map(self.nothing_hidden, every))
-
     def host_bytes(self, name: str) -> float:
         """It returns what the busier host sends in a step."""
         return float(median(step["host_bytes"] for step in self.measured[name]["steps"]))
-
-    def nothing_hidden(self, name: str) -> float:
-        """It returns the seconds of computation and state alone, and of what a contender sends
-        between hosts beyond that, if nothing of it is hidden."""
-        more = max(0.0, self.host_bytes(name) - self.host_bytes(BOUND))
-        return self.seconds(BOUND) + 8e-6 * more / self.mbit
-
-    def inside_hosts(self, name: str) -> float:
-        """It returns how many seconds longer than computation and state alone a contender takes on
-        fast links: for what it sends inside hosts, on the cores that compute."""
-        if not self.inside:
-            return 0.0
-        own, alone = (float(median(self.inside[one]["seconds"])) for one in (name, BOUND))
-        return max(0.0, own - alone)
 
     def state_sent(self, name: str) -> float | None:
         """It returns the bytes of the model's state that a rank sends for each parameter: all that
@@ -88,8 +64,8 @@ class Stage:
         return float(median(found))
 
 
-def tables(result: Mapping[str, Any]) -> list[str]:
-    """This lays out each number of ranks and stage as Markdown, then the targets."""
+def figures(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what pages show of the file, by name, as Markdown."""
     every = result.get("by_ranks", {}).items()
     stages = [
         Stage(
@@ -98,20 +74,80 @@ def tables(result: Mapping[str, Any]) -> list[str]:
             stage["setting"]["stage"],
             found["layouts"]["parameters"],
             stage["measured"],
-            found.get("inside", {"measured": {}})["measured"],
         )
         for ranks, found in every
         for stage in found.get("layouts", {"stages": ()})["stages"]
     ]
-    shown = [*map(_table, stages)]
-    if first := [one for one in stages if one.zero == 1]:
-        shown.append(targets(first))
-    return [*shown, *(_auto(ranks, found["auto"]) for ranks, found in every if "auto" in found)]
+    shown = {f"{one.ranks} ranks, ZeRO-{one.zero}": _table(one) for one in stages}
+    for ranks, found in every:
+        if "auto" in found:
+            shown[f"auto, {ranks} ranks"] = _auto(ranks, found["auto"])
+        if "layouts" in found:
+            shown[f"setting, {ranks} ranks"] = setting(found)
+    if taken := [(ranks, found["auto"]) for ranks, found in every if "auto" in found]:
+        shown["auto"] = "\n".join(line for one in taken for line in chosen(*one))
+    if stages:
+        shown["summary"] = "\n".join(map(summary, stages))
+        parts = [part for _, found in every for part in found.values()]
+        shown["measured"] = f"{measured_on(parts)} {_rounds(parts)}"
+    return shown
+
+
+def _rounds(parts: Sequence[Mapping[str, Any]]) -> str:
+    stages = [stage["setting"] for part in parts for stage in part.get("stages", ())]
+    said = {f"{one['rounds']} under ZeRO-{one['stage']}" for one in stages}
+    return f"Medians of rounds in turn, {listed(sorted(said, reverse=True))}."
+
+
+def chosen(ranks: str, found: Mapping[str, Any]) -> list[str]:
+    """Return in a line for each corpus what `strategies: auto` takes, and what it is worth."""
+    said = []
+    for corpus, one in found["corpora"].items():
+        seconds = {name: median(each["seconds"]) for name, each in one["measured"].items()}
+        alone = [each for name, each in seconds.items() if name.endswith(ALONE)]
+        ratio = seconds[one["takes"]] / min(alone)
+        said.append(
+            f"- {ranks} ranks, {corpus}: it takes `{one['takes']}`; its step lasts {ratio:.2f} "
+            f"times as long as that of the fastest of {len(alone)} layouts alone."
+        )
+    return said
+
+
+def setting(found: Mapping[str, Any]) -> str:
+    """Return what samples a step has, and how slow the links are, in a sentence."""
+    layouts = found["layouts"]
+    one, fast = layouts["stages"][0]["setting"], layouts["fast_links"]
+    lengths = one["lengths"]
+    return (
+        f"{one['ranks']} processes on two hosts, links of {one['mbit']} Mbit/s (static Ulysses "
+        f"takes {fast['seconds']:.1f} s a step on links of {fast['mbit']:,}). A step has "
+        f"{len(lengths)} samples of {min(lengths)} to {max(lengths):,} tokens, {sum(lengths):,} in "
+        f"all, the median {median(lengths):.0f}; {one['layers']} layers × {one['hidden']}, "
+        f"{layouts['parameters'] / 1e6:.1f} million parameters, float32."
+    )
+
+
+def summary(stage: Stage) -> str:
+    """Return in a line how the switched contenders are beside static ones and DeepSpeed."""
+    switched = {n: stage.seconds(n) for n, one in stage.every.items() if one.kind == SWITCHED}
+    static = {n: stage.seconds(n) for n, one in stage.every.items() if one.kind == STATIC}
+    peer, said = stage.seconds(stage.peer()), list[str]()
+    for family, title in FAMILIES.items():
+        own = [s for n, s in switched.items() if stage.every[n].family == family]
+        alone = stage.static(family)
+        if own and alone:
+            said.append(f"{title} {span([static[alone] / s for s in own])}")
+    alone = min(static, key=static.__getitem__)
+    return (
+        f"- {stage.ranks} ranks, ZeRO-{stage.zero}: {listed(said)} times as fast as the same "
+        f"alone; all of them {span([peer / s for s in switched.values()])} times as fast as "
+        f"DeepSpeed's Ulysses. The fastest layout alone ({alone}) takes "
+        f"{static[alone] / min(switched.values()):.2f} times as long as the fastest of them."
+    )
 
 
 def _table(stage: Stage) -> str:
-    peer, bound = stage.seconds(stage.peer()), stage.bound()
-    rows = []
+    peer, rows = stage.seconds(stage.peer()), []
     for name, one in stage.every.items():
         record, seconds = stage.measured[name], stage.seconds(name)
         static = stage.static(one.family) if one.kind == SWITCHED else None
@@ -120,9 +156,9 @@ def _table(stage: Stage) -> str:
         said = stage.zero == 1 and one.kind != PEER
         cells = [
             f"{seconds:.2f}",
+            span(record["seconds"]),
             _cell(stage.seconds(static) / seconds if static else None),
             _cell(peer / seconds if name != stage.peer() else None),
-            _cell(bound and seconds / bound),
             _cell(record.get("predicted_seconds")),
             f"{stage.host_bytes(name) / 2**20:.1f}",
             _cell(stage.state_sent(name)),
@@ -135,7 +171,7 @@ def _table(stage: Stage) -> str:
         ]
         rows.append([name, *cells])
     title = f"{stage.ranks} ranks, {stage.mbit} Mbit/s, ZeRO-{stage.zero}"
-    return _markdown([title, *HEADS], rows, left=1)
+    return markdown([title, *HEADS], rows)
 
 
 def _auto(ranks: str, found: Mapping[str, Any]) -> str:
@@ -149,56 +185,15 @@ def _auto(ranks: str, found: Mapping[str, Any]) -> str:
             cells = [
                 "takes" if name == one["takes"] else "",
                 f"{seconds[name]:.2f}",
+                span(each["seconds"]),
                 f"{seconds[name] / seconds[best]:.2f}",
                 _cell(each.get("predicted_seconds")),
             ]
             rows.append([corpus, name, *cells])
     mbit = next(iter(found["corpora"].values()))["setting"]["mbit"]
-    heads = [f"{ranks} ranks, {mbit} Mbit/s", "layout", "auto", "s", "of the best alone"]
-    return _markdown([*heads, "predicted s"], rows, left=3)
-
-
-def targets(stages: Sequence[Stage]) -> str:
-    """This says of each switched contender what was wanted, and whether it was reached."""
-    heads = ["ranks, switched", "against", "wanted", "reached", "its bound allows", "of its bound"]
-    heads += ["of that and inside hosts", "target met"]
-    rows = []
-    for stage in stages:
-        bound = stage.bound()
-        for name, one in stage.every.items():
-            if one.kind != SWITCHED or one.family not in WANTED or bound is None:
-                continue
-            static, own, limit = (
-                stage.static(one.family),
-                stage.seconds(name),
-                stage.nothing_hidden(name),
-            )
-            for other, wanted in ((static, WANTED[one.family]), (stage.peer(), WANTED_OF_PEER)):
-                if other is None:
-                    continue
-                gain, allowed = stage.seconds(other) / own, stage.seconds(other) / limit
-                moved = limit + stage.inside_hosts(name)
-                reached = gain >= wanted or (allowed < wanted and own <= NEAR * moved)
-                rows.append(
-                    [
-                        f"{stage.ranks}, {name}",
-                        other,
-                        f"{wanted:.1f} ×",
-                        f"{gain:.2f} ×",
-                        f"{allowed:.2f} ×",
-                        f"{own / limit:.2f}",
-                        f"{own / moved:.2f}",
-                        "yes" if reached else "no",
-                    ]
-                )
-    return _markdown(heads, rows, left=2)
+    heads = [f"{ranks} ranks, {mbit} Mbit/s", "layout", "auto", "s", "least and most"]
+    return markdown([*heads, "of the best alone", "predicted s"], rows, left=3)
 
 
 def _cell(value: float | None, places: int = 2) -> str:
     return "–" if value is None else f"{value:.{places}f}"
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    ruler = [" --- " if place < left else " ---: " for place in range(len(heads))]
-    lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(ruler)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])

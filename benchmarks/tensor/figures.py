@@ -6,6 +6,9 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
+from benchmarks.lab.machine import measured_on
+from benchmarks.lab.tables import markdown, span
+
 Figures = dict[str, dict[str, Any]]
 """By layout: `steps`, the seconds of each timed step, and `predicted`, those of `plan`."""
 
@@ -30,17 +33,17 @@ def disagreements(found: Figures) -> list[tuple[str, str, float]]:
 
 def table(rates: dict[str, Figures]) -> str:
     """This lays out measured / predicted seconds as Markdown. rates: figures by Mbit/s."""
-    head = "| seconds a step, measured / predicted | " + " | ".join(
-        f"{rate} Mbit/s" for rate in rates
-    )
-    lines = [f"{head} |", "| --- |" + " ---: |" * len(rates)]
+    heads = ["seconds a step"]
+    for rate in rates:
+        heads += [f"{rate} Mbit/s", "least and most", "predicted"]
+    lines = []
     for layout in next(iter(rates.values())):
-        cells = [
-            f"{seconds_of(found[layout]):.2f} / {found[layout]['predicted']:.2f}"
-            for found in rates.values()
-        ]
-        lines.append(f"| {layout} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([layout])
+        for found in rates.values():
+            one = found[layout]
+            cells = [f"{seconds_of(one):.2f}", span(one["steps"]), f"{one['predicted']:.2f}"]
+            lines[-1] += cells
+    return markdown(heads, lines)
 
 
 def verdict(rates: dict[str, Figures]) -> str:
@@ -51,5 +54,18 @@ def verdict(rates: dict[str, Figures]) -> str:
         pairs = len(found) * (len(found) - 1) // 2
         said = [f"{one} and {other} ({more:.2f} times apart)" for one, other, more in wrong]
         end = f", but not {'; '.join(said)}" if said else ""
-        lines.append(f"{rate} Mbit/s: {pairs - len(wrong)} of {pairs} pairs in order{end}")
+        lines.append(f"- {rate} Mbit/s: {pairs - len(wrong)} of {pairs} pairs in order{end}")
     return "\n".join(lines)
+
+
+def figures(result: dict[str, Any]) -> dict[str, str]:
+    """Return what pages show of tensor.json, by name, as Markdown."""
+    rates, case = result["by_mbit"], result["case"]
+    times = [
+        seconds_of(one) / one["predicted"] for found in rates.values() for one in found.values()
+    ]
+    return {
+        "table": table(rates),
+        "orders": f"{verdict(rates)}\n- steps take {span(times)} times what is predicted",
+        "measured": f"{measured_on([result])} Medians of {case['steps']} steps.",
+    }

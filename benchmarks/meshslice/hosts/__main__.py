@@ -1,6 +1,6 @@
 """MeshSlice on four hosts of one process each, beside Collective, Wang, SUMMA, Cannon and 1-D.
 
-    sudo python -m benchmarks.meshslice.hosts [--parts overlap,block,baselines] [--rounds 7]
+    sudo python -m benchmarks.meshslice.hosts [--parts overlap,block,tuned,baselines] [--rounds 7]
 
 A first launch measures products alone; from them follow the rates of the links, at which
 Collective's transfers take --ratios times as long as its products. Each rate is a launch.
@@ -33,7 +33,8 @@ from benchmarks.meshslice.hosts.setting import (
 )
 
 NAME = "meshslice-hosts"
-SLICES = {"overlap": (1, 2, 4, 8, 16), "block": (1, 2, 4, 8), "baselines": (1, 2, 4, 8)}
+EIGHT = (1, 2, 4, 8)
+SLICES = {"overlap": (*EIGHT, 16), "block": EIGHT, "tuned": EIGHT, "baselines": EIGHT}
 """What is measured, and in which slices; one slice is Collective."""
 
 
@@ -49,7 +50,7 @@ def main(words: list[str]) -> int:
     except (NoCluster, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
-    print("\n\n".join(report.tables(results.read(options.out, NAME))))
+    print("\n\n".join(report.figures(results.read(options.out, NAME)).values()))
     return 0
 
 

@@ -1,31 +1,38 @@
-"""A LLaMA block on a mesh of 2 × 2, forward and backward, through the project's own model code."""
+"""A LLaMA block of divided matrices, forward and backward, through the project's own model code: on
+a mesh of 2 × 2 in slices; and on the mesh that the tuner picks, beside Megatron's way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig
 
 from benchmarks.lab.processes import Tell
+from benchmarks.meshslice.hosts import points
+from benchmarks.meshslice.hosts.blocks import MEGATRON, ONE_SLICE, TUNED, tuned
 from benchmarks.meshslice.hosts.grids import layout_on
-from benchmarks.meshslice.hosts.setting import SQUARE, Setting
+from benchmarks.meshslice.hosts.setting import HOSTS, SQUARE, Setting
 from benchmarks.meshslice.hosts.turns import in_turns, require_same
 from uspft.config.algorithms import row_of
 from uspft.kernels.torch_cpu import TorchCpu
+from uspft.layout import Layout
 from uspft.mesh import Groups
+from uspft.model import grid, parallel
 from uspft.model.attention import Bound
 from uspft.model.build import empty_model
-from uspft.model.grid import shards_of, split_model
 from uspft.parameters.fill import fill
 from uspft.parameters.shards import Holders
 from uspft.parameters.source import RandomWeights
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
+from uspft.tensor.megatron import Megatron
 from uspft.tensor.meshslice import MeshSlice
+from uspft.tensor.tensor_algorithm import TensorAlgorithm
 from uspft.world import World, make_world
 
 ATTENTION = "planned_cp"
@@ -34,29 +41,59 @@ ATTENTION = "planned_cp"
 
 def measure(setting: Setting, tell: Tell) -> dict[str, Any]:
     """This returns the seconds of the block by slices, which are the same for all its products."""
-    groups, layout = Groups(), layout_on(SQUARE)
-    row = row_of(ATTENTION, layout.context)
-    algorithm = make_algorithm(row, layout.ulysses, layout.ring)
-    model = _model(setting, groups)
+    groups = Groups()
+    model = _model(setting, layout_on(SQUARE), groups)
     calls = {}
     for count in setting.slices:
-        tensor = MeshSlice(layout.tensor, SQUARE, (count,) * 4)
-        named = row, algorithm, tensor
-        world = make_world(layout, named, TorchCpu(), torch.device("cpu"), groups)
-        calls[str(count)] = step_of(model, world, setting)
+        tensor = MeshSlice(HOSTS, SQUARE, (count,) * 4)
+        calls[str(count)] = step_of(model, _world(layout_on(SQUARE), tensor, groups), setting)
     require_same(calls)
     tell("the block is warm")
     return in_turns(calls, setting.rounds)
 
 
+def measure_tuned(setting: Setting, tell: Tell) -> dict[str, Any]:
+    """This returns the seconds of the block on the mesh that the tuner picks, by what this launch
+    has measured before, and under Megatron."""
+    groups = Groups()
+    measured = points.measure(setting, groups)
+    choice = tuned(setting, measured)
+    tell(f"the tuner picks {choice.name}")
+    flat, mesh = Layout(HOSTS), layout_on(choice.mesh)
+    qkv, out, gate_up, down = choice.slices.values()
+    slices = qkv, out, gate_up, down
+    ways: dict[str, tuple[Layout, TensorAlgorithm]] = {
+        MEGATRON: (flat, Megatron(HOSTS, splits_tokens=True)),
+        ONE_SLICE: (mesh, MeshSlice(HOSTS, choice.mesh, (1, 1, 1, 1))),
+        TUNED: (mesh, MeshSlice(HOSTS, choice.mesh, slices)),
+    }
+    models = {layout: _model(setting, layout, groups) for layout in (flat, mesh)}
+    calls = {
+        name: step_of(models[layout], _world(layout, tensor, groups), setting)
+        for name, (layout, tensor) in ways.items()
+    }
+    _require_same_norm(calls)
+    tell("the block is warm")
+    seconds = in_turns(calls, setting.rounds)
+    return {"points": measured, "mesh": choice.mesh, "slices": slices, "seconds": seconds}
+
+
 def step_of(model: Any, world: World, setting: Setting) -> Callable[[], Tensor]:
-    """This returns a forward and backward of the block, which gives the gradient of its input."""
+    """This returns a forward and backward of the block, which gives the gradient of its input.
+
+    Every layout takes its part of the same input.
+    """
     share = world.share([Segments.single(setting.tokens)])
     held = torch.cat([torch.arange(start, stop) for start, stop in share.held])
-    draw = torch.Generator().manual_seed(1 + world.mesh.rank)
-    width = setting.hidden // world.mesh.columns.size
-    x, slope = (torch.randn(1, len(held), width, generator=draw) for _ in range(2))
-    return partial(_step, model, Bound(world, share, held, recompute=None), x, slope)
+    bound = Bound(world, share, held, recompute=None)
+    columns, draw = world.mesh.columns, torch.Generator().manual_seed(1)
+    whole = (torch.randn(setting.tokens, setting.hidden, generator=draw) for _ in range(2))
+    if world.tensor.splits_tokens:
+        own = [each[held].chunk(columns.size)[columns.index] for each in whole]
+    else:
+        own = [each[held].chunk(columns.size, -1)[columns.index] for each in whole]
+    x, slope = (each[None].contiguous() for each in own)
+    return partial(_step, model, bound, x, slope)
 
 
 def _step(model: Any, bound: Bound, x: Tensor, slope: Tensor) -> Tensor:
@@ -70,7 +107,25 @@ def _step(model: Any, bound: Bound, x: Tensor, slope: Tensor) -> Tensor:
     return x.grad
 
 
-def _model(setting: Setting, groups: Groups) -> Any:
+def _require_same_norm(calls: Mapping[str, Callable[[], Tensor]]) -> None:
+    """This calls each, which warms it up. Raises RuntimeError where the gradients of all ranks
+    together have different norms."""
+
+    def norm(call: Callable[[], Tensor]) -> Tensor:
+        square = call().double().square().sum()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    require_same({name: partial(norm, call) for name, call in calls.items()})
+
+
+def _world(layout: Layout, tensor: TensorAlgorithm, groups: Groups) -> World:
+    row = row_of(ATTENTION, layout.context)
+    named = row, make_algorithm(row, layout.ulysses, layout.ring), tensor
+    return make_world(layout, named, TorchCpu(), torch.device("cpu"), groups)
+
+
+def _model(setting: Setting, layout: Layout, groups: Groups) -> Any:
     """This returns a model of one block, of which this rank holds its parts; collective."""
     shape = setting.shape
     config = LlamaConfig(
@@ -84,8 +139,9 @@ def _model(setting: Setting, groups: Groups) -> Any:
         tie_word_embeddings=False,
     )
     model = empty_model(config, torch.float32)
-    shards = shards_of(model, layout_on(SQUARE))
-    holders = Holders.of(shards, torch.distributed.get_rank(), groups)
+    on_mesh = layout.is_mesh
+    flat = None if on_mesh else parallel.shards_of(model, layout, splits_tokens=True)
+    holders = Holders.of(flat or grid.shards_of(model, layout), dist.get_rank(), groups)
     fill(model, torch.float32, RandomWeights(model, 1, config.initializer_range), holders)
-    split_model(model, holders)
+    (grid if on_mesh else parallel).split_model(model, holders)
     return model.train()

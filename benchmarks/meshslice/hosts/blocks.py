@@ -9,8 +9,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.meshslice.hosts.predicted import hardware_of, predicted_seconds, transfer_errors
-from benchmarks.meshslice.hosts.setting import Setting
+from benchmarks.meshslice.hosts.setting import MESHES, Setting
 
+MEGATRON, ONE_SLICE, TUNED = "Megatron", "one slice", "tuned"
+"""Ways that take turns in the part `tuned`: Megatron's over all ranks, with tokens split between
+the blocks (`use_seq_parallel`); the mesh that the tuner picks, in one slice; and in the slices that
+it picks."""
 Mesh = tuple[int, int]
 Seconds = Mapping[tuple[Mesh, int], Mapping[str, float]]
 """Of each product in all its flows, by mesh and slices."""
@@ -48,6 +52,18 @@ def choose(seconds: Seconds) -> Choice:
 def total(seconds: Seconds, choice: Choice) -> float:
     """Return the seconds of all products under a choice."""
     return sum(seconds[choice.mesh, count][name] for name, count in choice.slices.items())
+
+
+def tuned(setting: Setting, points: Mapping[str, Any]) -> Choice:
+    """Return the mesh and the slices that are predicted to be fastest by a launch's points."""
+    hardware = hardware_of(points)
+    return choose(
+        {
+            (mesh, count): predicted_seconds(setting, hardware, mesh, count)
+            for mesh in MESHES
+            for count in setting.slices
+        }
+    )
 
 
 @dataclass(frozen=True)

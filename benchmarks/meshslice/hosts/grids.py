@@ -8,9 +8,9 @@ from uspft.mesh import Groups, Mesh, make_mesh
 
 
 def layout_on(mesh: tuple[int, int]) -> Layout:
-    """This returns the layout of so many mesh rows and mesh columns."""
+    """This returns the layout of so many mesh rows and columns, matrices in blocks over both."""
     rows, columns = mesh
-    return Layout(columns, ring=rows, mesh_rows=rows)
+    return Layout(columns, ring=rows, mesh_rows=rows, blocks=True)
 
 
 def grid_of(mesh: tuple[int, int], groups: Groups) -> Mesh:

@@ -10,11 +10,6 @@ from uspft.planner.mesh_products import Flow, Slice, flow_seconds
 
 PRODUCTS, TRANSFERS = "products alone", "transfers alone"
 """What takes turns with the slices, and bounds them."""
-WANTED = {0.7: 1.25, 1.0: 1.3, 1.5: 1.3}
-"""How many times faster than Collective, by the share of its transfers in its products' time."""
-WANTED_OF_BLOCK = 1.25
-NEAR = 1.05
-"""How many times the bound, or the best, still counts as reaching it."""
 
 
 class Overlap(NamedTuple):
@@ -32,11 +27,6 @@ class Overlap(NamedTuple):
     def gain(self) -> float:
         """How many times faster than Collective the best slices are."""
         return self.collective / self.best
-
-    def reached(self, wanted: float) -> bool:
-        """Tell whether the gain is as wanted, or where the bound forbids it, the bound is near."""
-        forbidden = self.collective / self.bound < wanted
-        return self.gain >= wanted or (forbidden and self.best <= NEAR * self.bound)
 
 
 def bound_of(flow: Flow, products: float, transfers: float, slices: int) -> float:

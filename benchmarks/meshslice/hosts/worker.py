@@ -14,6 +14,7 @@ PARTS = {
     "products": overlap.products_alone,
     "overlap": overlap.measure,
     "block": block.measure,
+    "tuned": block.measure_tuned,
     "baselines": baselines.measure,
 }
 

@@ -1,10 +1,11 @@
-"""The modelled steps as the JSON has them, and their tables beside the paper's figures."""
+"""The modelled steps as the JSON has them, and their figures beside the paper's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from benchmarks.lab.tables import markdown, span
 from benchmarks.switching.simulation.cases import LONG, PAPERS, SEARCHED, WAYS, Case
 from benchmarks.switching.simulation.lengths import CORPORA, share_above
 from uspft.switching.choice import SwitchingChoice
@@ -61,55 +62,59 @@ def both(found: SwitchingChoice) -> dict[str, Any]:
     }
 
 
-def tables(result: Mapping[str, Any]) -> list[str]:
-    """This lays a result out as Markdown: beside the paper, and where switching was searched."""
-    heads = ["32 A800: rows to, ZeRO", "lengths", "paper, at best"]
-    for way in WAYS:
-        heads += [f"{way}: one layout", "switched", "times", "auto takes"]
-    lines = []
+def figures(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what pages show of a result, by name, as Markdown: beside the paper, where switching
+    was searched, and what it gains in each."""
+    heads = ["32 A800: rows to, ZeRO", "lengths", "paper, at best", *WAYS]
+    papers = []
     for one in result["papers"]:
         case = f"{one['model']}, {one['row_tokens'] // 1024}k, {one['stage']}"
-        cells = [case, one["corpus"], f"{PAPER[one['corpus']]} ×"]
-        for way in WAYS:
-            cells += [*_both(one["ways"][way]), _taken(one["ways"][way])]
-        lines.append(cells)
-    searched = ["ranks, ZeRO, memory, links between hosts", "one layout", "seconds"]
-    searched += ["switched", "times", "auto takes"]
-    found = []
+        cells = [_both(one["ways"][way]) for way in WAYS]
+        papers.append([case, one["corpus"], f"{PAPER[one['corpus']]} ×", *cells])
+    links = list(dict.fromkeys(one["between"] for one in result["searched"]))
+    by_links: dict[str, dict[float, str]] = {}
     for one in result["searched"]:
-        way = one["ways"]["any layout"]
-        static, seconds = way["static"] or ["none fits", None]
-        where = f"{one['ranks']}, {one['stage']}, {one['memory_gb']:.0f} GB, ×{one['between']:.2g}"
-        found.append([where, static, _seconds(seconds), *_both(way)[1:], _taken(way)])
-    return [_markdown(heads, lines, left=2), _markdown(searched, found, left=2)]
+        where = f"{one['ranks']}, {one['stage']}, {one['memory_gb']:.0f} GB"
+        by_links.setdefault(where, {})[one["between"]] = _both(one["ways"]["any layout"])
+    searched = [
+        [where, *(each.get(link, "–") for link in links)] for where, each in by_links.items()
+    ]
+    beside = ["ranks, ZeRO, memory", *(f"links ×{link:.2g}" for link in links)]
+    return {
+        "papers": markdown(heads, papers, left=2),
+        "searched": markdown(beside, searched),
+        "gains": gains(result),
+    }
 
 
-def _both(way: Mapping[str, Any]) -> list[str]:
-    """The seconds of one layout and of the mix, and how many times faster the mix is."""
-    seconds = way["static"][1] if way["static"] else None
-    mix = way["mix"]["seconds"] if way["mix"] else None
-    times = f"{seconds / mix:.2f}" if seconds and mix else "–"
-    return [_seconds(seconds), _mix(way["mix"]), times]
+def gains(result: Mapping[str, Any]) -> str:
+    """Return how many times faster the best mix is than the best layout alone, in lines."""
+    said = [
+        f"- {way}: {span(_gains(one['ways'][way] for one in result['papers']))} times"
+        for way in WAYS
+    ]
+    searched = [one["ways"]["any layout"] for one in result["searched"]]
+    several = [way for way in searched if way["switches"]]
+    said.append(
+        f"- any layout on 16 ranks: {span(_gains(searched))} times; `strategies: auto` would take "
+        f"several layouts in {len(several)} of {len(searched)} cases, {span(_gains(several))} times"
+    )
+    return "\n".join(said)
 
 
-def _taken(way: Mapping[str, Any]) -> str:
-    if way["switches"]:
-        return "several"
-    return "one" if way["static"] else "none fits"
+def _gains(ways: Iterable[Mapping[str, Any]]) -> list[float]:
+    return [
+        way["static"][1] / way["mix"]["seconds"] for way in ways if way["static"] and way["mix"]
+    ]
 
 
-def _mix(mix: Mapping[str, Any] | None) -> str:
-    if mix is None:
-        return "–"
-    buckets = ", ".join(f"{length // 1024}k {name}" for length, name in mix["buckets"])
-    return f"{_seconds(mix['seconds'])} ({buckets}{'; moving' if mix['moves'] else ''})"
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    ruler = [" --- " if place < left else " ---: " for place in range(len(heads))]
-    lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(ruler)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
+def _both(way: Mapping[str, Any]) -> str:
+    """Return the seconds of the best layout alone and of the best mix, how many times faster this
+    is, and what is taken."""
+    if not way["static"]:
+        return "several" if way["switches"] else "none fits"
+    seconds, takes = way["static"][1], "several" if way["switches"] else "one"
+    if way["mix"] is None:
+        return f"{seconds:.3g}, {takes}"
+    mix = way["mix"]["seconds"]
+    return f"{seconds:.3g} / {mix:.3g}: {seconds / mix:.2f}, {takes}"

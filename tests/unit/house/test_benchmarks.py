@@ -21,24 +21,18 @@ from benchmarks.attention.engines.alone import one_process
 from benchmarks.attention.engines.per_document import zigzag
 from benchmarks.attention.layer import Layer
 from benchmarks.attention.options import options_of, settings_of
-from benchmarks.attention.overview import overview
 from benchmarks.attention.report import rows, summary, text
 from benchmarks.attention.setting import CHECK_TOKENS, Setting
-from benchmarks.convergence import comparison
 from benchmarks.convergence.comparison import compare, is_off
 from benchmarks.convergence.curves import BASE, CURVES, YARDSTICK
 from benchmarks.convergence.ranks import Backwards
 from benchmarks.convergence.rows import rows_of
-from benchmarks.data import figures as rates
+from benchmarks.lab.machine import measured_on
 from benchmarks.lab.results import RESULTS, read, write
-from benchmarks.memory import report as memory
-from benchmarks.meshslice import report as meshslice
-from benchmarks.meshslice.hosts import report as hosts
-from benchmarks.orders import figures as dealing
+from benchmarks.lab.tables import as_tokens, listed, markdown, span
+from benchmarks.orders.figures import MOST_SECONDS
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
-from benchmarks.switching import report as switching_hosts
-from benchmarks.switching.simulation import report as switching
 from benchmarks.tensor import figures as orders
 from uspft.kernels import Block, Mask
 from uspft.kernels.dense import dense_attention
@@ -197,11 +191,10 @@ def test_the_figures_of_a_step() -> None:
         ours_alone: 6,
         theirs_alone: 10,
     }
-    assert result["fastest_step_seconds"][figures.OURS] == 1
     assert (result["ratio"], result["largest_relative_loss_difference"]) == (1, 0.25)
     lines = figures.table(result).splitlines()[2:]
-    assert lines[0] == "| uspft, `ring_cp` | 4.00 | 1.00 | 1.00 |"
-    assert lines[3] == "| half of one process's step, Trainer | 5.00 | 1.25 | 5.00 |"
+    assert lines[0] == "| uspft, `ring_cp` | 4.00 | 1.00 | 1.00 to 7.00 | 2 |"
+    assert lines[3] == "| half of one process's step, Trainer | 5.00 | 1.25 | 5.00 | 1 |"
 
 
 def test_the_orders_of_layouts() -> None:
@@ -213,11 +206,33 @@ def test_the_orders_of_layouts() -> None:
     }
     assert orders.disagreements(found) == [("a", "b", 1.5)]
     rates = {"100": found, "50": {**found, "b": {"steps": [3.0], "predicted": 1.5}}}
-    assert orders.table(rates).splitlines()[2] == "| a | 2.00 / 1.00 | 2.00 / 1.00 |"
+    cells = " | ".join(["2.00 | 1.00 to 9.00 | 1.00"] * 2)
+    assert orders.table(rates).splitlines()[2] == f"| a | {cells} |"
     assert orders.verdict(rates).splitlines() == [
-        "100 Mbit/s: 2 of 3 pairs in order, but not a and b (1.50 times apart)",
-        "50 Mbit/s: 2 of 3 pairs in order, but not b and c (1.33 times apart)",
+        "- 100 Mbit/s: 2 of 3 pairs in order, but not a and b (1.50 times apart)",
+        "- 50 Mbit/s: 2 of 3 pairs in order, but not b and c (1.33 times apart)",
     ]
+
+
+def test_what_tables_are_made_of() -> None:
+    table = markdown(["a", "b"], [["x", "1"]])
+    assert table == "| a | b |\n| --- | ---: |\n| x | 1 |"
+    assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
+    assert span([2.0, 1.0, 1.5], 1) == "1.0 to 2.0" and span([1.001, 1.0]) == "1.00"
+    assert span([]) == "–"
+    assert [as_tokens(n) for n in (1000, 1 << 10, 1 << 20)] == ["0k", "1k", "1m"]
+
+
+def test_a_sentence_says_when_and_on_what_it_was_measured() -> None:
+    one = {
+        "date": "2026-11-21T20:00",
+        "machine": {"cores": 2, "cpu": "CPU", "memory_gib": 24, "load_average_before": 0.5},
+        "versions": {"torch": "2.13"},
+    }
+    said = "2 shared cores (CPU), 24 GiB, torch 2.13; load average before: 0.5."
+    assert measured_on([one]) == f"Measured 2026-11-21 on {said}"
+    other = {**one, "date": "2026-11-22T01:00"}
+    assert measured_on([other, one]).startswith("Measured 2026-11-21 to 2026-11-22 on 2 shared")
 
 
 def test_results_are_one_file_a_benchmark_and_three_pictures_at_most() -> None:
@@ -245,43 +260,11 @@ def test_kept_cases_are_named_after_their_settings_and_were_right() -> None:
             assert max(each["errors"].values(), default=0) < LARGEST_ERROR
 
 
-def walls_beside_best_peer() -> list[str]:
-    found = []
-    for mix in MIXES:
-        records = read(RESULTS, "attention")[f"8192-8x2-{mix}-2p"]["records"]
-        walls = {each["name"]: summary(each)["wall_seconds"] for each in records if each["rounds"]}
-        best = min(
-            walls[each["name"]] for each in records if each["kind"] == "peer" and each["rounds"]
-        )
-        found.append(f"{walls['planned_cp'] / best:.2f}")
-    return found
-
-
-def test_the_readme_of_the_results_says_what_the_files_say() -> None:
-    step, convergence = read(RESULTS, "step"), read(RESULTS, "convergence")
+def test_kept_results_are_as_good_as_pages_say() -> None:
+    convergence = read(RESULTS, "convergence")
     compared = {kind: compare(each) for kind, each in convergence["losses"].items()}
     assert compared == convergence["largest_differences"]
     assert all(len(each) == len(CURVES) - 1 for each in compared.values())
-    tables = [
-        *overview(read(RESULTS, "attention")),
-        figures.table(step),
-        comparison.table(compared),
-        orders.table(read(RESULTS, "tensor")["by_mbit"]),
-        *meshslice.tables(read(RESULTS, "meshslice")),
-        *hosts.tables(read(RESULTS, "meshslice-hosts")),
-        *memory.tables(read(RESULTS, "memory")),
-        *switching_hosts.tables(read(RESULTS, "switching")),
-        *switching.tables(read(RESULTS, "switching-simulation")),
-        rates.table(read(RESULTS, "data")["cases"]),
-        dealing.table(read(RESULTS, "orders")["cases"]),
-    ]
-    said = (RESULTS / "README.md").read_text()
-    assert [table for table in tables if table not in said] == []
-    for found in read(RESULTS, "tensor")["by_mbit"].values():  # what the text below its table says
-        assert all(apart <= 1.15 for _, _, apart in orders.disagreements(found))
     for case in read(RESULTS, "orders")["cases"]:
-        assert case["search_seconds"] <= 1.2 * dealing.MOST_SECONDS[case["tokens"]], case
+        assert case["search_seconds"] <= 1.2 * MOST_SECONDS[case["tokens"]], case
         assert case["balance"] <= 1.05, case
-    assert "are {}, {}, {} and {} of the best other's".format(*walls_beside_best_peer()) in said
-    found = [line for line in said.splitlines() if line.startswith("|")]
-    assert len(found) == sum(len(table.splitlines()) for table in tables), "a table of nothing"

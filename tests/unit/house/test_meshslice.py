@@ -17,7 +17,7 @@ from benchmarks.meshslice.programs import (
     summa,
     wang,
 )
-from benchmarks.meshslice.report import headlines, tables
+from benchmarks.meshslice.report import figures, headlines
 from benchmarks.meshslice.shapes import GPT_3, MODELS, flows, slice_counts
 from benchmarks.meshslice.simulate import Run, baseline, chosen, one_count
 from benchmarks.meshslice.torus import Torus
@@ -161,6 +161,6 @@ def test_no_baseline_is_faster_and_some_meshes_do_not_fit() -> None:
 
 def test_results_are_called_modelled_and_are_what_the_simulation_says() -> None:
     kept = read(RESULTS, "meshslice")
-    assert "modelled" in kept and len(tables(kept)) == 3
+    assert "modelled" in kept and len(figures(kept)) == 3
     assert kept["headlines"][GPT_3.name] == headlines(GPT_3)
     assert set(kept["headlines"]) == {model.name for model in MODELS}

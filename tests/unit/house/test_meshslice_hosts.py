@@ -12,7 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.meshslice.engines import in_slices
 from benchmarks.meshslice.events import Task, simulate
 from benchmarks.meshslice.hosts.baselines import PASSES
-from benchmarks.meshslice.hosts.blocks import Choice, Measured, choose, total
+from benchmarks.meshslice.hosts.blocks import (
+    MEGATRON,
+    ONE_SLICE,
+    TUNED,
+    Choice,
+    Measured,
+    choose,
+    total,
+    tuned,
+)
 from benchmarks.meshslice.hosts.grids import grid_of
 from benchmarks.meshslice.hosts.local import Local
 from benchmarks.meshslice.hosts.overlapped import (
@@ -23,7 +32,7 @@ from benchmarks.meshslice.hosts.overlapped import (
     overlap_of,
 )
 from benchmarks.meshslice.hosts.predicted import hardware_of, transfer_errors
-from benchmarks.meshslice.hosts.report import tables
+from benchmarks.meshslice.hosts.report import figures
 from benchmarks.meshslice.hosts.setting import (
     MESHES,
     SQUARE,
@@ -37,6 +46,11 @@ from uspft.mesh import Groups
 from uspft.planner.mesh_products import Flow
 
 MIB = 1 << 20
+ABOUT: dict[str, Any] = {
+    "date": "2026-11-21T20:00",
+    "machine": {"cores": 2, "cpu": "CPU", "memory_gib": 24, "load_average_before": 0.5},
+    "versions": {"torch": "2.13"},
+}
 SETTING = Setting("baselines", 100, 1.5, 4096, 2048, 2048, 2, (1, 2))
 TOKENS, HIDDEN, FEATURES = 24, 64, 40
 
@@ -114,9 +128,6 @@ def test_what_a_flow_gained() -> None:
     one = overlap_of("output", {**seconds, "2": [5.5] * 3, "4": [4.8, 4.7, 4.9]})
     assert one == Overlap(4.0, 2.0, 6.1, 4.8, 4, 4.5)
     assert one.gain == pytest.approx(6.1 / 4.8)
-    assert one.reached(1.25) and not one.reached(1.3)
-    assert one._replace(best=4.7).reached(1.4), "forbidden by the bound, and near it"
-    assert not one.reached(1.4), "forbidden by the bound, and far from it"
 
 
 def made_points(hop: float, rate: float) -> list[dict[str, Any]]:
@@ -184,7 +195,7 @@ def test_the_choice_and_how_good_it_was() -> None:
     assert one.engines((1, 4))["SUMMA"] == pytest.approx(24)
 
 
-def test_the_tables_say_what_was_reached() -> None:
+def test_the_tables_say_what_was_measured() -> None:
     square = {PRODUCTS: [4.0], TRANSFERS: [2.0], "1": [6.0], "2": [4.8], "4": [4.5]}
     setting = asdict(replace(SETTING, part="overlap", ratio=0.7))
     result = {
@@ -192,11 +203,27 @@ def test_the_tables_say_what_was_reached() -> None:
         "block": {"rates": [{"setting": setting, "measured": {"1": [6.0], "2": [4.9]}}]},
         "baselines": {"rates": [of_rate({1: 1.0, 2: 1.0})]},
     }
-    found = tables(result)
-    assert len(found) == len(tables({"baselines": result["baselines"]})) + 2 == 5
-    last = [table.splitlines()[-1] for table in found]
-    assert last[0].endswith("| 0.50 | 4.000 | 2.000 | 6.000 | 4.500 | 4 | 1.33 | 4.500 | yes |")
-    assert last[1] == "| 100 | 6.000 | 4.900 | 1.22 | no |"
-    assert last[2].startswith("| 100, 1 × 4 | 12.24 / ")
-    assert last[3].split(" | ")[1:3] == ["12.24", "1.00"] and "1.96" in last[3]
-    assert last[4].startswith("| 100 | 16 | 0.0 % | 0.0 % | yes |")
+    found = figures({name: {**part, **ABOUT} for name, part in result.items()})
+    last = {name: figure.splitlines()[-1] for name, figure in found.items()}
+    assert last["overlap"].endswith("| 0.50 | 4.000 | 2.000 | 6.000 | 4.500 | 4 | 1.33 | 4.500 |")
+    assert last["block"] == "| 100 | 6.000 | 4.900 | 1.22 |"
+    assert last["slices"].startswith("| 100, 1 × 4 | 12.24 / ")
+    assert last["others"].split(" | ")[1:3] == ["12.24", "1.00"] and "1.96" in last["others"]
+    assert last["foreseen"].startswith("| 100 | 16 | 0.0 % | 0.0 % | 1 × 4 in 2, 2, 2, 2 |")
+    first, second = found["summary"].splitlines()
+    assert "is 1.33 times as fast, on links that take 0.5 times" in first
+    assert "At 100 Mbit/s the tuner picks 1 × 4 in 2, 2, 2, 2 slices" in second
+    assert "the fastest (SUMMA) takes 1.96 times as long. On 2 × 2" in second
+    assert last["measured"].endswith("2 rounds (`block`) and 2 rounds (`baselines`).")
+
+
+def test_the_mesh_that_the_tuner_picks_beside_megatron() -> None:
+    assert tuned(SETTING, points_of(1e7)) == choose(
+        Measured.of(of_rate({1: 1.0, 2: 1.0})).predicted
+    )
+    seconds = {MEGATRON: [4.0, 5.0, 4.5], ONE_SLICE: [6.0], TUNED: [3.0, 3.6, 3.5]}
+    measured = {"mesh": [1, 4], "slices": [2, 2, 2, 2], "seconds": seconds}
+    part = {**ABOUT, "rates": [{"setting": asdict(SETTING), "measured": measured}]}
+    last = figures({"tuned": part})["tuned"].splitlines()[-1]
+    place = "100, 1 × 4 in 2, 2, 2, 2"
+    assert last == f"| {place} | 3.50 | 3.00 to 3.60 | 6.00 | 4.50 | 4.00 to 5.00 | 0.78 |"

@@ -14,11 +14,16 @@ from benchmarks.switching.automatic import BESIDE, corpora, taken
 from benchmarks.switching.contenders import BOUND, PEER, STATIC, SWITCHED, contenders
 from benchmarks.switching.corpus import even, scaled, write_samples
 from benchmarks.switching.formulas import held_bytes, sent_bytes
-from benchmarks.switching.report import Stage, tables, targets
+from benchmarks.switching.report import figures
 from benchmarks.switching.setting import Setting, make_jobs, make_model, make_samples
 from uspft.prepare.cluster import shipped
 
 LENGTHS = (9, 20, 30, 64, 250, 512)
+ABOUT: dict[str, Any] = {
+    "date": "2026-11-21T20:00",
+    "machine": {"cores": 2, "cpu": "CPU", "memory_gib": 24, "load_average_before": 0.5},
+    "versions": {"torch": "2.13"},
+}
 
 
 def test_samples_have_the_whole_distribution(tmp_path: Path) -> None:
@@ -73,7 +78,7 @@ def test_every_recipe_is_one_that_runs(ranks: int, tmp_path: Path) -> None:
 
 
 def made(seconds: Mapping[str, float]) -> dict[str, Any]:
-    """A result of four ranks in which each contender takes the same in all rounds."""
+    """A result of four ranks in three rounds, each contender's 10 % around its seconds."""
     step = {
         "written_bytes": 4 * 9_000 + 64,
         "own_bytes": {"ring": 64, "switch": 7},
@@ -81,40 +86,56 @@ def made(seconds: Mapping[str, float]) -> dict[str, Any]:
         "switch_seconds": 0.25,
     }
     measured = {
-        name: {"seconds": [each] * 3, "steps": [step], "held_bytes": 4000, "live_bytes": 2**21}
+        name: {
+            "seconds": [1.1 * each, each, 0.9 * each],
+            "steps": [step],
+            "held_bytes": 4000,
+            "live_bytes": 2**21,
+        }
         for name, each in seconds.items()
     }
     measured[BOUND] |= {"predicted_seconds": 0.5, "schedule_seconds": 0.002}
-    setting = {"mbit": 50, "stage": 1}
-    layouts = {"parameters": 1000, "stages": [{"setting": setting, "measured": measured}]}
+    setting = {"ranks": 4, "mbit": 50, "stage": 1, "rounds": 3, "lengths": [8, 9, 1024]}
+    setting |= {"layers": 2, "hidden": 128}
+    stages = [{"setting": setting, "measured": measured}]
+    fast = {"mbit": 10_000, "seconds": 2.0}
+    layouts = {**ABOUT, "parameters": 1000, "fast_links": fast, "stages": stages}
     return {"by_ranks": {"4": {"layouts": layouts}}}
 
 
-def test_the_tables_and_what_was_reached() -> None:
+def test_the_tables_and_what_they_come_to() -> None:
     names = list(contenders(4))
-    seconds = dict.fromkeys(names, 4.0) | {BOUND: 1.0, names[0]: 1.04, names[1]: 2.0}
-    shown = tables(made(seconds))
-    lines = {line.split(" | ")[0]: line for line in shown[0].splitlines()}
+    seconds = dict.fromkeys(names, 4.0) | {BOUND: 1.0, names[0]: 1.6, names[1]: 2.0}
+    shown = figures(made(seconds))
+    lines = {line.split(" | ")[0]: line for line in shown["4 ranks, ZeRO-1"].splitlines()}
     assert lines[f"| {BOUND}"] == (
-        f"| {BOUND} | 1.00 | – | 4.00 | 1.00 | 0.50 | 1.0 | 9.00 | 9.00 | – | 2.0 "
+        f"| {BOUND} | 1.00 | 0.90 to 1.10 | – | 4.00 | 0.50 | 1.0 | 9.00 | 9.00 | – | 2.0 "
         "| 4.00 | 7.00 | 2.0 |"
     )
     assert "| 0.25 |" in lines[f"| {names[4]}"] and len(lines) == len(names) + 2
-    ends = [line.rsplit("|", 2)[1].strip() for line in shown[1].splitlines()[2:]]
-    assert ends[:4] == ["yes", "yes", "yes", "yes"] and set(ends[4:]) == {"no"}
-    assert tables({}) == []
+    said = shown["summary"]
+    assert "Ulysses 2.50, the ring 2.00, `planned_cp` 1.00 and tensor degrees 1.00 times" in said
+    assert "them 1.00 to 2.50 times as fast as DeepSpeed's" in said and "takes 2.50 times" in said
+    assert shown["measured"].endswith("Medians of rounds in turn, 3 under ZeRO-1.")
+    assert (
+        "Mbit/s (static Ulysses takes 2.0 s a step on links of 10,000)"
+        in (shown["setting, 4 ranks"])
+    )
+    assert figures({}) == {}
 
 
 def test_what_auto_takes_is_shown_beside_the_best_layout_alone() -> None:
     seconds = {"mix": 2.1, "a alone": 2.0, "b alone": 4.0}
     measured = {name: {"seconds": [one], "predicted_seconds": 1.5} for name, one in seconds.items()}
     corpus = {"takes": "mix", "why": "", "setting": {"mbit": 50}, "measured": measured}
-    (shown,) = tables({"by_ranks": {"8": {"auto": {"corpora": {"no tail": corpus}}}}})
-    assert shown.splitlines()[2:] == [
-        "| no tail | mix | takes | 2.10 | 1.05 | 1.50 |",
-        "| no tail | a alone |  | 2.00 | 1.00 | 1.50 |",
-        "| no tail | b alone |  | 4.00 | 2.00 | 1.50 |",
+    shown = figures({"by_ranks": {"8": {"auto": {"corpora": {"no tail": corpus}}}}})
+    assert shown["auto, 8 ranks"].splitlines()[2:] == [
+        "| no tail | mix | takes | 2.10 | 2.10 | 1.05 | 1.50 |",
+        "| no tail | a alone |  | 2.00 | 2.00 | 1.00 | 1.50 |",
+        "| no tail | b alone |  | 4.00 | 4.00 | 2.00 | 1.50 |",
     ]
+    took = "its step lasts 1.05 times as long as that of the fastest of 2 layouts alone."
+    assert shown["auto"] == f"- 8 ranks, no tail: it takes `mix`; {took}"
 
 
 def test_what_auto_takes_is_timed_beside_static_layouts(tmp_path: Path) -> None:
@@ -132,13 +153,3 @@ def test_what_auto_takes_is_timed_beside_static_layouts(tmp_path: Path) -> None:
         record = {**json.loads(json.dumps(asked.as_record())), "folder": str(tmp_path)}
         assert Setting.of(record) == asked
         assert len(make_jobs(asked)) == len(one.timed)
-
-
-def test_a_target_that_the_bound_forbids_is_met_near_it() -> None:
-    """1.3 times is all that there is to gain: a step 4 % above the bound counts, 6 % does not."""
-    names = list(contenders(4))
-    for own, met in ((1.04, "yes"), (1.06, "no")):
-        seconds = dict.fromkeys(names, 1.3) | {BOUND: 1.0, names[0]: own}
-        found = made(seconds)["by_ranks"]["4"]["layouts"]
-        one = Stage(4, 50, 1, 1000, found["stages"][0]["measured"])
-        assert f"| {met} |" in targets([one]).splitlines()[2]

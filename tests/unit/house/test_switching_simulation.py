@@ -9,7 +9,7 @@ import pytest
 from benchmarks.lab.results import RESULTS, read
 from benchmarks.switching.simulation.cases import A800, LONG, PAPERS, SEARCHED, WAYS, Case
 from benchmarks.switching.simulation.lengths import CORPORA, lengths, share_above
-from benchmarks.switching.simulation.report import PAPER, line, tables
+from benchmarks.switching.simulation.report import PAPER, figures, line
 
 SMALL = Case("LLaMA-2 7B", CORPORA[1], 8192, 1, 8)
 
@@ -49,21 +49,24 @@ def test_a_way_keeps_to_its_layouts(way: str) -> None:
         assert alone == 1
 
 
-def test_a_line_and_its_tables() -> None:
+def test_a_line_and_its_figures() -> None:
     found = line(SMALL, WAYS)
-    shown = tables({"papers": [found], "searched": [found]})
-    assert len(shown) == 2 and all(len(each.splitlines()) == 3 for each in shown)
-    for each in shown:
+    papers, searched, gains = figures({"papers": [found], "searched": [found]}).values()
+    for each in (papers, searched):
+        assert len(each.splitlines()) == 3
         heads, *_, cells = each.splitlines()
         assert heads.count("|") == cells.count("|")
-    assert "LLaMA-2 7B, 8k, 1 | CommonCrawl | 2.99 ×" in shown[0]
+    assert "LLaMA-2 7B, 8k, 1 | CommonCrawl | 2.99 ×" in papers
     static = found["ways"]["any layout"]["static"]
-    assert f"| {static[0]} | {static[1]:.3g} |" in shown[1]
+    mix = found["ways"]["any layout"]["mix"]["seconds"]
+    assert f"| {static[1]:.3g} / {mix:.3g}: {static[1] / mix:.2f}, " in searched
+    times = f"{static[1] / found['ways']['any layout']['mix']['seconds']:.2f}"
+    assert f"- any layout: {times} times" in gains.splitlines()
 
 
 def test_results_are_called_modelled_and_are_what_the_planner_says() -> None:
     kept = read(RESULTS, "switching-simulation")
-    assert "modelled" in kept and len(tables(kept)) == 2
+    assert "modelled" in kept and len(figures(kept)) == 3
     assert len(kept["papers"]) == len(PAPERS) + len(LONG) and len(kept["searched"]) == len(SEARCHED)
     again = line(PAPERS[0], ["matrices alone"])
     assert kept["papers"][0]["ways"]["matrices alone"] == again["ways"]["matrices alone"]

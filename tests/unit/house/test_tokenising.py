@@ -29,4 +29,4 @@ def test_the_rates_of_tokenising(tmp_path: Path) -> None:
     assert found["ratio"] == 1.25 and not found["same_tokens"]
     assert figures.record(runs[:3], case, 2)["same_tokens"]
     (line,) = figures.table({"jsonl, unmarked": found}).splitlines()[2:]
-    assert line == "| jsonl, unmarked | 62 | 50 | 1.25 | 9.0 / 9.0 |"
+    assert line == "| jsonl, unmarked | 2 | 62 | 50 | 1.25 | 0.50 to 2.00 | 9.0 / 9.0 |"

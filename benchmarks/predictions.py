@@ -1,0 +1,188 @@
+"""Figures of pages that the program itself works out: nothing of them is measured.
+
+What a layer sends is held to what runs send by tests/parity; predicted seconds and bytes are those
+that `plan` and `check` print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from benchmarks.lab.results import ROOT
+from benchmarks.lab.tables import as_tokens, listed, markdown
+from uspft.config import Recipe, load
+from uspft.config.algorithms import row_of
+from uspft.families import ModelShape, read_shape
+from uspft.layout import Layout, layout_of
+from uspft.planner.alternatives import alternatives
+from uspft.planner.hardware import read_hardware
+from uspft.planner.need import longest_row, need_of
+from uspft.prepare.examine import Examined
+from uspft.prepare.invocation import CONFIGS
+from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
+from uspft.prepare.memory_need import settled_memory
+from uspft.segments import Segments
+from uspft.sequence import Heads, make_algorithm
+from uspft.tensor.megatron import Megatron
+from uspft.verify.verdict import FIXED, PLAIN
+
+RECIPES = ROOT / "recipes"
+LONGEST = {
+    "1 card": "llama3.1-8b-text-whole-512k",
+    "8 cards": "llama3.1-8b-text-ulysses-4m",
+    "32 cards": "llama3.1-8b-text-planned-15m-32gpu",
+}
+"""The recipes of the longest rows, by cards."""
+CARD = read_hardware(CONFIGS / "hardware" / "h100.yaml").memory.bytes
+WITHOUT = {key: f"memory.{key}=none" for key in ("mlp_tile_tokens", "offload_activations")}
+OPTIONS = {
+    "`recompute: nothing`": (*WITHOUT.values(), "memory.recompute=nothing"),
+    "`recompute: attention`": tuple(WITHOUT.values()),
+    "… and `mlp_tile_tokens: auto`": (WITHOUT["offload_activations"],),
+    "… and `offload_activations: cpu`": (),
+    "… and the optimizer on the host": ("{zero}.offload_optimizer.device=cpu",),
+    "… and weights too (`offload_param`)": (
+        "{zero}.offload_optimizer.device=cpu",
+        "{zero}.offload_param.device=cpu",
+    ),
+}
+"""Words of the command line beside these recipes, which have all keys of `memory`."""
+CARDS = {"l20": "8 × L20 on PCIe", "h100": "8 × H100 on NVLink"}
+MESH, TENSOR = "llama3.1-70b-lora-mesh-32k", "llama3.1-70b-lora-tensor-32k"
+LAYERS = {"Llama-3.1-8B": (4096, Heads(32, 8, 128)), "Llama-3.1-70B": (8192, Heads(64, 8, 128))}
+ROW_TOKENS, RANKS = 32_768, (2, 8)
+
+
+def figures(_: dict[str, Any]) -> dict[str, str]:
+    """Return them by name, as Markdown."""
+    return {
+        "sent by a layer": sent_by_a_layer(),
+        "mesh": mesh(),
+        "longest rows": longest_rows(),
+        "host memory": host_memory(),
+        "tolerances": tolerances(),
+    }
+
+
+def sent_by_a_layer() -> str:
+    """This tells the MiB that the busiest rank sends for one layer, forward and backward."""
+    rows = []
+    for name, (hidden, heads) in LAYERS.items():
+        cells = []
+        for ranks in RANKS:
+            cells += [Megatron(ranks, splits_tokens=True).cost(2, ROW_TOKENS, hidden, 2)[0]]
+            for algorithm, degrees in (("ulysses_cp", (ranks, 1)), ("ring_cp", (1, ranks))):
+                split = make_algorithm(row_of(algorithm, ranks), *degrees)
+                cost = split.cost(Segments.single(ROW_TOKENS), heads, 2)
+                cells.append(cost.all_to_all.bytes + cost.ring.bytes)
+        title = f"{name} ({heads.query} heads, {heads.kv} KV)"
+        rows.append([title, *(f"{cell / 2**20:,.0f}" for cell in cells)])
+    heads_of = [f"{what} {ranks}" for ranks in RANKS for what in ("tensor", "Ulysses", "ring")]
+    return markdown([f"MiB, a row of {ROW_TOKENS >> 10}k in bfloat16", *heads_of], rows)
+
+
+def mesh() -> str:
+    """This sets the step of the mesh recipe beside that of the tensor recipe, predicted."""
+    rows = []
+    for card, title in CARDS.items():
+        tuned, layout = _predicted(MESH, card)
+        fixed = f"parallel_config.tensor_mesh=[{layout.mesh_rows}, {layout.mesh_columns}]"
+        one, _ = _predicted(MESH, card, fixed, "parallel_config.tensor_slices=1")
+        megatron, _ = _predicted(TENSOR, card)
+        cells = [f"{tuned:.3g} ({layout.mesh_rows} × {layout.mesh_columns})", f"{one:.3g}"]
+        cells += [f"{megatron:,.0f}" if megatron > 1000 else f"{megatron:.3g}"]
+        rows.append([title, *cells, f"{megatron / tuned:.2f}", f"{_whole(card):.3g}"])
+    heads = ["seconds a step, predicted", "mesh, tuned", "mesh, in one slice"]
+    heads += ["Megatron, tensor 8, `use_seq_parallel`", "of the tuned mesh"]
+    return markdown([*heads, "all weights on every GPU (does not fit)"], rows)
+
+
+def _predicted(recipe: str, card: str, *words: str) -> tuple[float, Layout]:
+    """Return the predicted seconds of a recipe's step, and its layout."""
+    found = _examined(recipe, card, *words)
+    own = own_layout(found, step_of(found), hardware_of(found, 1))
+    return own.time.seconds, own.layout
+
+
+def _whole(card: str) -> float:
+    """Return the predicted seconds of the recipe's step where nothing is split but the rows."""
+    found = _examined(TENSOR, card)
+    every = alternatives(step_of(found), found.layout.ranks, hardware_of(found, 1))
+    return next(one.time.seconds for one in every if one.layout.data == one.layout.ranks)
+
+
+@cache
+def _examined(recipe: str, card: str, *words: str) -> Examined:
+    words = (*words, f"launch.hardware={card}")
+    return examine_for_plan(RECIPES / f"{recipe}.yaml", words, 1, None)
+
+
+def longest_rows() -> str:
+    """This tells the longest rows of Llama-3.1-8B that fit, by cards and keys of memory."""
+    rows = []
+    for title, words in OPTIONS.items():
+        found = [Rows.of(recipe, words) for recipe in LONGEST.values()]
+        rows.append([title, *(as_tokens(one.longest) for one in found)])
+    return markdown(["tokens of the longest row", *LONGEST], rows)
+
+
+def host_memory() -> str:
+    """This tells what of the host's memory the longest rows need, where layers' inputs wait."""
+    said = []
+    for cards, recipe in LONGEST.items():
+        one = Rows.of(recipe, ())
+        said.append(f"{one.host_bytes / 2**30:.0f} GiB on {cards} at {as_tokens(one.longest)}")
+    return f"Layers' inputs wait in host memory, a rank: {listed(said)}."
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The longest rows of a recipe that fit a card."""
+
+    recipe: Recipe
+    shape: ModelShape
+    layout: Layout
+
+    @classmethod
+    def of(cls, name: str, words: Sequence[str]) -> Rows:
+        """Return those of a shipped recipe with words of the command line."""
+        zero = "deepspeed.zero_optimization"
+        recipe = load(RECIPES / f"{name}.yaml", [word.format(zero=zero) for word in words]).recipe
+        shape, layout = read_shape(recipe.model, CONFIGS), layout_of(recipe.parallel_config, None)
+        assert isinstance(shape, ModelShape) and isinstance(layout, Layout)
+        return cls(settled_memory(recipe, shape, layout, None), shape, layout)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest row."""
+        found = longest_row(self.recipe, self.shape, self.layout, CARD)
+        assert found
+        return found
+
+    @property
+    def host_bytes(self) -> float:
+        """What a rank of the longest row has in the host's memory."""
+        data = self.recipe.data.model_copy(update={"sequence_length": self.longest})
+        longest = self.recipe.model_copy(update={"data": data})
+        need = need_of(longest, self.shape, self.layout)
+        assert need
+        return need.host_bytes
+
+
+def tolerances() -> str:
+    """This tells what `verify` takes for rounding, by type."""
+    rows = {
+        "float32": FIXED["float32"],
+        "bfloat16, where transformers did not run": FIXED["bfloat16"],
+        "bfloat16, at most": PLAIN["bfloat16"],
+    }
+    return markdown(
+        ["type", "loss", "gradient norm", "each gradient"],
+        [
+            [title, *(f"{value:g}" for value in (one.loss, one.grad_norm, one.every))]
+            for title, one in rows.items()
+        ],
+    )
