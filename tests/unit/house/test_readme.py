@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.algorithms import ALGORITHMS, named
 from uspft.config.algorithms import CONTEXT, TENSOR, WHOLE
+from uspft.planner.layouts import MAX_LAYOUTS
 from uspft.segments import Segments
 from uspft.sequence import Heads
 
@@ -48,6 +49,14 @@ def test_the_table_of_tensor_algorithms_is_the_registry() -> None:
     ]
     assert rows and all(f"\n{row}\n" in README for row in rows)
     assert README.count("| `tensor_parallel_algo: ") == len(rows)
+
+
+def test_what_auto_and_verify_may_take_is_what_pages_say() -> None:
+    names = " or ".join(f"`{row.name}`" for row in CONTEXT.values() if row.automatic)
+    assert f"| `auto` | as {names}, by heads" in README
+    assert f"**`auto`** picks {names}, " in (ROOT / "docs/algorithms.md").read_text()
+    assert f"(at most {MAX_LAYOUTS}; `--all` for all)" in README
+    assert f"[at most {MAX_LAYOUTS} of them]" in (ROOT / "docs/verify.md").read_text()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -139,7 +148,11 @@ def dangling(page: Path, text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["README.md", *(f"docs/{name}" for name in DOCS)])
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "benchmarks/README.md", "benchmarks/results/README.md", "uspft/model/README.md"]
+    + [f"docs/{name}" for name in DOCS],
+)
 def test_every_link_leads_somewhere(name: str) -> None:
     assert dangling(ROOT / name, (ROOT / name).read_text()) == []
 
@@ -150,6 +163,6 @@ def test_a_dangling_link_is_seen() -> None:
 
 
 def test_readme_is_two_pages_and_leads_to_every_other() -> None:
-    assert len(README.splitlines()) <= 95
+    assert len(README.splitlines()) <= 95 and len(README.split()) <= 1300
     assert [name for name in DOCS if f"(docs/{name})" not in README] == []
     assert len(DOCS) >= 7
