@@ -53,7 +53,7 @@ def one_layout(recipe: Recipe) -> Iterator[Finding]:
     elif parallel.strategies == AUTO:
         for key in beside:
             value, default = getattr(parallel, key), Degrees.model_fields[key].default
-            if not _open(value) and (key in CHOSEN or value != default):
+            if not _open(value) and value != default:
                 what = f"is {_plain(value)}, and {KEY}: {AUTO} chooses the layouts"
                 yield f"parallel_config.{key}", what, f"leave it out, or list {KEY}"
     elif parallel.switching not in (AUTO, None):
@@ -61,15 +61,6 @@ def one_layout(recipe: Recipe) -> Iterator[Finding]:
         yield "parallel_config.switching", what, f"write {AUTO}, or list parallel_config.strategies"
 
 
-CHOSEN = (
-    "data_parallel",
-    "model_parallel",
-    "context_parallel",
-    "context_parallel_algo",
-    "ulysses_degree_in_cp",
-    "exchange_stages",
-)
-"""What `strategies: auto` chooses; of other degrees it takes the defaults alone."""
 _REMEDY = "leave out the degrees beside the strategies, or write those of the longest rows"
 
 

@@ -135,6 +135,13 @@ def test_auto_stands_beside_what_it_leaves_open(tmp_path: Path) -> None:
     assert recipe.parallel_config.strategies == "auto" and layouts_of(recipe) == [recipe]
 
 
+def test_auto_stands_beside_a_degree_that_says_what_leaving_it_out_says(tmp_path: Path) -> None:
+    text = "context_parallel: 1, model_parallel: 1, strategies: auto"
+    assert loaded(tmp_path, text).parallel_config.strategies == "auto"
+    with pytest.raises(RecipeError, match=r"parallel_config\.model_parallel: is 2, and "):
+        loaded(tmp_path, text.replace("model_parallel: 1", "model_parallel: 2"))
+
+
 def test_a_recipe_that_is_written_keeps_its_strategies(tmp_path: Path) -> None:
     beside = "context_parallel: 4, context_parallel_algo: ring_cp, switching: in_place"
     recipe = loaded(tmp_path, f"{beside}, strategies: [{{max_length: 8}}, {RING}]")

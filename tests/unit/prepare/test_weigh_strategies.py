@@ -121,7 +121,7 @@ WRONG = {
     "launch.processes=auto": f"{KEY}: is auto, and nothing says on how many processes; write",
     "parallel_config.context_parallel=2": "parallel_config.context_parallel: is 2, and "
     f"{KEY}: auto chooses the layouts; leave it out, or list {KEY}",
-    "parallel_config.model_parallel=1": "parallel_config.model_parallel: is 1, and",
+    "parallel_config.model_parallel=2": "parallel_config.model_parallel: is 2, and",
     "parallel_config.tensor_parallel_algo=meshslice": "tensor_parallel_algo: is meshslice, and",
     "deepspeed.zero_optimization.stage=0": "zero_optimization.stage: is 0, and layouts that switch",
 }
