@@ -330,7 +330,8 @@ def add_project(root: Path, python: Path) -> None:
     (packages / "uspft.pth").write_text(os.path.relpath(root, packages) + "\n")
     command = python.with_name("uspft")
     command.write_text(
-        "#!/bin/sh\nexport PYTHONSAFEPATH=1\n"  # the caller's folder is no place to import from
+        # The caller's folder is no place to import from; what is to be typed next begins with $0.
+        '#!/bin/sh\nexport PYTHONSAFEPATH=1 USPFT_PROGRAM="$0"\n'
         'exec "$(dirname "$0")/python" -m uspft "$@"\n'
     )
     command.chmod(0o755)

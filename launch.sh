@@ -3,11 +3,15 @@
 set -euo pipefail
 trap 'exit 130' INT   # else bash, waiting for a command that ends well, would forget it
 
+# What a user is told to type next begins as this was typed, also where --hostfile or an installation
+# has started it anew.
+export USPFT_PROGRAM=${USPFT_PROGRAM:-$0}
+
 usage() {
-  cat <<'TEXT'
-usage: ./launch.sh RECIPE.yaml [key.path=value ...]        train
-       ./launch.sh VERB TARGET [key.path=value ...]
-       ./launch.sh --install [--dev]                       make .venv and stop
+  cat <<TEXT
+usage: $USPFT_PROGRAM RECIPE.yaml [key.path=value ...]        train
+       $USPFT_PROGRAM VERB TARGET [key.path=value ...]
+       $USPFT_PROGRAM --install [--dev]                       make .venv and stop
 
   train      the run
   check      everything that can be known before a process starts; writes nothing
@@ -31,8 +35,8 @@ to come, refused until then:
 environment: USPFT_PYTHON=/path/to/python   use that environment, install nothing
              USPFT_TORCH=cpu (or cu130, cu129)   install that build of torch, whatever GPU is here
              NNODES NODE_RANK MASTER_ADDR MASTER_PORT   several hosts; start this on each
-several hosts: ./launch.sh train RECIPE.yaml --hostfile FILE   starts it on each by ssh
-               srun --ntasks-per-node=1 ./launch.sh RECIPE.yaml   inside a SLURM allocation
+several hosts: $USPFT_PROGRAM train RECIPE.yaml --hostfile FILE   starts it on each by ssh
+               srun --ntasks-per-node=1 $USPFT_PROGRAM RECIPE.yaml   inside a SLURM allocation
 TEXT
 }
 

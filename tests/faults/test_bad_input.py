@@ -12,6 +12,7 @@ import pytest
 from tests.support.data_cases import CHAT, TOKENIZER
 from tests.support.refused import Ground
 from uspft.__main__ import main
+from uspft.called import VARIABLE
 
 PARALLEL = "parallel_config"
 RING2 = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
@@ -197,8 +198,14 @@ WORDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "option": (["recipe.yaml", "--fast"], ("command line: --fast: unknown option; ",)),
     "ranks": (["recipe.yaml", "--ranks", "2"], ("--ranks: train takes", "launch.processes=N")),
     "no ranks": (["check", "recipe.yaml", "--ranks", "0"], ("--ranks: `0` is no number of",)),
-    "no target": (["check"], ("command line: check: needs a target; write uspft check RECIPE",)),
-    "override first": (["seed=1", "recipe.yaml"], ("seed=1: comes before the target; ",)),
+    "no target": (
+        ["check"],
+        ("command line: check: needs a target; write ../bin/uspft check RECIPE",),
+    ),
+    "override first": (
+        ["seed=1", "recipe.yaml"],
+        ("before the target; write ../bin/uspft train RECIPE.yaml seed=1",),
+    ),
     "no equals sign": (["recipe.yaml", "seed"], ("command line: seed: ", "write key.path=value")),
     "two recipes": (["recipe.yaml", "recipe.yaml"], ("command line: recipe.yaml: ",)),
     "override": (["recipe.yaml", "sed=1"], ("command line: sed: unknown key `sed`; did you mean",)),
@@ -208,13 +215,16 @@ WORDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "export": (["export", "nowhere"], ("command line: nowhere: does not exist; name an output",)),
     "export what": (["export", "."], ("command line: .: holds no checkpoint; name an output",)),
     "export how": (["export", ".", "dtype=x"], ("dtype=x: export takes to=FOLDER and base=PLACE",)),
-    "rank by hand": (["rank", "folder"], ("command line: rank: is what train starts; ",)),
+    "rank by hand": (["rank", "folder"], ("rank: is what train starts; write ../bin/uspft train",)),
 }
 
 
 @pytest.mark.parametrize("case", WORDS)
-def test_a_wrong_command(ground: Ground, capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_a_wrong_command(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     words, told = WORDS[case]
+    monkeypatch.setenv(VARIABLE, "../bin/uspft")
     (line,) = ground.call(capsys, *words).lines
     assert all(part in line for part in told), line
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from uspft.called import VARIABLE
 from uspft.launcher import Hosts, LaunchError, hosts_from, planned_hosts, variables
 from uspft.launcher.slurm import PORTS, first_host
 
@@ -46,8 +47,8 @@ def test_what_the_user_sets_stays() -> None:
 
 @pytest.mark.parametrize("batch", [{}, {"SLURM_STEP_ID": BATCH}])
 def test_one_host_of_several_is_refused_outside_a_step(batch: dict[str, str]) -> None:
-    with pytest.raises(LaunchError, match=r"has 4 hosts.*srun --ntasks-per-node=1 ./launch.sh"):
-        hosts_from({**JOB, **batch})
+    with pytest.raises(LaunchError, match=r"has 4 hosts.*srun --ntasks-per-node=1 \.\./bin/uspft"):
+        hosts_from({**JOB, **batch, VARIABLE: "../bin/uspft"})
     assert planned_hosts({**JOB, **batch}) == 4  # what `check` in the script is told
     one = {**JOB, **batch, "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1"}
     assert hosts_from(one) == Hosts()

@@ -72,7 +72,7 @@ def is_complete(folder: Path, lines: list[str], steps: int) -> None:
 def test_what_a_person_sees_of_three_steps(tmp_path: Path) -> None:
     """Of a folder of a few files: to read all of Python's takes longer than the steps."""
     words = [*command(tmp_path)[1:], "training.steps=3", "data.train=recipes"]
-    process = Forked(words, tmp_path)
+    process = Forked(words, tmp_path, USPFT_PROGRAM=COMMAND.split()[0])
     out, err = process.communicate(timeout=200)
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()

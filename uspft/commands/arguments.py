@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from uspft.called import to_type
 from uspft.config import load
 from uspft.config.checks import closest
 from uspft.config.problems import COMMAND_LINE, InputError
@@ -34,18 +34,19 @@ VERBS = (
 OF_OUTPUT = ("export", "chat")
 """The verbs whose target is no recipe, but what a run has left."""
 LATER = ("convert", "report")
-USAGE = """usage: uspft [train] RECIPE.yaml [key.path=value ...]
-       uspft check RECIPE.yaml [--ranks N] [key.path=value ...]
-       uspft plan RECIPE.yaml [--ranks N] [--hardware NAME_OR_FILE] [key.path=value ...]
-       uspft preprocess RECIPE.yaml [--ranks N] [--clean] [key.path=value ...]
-       uspft inspect RECIPE.yaml [--ranks N] [--rows N] [--html FILE] [key.path=value ...]
-       uspft verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
-       uspft export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
-       uspft chat OUTPUT [system=TEXT] [max_new_tokens=N] [base=FOLDER]
-       uspft calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
-       uspft recipes [NAME [FILE]]
+USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
+       {0} check RECIPE.yaml [--ranks N] [key.path=value ...]
+       {0} plan RECIPE.yaml [--ranks N] [--hardware NAME_OR_FILE] [key.path=value ...]
+       {0} preprocess RECIPE.yaml [--ranks N] [--clean] [key.path=value ...]
+       {0} inspect RECIPE.yaml [--ranks N] [--rows N] [--html FILE] [key.path=value ...]
+       {0} verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
+       {0} export OUTPUT_OR_CHECKPOINT [to=FOLDER] [base=FOLDER]
+       {0} chat OUTPUT [system=TEXT] [max_new_tokens=N] [base=FOLDER]
+       {0} calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
+       {0} recipes [NAME [FILE]]
 train, verify and calibrate run on the hosts of --hostfile FILE
 to come: convert, report"""
+"""What every command takes, with a place for how uspft is started."""
 
 
 class UsageError(InputError):
@@ -87,7 +88,7 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
     if verb == "recipes":
         from uspft.commands.recipes import recipes
 
-        return lambda: recipes(words)
+        return lambda: recipes(words, os.environ)
     target, overrides, options = _arguments(verb, words)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
     from uspft.commands.versions import require_versions
@@ -96,7 +97,7 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
     if verb not in OF_OUTPUT:  # a misspelt key is told before seconds of imports
         load(target, [word for word in overrides if verb != "calibrate" or word[:3] != "to="])
     require_versions()
-    command = shlex.join(["uspft", verb, *words])
+    command = to_type(os.environ, verb, *words)
     ranks, steps = _whole("--ranks", options), _whole("--steps", options)
     place = Invocation(command, dict(os.environ), cache, ranks, meeting)
     if verb == "preprocess":
@@ -173,11 +174,12 @@ def _arguments(verb: str, words: list[str]) -> tuple[Path, list[str], dict[str, 
             raise UsageError(word, "unknown option", f"{takes}; all take --help")
         else:
             rest.append(word)
-    takes = f"{verb} OUTPUT" if verb in OF_OUTPUT else f"{verb} RECIPE.yaml"
+    wanted = "OUTPUT" if verb in OF_OUTPUT else "RECIPE.yaml"
     if not rest:
-        raise UsageError(verb, "needs a target", f"write uspft {takes}")
+        raise UsageError(verb, "needs a target", f"write {to_type(os.environ, verb, wanted)}")
     if "=" in rest[0] and not os.path.exists(rest[0]):
-        raise UsageError(rest[0], "comes before the target", f"write uspft {takes} {rest[0]}")
+        remedy = f"write {to_type(os.environ, verb, wanted, rest[0])}"
+        raise UsageError(rest[0], "comes before the target", remedy)
     if verb not in OF_OUTPUT and re.fullmatch(r"\w+", rest[0]) and not os.path.exists(rest[0]):
         near = closest(rest[0], VERBS + LATER)
         remedy = f"did you mean `{near}`?" if near else f"verbs are {', '.join(VERBS)}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from uspft.called import LAUNCH, VARIABLE, to_type
 from uspft.commands.imports import begin_imports, keep_imports
 from uspft.config.problems import InputError, RunFailed
 from uspft.launcher import (
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _on_stop(_leave)
     try:
         if argv is None:
+            os.environ.setdefault(VARIABLE, sys.argv[0])
             outlive_terminal()
             begin_imports()
         return _main(words)
@@ -70,7 +72,7 @@ def _main(words: list[str]) -> int:
     from uspft.commands.arguments import USAGE, starts_ranks, without_hostfile
 
     if not words or {"-h", "--help"} & set(words):
-        print(USAGE, file=sys.stdout if words else sys.stderr)
+        print(USAGE.format(to_type(os.environ)), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     try:
         file, words = without_hostfile(words)
@@ -88,9 +90,8 @@ def _main(words: list[str]) -> int:
 
 
 def program() -> list[str]:
-    """Return the beginning of a command line that starts uspft as this process was started."""
-    launch = Path(__file__).parents[2] / "launch.sh"
-    return [str(launch)] if launch.exists() else [sys.executable, "-m", "uspft"]
+    """Return the beginning of a command line that starts uspft from here on any host."""
+    return [str(LAUNCH)] if LAUNCH.exists() else [sys.executable, "-m", "uspft"]
 
 
 def _command(words: list[str], meeting: Meeting) -> int:
@@ -118,7 +119,8 @@ def _rank(words: Sequence[str]) -> int:
     from uspft.prepare.invocation import Invocation
 
     if ERROR_FILE not in os.environ or not words:
-        print("command line: rank: is what train starts; write uspft train", file=sys.stderr)
+        train = to_type(os.environ, "train", "RECIPE.yaml")
+        print(f"command line: rank: is what train starts; write {train}", file=sys.stderr)
         return 2
     outlive_terminal()
     waiting = Waiting.of_rank(os.environ)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,8 +51,7 @@ def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, cle
     whole = holding(corpora_in(cache))
     screen.print(
         f"cache: {cache} holds {as_size(whole.bytes)} of {_sets(whole)}; "
-        f"{shlex.join(['./launch.sh', 'preprocess', str(target), *overrides, '--clean'])} "
-        "empties it",
+        f"{place.to_type('preprocess', str(target), *overrides, '--clean')} empties it",
         markup=False,
     )
     return 0

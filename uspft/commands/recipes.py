@@ -6,11 +6,12 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
+from uspft.called import to_type
 from uspft.commands.arguments import UsageError
 from uspft.config import InputError, Recipe, load
 from uspft.config.checks import closest
@@ -25,40 +26,43 @@ DATA = {"messages": "conversations", "text": "texts"}
 """What the rows of a recipe hold, by its `data.format`."""
 
 
-def recipes(words: Sequence[str], shipped: Path = SHIPPED) -> int:
-    """Print the shipped recipes; with the words NAME or NAME FILE copy one. Raises InputError."""
+def recipes(words: Sequence[str], environment: Mapping[str, str], shipped: Path = SHIPPED) -> int:
+    """Print the shipped recipes; with the words NAME or NAME FILE copy one. Raises InputError.
+
+    environment: says how uspft was started.
+    """
+    typed = to_type(environment, "recipes")
     if wrong := next((word for word in words if word.startswith("-")), None):
-        raise UsageError(wrong, "unknown option", "write uspft recipes [NAME [FILE]]")
+        raise UsageError(wrong, "unknown option", f"write {typed} [NAME [FILE]]")
     if len(words) > 2:
-        remedy = "write uspft recipes NAME FILE, and change the copy"
+        remedy = f"write {typed} NAME FILE, and change the copy"
         raise UsageError(words[2], "recipes takes a name and a file", remedy)
     found = {path.stem: path for path in shipped.glob("*.yaml")}
     if not found:
         remedy = "take uspft's repository"
         raise UsageError("recipes", f"no recipes are beside the package, in {shipped}", remedy)
     if not words:
-        print(listing(found.values()))
+        print(f"{listing(found.values())}\ncopy one here: {typed} NAME [FILE]")
         return 0
     name = Path(words[0]).name.removesuffix(".yaml")
     if name not in found:
         near = closest(name, list(found))
-        remedy = f"did you mean `{near}`?" if near else "`uspft recipes` lists them"
+        remedy = f"did you mean `{near}`?" if near else f"`{typed}` lists them"
         raise UsageError(words[0], "is no shipped recipe", remedy)
     to = Path(words[1]) if len(words) > 1 else Path(f"{name}.yaml")
     if to.is_dir():
         to = to / f"{name}.yaml"
-    copy(found[name], to)
+    copy(found[name], to, to_type(environment))
     print(f"written: {to}  ({purpose(load(to).recipe)})")
-    print(f"put your model and data in it, then: {shlex.join([_program(), 'check', str(to)])}")
+    print(f"put your model and data in it, then: {to_type(environment, 'check', str(to))}")
     return 0
 
 
 def listing(files: Iterable[Path]) -> str:
-    """Return two lines for each recipe, the smallest first, and how to copy one."""
+    """Return two lines for each recipe, the smallest first."""
     every = [(path.stem, load(path).recipe) for path in files]
     every.sort(key=lambda one: (one[1].launch.device != "cpu", cards(one[1]), one[0]))
-    lines = [f"{name}\n    {purpose(recipe)}" for name, recipe in every]
-    return "\n".join([*lines, f"copy one here: {_program()} recipes NAME [FILE]"])
+    return "\n".join(f"{name}\n    {purpose(recipe)}" for name, recipe in every)
 
 
 def cards(recipe: Recipe) -> int:
@@ -86,12 +90,14 @@ def purpose(recipe: Recipe) -> str:
     return f"{name}, {count} {several if count > 1 else one}, {length}: {trains}, on {on}"
 
 
-def copy(recipe: Path, to: Path) -> None:
+def copy(recipe: Path, to: Path, program: str) -> None:
     """Copy a recipe, whose paths then lead from the copy to where they led before.
 
-    Raises InputError where `to` is there already, or cannot be written.
+    program: how uspft was started, for the commands in the recipe's comments. Raises InputError
+    where `to` is there already, or cannot be written.
     """
-    text = recipe.read_text().replace(f"recipes/{recipe.name}", shlex.quote(str(to)))
+    text = recipe.read_text().replace("./launch.sh", program)
+    text = text.replace(f"recipes/{recipe.name}", shlex.quote(str(to)))
     changed = text
     for start, end, target in reversed(list(_paths(yaml.compose(text), recipe.parent))):
         changed = changed[:start] + _written(target, to, recipe.parent.parent) + changed[end:]
@@ -124,12 +130,3 @@ def _written(target: Path, to: Path, project: Path) -> str:
     inside = place.is_relative_to(project.resolve())
     name = os.path.relpath(target, place) if inside else str(target)
     return name if re.fullmatch(r"[\w./-]+", name) else json.dumps(name, ensure_ascii=False)
-
-
-def _program() -> str:
-    """Return how uspft is started from the folder of this command."""
-    launch = CONFIGS.parent / "launch.sh"
-    here = Path("launch.sh")
-    if here.exists() and here.samefile(launch):
-        return "./launch.sh"
-    return str(launch) if launch.exists() else "uspft"

@@ -14,6 +14,7 @@ from uspft.checkpoint.folder import folder_of
 from uspft.config import Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, Splits
 from uspft.metrics import Best
+from uspft.prepare.invocation import Invocation
 from uspft.prepare.output import output_of
 from uspft.written import ADAPTER, METRICS, MODEL
 
@@ -23,7 +24,13 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def summary(
-    recipe: Recipe, target: Path, overrides: Sequence[str], *, chats: bool, hosts: int = 1
+    recipe: Recipe,
+    target: Path,
+    overrides: Sequence[str],
+    place: Invocation,
+    *,
+    chats: bool,
+    hosts: int = 1,
 ) -> str:
     """Return a few lines for the end of a run that went well.
 
@@ -59,12 +66,19 @@ def summary(
         lines.append(f"checkpoint: {output / 'checkpoints'}  ({more} goes on from it)")
     lines.append(f"numbers:    {output / METRICS}")
     return "\n".join(
-        [*lines, *_next(recipe, target, overrides, early=early, chats=chats, hosts=hosts)]
+        [*lines, *_next(recipe, target, overrides, place, early=early, chats=chats, hosts=hosts)]
     )
 
 
 def _next(
-    recipe: Recipe, target: Path, overrides: Sequence[str], *, early: bool, chats: bool, hosts: int
+    recipe: Recipe,
+    target: Path,
+    overrides: Sequence[str],
+    place: Invocation,
+    *,
+    early: bool,
+    chats: bool,
+    hosts: int,
 ) -> list[str]:
     """Return lines on what a person may do next: of the quickstart its point, the swap of an
     algorithm, and of other runs what is done with a model. early: patience ended the run. chats,
@@ -75,7 +89,7 @@ def _next(
             return f"started on all {hosts} hosts as this run was, with {shlex.join(words)}"
         keys = {word.partition("=")[0] for word in words}
         kept = [word for word in overrides if word.partition("=")[0] not in keys]
-        return shlex.join(["./launch.sh", str(target), *kept, *words])
+        return place.to_type(str(target), *kept, *words)
 
     gpus = torch.cuda.device_count()
     if recipe.launch.device == "cpu" and gpus:
@@ -84,13 +98,13 @@ def _next(
         return [f"try next:   {command(_another_layout(recipe))}"]
     lines, output, training = [], output_of(recipe), recipe.training
     if chats and any((output / name).is_dir() for name in (MODEL, ADAPTER)):
-        lines.append(f"chat:       {shlex.join(['./launch.sh', 'chat', str(output)])}")
+        lines.append(f"chat:       {place.to_type('chat', str(output))}")
     if recipe.export.huggingface:
         folder = shlex.quote(str(output / MODEL))
         lines.append(f"serve:      vllm serve {folder}")
         lines.append(f"            for llama.cpp: python convert_hf_to_gguf.py {folder}")
     elif recipe.model.adapter:
-        lines += _adapter_served(recipe)
+        lines += _adapter_served(recipe, place)
     # What began the run anew, or from elsewhere, is not to do so once more.
     here = [] if recipe.checkpoint.resume == AUTO else [f"checkpoint.resume={AUTO}"]
     if training.patience and early:
@@ -104,7 +118,7 @@ def _next(
     return lines
 
 
-def _adapter_served(recipe: Recipe) -> list[str]:
+def _adapter_served(recipe: Recipe, place: Invocation) -> list[str]:
     """Return lines on how an adapter is served that no merged model stands beside: on its base, or
     merged first, where a server would take config or template of the base and they are others."""
     model, output = recipe.model, output_of(recipe)
@@ -118,7 +132,7 @@ def _adapter_served(recipe: Recipe) -> list[str]:
     if not recipe.checkpoint.every_steps:
         return []
     merged = str(output / MODEL)
-    export = shlex.join(["./launch.sh", "export", str(output), f"to={merged}"])
+    export = place.to_type("export", str(output), f"to={merged}")
     return [f"serve:      {export}", f"            then: vllm serve {shlex.quote(merged)}"]
 
 

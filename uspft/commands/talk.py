@@ -37,7 +37,7 @@ def chat(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     if sys.stdin is None or sys.stdin.closed:
         raise wrong("chat", "there is no stdin to read questions from", "run it in a terminal")
     limit = _limit(asked.get("max_new_tokens"))
-    folder = _folder(target)
+    folder = _folder(target, place)
     talker = load_talker(folder, asked.get("base"))
     opening = [{"role": "system", "content": asked["system"]}] if "system" in asked else []
     turns = list(opening)
@@ -125,7 +125,7 @@ def _note(what: str, before: str = "") -> None:
     print(f"{before}({what})", file=sys.stderr)
 
 
-def _folder(target: Path) -> Path:
+def _folder(target: Path, place: Invocation) -> Path:
     """Return the folder of the model that a path means. Raises InputError."""
     for folder in (target / MODEL, target / ADAPTER, target):
         if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -133,7 +133,8 @@ def _folder(target: Path) -> Path:
     if not target.exists():
         raise wrong(str(target), "does not exist", "name a run's output folder")
     if (target / "checkpoints").is_dir():
-        raise wrong(str(target), "holds no trained model yet", f"write uspft export {target}")
+        remedy = f"write {place.to_type('export', str(target))}"
+        raise wrong(str(target), "holds no trained model yet", remedy)
     raise wrong(str(target), "holds no hf, adapter or model", "name a run's output folder")
 
 

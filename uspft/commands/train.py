@@ -72,7 +72,7 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             export_missing(recipe, None)
     if lease and code == 0:
         chats = bool(job.serving.ends)
-        said = summary(recipe, target, overrides, chats=chats, hosts=hosts.count)
+        said = summary(recipe, target, overrides, place, chats=chats, hosts=hosts.count)
         screen.print(said, markup=False)
     elif lease and code != WRONG_INPUT:
         say(how_to_go_on(recipe))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from uspft.called import to_type
 from uspft.launcher.hosts import LaunchError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -13,7 +14,6 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 PORTS = range(15000, 25000, 2)
 """Where a step's MASTER_PORT lies: below the ports that Linux gives out, and each with the next one
 free for the supervisors."""
-HOW = "write srun --ntasks-per-node=1 ./launch.sh RECIPE"
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -26,18 +26,19 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if "SLURM_JOB_ID" not in environment:
         return {}
     hosts = host_count(environment)
+    how = f"write srun --ntasks-per-node=1 {to_type(environment, 'RECIPE')}"
     if not in_step(environment):
         if hosts == 1:
             return {}
         raise LaunchError(
             f"SLURM's allocation has {hosts} hosts, and this is started on one of them; "
-            f"{HOW}, or NNODES=1 for this host alone"
+            f"{how}, or NNODES=1 for this host alone"
         )
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", str(hosts))
     if tasks != str(hosts):
         raise LaunchError(
             f"srun started {tasks} tasks on {hosts} host{'s' * (hosts > 1)}, and uspft starts the "
-            f"ranks of a host itself; {HOW}"
+            f"ranks of a host itself; {how}"
         )
     if hosts == 1:
         return {}

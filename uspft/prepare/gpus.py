@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from uspft.called import to_install
 from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.kernels.choose import is_installed
@@ -80,7 +81,7 @@ def why_none(environment: Mapping[str, str]) -> str | None:
     if torch.version.cuda is None:
         return (
             f"torch here is the CPU build ({torch.__version__} in {sys.prefix}); "
-            "./launch.sh --install brings the one for GPUs"
+            f"`{to_install(environment)}` brings the one for GPUs"
         )
     if driver is None and not has_node():
         return "no NVIDIA driver is loaded"

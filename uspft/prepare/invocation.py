@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from uspft.called import to_type
 from uspft.launcher import Meeting
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -23,3 +24,7 @@ class Invocation:
     """The N of `--ranks N`: another number of processes than this machine would start."""
     meeting: Meeting = field(default_factory=Meeting)
     """The line to the other hosts of the run."""
+
+    def to_type(self, *words: str) -> str:
+        """Return a command of uspft with these words, to be typed where the user stands."""
+        return to_type(self.environment, *words)

@@ -50,7 +50,7 @@ def test_a_run_uses_what_it_left(
     home = tmp_path / "home"
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     assert main(["preprocess", str(path)]) == 0
-    again = f"./launch.sh preprocess {path} --clean"
+    again = f"uspft preprocess {path} --clean"
     said = capsys.readouterr().out
     assert "tokenised in " in said and " tokens/s, up to " in said
     place = Invocation("uspft", cache=home / "uspft")

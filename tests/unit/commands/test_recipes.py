@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from uspft.called import VARIABLE
 from uspft.commands.recipes import SHIPPED, copy, recipes
 from uspft.config import InputError, Recipe, load
 from uspft.prepare.paths import find_paths
 
+PLACE = {VARIABLE: "../bin/uspft"}
 NAMES = sorted(path.stem for path in SHIPPED.iterdir())
 
 # What each is for, written here a second time, by hand.
@@ -49,11 +51,11 @@ llama3.1-70b-text-tensor-128k-64gpu
 
 
 def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recipes([]) == 0
+    assert recipes([], PLACE) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(WANTED)
     assert sorted(line for line in WANTED.splitlines() if line[0] != " ") == NAMES
-    assert shown.removeprefix(WANTED).startswith("copy one here: ")
+    assert shown.removeprefix(WANTED) == "copy one here: ../bin/uspft recipes NAME [FILE]\n"
 
 
 def meaning(path: Path) -> Recipe:
@@ -68,10 +70,12 @@ def test_a_copy_means_what_its_original_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert recipes([name]) == 0
+    assert recipes([name], PLACE) == 0
     assert meaning(Path(f"{name}.yaml")) == meaning(SHIPPED / f"{name}.yaml")
     text = Path(f"{name}.yaml").read_text()
-    assert f"./launch.sh {name}.yaml" in text and "recipes/" not in text.partition("base:")[0]
+    top = text.partition("base:")[0]
+    assert f"../bin/uspft {name}.yaml" in top and "recipes/" not in top
+    assert "launch.sh" not in top
     before = len((SHIPPED / f"{name}.yaml").read_text().splitlines())
     assert len(text.splitlines()) == before, "comments come along"
 
@@ -87,12 +91,12 @@ def test_a_copy_inside_the_project_moves_with_it(tmp_path: Path) -> None:
     for name in ("recipes", "configs", "data"):
         shutil.copytree(SHIPPED.parent / name, project / name)
     original = project / "recipes/qwen3-0.6b-chat-whole-8k.yaml"
-    copy(original, project / "mine.yaml")
+    copy(original, project / "mine.yaml", "uspft")
     text = (project / "mine.yaml").read_text()
     assert "base: [configs/zero/zero1.yaml]" in text
     assert str(tmp_path) not in text.partition("base:")[2]
     assert "train: data/samples/messages.jsonl" in text
-    copy(original, tmp_path / "outside.yaml")  # where names need quotes
+    copy(original, tmp_path / "outside.yaml", "uspft")  # where names need quotes
     for copied in (project / "mine.yaml", tmp_path / "outside.yaml"):
         apart = {"output_dir": None}
         both = [meaning(path).model_copy(update=apart) for path in (copied, original)]
@@ -104,13 +108,13 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     folder.mkdir()
     mine.write_text("seed: 1\n")
     link.symlink_to(tmp_path / "nowhere")
-    assert recipes(["quickstart.yaml", str(folder)]) == 0
+    assert recipes(["quickstart.yaml", str(folder)], PLACE) == 0
     for there in (mine, link, folder, folder / "quickstart.yaml"):
         with pytest.raises(InputError, match="is there already, and nothing is overwritten; name"):
-            recipes(["quickstart", str(there)])
+            recipes(["quickstart", str(there)], PLACE)
     assert mine.read_text() == "seed: 1\n" and not (tmp_path / "nowhere").exists()
     with pytest.raises(InputError, match="cannot be written: No such file or directory; name"):
-        recipes(["quickstart", str(tmp_path / "none" / "mine.yaml")])
+        recipes(["quickstart", str(tmp_path / "none" / "mine.yaml")], PLACE)
     assert f"written: {folder}/quickstart.yaml" in capsys.readouterr().out
 
 
@@ -118,17 +122,17 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("words", "told"),
     [
         (["quikstart"], "quikstart: is no shipped recipe; did you mean `quickstart`?"),
-        (["zzz"], "zzz: is no shipped recipe; `uspft recipes` lists them"),
-        (["--all"], "--all: unknown option; write uspft recipes [NAME [FILE]]"),
+        (["zzz"], "zzz: is no shipped recipe; `../bin/uspft recipes` lists them"),
+        (["--all"], "--all: unknown option; write ../bin/uspft recipes [NAME [FILE]]"),
         (["quickstart", "a.yaml", "seed=1"], "seed=1: recipes takes a name and a file; write"),
     ],
 )
 def test_a_wrong_word_is_told(words: list[str], told: str) -> None:
     with pytest.raises(InputError) as raised:
-        recipes(words)
+        recipes(words, PLACE)
     assert str(raised.value).startswith(f"command line: {told}")
 
 
 def test_a_package_without_its_repository_says_so(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no recipes are beside the package"):
-        recipes([], tmp_path)
+        recipes([], PLACE, tmp_path)

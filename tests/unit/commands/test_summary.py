@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from uspft.called import VARIABLE
 from uspft.commands.summary import summary
 from uspft.config import Recipe, load
+from uspft.prepare.invocation import Invocation
 
 ROOT = Path(__file__).parents[3]
+LAUNCH = "../bin/uspft"
+PLACE = Invocation("", {VARIABLE: LAUNCH})
 
 
 def recipe(folder: Path, changes: dict[str, Any] | None = None) -> Recipe:
@@ -35,7 +39,7 @@ def commands(
     recipe: Recipe, target: str, *overrides: str, chats: bool = False
 ) -> dict[str, list[str]]:
     """The words of the commands that are named, by what they are for."""
-    lines = summary(recipe, Path(target), overrides, chats=chats).splitlines()
+    lines = summary(recipe, Path(target), overrides, PLACE, chats=chats).splitlines()
     every = [line.partition(":") for line in lines if "(" not in line]
     return {name.strip(): shlex.split(rest) for name, _, rest in every if name != "numbers"}
 
@@ -52,7 +56,7 @@ def test_the_quickstart_shows_that_algorithms_swap(tmp_path: Path) -> None:
     named = commands(quick, "recipes/quickstart.yaml", "training.steps=3")
     assert named == {
         "try next": [
-            "./launch.sh",
+            LAUNCH,
             "recipes/quickstart.yaml",
             "training.steps=3",
             "parallel_config.context_parallel_algo=ring_cp",
@@ -71,7 +75,7 @@ def test_a_run_of_one_s_own_is_served_or_goes_on(tmp_path: Path) -> None:
     assert named == {
         "serve": ["vllm", "serve", hf],
         "for llama.cpp": ["python", "convert_hf_to_gguf.py", hf],
-        "go on": ["./launch.sh", "r.yaml", "seed=1", "training.steps=6"],
+        "go on": [LAUNCH, "r.yaml", "seed=1", "training.steps=6"],
     }
     assert load(tmp_path / "r.yaml", named["go on"][2:]).recipe.training.steps == 6
 
@@ -79,13 +83,13 @@ def test_a_run_of_one_s_own_is_served_or_goes_on(tmp_path: Path) -> None:
 def test_a_run_that_began_anew_goes_on_where_it_is(tmp_path: Path) -> None:
     own = recipe(tmp_path, {"checkpoint": {"resume": "never"}})
     named = commands(own, "r.yaml", "checkpoint.resume=never")["go on"]
-    assert named == ["./launch.sh", "r.yaml", "training.steps=6", "checkpoint.resume=auto"]
+    assert named == [LAUNCH, "r.yaml", "training.steps=6", "checkpoint.resume=auto"]
 
 
 def test_of_several_hosts_no_command_of_one_is_named(tmp_path: Path) -> None:
-    said = summary(recipe(tmp_path), Path("r.yaml"), [], chats=False, hosts=2)
+    said = summary(recipe(tmp_path), Path("r.yaml"), [], PLACE, chats=False, hosts=2)
     line = "go on:      started on all 2 hosts as this run was, with training.steps=6"
-    assert line in said.splitlines() and "./launch.sh" not in said
+    assert line in said.splitlines() and LAUNCH not in said
 
 
 def test_the_quickstart_on_conversations_is_a_run_of_one_s_own(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_who_trained_on_conversations_may_chat(tmp_path: Path) -> None:
     assert "chat" not in commands(own, "r.yaml", chats=True)
     (tmp_path / "my out/hf").mkdir()
     assert "chat" not in commands(own, "r.yaml")
-    assert commands(own, "r.yaml", chats=True)["chat"][1:] == ["chat", f"{tmp_path}/my out"]
+    assert commands(own, "r.yaml", chats=True)["chat"] == [LAUNCH, "chat", f"{tmp_path}/my out"]
 
 
 @pytest.mark.parametrize(("steps", "word"), [(2, "training.patience=2"), (3, "training.steps=6")])
@@ -119,8 +123,8 @@ def test_a_run_that_patience_ended_early_goes_on_by_patience(
     ]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "my out/metrics.jsonl").write_text(lines)
-    assert commands(own, "r.yaml")["go on"] == ["./launch.sh", "r.yaml", word]
-    said = summary(own, Path("r.yaml"), [], chats=False)
+    assert commands(own, "r.yaml")["go on"] == [LAUNCH, "r.yaml", word]
+    said = summary(own, Path("r.yaml"), [], PLACE, chats=False)
     assert (f"a larger {word.partition('=')[0]} goes on" in said) == (steps == 2)
 
 
@@ -140,7 +144,7 @@ def test_epochs_go_on_by_epochs_and_an_adapter_is_served_with_its_base(tmp_path:
             *("vllm", "serve", "org/base", "--enable-lora"),
             *("--max-lora-rank", "32", "--lora-modules", adapter),
         ],
-        "go on": ["./launch.sh", "r.yaml", "training.epochs=4"],
+        "go on": [LAUNCH, "r.yaml", "training.epochs=4"],
     }
 
 
@@ -166,7 +170,7 @@ def test_an_adapter_is_merged_first_where_its_base_is_served_otherwise(
         },
     )
     named, out = commands(own, "r.yaml"), str(tmp_path / "my out")
-    assert named["serve"] == ["./launch.sh", "export", out, f"to={out}/hf"]
+    assert named["serve"] == [LAUNCH, "export", out, f"to={out}/hf"]
     assert named["then"] == ["vllm", "serve", f"{out}/hf"]
     unsaved = own.model_copy(
         update={"checkpoint": own.checkpoint.model_copy(update={"every_steps": None})}

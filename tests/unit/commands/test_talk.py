@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.answers import ANSWER, ASKED, base_model, says
 from uspft.__main__ import main
+from uspft.called import VARIABLE
 from uspft.config.recipe import DataBlock
 from uspft.data.tokenise import load_tokeniser
 
@@ -125,11 +126,12 @@ def test_what_cannot_be_talked_to_is_told(
         assert said.startswith("command line: ") and said.count("\n") == 1, said
         return said
 
+    monkeypatch.setenv(VARIABLE, "../bin/uspft")
     assert "nowhere: does not exist; name a run's output folder" in refused("nowhere")
-    assert "chat: needs a target; write uspft chat OUTPUT" in refused()
+    assert "chat: needs a target; write ../bin/uspft chat OUTPUT" in refused()
     empty = out.with_name("empty")
     (empty / "checkpoints").mkdir(parents=True)
-    assert f"holds no trained model yet; write uspft export {empty}" in refused(str(empty))
+    assert f"holds no trained model yet; write ../bin/uspft export {empty}" in refused(str(empty))
     assert "is a whole model; leave it out" in refused(str(out), "base=/x")
     assert "`many` is no number of tokens" in refused(str(out), "max_new_tokens=many")
     assert "temperature=1: chat takes system=TEXT" in refused(str(out), "temperature=1")

@@ -41,6 +41,8 @@ def test_usage(sandbox: Sandbox) -> None:
     assert (asked.returncode, asked.stderr) == (0, "")
     assert nothing.stderr == asked.stdout
     assert all(f"  {verb} " in asked.stdout for verb in VERBS) and len(VERBS) == 12
+    assert asked.stdout.startswith(f"usage: {sandbox.root}/launch.sh RECIPE.yaml [key.path=value")
+    assert "./launch.sh" not in asked.stdout.replace(f"{sandbox.root}/", "")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -70,6 +72,7 @@ def test_from_any_folder_through_a_link(sandbox: Sandbox, tmp_path: Path) -> Non
     done = linked.run("recipes/a.yaml", cwd=elsewhere, USPFT_PYTHON=sys.executable)
     assert json.loads(done.stdout)["cwd"] == str(elsewhere), done.stderr
     assert json.loads(done.stdout)["argv"] == ["train", "recipes/a.yaml"]
+    assert json.loads(done.stdout)["USPFT_PROGRAM"] == str(elsewhere / "launch.sh")
 
 
 def test_the_users_python_is_named_when_it_will_not_do(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.launch import ROOT
+from uspft.called import VARIABLE
 from uspft.config import Fault, Recipe
 from uspft.prepare import gpus
 
@@ -78,6 +81,10 @@ def test_a_torch_without_cuda(machine: Path, by: str, monkeypatch: pytest.Monkey
         f"is auto, and would pass over the NVIDIA GPU of this host: {why}"
     )
     assert told("cuda").startswith(f"is cuda, and torch can use no GPU here: {why}")
+    launch = f"{ROOT}/launch.sh"
+    assert told("cuda", {VARIABLE: launch}).endswith(
+        f" in {sys.prefix}); `{launch} --install` brings the one for GPUs"
+    )
     assert told("cpu") == ""
     for hidden in ("", "-1"):
         assert told("auto", {"CUDA_VISIBLE_DEVICES": hidden}) == ""
