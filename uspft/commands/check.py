@@ -6,17 +6,19 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from uspft.config import Fault
+import torch
+
+from uspft.config import Fault, Recipe
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.data import tokenizer_here
-from uspft.prepare.examine import examine
+from uspft.prepare.examine import Examined, examine
 from uspft.prepare.files import not_writable
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.model import examine_model
+from uspft.prepare.model import ExaminedModel, examine_model
 from uspft.prepare.output import output_of
-from uspft.prepare.space import space_free, space_needed
+from uspft.prepare.space import space_finding, space_free, space_needed
 from uspft.prepare.waste import wasted
 from uspft.prepare.weigh_strategies import weighed_here
 
@@ -37,8 +39,7 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             raise Fault([wrong])
     examined, model = None, recipe.model
     asks = [f"model.{key}" for key in ("adapter", "freeze", "overrides") if getattr(model, key)]
-    here = model.config or os.path.isdir(model.name_or_path or "")
-    if shape and (here or asks):
+    if shape:
         with found.placed():
             examined = examine_model(recipe)
     elif asks:
@@ -50,28 +51,15 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         if shape and found.is_open:
             found = weighed_here(found, place, look.lengths)
             recipe = found.recipe
+        disk = _disk(recipe, examined) if examined else []
     print(f"{target}: no problem found")
     for line in look.shapes[:SHOWN_FILES]:
         print(f"data: {line}")
     if len(look.shapes) > SHOWN_FILES:
         print(f"data: ... and {len(look.shapes) - SHOWN_FILES:,} more files")
     print("\n".join(found.settled))
-    for line in wasted(found):
-        print(f"warning: {line}")
-    if shape:
-        print(
-            f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "
-            f"{shape.heads} query and {shape.kv_heads} KV heads, vocabulary {shape.vocab_size}"
-        )
-    if found.memory:
-        print(f"memory: {found.memory}")
-    if examined and examined.trains:
-        print(f"trains: {examined.trains}")
-    if examined:
-        steps = recipe.training.steps
-        needed = space_needed(recipe, examined.trained, examined.parameters, steps)
-        output = output_of(recipe)
-        print(f"disk: writes {as_size(needed)}; {as_size(space_free(output))} free in {output}")
+    for line in (*(f"warning: {what}" for what in wasted(found)), *_model(found, examined), *disk):
+        print(line)
     sets = [source.title for source in recipe.data.eval or ()]
     if recipe.data.eval_fraction:
         sets = [f"{recipe.data.eval_fraction:.2%} of data.train, held out"]
@@ -79,8 +67,57 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         every = recipe.training.eval_every_steps
         often = f"after every {every} step{'s' * (every != 1)} and " if every else ""
         print(f"evaluation: {', '.join(sets)}, {often}at the end")
+    if not found.memory:
+        found.not_checked.append(f"memory ({found.memory_unknown})")
     if found.is_open:
-        found.not_checked.append("strategies (lengths are known after preprocess, or to a run)")
+        after = place.to_type("preprocess", str(target), *overrides)
+        found.not_checked.append(f"strategies (a run knows the lengths of the data, or `{after}`)")
     for thing in found.not_checked:
         print(f"not checked: {thing}")
     return 0
+
+
+def _model(found: Examined, examined: ExaminedModel | None) -> list[str]:
+    """Return lines on the model: its sizes, its parameters, and what memory they take."""
+    lines, shape, recipe = [], found.shape, found.recipe
+    if shape:
+        lines.append(
+            f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "
+            f"{shape.heads} query and {shape.kv_heads} KV heads, vocabulary {shape.vocab_size}"
+        )
+    if examined:
+        lines.append(f"parameters: {_parameters(examined, recipe.model.dtype)}")
+    if found.memory:
+        lines.append(f"memory: {found.memory}")
+    if examined and examined.trains:
+        lines.append(f"trains: {examined.trains}")
+    return lines
+
+
+def _parameters(examined: ExaminedModel, dtype: str) -> str:
+    """Return the number of parameters in all, of those that train, and of those that a token meets
+    where it chooses experts, each with its bytes."""
+
+    def size(count: int) -> str:
+        return as_size(count * getattr(torch, dtype).itemsize)
+
+    said = f"{examined.parameters:,} in all ({size(examined.parameters)} in {dtype})"
+    if examined.active < examined.parameters:
+        said += f", {examined.active:,} active for a token ({size(examined.active)})"
+    return f"{said}, {examined.trained:,} trained ({size(examined.trained)})"
+
+
+def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
+    """Return a line on what the run writes; it warns where the disk here is too small, which that
+    of another machine may not be.
+
+    Raises Fault where the output folder is here already, so that the run is to be here too.
+    """
+    steps, output = recipe.training.steps, output_of(recipe)
+    needed = space_needed(recipe, examined.trained, examined.parameters, steps)
+    wrong = space_finding(recipe, needed)
+    if wrong and os.path.isdir(output):
+        raise Fault([wrong])
+    if wrong:
+        return ["warning: {}: {}; {}".format(*wrong)]
+    return [f"disk: writes {as_size(needed)}; {as_size(space_free(output))} free in {output}"]

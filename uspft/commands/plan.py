@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from uspft.commands.aligned import aligned
-from uspft.commands.plan_memory import memory_table
+from uspft.commands.plan_memory import Beside, beside, memory_table, memory_unknown
 from uspft.commands.plan_switching import switching_lines
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
@@ -39,8 +39,7 @@ LEGEND = (
     "tensor and ZeRO move; hidden passes behind computing and is not in the step"
 )
 MEMORY_LEGEND = (
-    "memory: with the recipe's keys of memory, without what attention kernels allocate inside; "
-    "layouts that are not here have matrices that ranks divide, or keys that all come at once"
+    "memory: with the recipe's keys of memory, without what attention kernels allocate inside"
 )
 
 MESH_LEGEND = (
@@ -82,11 +81,14 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str |
     if tuning := found.tuning:
         print(_meshes(tuning, own.layout))
         print()
-    print(_table(step, hardware, own, others))
+    every = beside(found.recipe, step.model, hardware, own, others)
+    print(_table(step, hardware, every))
     print(LEGEND)
-    if memory := memory_table(found.recipe, step.model, hardware, [own, *others]):
+    if memory := memory_table(found.recipe, step.model, hardware, every):
         print(f"\n{memory}\n{MEMORY_LEGEND}\n")
-    for line in (*_doubts(found.recipe.model.dtype, hardware), *NOT_PREDICTED):
+    doubts = _doubts(found.recipe.model.dtype, hardware)
+    doubts += memory_unknown(found.recipe, step.model, every)
+    for line in (*doubts, *NOT_PREDICTED):
         print(f"not predicted: {line}")
     return 0
 
@@ -141,19 +143,17 @@ def _meshes(found: Tuning, own: Layout) -> str:
     return "\n".join([*lines, *(f"not by the rule: {what}" for what in found.not_kept)])
 
 
-def _table(
-    step: StepShape, hardware: Hardware, own: Prediction, others: Sequence[Prediction]
-) -> str:
+def _table(step: StepShape, hardware: Hardware, layouts: Sequence[Beside]) -> str:
     """Return a line for each layout, the recipe's own first, without columns that are empty."""
-    every = [own, *others]
+    every = [layout.time for layout in layouts]
     columns = [c for c in COLUMNS if any(one.time.of(*c[1]) for one in every)]
     heads = ["layout", "step", *(head for head, _ in columns), "hidden", "tokens/s a rank", "MFU"]
     rows = [heads]
-    for one in every:
+    for layout, one in zip(layouts, every, strict=True):
         mfu = one.mfu(step, hardware)
         rows.append(
             [
-                one.name + (" (the recipe's)" if one is own else ""),
+                layout.name,
                 _seconds(one.time.seconds),
                 *(_seconds(one.time.of(*names)) for _, names in columns),
                 _seconds(one.time.hidden),

@@ -13,7 +13,7 @@ from uspft.config.problems import Finding
 from uspft.config.recipe import ModelBlock
 from uspft.families.table import FAMILIES, rope_of, unsupported
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)

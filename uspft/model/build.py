@@ -37,26 +37,27 @@ def parameter_count(
     model: nn.Module,
     *,
     embedding: bool = True,
+    active_only: bool = False,
     trained_only: bool = False,
     sizes: Mapping[int, int] | None = None,
 ) -> int:
     """Count a model's parameters, tied ones once.
 
-    embedding: False leaves out the embedding look-up where it is not tied, and counts only those
-    experts that a token meets. trained_only: whether only parameters that train are counted.
-    sizes: those of whole parameters by identity, where ranks hold parts.
+    embedding: False leaves out the embedding look-up where it is not tied. active_only: whether of
+    the experts only those are counted that a token meets. trained_only: whether only parameters
+    that train are counted. sizes: those of whole parameters by identity, where ranks hold parts.
     """
     counts = {
         id(p): sizes[id(p)] if sizes else getattr(p, "ds_numel", p.numel())
         for p in model.parameters()
         if p.requires_grad or not trained_only
     }
+    for name, parameter in model.named_parameters() if active_only else ():
+        if is_experts(name) and id(parameter) in counts:
+            met: Any = model.config
+            share = counts[id(parameter)] * met.num_experts_per_tok
+            counts[id(parameter)] = share // met.num_local_experts
     if not embedding:
-        for name, parameter in model.named_parameters():
-            if is_experts(name) and id(parameter) in counts:
-                met: Any = model.config
-                share = counts[id(parameter)] * met.num_experts_per_tok
-                counts[id(parameter)] = share // met.num_local_experts
         table: Any = model.get_input_embeddings()  # type: ignore[operator]
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         if table.weight is not head.weight:

@@ -62,6 +62,24 @@ class Activations:
         return self.layers * self.kept_bytes if self.offloaded else 0.0
 
 
+def unknown_activations(
+    shape: ModelShape, layout: Layout, tokens: int, memory: MemoryBlock, row: AlgorithmRow
+) -> list[str]:
+    """Return what there is of layers and their layout that the formula does not know.
+
+    The arguments are those of `activations`.
+    """
+    window = shape.window
+    found = {
+        "layers that are not checkpointed": not memory.gradient_checkpointing,
+        f"layers of {shape.model_type}": shape.model_type not in KNOWN,
+        "matrices that ranks divide": layout.tensor > 1,
+        "a window shorter than the row": window is not None and window < tokens * layout.context,
+        "keys that all come at once": row.all_at_once and layout.ring > 1,
+    }
+    return [what for what, here in found.items() if here]
+
+
 def activations(
     shape: ModelShape,
     layout: Layout,
@@ -75,13 +93,9 @@ def activations(
 
     memory: `auto` among its values counts as what it is without a need to save memory. row: of the
     table, for the algorithm that shares rows. stages: `exchange_stages`, 0 for auto.
-    Returns None where the formula does not know: layers that are not checkpointed, are not
-    LLaMA's or Qwen3's, or see a window of the row; matrices that ranks divide, keys that all come
-    at once.
+    Returns None where there is something that the formula does not know.
     """
-    known = memory.gradient_checkpointing and shape.model_type in KNOWN and layout.tensor == 1
-    cut = shape.window is not None and shape.window < tokens * layout.context
-    if not known or cut or (row.all_at_once and layout.ring > 1):
+    if unknown_activations(shape, layout, tokens, memory, row):
         return None
     d, inner = shape.hidden_size, shape.intermediate_size
     comes_in = stages if "exchange_stages" in row.options else None

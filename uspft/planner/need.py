@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import row_of
 from uspft.families import ModelShape
-from uspft.planner.activations import Activations, activations
+from uspft.planner.activations import Activations, activations, unknown_activations
 from uspft.planner.products import head_projection, parameters_of
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ class Need:
     def host_bytes(self) -> float:
         return self.state_host_bytes + self.activations.host_bytes
 
+    def fits(self, memory_bytes: float) -> bool:
+        """Tell whether a card with this much memory has what the rank needs."""
+        return self.bytes <= USABLE_SHARE * memory_bytes
+
 
 def need_of(
     recipe: Recipe, shape: ModelShape, layout: Layout, *, row: AlgorithmRow | None = None
@@ -54,15 +58,68 @@ def need_of(
 
     row: of the algorithm that shares rows, in place of the recipe's.
     """
-    row = row or row_of(recipe.parallel_config.context_parallel_algo, layout.context)
-    rows = recipe.training.micro_batch_size
-    if recipe.model.dtype == "float32" or recipe.model.adapter or recipe.model.freeze:
+    if unknown(recipe, shape, layout, row=row):
         return None
-    tokens = -(-rows * recipe.data.sequence_length // layout.context)
+    row, tokens = _row_and_tokens(recipe, layout, row)
     stages = recipe.parallel_config.exchange_stages
     cut = stages if isinstance(stages, int) else 0
     found = activations(shape, layout, tokens, recipe.memory, row, stages=cut)
     return Need(*state_bytes(recipe, shape, layout), found) if found else None
+
+
+def unknown(
+    recipe: Recipe, shape: ModelShape, layout: Layout, *, row: AlgorithmRow | None = None
+) -> list[str]:
+    """Return what there is of a recipe that the formula does not know; nothing where it knows all.
+
+    row: as of `need_of`.
+    """
+    model = recipe.model
+    found = {
+        "float32": model.dtype == "float32",
+        "LoRA": bool(model.adapter),
+        "frozen weights": bool(model.freeze),
+    }
+    row, tokens = _row_and_tokens(recipe, layout, row)
+    of_layers = unknown_activations(shape, layout, tokens, recipe.memory, row)
+    return [what for what, here in found.items() if here] + of_layers
+
+
+def weight_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> float:
+    """Return the bytes of the weights that a rank has on its device, whatever it needs beside."""
+    zero = recipe.deepspeed.zero_optimization
+    if (zero.get("offload_param") or {}).get("device", "none") != "none":
+        return 0.0
+    outside, layer = parameters_of(shape, layout.tensor)
+    ranks = layout.context * layout.data if zero.get("stage", 1) == 3 else 1
+    element = 4 if recipe.model.dtype == "float32" else 2
+    return element * (outside + shape.layers * layer) / ranks
+
+
+def fits(
+    recipe: Recipe,
+    shape: ModelShape,
+    layout: Layout,
+    memory_bytes: float,
+    *,
+    row: AlgorithmRow | None = None,
+) -> bool | None:
+    """Tell whether a card with this much memory has what a rank needs; None where the formula does
+    not know, and weights alone are not too much. row: as of `need_of`."""
+    need = need_of(recipe, shape, layout, row=row)
+    if need:
+        return need.fits(memory_bytes)
+    alone = weight_bytes(recipe, shape, layout)
+    return False if alone > USABLE_SHARE * memory_bytes else None
+
+
+def _row_and_tokens(
+    recipe: Recipe, layout: Layout, row: AlgorithmRow | None
+) -> tuple[AlgorithmRow, int]:
+    """Return the algorithm that shares rows, and how many tokens a rank has in one forward."""
+    rows = recipe.training.micro_batch_size
+    tokens = -(-rows * recipe.data.sequence_length // layout.context)
+    return row or row_of(recipe.parallel_config.context_parallel_algo, layout.context), tokens
 
 
 def state_bytes(recipe: Recipe, shape: ModelShape, layout: Layout) -> tuple[float, float]:
@@ -118,7 +175,7 @@ def least_work(recipe: Recipe, shape: ModelShape, layout: Layout, memory_bytes: 
         need = need_of(_with(recipe, recompute=choice), shape, layout)
         if need is None:
             return CHOICES[0]
-        if need.bytes <= USABLE_SHARE * memory_bytes:
+        if need.fits(memory_bytes):
             return choice
     return CHOICES[-1]
 
@@ -141,7 +198,7 @@ def longest_row(
     def fits(count: int) -> bool:
         data = changed.data.model_copy(update={"sequence_length": count * step})
         need = need_of(changed.model_copy(update={"data": data}), shape, layout, row=row)
-        return need is not None and need.bytes <= USABLE_SHARE * memory_bytes
+        return need is not None and need.fits(memory_bytes)
 
     return _most(fits) * step or None
 

@@ -22,7 +22,7 @@ from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.installed import tracker_findings
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import host_findings, run_findings
-from uspft.prepare.memory_need import exchange_findings, memory_sentence
+from uspft.prepare.memory_need import exchange_findings, memory_sentence, memory_unknown
 from uspft.prepare.new_tokens import shape_of
 from uspft.prepare.paths import find_paths
 from uspft.prepare.resolve import choice, ranks_of, resolve, slices_of, tuning
@@ -94,6 +94,16 @@ class Examined:
         hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
         free = asked.recompute == AUTO
         return memory_sentence(self.recipe, self.shape, self.layout, hardware, free=free)
+
+    @property
+    def memory_unknown(self) -> str:
+        """Why nothing predicts what a rank needs of its card's memory, for a person."""
+        if self.is_open:
+            return "the layouts are not chosen yet"
+        if self.shape is None or self.known.cluster is None:
+            return "the sizes of the model are not known here"
+        hardware = self.known.cluster.hardware
+        return memory_unknown(self.recipe, self.shape, self.layout, hardware)
 
     @property
     def here(self) -> Recipe:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from uspft.config.algorithms import AUTO
 from uspft.config.strategies import strategies_of, under
 from uspft.layout import Layout, layout_of
+from uspft.metrics import as_size
 from uspft.model.loss import tile_tokens
 from uspft.model.tiles import mlp_tile_tokens
-from uspft.planner.need import least_work, longest_row, need_of
+from uspft.planner.need import least_work, longest_row, need_of, unknown, weight_bytes
 from uspft.planner.products import layer_projections
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def memory_sentence(
     if not hardware.device:
         return f"about {_gib(need.bytes)} GiB a rank ({parts})"
     card = hardware.memory.bytes
-    said = [f"about {_gib(need.bytes)} of {_gib(card)} GiB a rank ({parts})"]
+    lacking = "" if need.fits(card) else ", which is too much"
+    said = [f"about {_gib(need.bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
     most: dict[str, Any] = {"recompute": "attention"} if free else {}
     longest = longest_row(recipe, shape, layout, card, **most)
     said.append(f"the longest row that fits is {_tokens(longest)}")
@@ -70,6 +72,13 @@ def memory_sentence(
     if not need.activations.offloaded and more != longest:
         said.append(f"with offload_activations: cpu {_tokens(more)}")
     return "; ".join(said)
+
+
+def memory_unknown(recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware) -> str:
+    """Return why the formula does not know what a rank needs, and what is known all the same."""
+    why = f"nothing predicts it with {' or with '.join(unknown(recipe, shape, layout))}"
+    of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
+    return f"{why}; weights alone take {as_size(weight_bytes(recipe, shape, layout))}{of_card}"
 
 
 def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:

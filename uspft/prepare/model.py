@@ -30,6 +30,8 @@ class ExaminedModel(NamedTuple):
     """How many parameters train."""
     parameters: int
     """How many parameters there are in all."""
+    active: int
+    """How many of all a token meets, which are fewer where it chooses experts."""
 
 
 def examine_model(recipe: Recipe) -> ExaminedModel:
@@ -54,8 +56,13 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
         require_fit(model, folder, grows=bool(recipe.model.add_tokens))
     choose_trained(model, recipe.model, recipe.seed)
     _require_inside(recipe, model)
-    trained = parameter_count(model, trained_only=True)
-    return ExaminedModel(config, what_trains(model, recipe.model), trained, parameter_count(model))
+    return ExaminedModel(
+        config,
+        what_trains(model, recipe.model),
+        trained=parameter_count(model, trained_only=True),
+        parameters=parameter_count(model),
+        active=parameter_count(model, active_only=True),
+    )
 
 
 def _require_inside(recipe: Recipe, model: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from uspft.checkpoint.folder import CHECKPOINTS, step_folders
-from uspft.config import Fault, Recipe
+from uspft.config import Fault, Finding, Recipe
 from uspft.metrics import as_size
 from uspft.prepare.output import KEY, output_of
 
@@ -47,19 +47,25 @@ def space_free(folder: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def require_space(recipe: Recipe, needed: int) -> None:
-    """Check that what a run is yet to write, in bytes, fits on its disk.
-
-    Raises Fault where it does not.
-    """
+def space_finding(recipe: Recipe, needed: int) -> Finding | None:
+    """Return what is wrong where a run is yet to write more bytes than its disk has; else None."""
     output, keep = output_of(recipe), recipe.checkpoint.keep_last
     free = space_free(output)
     if needed <= free:
-        return
+        return None
     what = f"this run writes {as_size(needed)}, and {as_size(free)} are free in `{output}`"
     remedy = "make room, or name a folder with more of it"
     if recipe.checkpoint.every_steps and keep > 1:
         remedy += (
             f" (checkpoint.keep_last is {keep}, and a new one is whole before an old one goes)"
         )
-    raise Fault([(KEY, what, remedy)])
+    return KEY, what, remedy
+
+
+def require_space(recipe: Recipe, needed: int) -> None:
+    """Check that what a run is yet to write, in bytes, fits on its disk.
+
+    Raises Fault where it does not.
+    """
+    if wrong := space_finding(recipe, needed):
+        raise Fault([wrong])

@@ -36,7 +36,7 @@ class Meter:
         self._run = run
         named, part_of = run.engine.named, run.engine.part_of
         sizes = {id(parameter): prod(part_of(name).shape) for name, parameter in named.items()}
-        count = partial(parameter_count, run.model, embedding=False, sizes=sizes)
+        count = partial(parameter_count, run.model, embedding=False, active_only=True, sizes=sizes)
         self._parameters, trained = count(), count(trained_only=True)
         self._frozen = self._parameters - trained
         device = run.engine.device

@@ -52,10 +52,11 @@ def test_a_shipped_recipe_of_a_model_whose_weights_are_not_here(planned: object)
     assert heads[0] == "step" and heads[-2:] == ["tokens/s a rank", "MFU"]
     own, *others = rows
     assert own == "ulysses4-ring2 (the recipe's)"
-    assert {"data8", "tensor2-data4", "tensor4-data2", "tensor8", "ulysses8"} <= set(others)
+    known = {"data8 (does not fit)", "tensor2-data4", "tensor4-data2", "tensor8", "ulysses8"}
+    assert known <= set(others)
     assert len(others) == len(set(others)) == 10
-    steps = [number(rows[name][0]) for name in others]
-    assert steps == sorted(steps)
+    ranked = [(name.endswith(" (does not fit)"), number(rows[name][0])) for name in others]
+    assert ranked == sorted(ranked), "those that do not fit stand last"
     parts = heads.index("hidden")
     for name, cells in rows.items():
         values = [number(cell) for cell in cells]
@@ -65,15 +66,43 @@ def test_a_shipped_recipe_of_a_model_whose_weights_are_not_here(planned: object)
     assert "hardware: h100 (shipped figures" in page
     memory = table(page, "GiB a rank")
     assert memory["GiB a rank"] == ["activations", "state", "of the card", "longest row"]
-    assert [name for name in rows if name in memory] == list(memory)[1:]
-    assert list(memory)[1] == own and "tensor8" not in memory
-    assert memory["data8"][2].endswith("(too much)")
-    assert number(memory["data8"][3]) < 131072 < number(memory["ulysses8"][3])
+    assert list(rows) == list(memory)[1:] and memory["tensor8"] == ["–"] * 4
+    marked = {name for name in others if name.endswith(" (does not fit)")}
+    assert marked == {name for name in others if number(memory[name][2]) > 0.92}
+    assert number(memory["data8 (does not fit)"][3]) < 131072 < number(memory["ulysses8"][3])
     assert [line for line in page.splitlines() if line.startswith("not predicted: ")] == [
-        f"not predicted: {what}" for what in NOT_PREDICTED
+        "not predicted: memory with matrices that ranks divide",
+        *(f"not predicted: {what}" for what in NOT_PREDICTED),
     ]
     assert re.search(r"^step: 8 rows of 131,072 tokens, .* recomputed$", page, re.M)
     assert re.search(r"^weights +\S+ +\S+ +239", page, re.M), "16.06 GB, twice, in 8 passes"
+
+
+@pytest.mark.parametrize(
+    "words", [["model_parallel=2"], ["context_parallel_algo=allgather_cp"]], ids=["tensor", "keys"]
+)
+def test_the_recipe_s_own_layout_is_told_where_nothing_predicts_its_memory(
+    planned: object, words: list[str]
+) -> None:
+    plain = ["context_parallel=4", "ulysses_degree_in_cp=null", "context_parallel_algo=ring_cp"]
+    page = planned(LLAMA, *(f"parallel_config.{word}" for word in [*plain, *words]))  # type: ignore[operator]
+    memory = table(page, "GiB a rank")
+    own, *others = list(memory)[1:]
+    assert own.endswith(" (the recipe's)") and memory[own] == ["–"] * 4 and own in table(page)
+    assert any(number(memory[name][2]) for name in others)
+    assert "not predicted: memory with " in page
+
+
+def test_what_holds_weights_that_are_too_much_does_not_fit(planned: object) -> None:
+    """Also where nothing predicts the rest: 70 billion parameters of a LoRA run are 131 GiB."""
+    page = planned("recipes/llama3.1-70b-lora-tensor-32k.yaml")  # type: ignore[operator]
+    layouts = list(table(page))
+    assert layouts[1] == "tensor8 (the recipe's)" and "data8 (does not fit)" in layouts
+    assert {"tensor2-data4", "tensor4-data2"} <= set(layouts) and "GiB a rank" not in page
+    assert "not predicted: memory with LoRA or with matrices that ranks divide" in page
+    words = ["parallel_config.model_parallel=1", "parallel_config.use_seq_parallel=false"]
+    whole = planned("recipes/llama3.1-70b-lora-tensor-32k.yaml", *words)  # type: ignore[operator]
+    assert "data8 (the recipe's, does not fit)" in table(whole)
 
 
 def test_meshes_stand_beside_one_another_and_beside_one_dimension(planned: object) -> None:

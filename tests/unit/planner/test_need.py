@@ -11,7 +11,7 @@ from uspft.config import load
 from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.need import need_of
+from uspft.planner.need import fits, need_of, unknown, weight_bytes
 from uspft.planner.products import head_projection, parameters_of
 
 ROOT = Path(__file__).parents[3]
@@ -59,3 +59,30 @@ def test_what_zero_offloads_lies_on_the_host(
     zero: dict[str, Any], device: float, host: float
 ) -> None:
     assert needed(**zero) == pytest.approx((device, host))
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero", "share"),
+    [
+        (Layout(), {"stage": 1}, 1),
+        (Layout(mesh_columns=8), {"stage": 1}, 1 / 8),
+        (Layout(mesh_columns=2, ulysses=4), {"stage": 3}, 1 / 8),
+        (Layout(data=8), {"stage": 2}, 1),
+        (Layout(), {"stage": 3, "offload_param": AWAY}, 0),
+    ],
+)
+def test_a_card_that_the_weights_alone_fill_is_too_small(
+    layout: Layout, zero: dict[str, Any], share: float
+) -> None:
+    """Of LoRA on 8.03 billion parameters, of which nothing else is predicted."""
+    recipe = load(ROOT / "recipes" / "llama3.1-8b-text-ulysses-4m.yaml").recipe
+    shape = read_shape(ModelBlock(name_or_path="meta-llama/Llama-3.1-8B"), ROOT / "configs")
+    assert isinstance(shape, ModelShape)
+    block = recipe.deepspeed.model_copy(update={"zero_optimization": zero})
+    model = recipe.model.model_copy(update={"adapter": {"type": "lora"}})
+    asked = recipe.model_copy(update={"deepspeed": block, "model": model})
+    assert "LoRA" in unknown(asked, shape, layout) and need_of(asked, shape, layout) is None
+    alone = weight_bytes(asked, shape, layout)
+    assert alone == pytest.approx(share * 2 * 8_030_261_248, rel=1e-3)
+    assert fits(asked, shape, layout, alone) is (False if share else None)
+    assert fits(asked, shape, layout, 1.2 * alone) is None

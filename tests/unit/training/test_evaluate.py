@@ -20,7 +20,10 @@ from uspft.job import Job
 from uspft.metrics import Journal, RunDisplay
 from uspft.model import loss
 from uspft.model.loss import Head
+from uspft.prepare.invocation import Invocation
 from uspft.training.evaluate import Score, record_of
+
+HERE = Invocation("")
 
 SCORES = {"a.jsonl": Score(30.0, 10), "b.jsonl": Score(4.0, 30)}
 
@@ -92,13 +95,13 @@ def test_the_summary_tells_both_kinds_of_loss_apart(tmp_path: Path) -> None:
     for step, (trained, evaluated) in enumerate([(5.0, 40.0), (4.0, math.nan), (3.0, 20.0)], 1):
         journal.write({"step": step, "loss": trained})
         journal.write(record_of(step, {"a": Score(evaluated, 10)}, 0.0))
-    said = summary(recipe(tmp_path, eval="x"), Path("r.yaml"), [], chats=False).splitlines()
+    said = summary(recipe(tmp_path, eval="x"), Path("r.yaml"), [], HERE, chats=False).splitlines()
     assert said[0].startswith("done: loss 5.000 → 3.000 ")
     assert said[1] == "evaluation: loss 4.000 → 2.000"
     journal.write(record_of(4, {"a": Score(35.0, 10)}, 0.0))
-    said = summary(recipe(tmp_path, eval="x"), Path("r.yaml"), [], chats=False).splitlines()
+    said = summary(recipe(tmp_path, eval="x"), Path("r.yaml"), [], HERE, chats=False).splitlines()
     assert said[1] == "evaluation: loss 4.000 → 3.500, best 2.000 after step 3"
-    without = summary(recipe(tmp_path), Path("r.yaml"), [], chats=False).splitlines()
+    without = summary(recipe(tmp_path), Path("r.yaml"), [], HERE, chats=False).splitlines()
     assert without[0] == said[0], "goes on from a run that evaluated"
     assert not any(line.startswith("evaluation") for line in without)
 

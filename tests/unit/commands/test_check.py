@@ -1,0 +1,180 @@
+"""What `check` refuses, warns of, counts, and says that it does not know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.support.models import ARCHITECTURES, make_model
+from tests.support.shapes import TINY
+from uspft.__main__ import main
+from uspft.called import VARIABLE
+from uspft.prepare import space
+
+GIB = 1 << 30
+PARALLEL = "parallel_config"
+
+
+class Said(NamedTuple):
+    """An exit code, and the lines of stdout and stderr."""
+
+    code: int
+    out: list[str]
+    err: list[str]
+
+    def about(self, word: str) -> list[str]:
+        return [line for line in self.out if line.startswith(f"{word}: ")]
+
+    def unknown(self, what: str) -> list[str]:
+        return [line for line in self.about("not checked") if line.split()[2] == what]
+
+
+@pytest.fixture
+def check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Said]:
+    """`check` of a recipe for one GPU with words behind it; by default a small LLaMA in bfloat16.
+
+    model: fields of its config, or the block of the recipe itself.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "d.jsonl").write_text('{"input_ids": [1, 2]}\n')
+
+    def run(*words: str, model: dict[str, Any] | None = None, **config: Any) -> Said:
+        (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "llama", **config}))
+        tree = {
+            "output_dir": str(tmp_path / "out"),
+            "model": model or {"config": str(tmp_path / "config.json")},
+            "data": {"train": str(tmp_path / "d.jsonl"), "sequence_length": 32},
+            "training": {"steps": 1, "global_batch_size": 1},
+            "launch": {"device": "cuda", "processes": 1},
+        }
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
+        capsys.readouterr()
+        code = main(["check", str(tmp_path / "r.yaml"), *words])
+        return Said(code, *(text.splitlines() for text in capsys.readouterr()))
+
+    return run
+
+
+def test_a_disk_that_is_too_small_here_is_a_warning_until_the_run_is_here(
+    check: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check().about("disk") and not check().about("warning")
+    monkeypatch.setattr(space, "space_free", lambda _: 1000)
+    elsewhere = check()
+    (line,) = elsewhere.about("warning")
+    assert elsewhere.code == 0 and not elsewhere.about("disk")
+    assert line.startswith("warning: output_dir: this run writes ") and "; make room, or" in line
+    assert f", and 1000 B are free in `{tmp_path / 'out'}`; " in line
+    (tmp_path / "out").mkdir()
+    here = check()
+    (line,) = here.err
+    assert (here.code, here.out) == (2, [])
+    assert line.startswith(f"{tmp_path / 'r.yaml'}:") and ": output_dir: this run writes " in line
+
+
+@pytest.mark.parametrize("name", ["qwen22", "Qwen3-8B", "models/", "a/b/c"])
+def test_a_model_that_is_no_folder_and_no_hub_id_is_refused(
+    check: Callable[..., Said], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert check(model={"name_or_path": "org/name"}).code == 0
+    said = check(model={"name_or_path": name})
+    (line,) = (line for line in said.err if ": model.name_or_path: " in line)
+    assert said.code == 2 and f"the folder `{name}` does not exist" in line
+    assert line.endswith("; name a folder, or org/name of the hub")
+
+
+def test_parameters_are_counted_with_their_bytes(check: Callable[..., Said]) -> None:
+    """By hand: TINY's matrices, norms, embedding and head."""
+    d, inner, vocabulary, layers = (
+        TINY[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
+    )
+    head = TINY.get("head_dim") or d // TINY["num_attention_heads"]
+    q, kv = head * TINY["num_attention_heads"], head * TINY["num_key_value_heads"]
+    attention = 2 * d * q + 2 * d * kv
+    outside, layer = 2 * vocabulary * d + d, attention + 3 * d * inner + 2 * d
+    every = outside + layers * layer
+    size = f"{2 * every / 1024:.4g} KiB"
+    line = f"parameters: {every:,} in all ({size} in bfloat16), {every:,} trained ({size})"
+    assert check().about("parameters") == [line]
+    (line,) = check("model.adapter={type: lora, rank: 1, target_modules: [q_proj]}").about(
+        "parameters"
+    )
+    lora = layers * (d + q)
+    assert f"{every + lora:,} in all" in line
+    assert line.endswith(f", {lora:,} trained ({2 * lora} B)")
+    experts, met = 4, 2
+    moe = check(model_type="mixtral", num_local_experts=experts, num_experts_per_tok=met)
+    (line,) = moe.about("parameters")
+    more = layers * (3 * d * inner * (experts - 1) + d * experts)
+    active = layers * (3 * d * inner * (met - 1) + d * experts)
+    assert line.startswith(f"parameters: {every + more:,} in all (")
+    assert f", {every + active:,} active for a token ({2 * (every + active) / 1024:.4g} " in line
+
+
+def test_experts_of_every_family_are_active_in_part(
+    check: Callable[..., Said], tmp_path: Path
+) -> None:
+    routed = [kind for kind, (_, own) in ARCHITECTURES.items() if "num_experts_per_tok" in own]
+    assert len(routed) == 2
+    for kind in routed:
+        folder = make_model(tmp_path / kind, kind)
+        (line,) = check(model={"name_or_path": str(folder)}).about("parameters")
+        assert " active for a token (" in line, kind
+
+
+TENSOR = [f"{PARALLEL}.model_parallel=2", "launch.processes=2"]
+MESH = [*TENSOR, f"{PARALLEL}.tensor_parallel_algo=meshslice"]
+UNKNOWN = {
+    "tensor": (TENSOR, "matrices that ranks divide"),
+    "mesh": (MESH, "matrices that ranks divide"),
+    "LoRA": (["model.adapter={type: lora, rank: 1}"], "LoRA"),
+    "freeze": (["model.freeze=[embed]"], "frozen weights"),
+    "float32": (["model.dtype=float32", "launch.device=cpu"], "float32"),
+    "keeps": (["memory.gradient_checkpointing=false"], "layers that are not checkpointed"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_memory_that_is_not_predicted_is_not_checked(check: Callable[..., Said], case: str) -> None:
+    assert check().about("memory") and not check().unknown("memory")
+    words, why = UNKNOWN[case]
+    said = check(*words)
+    (line,) = said.unknown("memory")
+    assert (said.code, said.about("memory")) == (0, []), said
+    assert f"memory (nothing predicts it with {why}; weights alone take " in line
+    on_card = " of 74.51 GiB)" if case != "float32" else "iB)"
+    assert line.endswith(on_card), line
+
+
+def test_memory_of_a_model_that_is_not_here_is_not_checked(check: Callable[..., Said]) -> None:
+    said = check(model={"name_or_path": "org/name"})
+    assert said.unknown("memory") == [
+        "not checked: memory (the sizes of the model are not known here)"
+    ]
+    assert not said.about("model") and "" not in said.out
+
+
+def test_a_row_that_does_not_fit_is_said(check: Callable[..., Said]) -> None:
+    long = ["data.sequence_length=64m", "model.overrides={max_position_embeddings: 67108864}"]
+    (line,) = check(*long).about("memory")
+    assert " GiB a rank, which is too much (activations " in line
+    assert ", which is too much" not in check().about("memory")[0]
+
+
+def test_lengths_that_are_not_known_are_found_by_a_command(
+    check: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "../bin/uspft")
+    word = f"{PARALLEL}.strategies=auto"
+    said = check(word, model={"name_or_path": "org/name"})
+    assert said.unknown("memory") == ["not checked: memory (the layouts are not chosen yet)"]
+    (line,) = said.unknown("strategies")
+    assert line.endswith(f" or `../bin/uspft preprocess {tmp_path / 'r.yaml'} {word}`)")
