@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from uspft.checkpoint.folder import CHECKPOINTS, LATEST, STEP_FOLDER, step_folders
-from uspft.durable import partial_of
+from uspft.durable import partial_of, sync, sync_tree, write_text
 from uspft.metrics.mlflow_run import MLFLOW
 from uspft.metrics.trackers import EVENTS, RUNS, WANDB
 
@@ -20,6 +20,8 @@ RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json
 MODEL, ADAPTER = "hf", "adapter"
 EXPORTS = (MODEL, ADAPTER)
 """The folders that a run writes at its end, beside checkpoints/."""
+OUTDATED = ".exports-outdated"
+"""The file that says that the exports here are of a step before those that a run goes on with."""
 TRACKED = (EVENTS, RUNS, WANDB, MLFLOW)
 """What trackers keep here of a run that goes on in them."""
 LOGS = "logs"
@@ -33,13 +35,13 @@ def is_written(place: Path) -> bool:
         return rest[0] == LATEST or STEP_FOLDER.fullmatch(rest[0]) is not None
     if first == LOGS and rest:
         return LOG.fullmatch(rest[0]) is not None
-    return first in (METRICS, RECIPE, *EXPORTS, *TRACKED, ENVIRONMENT)
+    return first in (METRICS, RECIPE, *EXPORTS, OUTDATED, *TRACKED, ENVIRONMENT)
 
 
 def written(output: Path) -> list[Path]:
     """List what runs have left in an output folder, environment.json, which marks a run, last."""
     found = step_folders(output / CHECKPOINTS)
-    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, *EXPORTS, *TRACKED, RECIPE]
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, *EXPORTS, OUTDATED, *TRACKED, RECIPE]
     if os.path.isdir(output / LOGS):
         names += [f"{LOGS}/{log}" for log in os.listdir(output / LOGS) if LOG.fullmatch(log)]
     return found + [
@@ -76,10 +78,44 @@ def set_aside(output: Path, entries: Iterable[Path]) -> Path | None:
     return place
 
 
-def made_anew(output: Path, step: int) -> list[Path]:
-    """List what a run that goes on from a step makes again: later checkpoints, and the exports."""
-    later = [f for f in step_folders(output / CHECKPOINTS) if f.name > f"step-{step:08d}"]
-    return later + [output / name for name in EXPORTS]
+def later_than(output: Path, step: int) -> list[Path]:
+    """List the checkpoints that a run which goes on from a step makes again."""
+    return [f for f in step_folders(output / CHECKPOINTS) if f.name > f"step-{step:08d}"]
+
+
+def outdate_exports(output: Path) -> None:
+    """Mark the exports that are here, which stay until those of the steps to come are whole."""
+    if any((output / name).exists() for name in EXPORTS):
+        write_text(output / OUTDATED, "")
+
+
+def lacks_export(output: Path, name: str) -> bool:
+    """Tell whether an export of the output is not here, or is of a step before the last ones."""
+    return not (output / name).exists() or (output / OUTDATED).exists()
+
+
+def new_exports(output: Path) -> Path:
+    """Return the folder in which exports are written, under their names, until all are whole."""
+    return partial_of(output / "exports")
+
+
+def publish_exports(output: Path) -> Path | None:
+    """Put the new exports, which are whole, in the place of those that are here.
+
+    Returns the folder earlier-<time>/ to which these moved; None where there were none. Raises
+    OSError.
+    """
+    new = new_exports(output)
+    sync_tree(new)  # before, so that there is always one of the two to be had
+    moved = set_aside(output, [output / name for name in EXPORTS])
+    for name in (ADAPTER, MODEL):
+        if (new / name).exists():
+            os.replace(new / name, output / name)
+            sync(output)
+    (output / OUTDATED).unlink(missing_ok=True)
+    if new.exists():
+        new.rmdir()
+    return moved
 
 
 def clear_partial(output: Path) -> None:
@@ -87,8 +123,8 @@ def clear_partial(output: Path) -> None:
 
     No other run may be alive in the folder.
     """
-    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, RECIPE, ENVIRONMENT, RUNS, *EXPORTS]
-    left = [partial_of(output / name) for name in names]
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, RECIPE, ENVIRONMENT, RUNS, OUTDATED]
+    left = [new_exports(output), *(partial_of(output / name) for name in names)]
     for hidden in (output / CHECKPOINTS).glob(".step-*.partial"):
         if STEP_FOLDER.fullmatch(hidden.name[1:].removesuffix(".partial")):
             left.append(hidden)

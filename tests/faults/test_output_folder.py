@@ -227,7 +227,7 @@ def test_room_on_the_disk_is_looked_at_first(
             found = ground.call(capsys)
             found.about("output_dir", "this run writes", "are free in", "make room", "keep_last")
             assert main(["check", str(ground.path)]) == 0  # it may be asked about another machine
-            assert "disk: writes " in capsys.readouterr().out
+            assert "warning: output_dir: this run writes " in capsys.readouterr().out
         else:
             begins(ground)
 

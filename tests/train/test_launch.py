@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.forked import Forked
 from tests.support.launch import living, living_ranks, records, start
 from tests.support.models import Documents, make_documents, make_model, reference
+from uspft.checkpoint.folder import Checkpoint
 from uspft.config import dump, load
 from uspft.written import is_of_a_run
 
@@ -188,6 +190,45 @@ def test_a_finished_run_says_so_and_exports_from_its_checkpoint(
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+def test_a_run_that_goes_on_keeps_its_export_until_the_new_one_is_whole(
+    setting: tuple[Path, Documents], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    runs = recipe(setting, checkpoint={"every_steps": 1, "keep_last": 1})
+
+    def run(*words: str) -> str:
+        process = Forked.start(runs, tmp_path, *words)
+        said, err = process.communicate(timeout=200)
+        assert (process.returncode, err) == (0, "")
+        assert not (out / ".exports-outdated").exists()
+        return said
+
+    def exported(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (folder / "hf").iterdir()}
+
+    run()
+    first = exported(out)
+    killed = Forked.start(runs, tmp_path, "training.steps=100000")
+    _wait_for(lambda: records(tmp_path)[-1].get("step", 0) > 3, killed)
+    killed.kill()
+    killed.wait(200)
+    _wait_for(lambda: not living(tmp_path))
+    assert exported(out) == first and not list(out.glob("earlier-*"))
+    # All that is asked for now is done, and the export is of an earlier step.
+    done = max(int(path.name.removeprefix("step-")) for path in out.glob("checkpoints/step-*"))
+    assert f"all {done} steps are done" in run(f"training.steps={done}")
+    newest = Checkpoint.open(out / f"checkpoints/step-{done:08d}")
+    weights = load_file(out / "hf/model.safetensors")
+    assert all(torch.equal(v, newest.tensor("weight", name)) for name, v in weights.items())
+    (aside,) = out.glob("earlier-*")
+    assert exported(aside) == first
+    said = run(f"training.steps={done + 1}")
+    (place,) = set(out.glob("earlier-*")) - {aside}
+    assert f"what was exported before is now in {place}" in said
+    assert load_file(place / "hf/model.safetensors").keys() == weights.keys()
+    assert f": {done + 1:,} steps on" in (out / "hf/README.md").read_text()
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
     setting: tuple[Path, Documents], tmp_path: Path
 ) -> None:
@@ -217,9 +258,9 @@ def test_a_killed_rank_ends_the_run_and_is_named(
     assert not living(tmp_path)
 
 
-def _wait_for(true: Any, process: Any, seconds: float = 120.0) -> None:
+def _wait_for(true: Any, process: Any = None, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert process.poll() is None, process.communicate()
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.05)

@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from uspft.written import clear_partial, is_of_a_run, is_written, made_anew, set_aside, written
+from uspft.written import (
+    clear_partial,
+    is_of_a_run,
+    is_written,
+    lacks_export,
+    later_than,
+    new_exports,
+    outdate_exports,
+    publish_exports,
+    set_aside,
+    written,
+)
 
 OF_A_RUN = (
     *("recipe.yaml", "metrics.jsonl", "environment.json", "hf/model.safetensors"),
     *("adapter/adapter_config.json", "logs/rank-0.log", "logs/rank-13.log"),
-    *("checkpoints/latest", "checkpoints/step-00000010/state.json"),
+    *("checkpoints/latest", "checkpoints/step-00000010/state.json", ".exports-outdated"),
 )
 OF_THE_USER = (
     *("data.jsonl", ".git/config", "my.yaml", "run2/metrics.jsonl", "run2/hf/config.json"),
@@ -49,17 +60,35 @@ def test_only_what_a_run_wrote_moves_and_never_twice_to_one_place(tmp_path: Path
     assert len(places) == 3
 
 
-def test_going_on_moves_later_checkpoints_and_exports(tmp_path: Path) -> None:
+def test_going_on_moves_later_checkpoints(tmp_path: Path) -> None:
     fill(tmp_path)
     for step in (5, 15, 20):
         (tmp_path / f"checkpoints/step-{step:08d}").mkdir()
-    place = set_aside(tmp_path, made_anew(tmp_path, 10))
+    place = set_aside(tmp_path, later_than(tmp_path, 10))
     assert place and {str(p.relative_to(place)) for p in place.rglob("*") if p.is_dir()} == {
         *("checkpoints", "checkpoints/step-00000015", "checkpoints/step-00000020"),
-        *("hf", "adapter"),
     }
-    assert set_aside(tmp_path, made_anew(tmp_path, 10)) is None
+    assert set_aside(tmp_path, later_than(tmp_path, 10)) is None
     assert (tmp_path / "metrics.jsonl").exists() and (tmp_path / "checkpoints/step-best").exists()
+
+
+def test_exports_stay_until_new_ones_are_whole(tmp_path: Path) -> None:
+    assert lacks_export(tmp_path, "hf")
+    outdate_exports(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "there are none that could be outdated"
+    for name in ("hf", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").touch()
+    assert not lacks_export(tmp_path, "hf")
+    outdate_exports(tmp_path)
+    assert lacks_export(tmp_path, "hf") and files(tmp_path) >= {"hf/old", "adapter/old"}
+    (new_exports(tmp_path) / "hf").mkdir(parents=True)
+    (new_exports(tmp_path) / "hf/new").touch()
+    assert (tmp_path / "hf/old").exists()
+    place = publish_exports(tmp_path)
+    assert place and files(place) == {"hf/old", "adapter/old"}
+    assert not lacks_export(tmp_path, "hf") and files(tmp_path / "hf") == {"new"}
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", place.name}
 
 
 def test_a_run_s_folder_is_known_by_what_only_a_run_writes(tmp_path: Path) -> None:
@@ -81,7 +110,8 @@ def test_what_a_killed_run_left_half_written_goes(tmp_path: Path) -> None:
     fill(tmp_path)
     halves = (
         *("checkpoints/.step-00000011.partial/part-0", "checkpoints/.latest.partial"),
-        *(".hf.partial/shard-0", ".adapter.partial/x", ".metrics.jsonl.partial"),
+        *(".exports.partial/.hf.partial/shard-0", ".exports.partial/adapter/x"),
+        *(".metrics.jsonl.partial", "..exports-outdated.partial"),
     )
     mine = ".mine.partial/x", "checkpoints/.step-best.partial/x", "checkpoints/.notes"
     for name in halves + mine:

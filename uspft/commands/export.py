@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from uspft.config.problems import COMMAND_LINE
 from uspft.metrics import Best, Journal
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.output import held_output
-from uspft.written import ADAPTER, EXPORTS, METRICS, MODEL, RECIPE, set_aside
+from uspft.written import ADAPTER, METRICS, MODEL, RECIPE, new_exports, publish_exports
 
 
 def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
@@ -51,7 +52,9 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         raise CheckpointError(f"command line: {target}: {what}; name another checkpoint")
     whole = whole_model(checkpoint, asked.get("base"))
     if to:
-        _export(whole, checkpoint, to, adapter=None)
+        with _writing(to):
+            export_folder(whole.merged(), whole.dtype, model_files(checkpoint), to)
+        _tell(checkpoint, to)
         return 0
     output = checkpoint.folder.parent.parent
     try:
@@ -68,33 +71,38 @@ def model_files(checkpoint: Checkpoint) -> Callable[[Path], object]:
     return partial(shutil.copytree, checkpoint.folder / "model", dirs_exist_ok=True)
 
 
-def export_beside(whole: WholeModel, checkpoint: Checkpoint, output: Path) -> None:
-    """Write hf/ and adapter/ into an output folder that is held, and move aside what was there.
+def export_beside(
+    whole: WholeModel, checkpoint: Checkpoint, output: Path, *, model: bool = True
+) -> None:
+    """Write adapter/, where one was trained, and hf/ into an output folder that is held.
 
-    Raises InputError.
+    model: False leaves hf/ out. What was exported before stays until all is whole, and then moves
+    aside. Raises InputError.
     """
-    moved = set_aside(output, [output / name for name in EXPORTS])
+    describe, new = model_files(checkpoint), new_exports(output)
+    with _writing(output):
+        if whole.block.adapter:
+            export_adapter(whole.adapter(), whole.block, describe, new / ADAPTER)
+        if model:
+            export_folder(whole.merged(), whole.dtype, describe, new / MODEL)
+        moved = publish_exports(output)
     if moved:
         print(f"what was exported before is now in {moved}")
-    _export(whole, checkpoint, output / MODEL, adapter=output / ADAPTER)
+    _tell(checkpoint, output / (MODEL if model else ADAPTER))
 
 
-def _export(
-    whole: WholeModel, checkpoint: Checkpoint, destination: Path, *, adapter: Path | None
-) -> None:
-    """Write the model and, where it has one and a folder is given for it, its adapter.
-
-    Raises InputError.
-    """
-    describe = model_files(checkpoint)
+@contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    """Raise InputError where a place cannot be written inside the `with` block."""
     try:
-        if adapter and whole.block.adapter:
-            export_adapter(whole.adapter(), whole.block, describe, adapter)
-        export_folder(whole.merged(), whole.dtype, describe, destination)
+        yield
     except OSError as error:
-        what = f"{destination} cannot be written: {error.strerror}"
+        what = f"{place} cannot be written: {error.strerror}"
         raise InputError(f"{COMMAND_LINE}: to: {what}; write to=FOLDER") from error
-    print(f"step {checkpoint.step} of {checkpoint.folder.parent.parent} → {destination}")
+
+
+def _tell(checkpoint: Checkpoint, made: Path) -> None:
+    print(f"step {checkpoint.step} of {checkpoint.folder.parent.parent} → {made}")
 
 
 def _require_room(to: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from uspft.checkpoint.folder import Checkpoint, folder_of
-from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.whole_model import whole_model
-from uspft.commands.export import export_beside, model_files
+from uspft.commands.export import export_beside
 from uspft.config import Recipe
 from uspft.metrics import Best, Journal
 from uspft.prepare.output import output_of
-from uspft.written import ADAPTER, EXPORTS, METRICS, MODEL
+from uspft.written import ADAPTER, EXPORTS, METRICS, MODEL, lacks_export
 
 
 def reason_to_end(recipe: Recipe, steps: int, checkpoint: Checkpoint | None) -> str | None:
@@ -34,26 +33,22 @@ def all_done(recipe: Recipe, why: str, checkpoint: Checkpoint) -> str:
 
 
 def export_missing(recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-    """Write the exports that the recipe asks for and that are not there.
+    """Write the exports that the recipe asks for and that are not there, or of an earlier step.
 
-    They are missing where the run ended between its last save and its export, and where the best
+    They are where the run ended between its last save and its export, and where the best
     checkpoint is not that of the last step. checkpoint: of the last step; None: of a run whose
     ranks have ended, which lacks nothing but the best one. Raises CheckpointError.
     """
     output, model, adapter = output_of(recipe), recipe.export.huggingface, recipe.model.adapter
     wanted = (model and MODEL) or (adapter and ADAPTER)
-    if not wanted or (output / wanted).exists():
+    if not wanted or not lacks_export(output, wanted):
         return
     best = _best(recipe, checkpoint) if recipe.checkpoint.keep_best else None
     if best and best.step is not None:
         checkpoint = Checkpoint.open(folder_of(output, best.step))
     if checkpoint is None:
         return
-    whole = whole_model(checkpoint)
-    if model:
-        export_beside(whole, checkpoint, output)
-    else:
-        export_adapter(whole.adapter(), whole.block, model_files(checkpoint), output / ADAPTER)
+    export_beside(whole_model(checkpoint), checkpoint, output, model=model)
 
 
 def _best(recipe: Recipe, checkpoint: Checkpoint | None) -> Best | None:

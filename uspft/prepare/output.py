@@ -20,7 +20,8 @@ from uspft.written import (
     ENVIRONMENT,
     RECIPE,
     clear_partial,
-    made_anew,
+    later_than,
+    outdate_exports,
     set_aside,
     written,
 )
@@ -79,7 +80,8 @@ def open_output(
     here = (output / CHECKPOINTS).resolve()
     try:
         if checkpoint and checkpoint.folder.resolve().parent == here:
-            moved = set_aside(output, made_anew(output, checkpoint.step))
+            moved = set_aside(output, later_than(output, checkpoint.step))
+            outdate_exports(output)
         else:
             moved = set_aside(output, written(output))  # no host's ranks log there before all may
         write_text(output / ENVIRONMENT, environment_of(recipe, hosts, place))

@@ -29,7 +29,7 @@ from uspft.training.evaluating import Evaluation
 from uspft.training.guards import Guards
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
-from uspft.written import ADAPTER, EXPORTS, METRICS, MODEL, set_aside
+from uspft.written import ADAPTER, METRICS, MODEL, new_exports, publish_exports
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -92,7 +92,9 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
         if evaluation.exports_here(step):
             with display.waits("the export of the trained model"), _writing("the trained model"):
-                export_run(run, step)
+                moved = export_run(run, step)
+            if moved:
+                display.say(f"what was exported before is now in {moved}")
 
 
 def _begin(run: Run, journal: Journal) -> None:
@@ -190,25 +192,28 @@ def _step(
         raise RunFailed(f"{where}: {said(error)}; {FOR_MEMORY}") from None
 
 
-def export_run(run: Run, step: int) -> None:
+def export_run(run: Run, step: int) -> Path | None:
     """Write OUTPUT/adapter, where there is an adapter, and OUTPUT/hf, where the recipe asks for it,
-    from the live engine; collective. step: the steps that its weights have had."""
+    from the live engine; collective.
+
+    step: the steps that its weights have had. What was exported before stays until both are whole;
+    returns on the first rank where it then is, or None.
+    """
     recipe, first_rank = run.job.recipe, run.world.mesh.rank == 0
     block, output = recipe.model, recipe.output_dir
     assert output is not None
-    every, describe = run.engine.named, partial(_describe, run, step)
-    if first_rank:  # what somebody has put there during the run
-        set_aside(output, [output / name for name in EXPORTS])
+    every, describe, new = run.engine.named, partial(_describe, run, step), new_exports(output)
     if block.adapter:
         with on_first_rank(run.engine, [name for name in every if is_adapter(name)]) as read:
             if read:
-                export_adapter(adapter_of(every, read), block, describe, output / ADAPTER)
+                export_adapter(adapter_of(every, read), block, describe, new / ADAPTER)
     if recipe.export.huggingface:
         with on_first_rank(run.engine, list(chain(*merge_order(every)))) as read:
             if read:
                 tensors = merged(every, read, block.adapter)
                 dtype = getattr(torch, block.dtype)
-                export_folder(tensors, dtype, describe, output / MODEL)
+                export_folder(tensors, dtype, describe, new / MODEL)
+    return publish_exports(output) if first_rank else None
 
 
 def _describe(run: Run, step: int, folder: Path) -> dict[str, Any]:
