@@ -38,8 +38,9 @@ def verify(target: Path, overrides: Sequence[str], place: Invocation, asked: Ask
         work, every, facts = prepare_verify(found, place, screen, asked)
         if hosts.index == 0:
             clear_results(work)
-    ranks = f"{len(work.layouts)} layouts of {facts['ranks']}"
-    screen.print(f"one process, then {ranks}", markup=False)
+    here = len(work.layouts)
+    many = f"{here} layouts" if here == len(every) else f"{here} of {len(every)} layouts"
+    screen.print(f"one process, then {many} of {facts['ranks']} processes", markup=False)
     try:
         code = _run(work, hosts, place)
     finally:

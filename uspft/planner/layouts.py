@@ -29,6 +29,8 @@ class Candidate:
     layout: Layout
     reason: str | None = None
     """Why the layout is not tried, or None where it is."""
+    key: str | None = None
+    """The key of the recipe that the reason is about; None where it is about none."""
 
     @property
     def name(self) -> str:
@@ -81,7 +83,8 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
             wrong = _problems(recipe, block, problems)
             if wrong and (bare := _without_options(block)) != block:
                 block, wrong = bare, _problems(recipe, bare, problems)
-            found[key] = Candidate(block, layout, "; ".join(wrong) or None)
+            reason = "; ".join(what for _, what, _ in wrong) or None
+            found[key] = Candidate(block, layout, reason, wrong[0][0] if wrong else None)
     return list(found.values())
 
 
@@ -99,7 +102,7 @@ def chosen(all_of_them: Sequence[Candidate], limit: int | None) -> list[Candidat
         best = min(waiting, key=lambda one: _familiarity(one, kept))
         kept.append(best)
         waiting.remove(best)
-    left_out = f"one of more than {limit} layouts; --all tries them too"
+    left_out = f"beyond the {limit} that are tried"
     return [replace(one, reason=left_out) if one in waiting else one for one in all_of_them]
 
 
@@ -173,9 +176,8 @@ def _without_options(block: ParallelBlock) -> ParallelBlock:
     return block.model_copy(update={**dict.fromkeys(row.options, AUTO), **slices})
 
 
-def _problems(recipe: Recipe, block: ParallelBlock, problems: Problems) -> list[str]:
-    tried = recipe.model_copy(update={"parallel_config": block})
-    return [what for _, what, _ in problems(tried, _layout(block))]
+def _problems(recipe: Recipe, block: ParallelBlock, problems: Problems) -> list[Finding]:
+    return problems(recipe.model_copy(update={"parallel_config": block}), _layout(block))
 
 
 def _is_another(block: ParallelBlock) -> bool:

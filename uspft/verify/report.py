@@ -141,11 +141,29 @@ class Report:
             "  ".join([row[0].ljust(widths[0]), *_right(row[1:-1], widths[1:-1]), row[-1]])
             for row in rows
         ]
-        shown += [f"not tried: {one.name}: {one.candidate.reason}" for one in self._left_out()]
-        return "\n".join([line.rstrip() for line in shown] + self._meaning())
+        return "\n".join([line.rstrip() for line in shown] + self._left_out() + self._meaning())
 
-    def _left_out(self) -> list[Any]:
-        return [line for line in self.layouts if line.candidate and line.wrong is None]
+    def _left_out(self) -> list[str]:
+        """Return a line for each reason why layouts were not tried: how many, and one of them."""
+        by_key: dict[str | None, list[Candidate]] = {}
+        for line in self.layouts:
+            if line.candidate and line.wrong is None:
+                by_key.setdefault(line.candidate.key, []).append(line.candidate)
+        told = []
+        for key, some in by_key.items():
+            count = f"{len(some)} of {len(self.layouts)} layouts"
+            if key is None:
+                remedy = f"`{self.facts['command']} --all` tries them too"
+                told.append(f"not tried: {count}, {some[0].reason}; {remedy}")
+            else:
+                such = f"{'such as ' * (len(some) > 1)}{some[0].name}: {some[0].reason}"
+                told.append(f"not tried: {count} by {key}, {such}")
+        tried = [line.candidate for line in self.tried if line.candidate]
+        splits = any(one.layout.tensor > 1 for one in tried)
+        if splits and not any(one.parallel.on_a_mesh for one in tried):
+            remedy = "a recipe with parallel_config.tensor_parallel_algo: meshslice has them"
+            told.append(f"not in the list: matrices on meshes; {remedy}")
+        return told
 
     def _row(self, line: LayoutLine, columns: Sequence[str]) -> list[str]:
         assert line.result

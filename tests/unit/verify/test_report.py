@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.support.verify import REFERENCE, RING, layouts, recipe, result
+from uspft.planner.layouts import chosen
 from uspft.verify.report import Report
 from uspft.verify.result import Difference, Measured, Result
 
@@ -17,10 +19,10 @@ from uspft.verify.result import Difference, Measured, Result
 def report(*results: Result | None, inject: str | None = None, plain: Result | None = None) -> Any:
     every = layouts(recipe(**RING), 2)[: len(results)]
     every = [
-        one if found else replace(one, reason="why")
+        one if found else replace(one, reason="why", key="data.sequence_length")
         for one, found in zip(every, results, strict=True)
     ]
-    facts = {"dtype": "float32"}
+    facts = {"dtype": "float32", "command": "../launch.sh verify r.yaml"}
     return Report.of(facts, (REFERENCE, plain), list(zip(every, results, strict=True)), inject)
 
 
@@ -32,7 +34,8 @@ def test_the_verdict_of_all() -> None:
     assert not report(bad, good, inject="mask").ok and not report(good, inject="mask").ok
     assert not report(bad, inject="mask", plain=bad).ok
     text = report(good, bad, None).text()
-    assert "ring_cp 2 (the recipe's)" in text and "not tried: ulysses_cp 2: why" in text
+    told = "not tried: 1 of 3 layouts by data.sequence_length, ulysses_cp 2: why"
+    assert "ring_cp 2 (the recipe's)" in text and told in text
     assert "gradient of q off by 1.0e-01" in text and "whole rows differ too" in text
     nowhere = replace(
         report(good), reference=Measured([2.0], [1.0], [7], "step 2: the loss is nan")
@@ -43,6 +46,26 @@ def test_the_verdict_of_all() -> None:
     entries = json.loads(json.dumps(report(good, result(off=math.inf)).as_json(), allow_nan=False))
     assert [one["verdict"] for one in entries["layouts"]] == ["equal", "DIFFERS"]
     assert entries["verdict"] == "differs"
+
+
+def test_what_is_left_out_is_counted_by_reason() -> None:
+    every = layouts(recipe(data={"sequence_length": 100}, **RING), 8)
+    kept = chosen(every, 9)
+    found = [(one, result() if one.reason is None else None) for one in kept]
+    facts = {"dtype": "float32", "command": "../launch.sh verify r.yaml"}
+    lines = Report.of(facts, (REFERENCE, None), found, None).text().splitlines()
+    told = [line for line in lines if line.startswith("not ")]
+    counts = Counter(one.key for one in kept if one.reason)
+    assert len(told) == 3 and counts.keys() == {"data.sequence_length", None}
+    by_length, by_limit, meshes = sorted(told, key=lambda line: ("list" in line, "--all" in line))
+    length = f"{counts['data.sequence_length']} of {len(every)} layouts by data.sequence_length"
+    assert by_length.startswith(f"not tried: {length}, such as ")
+    assert ": 100 tokens do not split into " in by_length
+    assert by_limit == (
+        f"not tried: {counts[None]} of {len(every)} layouts, beyond the 9 that are tried; "
+        "`../launch.sh verify r.yaml --all` tries them too"
+    )
+    assert meshes.startswith("not in the list: matrices on meshes; ") and "meshslice" in meshes
 
 
 def scaled(share: float, loss: float = 2.0, mlp: float | None = None) -> Result:
