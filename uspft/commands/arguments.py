@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from uspft.called import to_type
 from uspft.config import load
 from uspft.config.checks import closest
-from uspft.config.problems import COMMAND_LINE, InputError
+from uspft.config.problems import UsageError
 
 if TYPE_CHECKING:
     from uspft.launcher import Meeting
@@ -47,13 +47,6 @@ USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
 train, verify and calibrate run on the hosts of --hostfile FILE
 to come: convert, report"""
 """What every command takes, with a place for how uspft is started."""
-
-
-class UsageError(InputError):
-    """The command line is wrong; the text is one line, like that on a fault of a recipe."""
-
-    def __init__(self, word: str, what: str, remedy: str) -> None:
-        super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
 
 
 def starts_ranks(given: Sequence[str]) -> bool:

@@ -12,10 +12,9 @@ from pathlib import Path
 import yaml
 
 from uspft.called import to_type
-from uspft.commands.arguments import UsageError
 from uspft.config import InputError, Recipe, load
 from uspft.config.checks import closest
-from uspft.config.problems import COMMAND_LINE
+from uspft.config.problems import COMMAND_LINE, UsageError
 from uspft.config.strategies import layouts_of
 from uspft.data.sources import STDLIB
 from uspft.prepare.invocation import CONFIGS

@@ -53,6 +53,13 @@ class InputError(ValueError):
     """Lines on places in files, which are told before the findings as they are."""
 
 
+class UsageError(InputError):
+    """The error that the command line is wrong; its text is one line, as on a recipe's fault."""
+
+    def __init__(self, word: str, what: str, remedy: str) -> None:
+        super().__init__(f"{COMMAND_LINE}: {word}: {what}; {remedy}")
+
+
 class RunFailed(Exception):
     """The error that a run cannot go on, and not by a fault of uspft.
 

@@ -23,13 +23,13 @@ from uspft.data.counts import Counts
 from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
 from uspft.data.hub import load_saved, load_split
 from uspft.data.mixing import Taken, mixed
-from uspft.data.reading import Encoder, SourcePart, processes_for, tokenised
+from uspft.data.reading import Encoder, SourcePart
 from uspft.data.records import Record, first_record
 from uspft.data.required import overlong, require_answers, require_lengths, require_targets
 from uspft.data.shapes import side_by_side
 from uspft.data.sources import is_hub_id, is_saved, left_out, list_files, source_problems
 from uspft.data.tokenise import load_tokeniser
-from uspft.data.workers import Workers
+from uspft.data.workers import Workers, processes_for, tokenised
 from uspft.durable import publish
 from uspft.lease import Lease, is_abandoned
 

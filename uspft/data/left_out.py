@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
 from uspft.data.turns import STAND_IN, Turn
-from uspft.data.values import ROLES
 
-if TYPE_CHECKING:
-    from uspft.data.rendering import ChatTemplate
-
-
-_ID = "abcdefghi"
-"""What a call is known by: Mistral's templates ask for nine characters."""
-_CALL = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": {}}}
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """The keys of a turn under which transformers looks for thoughts."""
 _THOUGHT = "</think>"
@@ -58,48 +51,12 @@ def _pieces(turn: Turn) -> list[str]:
     return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
 
 
-def written_roles(template: ChatTemplate) -> frozenset[str]:
-    """Return the roles whose turns the template writes in the place that is theirs.
-
-    One that it writes elsewhere only, or refuses there, is not among them; nor is the assistant's.
-    """
-    roles = [role for role in ROLES if role != "assistant"]
-    return frozenset(role for role in roles if any(_writes(template, said) for said in _asks(role)))
-
-
-def _asks(role: str) -> list[list[Turn]]:
-    """Return conversations with a stand-in for what a turn of the role says."""
-    said, asked = {"role": role, "content": STAND_IN}, {"role": "user", "content": "a"}
-    answered = {"role": "assistant", "content": "b"}
-    if role == "user":
-        return [[said], [said, answered]]
-    if role in ("system", "developer"):
-        return [[said, asked, answered]]
-    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    said |= {"name": "f", "tool_call_id": _ID}
-    return [[asked, called, said], [asked, answered, said]]
-
-
 def lost_thoughts(turns: list[Turn], template: ChatTemplate) -> str:
     """Return what to say of answers with thoughts where the template writes none; else nothing."""
     if not any(turn.get(name) for turn in turns for name in _THOUGHTS) or template.writes_thoughts:
         return ""
     remedy = "name a data.chat_template that writes them"
     return f"the chat template leaves out the thoughts of answers (reasoning_content); {remedy}"
-
-
-def writes_thoughts(template: ChatTemplate) -> bool:
-    """Tell whether the template writes the thoughts of an answer, or of one that calls."""
-    said = {"role": "assistant", "content": "b", "reasoning_content": STAND_IN}
-    calls = {**said, "tool_calls": [_CALL]}
-    return any(_writes(template, [{"role": "user", "content": "a"}, one]) for one in (said, calls))
-
-
-def _writes(template: ChatTemplate, turns: list[Turn]) -> bool:
-    try:
-        return STAND_IN in template.write(turns)
-    except SampleFault:
-        return False
 
 
 def require_turns(

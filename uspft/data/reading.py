@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator, Set
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,16 +18,11 @@ from uspft.data.shapes import columns
 from uspft.data.sources import SourceFile
 from uspft.data.tables import Columns, parquet_bytes
 from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
-from uspft.data.workers import Workers
 
 _BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
 BATCH_RECORDS = 512
-WORTH_PROCESSES = 1 << 24
-"""Bytes of data from which on processes work in place of threads: their imports take 1.5 s."""
 SHRINKS = 4
 """Times that text is larger than its gz or zst file."""
-EACH_PROCESS = 1 << 22
-"""Bytes of data that are worth one more process."""
 
 
 @dataclass(frozen=True)
@@ -165,48 +158,8 @@ class Bundle:
             return BadRecord(f"{reader.shown}:{record.line}", str(fault), part)
 
 
-@contextmanager
-def processes_for(parts: list[SourcePart], workers: int) -> Iterator[Workers | None]:
-    """Yield the processes that `tokenised` is worth, as many as `workers` at most; None where that
-    is none. They begin at once, and end with the `with` block."""
-    size = sum(part.bytes for part in parts)
-    if workers == 1 or size < WORTH_PROCESSES:
-        yield None
-        return
-    processes = Workers(min(workers, 1 + size // EACH_PROCESS))
-    try:
-        yield processes
-    finally:
-        processes.end()
-
-
-def tokenised(
-    parts: list[SourcePart], encoder: Encoder, workers: int | Workers, full: Set[int]
-) -> Iterator[Portion]:
-    """Yield the samples of all parts in order, whatever the workers.
-
-    workers: processes, or a number of threads; the caller's thread reads files and no more. full:
-    the sources of which no more is wanted; what was read ahead of them comes all the same. Only a
-    few bundles are in memory at a time. Raises RunFailed where a process is killed.
-    """
-    pending: deque[Future[Portion]] = deque()
-    threads = workers if isinstance(workers, int) else workers.count
-    make = Bundle.encoded if isinstance(workers, int) else workers.ask
-    with ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
-        try:
-            for bundle in _bundles(parts, full):
-                pending.append(pool.submit(make, bundle, encoder))
-                if len(pending) > 2 * threads:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            if isinstance(workers, Workers):  # or the pool would wait for what they still do
-                workers.end()
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
+def bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
+    """Yield the objects of all parts in order, in bundles; those of full sources are left out."""
     bundle = Bundle()
     for number, part in enumerate(parts):
         reader = Reader(part.content, part.asked)

@@ -7,21 +7,14 @@ turn tells the part (`turns`). The text is never searched for answers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.left_out import require_answers, require_turns, writes_thoughts, written_roles
-from uspft.data.turns import STAND_IN, Manner, Spans, Turn, Untold, all_but, between, turn_spans
-from uspft.data.twins import twin_of
-
-MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-TODAY = "26 Jul 2024"
-"""The date for templates that write `date_string`: the one that Llama 3's own fall back to."""
-_USER = {"role": "user", "content": "a"}
+from uspft.data.left_out import require_answers, require_turns
+from uspft.data.turns import Spans, Turn, Untold, all_but, turn_spans
 
 
 @dataclass(frozen=True)
@@ -33,127 +26,6 @@ class Rendered:
 
     text: str
     spans: Spans
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """A Jinja template, the single special tokens that it may name, and all of the tokenizer's."""
-
-    source: str
-    special: Mapping[str, str]
-    tokens: tuple[str, ...] = ()
-    """The texts of special tokens, one of which ends a turn in most templates."""
-
-    @property
-    def marked(self) -> bool:
-        """Whether the assistant's part is marked."""
-        return MARK.search(self.source) is not None
-
-    @cached_property
-    def twin(self) -> ChatTemplate | None:
-        """The template that writes the same text with one mark for each answer, where it is known.
-
-        None too where this one is marked.
-        """
-        source = None if self.marked else twin_of(self.source)
-        return None if source is None else replace(self, source=source)
-
-    @property
-    def writes_today(self) -> bool:
-        """Whether the text depends on the day on which it is rendered."""
-        return "strftime_now" in self.source and "date_string" not in self.source
-
-    @cached_property
-    def mistake(self) -> str | None:
-        """Where and why the template is no Jinja, as in "3: unexpected '}'"; None where it is."""
-        from jinja2 import TemplateSyntaxError
-
-        try:
-            self.write([_USER])
-        except SampleFault as fault:
-            if isinstance(error := fault.__cause__, TemplateSyntaxError):
-                return f"{error.lineno}: {error.message}"
-        return None
-
-    def write(self, turns: Sequence[Turn], prompt: bool = False, /, **more: Any) -> str:
-        """Return the turns as text; `prompt`: followed by the start of the assistant's next turn.
-
-        more: tools and other settings. Raises SampleFault where the template refuses the turns.
-        """
-        return self._write(turns, False, {"add_generation_prompt": prompt, **more})[0]
-
-    def write_marked(self, turns: Sequence[Turn], /, **more: Any) -> tuple[str, Spans]:
-        """Return the turns as text, and each marked span. Raises SampleFault as `write` does."""
-        return self._write(turns, True, more)
-
-    def _write(self, turns: Sequence[Turn], marks: bool, more: dict[str, Any]) -> tuple[str, Spans]:
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            texts, indices = render_jinja_template(
-                conversations=[list(turns)],
-                chat_template=self.source,
-                return_assistant_tokens_mask=marks,
-                **{**self.special, "date_string": TODAY, **more},
-            )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            what, remedy = str(error), "mend the record, or choose another data.chat_template"
-            silent = [i for i, turn in enumerate(turns) if turn.get("content") is None]
-            if silent and isinstance(error, TypeError):
-                what = f"messages[{silent[0]}] has calls and no content ({error})"
-                remedy = "name a data.chat_template that writes tool_calls"
-                if "tool_calls" in self.source:
-                    remedy = 'write "content": "" there, or choose another data.chat_template'
-            raise SampleFault(f"the chat template refuses it: {what}; {remedy}") from error
-        return texts[0], list(indices[0]) if marks else []
-
-    @cached_property
-    def prompts(self) -> bool:
-        """Whether the generation prompt is all that the template writes before an answer."""
-        try:
-            plain, prompt = self.write([_USER]), self.write([_USER], True)
-            answered = self.write([_USER, {"role": "assistant", "content": STAND_IN}])
-        except SampleFault:
-            return False
-        head = answered.partition(STAND_IN)[0]
-        return prompt != plain or not head.removeprefix(plain).strip()
-
-    @cached_property
-    def manner(self) -> Manner:
-        """How the template writes answers where a conversation brings no settings of its own."""
-        try:
-            answered = self.write([_USER, {"role": "assistant", "content": STAND_IN}])
-        except SampleFault:
-            return Manner(self.prompts, self.tokens)
-        head, _, tail = answered.partition(STAND_IN)
-        own = between(self.write, [_USER], head, self.prompts)
-        try:
-            tool = {"role": "tool", "content": STAND_IN}
-            tools = STAND_IN in self.write([_USER, {"role": "assistant", "content": "a"}, tool])
-        except SampleFault:
-            tools = False
-        return Manner(self.prompts, self.tokens, (own, tail), tools)
-
-    @cached_property
-    def written(self) -> frozenset[str]:
-        """The roles whose turns the template writes, the assistant's apart."""
-        return written_roles(self)
-
-    @cached_property
-    def writes_thoughts(self) -> bool:
-        """Whether the template writes the thoughts of answers, be it of the last one alone."""
-        return writes_thoughts(self)
-
-    @cached_property
-    def reads_parts(self) -> bool:
-        """Whether the template reads a content that is a list of parts; else they are joined."""
-        part = {"type": "text", "text": STAND_IN}
-        try:
-            text = self.write([{"role": "user", "content": [part]}])
-        except SampleFault:
-            return False
-        return STAND_IN in text and "'text'" not in text and '"text"' not in text
 
 
 def render(fields: Mapping[str, Any], template: ChatTemplate, train_on: str) -> Rendered:

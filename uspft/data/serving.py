@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import ChatTemplate
 from uspft.data.turns import STAND_IN
 
 _MARKS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.problems import Finding
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault, wrong_key
-from uspft.data.rendering import ChatTemplate
 from uspft.data.turns import STAND_IN
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ import numpy as np
 
 from uspft.config.problems import Finding, said
 from uspft.data.chat import TokenBytes, tokenise_spans
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.conversations import as_given
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records import Record
-from uspft.data.rendering import ChatTemplate, Rendered, render
+from uspft.data.rendering import Rendered, render
 from uspft.data.templates import own_template, template_notes, template_of, template_problems
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Processes that make samples of bundles; they end with the process that they work for."""
+"""Samples made of bundles, by threads or by processes that end with the one they work for."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import subprocess
 import sys
 import threading
 import traceback
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from uspft.config.problems import RunFailed
+from uspft.data.reading import Bundle, Encoder, Portion, SourcePart, bundles
 
-if TYPE_CHECKING:
-    from uspft.data.reading import Bundle, Encoder, Portion
-
+WORTH_PROCESSES = 1 << 24
+"""Bytes of data from which on processes work in place of threads: their imports take 1.5 s."""
+EACH_PROCESS = 1 << 22
+"""Bytes of data that are worth one more process."""
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # One thread a process: the tokenizer's own threads would only get into one another's way.
 _START = (
@@ -28,6 +33,47 @@ _START = (
 )
 _FORK = -1
 """What asks for another process; any other number asks how the process of that number ended."""
+
+
+@contextmanager
+def processes_for(parts: list[SourcePart], workers: int) -> Iterator[Workers | None]:
+    """Yield the processes that `tokenised` is worth, as many as `workers` at most; None where that
+    is none. They begin at once, and end with the `with` block."""
+    size = sum(part.bytes for part in parts)
+    if workers == 1 or size < WORTH_PROCESSES:
+        yield None
+        return
+    processes = Workers(min(workers, 1 + size // EACH_PROCESS))
+    try:
+        yield processes
+    finally:
+        processes.end()
+
+
+def tokenised(
+    parts: list[SourcePart], encoder: Encoder, workers: int | Workers, full: Set[int]
+) -> Iterator[Portion]:
+    """Yield the samples of all parts in order, whatever the workers.
+
+    workers: processes, or a number of threads; the caller's thread reads files and no more. full:
+    the sources of which no more is wanted; what was read ahead of them comes all the same. Only a
+    few bundles are in memory at a time. Raises RunFailed where a process is killed.
+    """
+    pending: deque[Future[Portion]] = deque()
+    threads = workers if isinstance(workers, int) else workers.count
+    make = Bundle.encoded if isinstance(workers, int) else workers.ask
+    with ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
+        try:
+            for bundle in bundles(parts, full):
+                pending.append(pool.submit(make, bundle, encoder))
+                if len(pending) > 2 * threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            if isinstance(workers, Workers):  # or the pool would wait for what they still do
+                workers.end()
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Workers:
@@ -136,8 +182,6 @@ def fork(line: int) -> None:
     line: the number of an inherited file descriptor.
     """
     import transformers.utils.chat_template_utils  # noqa: F401  what takes longest, once for all
-
-    import uspft.data.reading  # noqa: F401
 
     with Connection(line) as asked:
         try:

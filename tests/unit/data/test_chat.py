@@ -22,8 +22,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tests.support.data_cases import SAMPLES, TEMPLATES, TOKENIZER, block, write_lines
 from uspft.data import Corpus, DataError, prepare
 from uspft.data.chat import TokenBytes, tokenise_spans
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import ChatTemplate, Rendered
+from uspft.data.rendering import Rendered
 from uspft.data.rendering import render as render_fields
 from uspft.prepare.new_tokens import with_tokens
 

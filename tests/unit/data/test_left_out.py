@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.chat_templates import CONVERSATIONS, ENDS, UNMARKED, turn
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import ChatTemplate, render
+from uspft.data.rendering import render
 
 ASKED = [turn("user", "What is 6 * 7?"), turn("assistant", "Let me look.")]
 SAID = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"

@@ -10,8 +10,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, UNMARKED
 from tests.support.launch import ROOT
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import ChatTemplate
 from uspft.data.serving import turn_ends, without_marks
 
 SHIPPED = {path.name: path.read_text() for path in (ROOT / "data/templates").glob("*.jinja")}

@@ -21,8 +21,9 @@ from tests.support.originals import original
 from uspft.config.recipe import DataBlock
 from uspft.data import first_look, prepare, read_report
 from uspft.data.chat import TokenBytes, tokenise_spans
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.corpus import Corpus
-from uspft.data.rendering import ChatTemplate, Rendered, render
+from uspft.data.rendering import Rendered, render
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, UNMARKED, turn
+from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import ChatTemplate
 from uspft.data.turns import Manner, Untold, all_but, turn_spans
 
 SPECIAL = {"bos_token": "<s>"}

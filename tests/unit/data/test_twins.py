@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, UNMARKED
 from tests.support.data_cases import TOKENIZER
 from uspft.data import twins
-from uspft.data.rendering import ChatTemplate, render
+from uspft.data.chat_template import ChatTemplate
+from uspft.data.rendering import render
 from uspft.data.tokenise import TextTokeniser
 from uspft.data.twins import digest, edited, models, twin_of
 from uspft.data.values import ROLES

@@ -35,8 +35,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
         return found[-1]
 
     monkeypatch.setattr("uspft.data.workers.subprocess.Popen", start)
-    monkeypatch.setattr("uspft.data.reading.WORTH_PROCESSES", 0)
-    monkeypatch.setattr("uspft.data.reading.EACH_PROCESS", 1)
+    monkeypatch.setattr("uspft.data.workers.WORTH_PROCESSES", 0)
+    monkeypatch.setattr("uspft.data.workers.EACH_PROCESS", 1)
     monkeypatch.setattr("uspft.data.reading.BATCH_RECORDS", 3)
     monkeypatch.setattr("uspft.data.tables.RECORDS", 3)
     return found
@@ -110,8 +110,8 @@ import os, signal, sys
 from pathlib import Path
 from tests.support.data_cases import TOKENIZER, block
 from tests.unit.data.test_workers import children
-from uspft.data import prepare, reading
-reading.WORTH_PROCESSES, reading.EACH_PROCESS, reading.BATCH_RECORDS = 0, 1, 3
+from uspft.data import prepare, reading, workers
+workers.WORTH_PROCESSES, workers.EACH_PROCESS, reading.BATCH_RECORDS = 0, 1, 3
 def tick(done, total):
     forks = children(os.getpid())
     print(*forks, *(child for one in forks for child in children(one)), flush=True)
