@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.house.sandbox import Sandbox, make_sandbox, path_without_python
+from tests.support.sandbox import Sandbox, make_sandbox, path_without_python
 
 VERBS = (
     "train check plan preprocess inspect verify export chat convert calibrate report recipes"
