@@ -240,5 +240,5 @@ def test_a_page_that_does_not_answer_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         start = time.monotonic()
         assert not install.is_reachable(f"http://127.0.0.1:{silent.getsockname()[1]}/", 0.3)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < HANG_SECONDS
     assert not install.is_reachable("http://no.such.host.invalid/", 1.0)
