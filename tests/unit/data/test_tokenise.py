@@ -96,7 +96,7 @@ def test_tokenizers_that_will_not_do(tmp_path: Path) -> None:
     (line,) = faults_of(tmp_path, block(text), None)
     assert line.startswith("model.tokenizer: no tokenizer")
     (line,) = faults_of(tmp_path, block(text), tmp_path)
-    assert line.startswith("model.tokenizer: none can be loaded from ")
+    assert line.startswith(f"model.tokenizer: the folder `{tmp_path}` holds no tokenizer (no tok")
     (line,) = faults_of(tmp_path, block(text), changed_tokenizer(tmp_path / "t", eos_token=None))
     assert line.startswith("model.tokenizer: it has no EOS token")
     (line,) = faults_of(tmp_path, block(text), size=50)
