@@ -89,8 +89,11 @@ def _holds(row: TheirKey, value: Any) -> bool:
 def other_tools() -> OtherTools:
     """Return the table as the file has it."""
     found = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    keys = (
-        TheirKey(**{name: tuple(v) if isinstance(v, list) else v for name, v in row.items()})
-        for row in found["keys"]
-    )
-    return OtherTools(found["tools"], tuple(keys))
+    return OtherTools(found["tools"], tuple(_row(row) for row in found["keys"]))
+
+
+def _row(written: dict[str, Any]) -> TheirKey:
+    fields: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in written.items()
+    }
+    return TheirKey(**fields)

@@ -19,6 +19,7 @@ from uspft.config.rules import broken
 from uspft.config.scalars import plain
 from uspft.config.yaml.document import bare, places
 from uspft.config.yaml.merging import read_recipe
+from uspft.config.yaml.nulls import without_nulls
 from uspft.config.yaml.unknown import unknown_keys
 
 # Required keys: what to write, and a value that stands in for a faulty one so that rules still run.
@@ -47,6 +48,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     tree, problems = read_recipe(path, overrides)
     if tree is None:
         raise RecipeError(problems)
+    tree = without_nulls(tree)
     origins = Origins(str(path), dict(places(tree)))
     raw = bare(tree)
     findings, asking = refused(raw)

@@ -42,17 +42,21 @@ def _fields(kind: type[BaseModel], at: str) -> Iterator[tuple[str, tuple[str, ..
 
 _ADAPTER = "model.adapter"
 _ZERO = "deepspeed.zero_optimization"
+# The path of a mapping that goes to DeepSpeed as it is → its keys, each with its check.
+DEEPSPEED = {
+    "deepspeed.aio": AIO,
+    "deepspeed.comms_logger": COMMS_LOGGER,
+    "deepspeed.flops_profiler": FLOPS_PROFILER,
+    _ZERO: ZERO,
+    f"{_ZERO}.offload_param": OFFLOAD_PARAM,
+    f"{_ZERO}.offload_optimizer": OFFLOAD_OPTIMIZER,
+    f"{_ZERO}.zenflow": ZENFLOW,
+    f"{_ZERO}.leaf_module": LEAF_MODULE,
+}
 # The path of a mapping ("" is the top, [] any item of a list) → the keys it may hold.
 KEYS: dict[str, tuple[str, ...]] = {
     **dict(_fields(Recipe, "")),
-    "deepspeed.aio": tuple(AIO),
-    "deepspeed.comms_logger": tuple(COMMS_LOGGER),
-    "deepspeed.flops_profiler": tuple(FLOPS_PROFILER),
-    _ZERO: tuple(ZERO),
-    f"{_ZERO}.offload_param": tuple(OFFLOAD_PARAM),
-    f"{_ZERO}.offload_optimizer": tuple(OFFLOAD_OPTIMIZER),
-    f"{_ZERO}.zenflow": tuple(ZENFLOW),
-    f"{_ZERO}.leaf_module": tuple(LEAF_MODULE),
+    **{at: tuple(checks) for at, checks in DEEPSPEED.items()},
 }
 
 # DeepSpeed's own keys that follow from the recipe → the key that rules them.
