@@ -63,7 +63,7 @@ RECIPES: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
 
 
 LAUNCHED = ("misspelt key",)
-"""Cases that a user's own command shows too, before the imports; after them the hub's are."""
+"""Cases that a user's own command shows too; after them the hub's are."""
 
 
 @pytest.mark.parametrize("case", RECIPES)
