@@ -161,7 +161,7 @@ def test_an_alias_bomb_is_refused_at_once(tmp_path: Path) -> None:
     rows += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
     begin = time.monotonic()
     (message,) = lines(write(tmp_path, "\n".join(rows)))
-    assert time.monotonic() - begin < 60, "expanded, they would not end"
+    assert time.monotonic() - begin < 5
     assert "aliases expand to more than 100000 values" in message
     assert message.startswith("r.yaml:")
 
