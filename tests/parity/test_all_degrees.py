@@ -19,7 +19,6 @@ from tests.support.tensor import Case, make_setting, recipe
 from uspft.layout import Layout
 from uspft.tensor.megatron import Megatron
 
-pytestmark = pytest.mark.timeout(600)
 Data = dict[bool, Documents]
 LAYOUT = Layout(mesh_columns=2, ulysses=2, ring=2)
 CASES = {

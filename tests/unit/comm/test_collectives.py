@@ -122,7 +122,6 @@ def hasty(rank: int, name: str) -> tuple[str, float]:
         return str(error), float(summed.sum())
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", STARTS)
 def test_a_skipped_wait_is_an_error_that_names_it_and_no_hang(name: str) -> None:
     (told, summed), other = spawn(2, hasty, name)
