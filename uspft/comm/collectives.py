@@ -57,7 +57,7 @@ class Transfer:
     def __init__(self, works: Sequence[dist.Work], what: str, tensors: object, group: Group):
         self._works, self._books = works, group.books
         if works:
-            self._books.begin(self, f"{what} of rank {group.ranks[group.index]}", tensors)
+            self._books.begin(self, f"{what}, on rank {group.ranks[group.index]}", tensors)
 
     def __call__(self) -> None:
         for work in self._works:

@@ -101,7 +101,7 @@ def test_the_books_are_open_until_all_that_was_started_was_waited_for(
             assert group.books.close()
         else:
             del wait
-            with pytest.raises(RuntimeError, match=r"not waited for: .*tensor.* of rank 1"):
+            with pytest.raises(RuntimeError, match=r"not waited for: .*tensor.*, on rank 1"):
                 group.books.close()
             group.books.close()  # it was told
 
@@ -126,4 +126,4 @@ def hasty(rank: int, name: str) -> tuple[str, float]:
 def test_a_skipped_wait_is_an_error_that_names_it_and_no_hang(name: str) -> None:
     (told, summed), other = spawn(2, hasty, name)
     assert summed == 6.0 and other == ("", 6.0)
-    assert "not waited for: " in told and "ring from rank 1 and to rank 1 of rank 0" in told
+    assert "not waited for: " in told and "ring from rank 1 and to rank 1, on rank 0" in told
