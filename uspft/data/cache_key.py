@@ -17,7 +17,7 @@ from uspft.data.tokenise import TextTokeniser
 if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock
 
-VERSION = 3  # raise it with every change that gives other tokens for the same data
+VERSION = 4  # raise it with every change that gives other tokens for the same data
 
 
 @dataclass(frozen=True)

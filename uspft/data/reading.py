@@ -11,10 +11,9 @@ from functools import partial
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
-from uspft.data.left_out import lost_thoughts
+from uspft.data.left_out import lost_thoughts, unread
 from uspft.data.objects import Entry, pieces, unpacked
 from uspft.data.records import Reader, Record
-from uspft.data.shapes import columns
 from uspft.data.sources import SourceFile
 from uspft.data.tables import Columns, parquet_bytes
 from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
@@ -59,6 +58,8 @@ class Sample:
     tokens: Tokens
     lost: str = ""
     """What the chat template leaves out of it; empty where that is nothing."""
+    unused: tuple[str, ...] = ()
+    """The fields that nothing uses, of its record and of its turns."""
 
 
 class Encoder:
@@ -95,6 +96,15 @@ class Encoder:
             return ""
         with self._rendering:
             return lost_thoughts(record.fields["messages"], template)
+
+    def unused(self, record: Record) -> tuple[str, ...]:
+        """Return the fields of a record that nothing uses, and keys of turns that no template
+        reads."""
+        template = self.tokeniser.template if self.tokeniser else None
+        if template is None or record.format != "messages":
+            return record.unused
+        with self._rendering:
+            return (*record.unused, *unread(record.fields["messages"], template))
 
 
 @dataclass
@@ -153,7 +163,8 @@ class Bundle:
         if isinstance(record, BadRecord):
             return replace(record, part=part)
         try:
-            return Sample(part, record.line, encoder.tokens(record), encoder.lost(record))
+            tokens, unused = encoder.tokens(record), encoder.unused(record)
+            return Sample(part, record.line, tokens, encoder.lost(record), unused)
         except SampleFault as fault:
             return BadRecord(f"{reader.shown}:{record.line}", str(fault), part)
 
@@ -163,7 +174,7 @@ def bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
     bundle = Bundle()
     for number, part in enumerate(parts):
         reader = Reader(part.content, part.asked)
-        for item in pieces(part.content, partial(columns, asked=part.asked)):
+        for item in pieces(part.content, partial(reader.columns, part.content)):
             if part.source in full:
                 break
             bundle.add(number, item, reader)

@@ -172,7 +172,7 @@ NEAR: list[tuple[Any, dict[str, Any], str]] = [
     (
         {"id": "1", "system_prompt": "a", "question": "b", "response": "c"},
         {},
-        "mean question and answer, write data.fields: {answer: response, system: system_prompt}",
+        "mean question and answer, write data.fields: {answer: response}",
     ),
     ({"user": "a", "assistant": "b"}, {}, "data.fields: {prompt: user, completion: assistant}"),
     ({"problem": "a", "solution": "b"}, {}, "data.fields: {question: problem, answer: solution}"),
@@ -245,12 +245,10 @@ def test_two_shapes_in_one_file(tmp_path: Path) -> None:
     turns = {"prompt": [USER], "completion": [ANSWER]}
     _, bad = found(tmp_path, [PAIR, turns], Naming())
     alike = "write data.format: messages, or put each into a file of its own"
-    lists = (
-        f"the prompt and completion are lists of turns, where the file began with texts; {alike}"
-    )
-    assert isinstance(bad, BadRecord) and bad.what == lists
+    told = "the prompt and completion are turns of a conversation, where the file began with texts"
+    assert isinstance(bad, BadRecord) and bad.what == f"{told}; {alike}"
     _, bad = found(tmp_path, [turns, PAIR], Naming())
-    assert isinstance(bad, BadRecord) and "are texts, where the file began with lists" in bad.what
+    assert isinstance(bad, BadRecord) and "are texts, where the file began with turns" in bad.what
     assert all(
         isinstance(one, Record) for one in found(tmp_path, [PAIR, turns], Naming("messages"))
     )
