@@ -179,21 +179,25 @@ class ChatTemplate:
         found: set[type] = set()
         for given in ({"a": STAND_IN}, inner):
             text = self._called(given)
-            if STAND_IN in text and (inner in text if given is inner else "{'a'" not in text):
+            if text and (inner in text if given is inner else "{'a'" not in text):
                 found.add(type(given))
         return frozenset(found)
 
     def _called(self, arguments: Any) -> str:
-        """Return a conversation with a call as text; empty where the template refuses it."""
+        """Return a conversation as text that shows the stand-in in the arguments of a call; empty
+        where no conversation does."""
         function = {"name": "f", "arguments": arguments}
-        call = {"role": "assistant", "content": "", "tool_calls": [{**_CALL, "function": function}]}
         seen = {"role": "tool", "content": "b", "name": "f", "tool_call_id": _ID}
-        turns: list[Turn] = [_USER, call, seen]
-        for some in (turns, turns[:2]):
-            try:
-                return self.write(some)
-            except SampleFault:
-                continue
+        for content in ("", None):
+            call = {"role": "assistant", "tool_calls": [{**_CALL, "function": function}]}
+            turns: list[Turn] = [_USER, {**call, "content": content}, seen]
+            for some in (turns, turns[:2]):
+                try:
+                    text = self.write(some)
+                except SampleFault:
+                    continue
+                if STAND_IN in text:
+                    return text
         return ""
 
 

@@ -28,7 +28,7 @@ def with_values(content: SourceFile | HubSplit, names: Sequence[str]) -> tuple[s
 
 def _parquet(file: SourceFile, names: Sequence[str]) -> set[str]:
     """Return the columns that a Parquet file says to hold nothing but null."""
-    import pyarrow as pa
+    import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     meta = pq.read_metadata(file.path)
