@@ -19,7 +19,7 @@ _EMPTY = ("", "[]", "{}", "null", "None", "nan", "NaN")
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownField:
     """A field of records or a key of turns, and what becomes of it."""
 
     name: str
@@ -35,7 +35,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Refused(Known):
+class Refused(KnownField):
     """A field with which a sample means something else than its text says, so that it may not
     train as it stands."""
 
@@ -93,82 +93,84 @@ _PAIRS = (AXOLOTL, FACTORY, SWIFT)
 _TALK = ("messages", "prompt_completion")
 
 FIELDS = (
-    Known(
+    KnownField(
         "messages",
         "turns of a conversation, in the chat template",
         also=("conversations",),
         often=("conversation", "dialog", "dialogue", "dialogs", "chat", "turns", "history"),
         tools=(AXOLOTL, FACTORY, SWIFT, TRL, OPENAI),
     ),
-    Known(
+    KnownField(
         "system",
         "the conversation's first turn",
         also=("system_prompt", "system_message"),
         tools=_PAIRS,
     ),
-    Known(
+    KnownField(
         "history",
         "turns before a pair's own: `[[question, answer], …]`, or a list of turns",
         tools=(FACTORY, SWIFT),
     ),
-    Known("tools", "handed to the chat template", tools=(FACTORY, SWIFT, TRL, OPENAI)),
-    Known("chat_template_kwargs", "settings of the chat template", tools=(TRL,)),
-    Known(
+    KnownField("tools", "handed to the chat template", tools=(FACTORY, SWIFT, TRL, OPENAI)),
+    KnownField("chat_template_kwargs", "settings of the chat template", tools=(TRL,)),
+    KnownField(
         "prompt",
         "what comes before the completion, a text or turns; does not train",
         often=("query", "context", "source", "instruction", "question", "user", "human"),
         tools=(TRL,),
     ),
-    Known(
+    KnownField(
         "completion",
         "what trains, a text or turns",
         often=(*_ANSWERS, "assistant", "bot"),
         tools=(TRL,),
     ),
-    Known(
+    KnownField(
         "instruction",
         "the question",
         often=("task", "prompt", "question", "query"),
         tools=(AXOLOTL, FACTORY),
     ),
-    Known("output", "the answer, which trains", often=_ANSWERS, tools=(AXOLOTL, FACTORY)),
-    Known(
+    KnownField("output", "the answer, which trains", often=_ANSWERS, tools=(AXOLOTL, FACTORY)),
+    KnownField(
         "input",
         "the rest of the question; beside `output` alone, the question",
         often=("context", "passage", "source", "prompt", "question"),
         tools=(AXOLOTL, FACTORY),
     ),
-    Known(
+    KnownField(
         "question",
         "the question",
         often=("query", "problem", "instruction", "prompt"),
         tools=(AXOLOTL,),
     ),
-    Known("answer", "the answer, which trains", often=_ANSWERS, tools=(AXOLOTL,)),
-    Known(
+    KnownField("answer", "the answer, which trains", often=_ANSWERS, tools=(AXOLOTL,)),
+    KnownField(
         "text",
         "a document, all of which trains",
         often=("content", "document", "body", "code", "raw_content"),
         tools=(AXOLOTL, FACTORY, TRL),
     ),
-    Known(
+    KnownField(
         "input_ids",
         "token ids, as given",
         often=("ids", "tokens", "token_ids"),
         tools=(AXOLOTL, TRL),
     ),
-    Known("labels", "what trains of `input_ids`; −100 = not", tools=(AXOLOTL, TRL)),
+    KnownField(
+        "labels", "what trains of `input_ids`; not where `label = -100`", tools=(AXOLOTL, TRL)
+    ),
 )
 """The fields of shapes, which `data.fields` may map."""
 
 MASKS = (
-    Known(
+    KnownField(
         "completion_mask",
-        "what trains of `input_ids`, where there are no `labels`: 1, or 0 = not",
+        "what trains of `input_ids`, where there are no `labels`; not where `mask = 0`",
         also=("assistant_masks", "loss_mask"),
         tools=(TRL,),
     ),
-    Known("attention_mask", "all 1: left out. With a 0, refused: padding is made here"),
+    KnownField("attention_mask", "left out; where it hides a token, refused: padding is made here"),
 )
 """Fields beside token ids that say which of them count."""
 
@@ -215,14 +217,14 @@ REFUSED = (
 )
 """Fields of records with which a sample is refused, unless `data.fields` says null for them."""
 
-WEIGHT = Known(
+WEIGHT = KnownField(
     "weight",
-    "of an answer: 0 or false does not train, 1 or true does",
+    "of an answer: whether it trains, `weight: false` or `weight: true`, or a number for it",
     TURN,
     also=("loss", "train", "training"),
     tools=(AXOLOTL, SWIFT, OPENAI),
 )
-ROLE = Known(
+ROLE = KnownField(
     "role",
     "who speaks; `data.fields: {roles: …}` names others",
     TURN,
@@ -230,7 +232,7 @@ ROLE = Known(
     often=("from", "speaker", "author", "who", "sender", "user_type", "name"),
     tools=(AXOLOTL, FACTORY, SWIFT, TRL, OPENAI),
 )
-CONTENT = Known(
+CONTENT = KnownField(
     "content",
     "what is said: text, or parts that are text",
     TURN,
@@ -238,14 +240,14 @@ CONTENT = Known(
     often=("value", "text", "message", "utterance", "body", "said"),
     tools=(AXOLOTL, FACTORY, SWIFT, TRL, OPENAI),
 )
-CALLS = Known(
+CALLS = KnownField(
     "tool_calls",
     "handed to the chat template; `arguments` as it reads them, an object or JSON text",
     TURN,
     also=("function_call",),
     tools=(TRL, OPENAI),
 )
-THOUGHTS = Known(
+THOUGHTS = KnownField(
     "reasoning_content",
     "handed to the chat template, as thoughts",
     TURN,
@@ -281,17 +283,17 @@ REFUSED_KEYS = (
         TURN,
         tools=(AXOLOTL,),
         why="chooses parts of a turn, and a turn trains as a whole or not at all",
-        remedy="write weight: 0 or 1",
+        remedy="write weight: false or true",
     ),
     Refused(
         "loss_scale",
-        "refused unless it is 1",
+        "refused unless it is one",
         TURN,
         tools=(SWIFT,),
         when=lambda value: not is_empty(value) and value != 1,
         harmless=lambda value: True,
         why="weighs a turn, and a turn trains as a whole or not at all",
-        remedy="write weight: 0 or 1",
+        remedy="write weight: false or true",
     ),
 )
 """Keys of turns with which a sample is refused."""

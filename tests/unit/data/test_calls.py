@@ -96,7 +96,7 @@ def test_calls_in_other_words_train_alike(tmp_path: Path, key: str) -> None:
         "function_call": {"function_call": function},
         "ShareGPT": {
             "role": "function_call",
-            "content": f'{{"name": "look", "arguments": {ONCE}}}',
+            "content": told,
         },
     }
     source = tmp_path / "a.jinja"

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests.support.data_cases import TOKENIZER, block, source, write_lines
-from uspft.config.inputs import RECORD
 from uspft.data import Corpus, prepare
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.records import Record, read
-from uspft.data.shapes import NAMES, columns
+from uspft.data.shapes import columns
 from uspft.data.sources import SourceFile
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -260,10 +259,6 @@ def test_the_columns_that_a_table_is_read_by() -> None:
     assert columns(["labels", "input_ids"], Naming("auto", {"labels": None})) == ["input_ids"]
     with pytest.raises(SampleFault, match=r"question, answers; name them in data.fields"):
         columns(["question", "answers"], Naming())
-
-
-def test_every_field_may_be_mapped() -> None:
-    assert set(RECORD) == set(NAMES)
 
 
 def test_a_sources_own_names_win(tmp_path: Path) -> None:
