@@ -337,3 +337,28 @@ def test_what_a_conversation_alone_has_is_refused_in_plain_text(
             f"write data.format: messages, or data.fields: {{{name}: null}}"
         )
     assert json.loads(path.read_text())["tools"]
+
+
+def test_columns_of_a_saved_data_set(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    from datasets import Dataset
+
+    row: dict[str, Any] = {
+        "instruction": "Hi",
+        "output": "Hello",
+        "system_prompt": "Be brief.",
+        "score": 3,
+    }
+    for name, more, want in (("good", {"kto_tag": None}, None), ("bad", {}, "x.png")):
+        row |= {"note": None, "images": [], **more}
+        rows = [row, {**row, "images": [want] if want else []}]
+        path = ground.folder / name
+        Dataset.from_list(rows).save_to_disk(str(path))
+        use(ground, path)
+        if want:
+            (line,) = ground.call(capsys, "check", str(ground.path)).lines
+            assert line.startswith(f"{path}:2: images {MEDIA}{{images: null}}"), line
+            continue
+        for verb in ("check", "preprocess"):
+            told_of = [line for line in told(ground, capsys, verb) if "not used" in line]
+            assert told_of == [f"data: {path}: not used: score"]
+        assert trained(corpus_of(ground)) == ["Hello"]

@@ -30,7 +30,7 @@ _HELD = KnownField("", "handed to the chat template; many need none of them", TU
 _REST = (
     KnownField("any other", "told as not used (`data.unused_fields`)"),
     KnownField(
-        "any other", "handed to the chat template; told as not used where it reads none", TURN
+        "any other", "handed to the chat template; where it reads none, told as not used", TURN
     ),
 )
 
