@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from uspft.config.reference import put
 from uspft.data.known_fields import (
     FIELDS,
     MASKS,
@@ -24,7 +25,6 @@ from uspft.data.known_fields import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
-BEGIN, END = "<!-- made: data -->\n", "<!-- end of data -->"
 _HEAD = "| field | of | data of | what becomes of it |\n| --- | --- | --- | --- |\n"
 _HELD = KnownField("", "handed to the chat template; many need none of them", TURN, also=PROTOCOL)
 _REST = (
@@ -68,11 +68,7 @@ def _code(name: str) -> str:
 
 def page(text: str) -> str:
     """Return the page with the table of now. Raises ValueError where its place is not marked."""
-    before, begun, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not (begun and ended):
-        raise ValueError(f"{PAGE.name} lacks the lines {BEGIN.strip()} and {END}")
-    return f"{before}{BEGIN}{table()}{END}{after}"
+    return put(text, "data", table())
 
 
 def main(words: Sequence[str]) -> int:

@@ -42,7 +42,7 @@ def test_a_changed_table_is_seen(
     monkeypatch.setattr(reference, "FIELDS", changed)
     assert reference.main(["--check"]) == 1 and str(copy) in capsys.readouterr().err
     assert reference.main([]) == 0 and "something else" in copy.read_text()
-    with pytest.raises(ValueError, match="lacks the lines"):
+    with pytest.raises(ValueError, match="has no lines <!-- made: data -->"):
         reference.page("# A page\n")
 
 
