@@ -315,8 +315,8 @@ def test_pairs_as_plain_text_beside_a_chat_template(
     path = write_table(ground.folder / "qa.csv", [{"question": "Hi", "answer": "Hello"}])
     use(ground, path)
     line = (
-        "data: question and answer trains as plain text, not in the chat template; "
-        "data.format: messages puts it there"
+        "data: question and answer records train as plain text, not in the chat template; "
+        "data.format: messages puts them there"
     )
     for verb in ("check", "preprocess"):
         assert told(ground, capsys, verb).count(line) == 1, verb

@@ -111,5 +111,7 @@ def _mapped(values: Fields, chosen: str) -> str:
     for name in ("messages", "conversations"):
         if name in values:
             return f"prompt: {name}, completion: {chosen}"
+    if not {*_ANSWER_OF.values(), "text", "input_ids"} & {*values}:
+        return f"text: {chosen}" if isinstance(answer, str) else f"messages: {chosen}"
     left = [name for name in (*CHOSEN, *REJECTED) if name in values]
     return ", ".join(f"{name}: null" for name in left)

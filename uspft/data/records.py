@@ -133,8 +133,8 @@ def pair_notes(first: Sequence[Record], templated: bool) -> list[str]:
         return [f"{said} text; data.format: messages puts them into the template too"]
     pairs = (record for record in first if templated and record.format == "prompt_completion")
     names = dict.fromkeys(record.shape.partition(":")[0] for record in pairs)
-    said = "trains as plain text, not in the chat template"
-    return [f"{name} {said}; data.format: messages puts it there" for name in names]
+    said = "records train as plain text, not in the chat template"
+    return [f"{name} {said}; data.format: messages puts them there" for name in names]
 
 
 def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:

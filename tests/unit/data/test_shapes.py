@@ -211,6 +211,8 @@ NEAR: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ({"dialog": [USER]}, {"messages": "dialogue"}, "names dialogue, and there is no such field"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "trains on preferences; for the chosen"),
+    ({"chosen": "a", "rejected": "b"}, {}, "answers alone write data.fields: {text: chosen}"),
+    ({**PAIR, "chosen": "b"}, {}, "answers alone write data.fields: {chosen: null}"),
     (USER, {}, 'if they are turns, write {"messages": [...]}, with all of a conversation in it'),
     (
         {"system": "a", "conversations": [{"from": "system", "value": "b"}]},
