@@ -8,6 +8,7 @@ from typing import Any
 
 from uspft.data.faults import SampleFault
 from uspft.data.known_fields import CONTENT, LIKELY, ROLE, ROLES
+from uspft.data.opened import A_MARK
 
 _OFTEN = {key.name: key.often for key in (ROLE, CONTENT)}
 _RENDERING = {
@@ -23,6 +24,10 @@ _RENDERING = {
 """What a rendering is asked with, and is no setting of a template."""
 
 
+_STRAY = {"\0": "a NUL (U+0000)", "\ufeff": A_MARK}
+"""Characters that no text is meant to have, and what they are called."""
+
+
 def check_text(name: str, value: Any) -> None:
     """Check that a value is a string that UTF-8 can write."""
     if not isinstance(value, str):
@@ -31,14 +36,21 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_writable(name: str, value: Any) -> None:
-    """Check that UTF-8 can write every string inside a value."""
+    """Check that UTF-8 can write every string inside a value, and that none has a NUL or a
+    byte-order mark in it."""
     if isinstance(value, dict):
         for key, item in value.items():
+            if isinstance(key, str):
+                check_writable(f"a key of {name}", key)
             check_writable(f"{name}.{key}", item)
     elif isinstance(value, list):
         for i, item in enumerate(value):
             check_writable(f"{name}[{i}]", item)
     elif isinstance(value, str):
+        for mark, called in _STRAY.items():
+            if mark in value:
+                what = f"{name} holds {called}, its character {value.index(mark) + 1:,}"
+                raise SampleFault(f"{what}; take it out")
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
