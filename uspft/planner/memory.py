@@ -115,7 +115,7 @@ def memory_of(
     own = (outside + shape.layers * layer) / layout.mesh_rows
     copies = [layout.copies if options.zero_stage >= first else 1 for first in (1, 2, 3)]
     master = 12 if element == 2 else 8
-    state = {
+    state: dict[str, float] = {
         "weights": element * own / copies[2],
         "gradients": 4 * own / copies[1],
         "optimizer": master * own / copies[0],
