@@ -169,6 +169,7 @@ def module_of(
         config, dtype=config.dtype, attn_implementation=NAME
     ).train()
     choose_trained(model, ModelBlock(config=CONFIG, **(trained or {})), 0)
+    model.to(config.dtype)  # adapters too
     held = Layout()
     if world and groups and world.layout.tensor > 1:
         held = world.layout

@@ -87,7 +87,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str |
     if memory := memory_table(found.recipe, step.model, hardware, every):
         print(f"\n{memory}\n{MEMORY_LEGEND}\n")
     doubts = _doubts(found.recipe.model.dtype, hardware)
-    doubts += memory_unknown(found.recipe, step.model, every)
+    doubts += memory_unknown(every)
     for line in (*doubts, *NOT_PREDICTED):
         print(f"not predicted: {line}")
     return 0

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.commands.aligned import aligned
-from uspft.planner.need import Need, fits, longest_row, need_of, unknown
+from uspft.planner.memory import (
+    USABLE_SHARE,
+    Memory,
+    Options,
+    fits,
+    longest_row,
+    memory_of,
+    options_of,
+)
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -21,8 +30,8 @@ class Beside(NamedTuple):
     """A layout in a table of `plan`."""
 
     time: Prediction
-    need: Need | None
-    """What a rank needs; None where the formula does not know."""
+    need: Memory
+    """What a rank needs: a guess with what the formula does not know."""
     fits: bool | None
     """Whether a card has that; None where that is not known."""
     is_own: bool
@@ -47,9 +56,8 @@ def beside(
     """
     card, found = _card(hardware), []
     for one in (own, *others):
-        need = need_of(recipe, shape, one.layout, row=one.row)
-        there = None if card is None else fits(recipe, shape, one.layout, card, row=one.row)
-        found.append(Beside(one, need, there, one is own))
+        need = memory_of(shape, one.layout, recipe.data.sequence_length, options=_of(recipe, one))
+        found.append(Beside(one, need, _there(need, card), one is own))
     return sorted(found, key=lambda one: (not one.is_own, one.fits is False))
 
 
@@ -57,28 +65,41 @@ def memory_table(
     recipe: Recipe, shape: ModelShape, hardware: Hardware, every: Sequence[Beside]
 ) -> str | None:
     """Return a line for each layout; None where the formula knows the memory of none."""
-    if not any(one.need for one in every):
+    if all(one.need.unpredicted for one in every):
         return None
     card, rows = _card(hardware), [["GiB a rank", "activations", "state"]]
     rows[0] += ["of the card", "longest row"] if card is not None else []
     for one in every:
-        if one.need is None:
+        if one.need.unpredicted:
             rows.append([one.name, *["–"] * (len(rows[0]) - 1)])
             continue
-        peak, state = one.need.activations.peak_bytes, one.need.state_bytes
+        peak, state = one.need.activation_bytes, one.need.state_bytes
         cells = [f"{peak / GIB:.3g}", f"{state / GIB:.3g}"]
         if card is not None:
-            longest = longest_row(recipe, shape, one.time.layout, card, row=one.time.row)
-            cells += [f"{one.need.bytes / card:.2f}", f"{longest:,}" if longest else "none"]
+            options = _of(recipe, one.time)
+            longest = longest_row(shape, one.time.layout, card, options=options)
+            cells += [f"{one.need.peak_bytes / card:.2f}", f"{longest:,}" if longest else "none"]
         rows.append([one.name, *cells])
     return aligned(rows)
 
 
-def memory_unknown(recipe: Recipe, shape: ModelShape, every: Sequence[Beside]) -> list[str]:
+def memory_unknown(every: Sequence[Beside]) -> list[str]:
     """Return a line on what keeps the formula from knowing some layout's memory, or none."""
-    found = [unknown(recipe, shape, one.time.layout, row=one.time.row) for one in every]
-    whats = dict.fromkeys(what for layout in found for what in layout)
+    whats = dict.fromkeys(what for one in every for what in one.need.unpredicted)
     return [f"memory with {' or with '.join(whats)}"] if whats else []
+
+
+def _of(recipe: Recipe, one: Prediction) -> Options:
+    return replace(options_of(recipe, one.layout), algorithm=one.row.name)
+
+
+def _there(need: Memory, card: float | None) -> bool | None:
+    """Tell whether a card has what a rank needs; None where that is not known."""
+    if card is None:
+        return None
+    if need.unpredicted:
+        return False if need.weight_bytes > USABLE_SHARE * card else None
+    return fits(need, card)
 
 
 def _card(hardware: Hardware) -> float | None:

@@ -1,14 +1,13 @@
 """The bytes of activations on one rank: each layer and the loss, as they run, on a tape.
 
-Functions follow the code that they stand for line by line: transformers' layers, peft's projections,
-and what model/ and tensor/ put between them.
+Functions follow the code that they stand for line by line: transformers' layers, peft's
+projections, and what model/ and tensor/ put between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
 from uspft.planner.operations import (
@@ -182,7 +181,15 @@ class Layer:
             made = self._routed(inner)
         elif s.tile and s.tile < s.sharing.tokens:
             share = s.tile / s.sharing.tokens
-            made = tiled(tape, [inner], lambda parts: self._dense(parts[0]), share, WIDE / s.element)
+            trains = any(name.startswith("mlp.") for name in s.trained | s.adapted)
+            made = tiled(
+                tape,
+                [inner],
+                lambda parts: self._dense(parts[0]),
+                share,
+                WIDE / s.element,
+                trains=trains,
+            )
         else:
             made = self._dense(inner)
         return self._leave(made)
@@ -224,7 +231,7 @@ def norm(tape: Tape, sizes: LayerSizes, x: Tensor, number: float, *, trains: boo
         module = lambda parts: rms_norm(  # noqa: E731
             tape, parts[0], wide * parts[0].size, number * share, trains=trains
         )
-        return tiled(tape, [x], module, share, wide)
+        return tiled(tape, [x], module, share, wide, trains=trains)
     return rms_norm(tape, x, wide * x.size, number, trains=trains)
 
 
@@ -238,33 +245,34 @@ class LayerBytes:
     """What is alive at the most while it runs, with what it keeps."""
 
 
+@lru_cache(maxsize=4096)
 def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
     """Return what a layer takes. reached: whether the gradient goes on below it."""
     tape = Tape()
     size = sizes.hidden_bytes(sizes.between)
-    hidden: Tensor | None = tape.leaf(size)
+    hidden = [tape.leaf(size)]  # which is let go of as soon as it can be, as is its gradient
     if not reached:
-        hidden = Tensor(size, hidden.storage, None, 0)
+        hidden = [Tensor(size, hidden[0].storage, None, 0)]
     layer = Layer(tape, sizes)
     if sizes.recompute is None:
-        out = layer(hidden)
-        hidden = None
+        out = layer(hidden[0])
+        hidden.clear()
         kept = tape.live - out.size
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))
         return LayerBytes(kept, tape.most)
     with tape.first_run():
-        out = layer(hidden)
+        out = layer(hidden[0])
     trains = out.node is not None
     del out
     kept = tape.live
     if trains:
-        gradient = [tape.new(size)]  # which is let go of as soon as it can be
+        gradient = [tape.new(size)]
         with tape.second_run():
-            out = layer(hidden)
+            out = layer(hidden[0])
         if sizes.offloads:  # what came back for the second run
-            hidden = None
+            hidden.clear()
         tape.backward(out, gradient.pop())
     return LayerBytes(kept if trains else 0.0, tape.most)
 
@@ -282,6 +290,7 @@ class HeadSizes:
     norm_trains: bool = True
 
 
+@lru_cache(maxsize=4096)
 def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> float:
     """Return what is alive at the most from behind the last layer until before its backward
     (model/causal.py, model/loss.py). reached: whether the gradient goes on below it."""

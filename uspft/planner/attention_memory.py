@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from uspft.planner.in_flight import TokenBytes, Way, Window, backward_bytes
+from uspft.planner.in_flight import RING, TokenBytes, Way, Window, backward_bytes
 from uspft.planner.tape import Backward, Gradients, Storage, Tape, Tensor
 from uspft.sequence.rows.heads import split_heads
 
@@ -28,7 +28,7 @@ class Sharing:
     dim: int
     ulysses: int = 1
     ring: int = 1
-    way: Way = Way(None)
+    way: Way = RING
     window: Window | None = None
     sinks: bool = False
 
@@ -52,9 +52,7 @@ def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: Attend
     return _gathered(tape, inner(_scattered(tape, qkv, how, heads, kv)), how, heads)
 
 
-def _scattered(
-    tape: Tape, qkv: list[Tensor], how: Sharing, heads: int, kv: int
-) -> list[Tensor]:
+def _scattered(tape: Tape, qkv: list[Tensor], how: Sharing, heads: int, kv: int) -> list[Tensor]:
     sizes = [how.bytes(heads), how.bytes(kv), how.bytes(kv)]
     before = [one.size for one in qkv]
 
@@ -105,8 +103,8 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     lse, out = 4.0 * number, how.bytes(members * heads)
     pair = how.bytes(2 * members * kv)
     sizes = [one.size for one in qkv]
-    each = (one / how.tokens for one in (out, pair, lse))
-    token = TokenBytes(*each, 4 // how.element)
+    query, keys, each = (one / how.tokens for one in (out, pair, lse))
+    token = TokenBytes(query, keys, each, 4 // how.element)
     made = _forward(tape, how, lse, out, pair)
     saved = [*made]
     tensors = [*qkv]

@@ -35,6 +35,9 @@ class Way(NamedTuple):
     """Whether needed keys alone come."""
 
 
+RING = Way(None)
+
+
 class TokenBytes(NamedTuple):
     """The bytes of a token."""
 
@@ -129,6 +132,7 @@ def _kernel(
 
     keys, queries: how many there are.
     """
+    given = rows = tape.new(0.0)
     of_queries: list[_Found] = []
     of_keys: list[_Found] = []
     for call in in_calls(blocks, keys):
@@ -155,14 +159,14 @@ def _ring(tape: Tape, share: Share, token: TokenBytes) -> None:
     me, ring, tokens = share.ring_index, share.ring, tokens_in(share.held)
     dq = _Sum(tape, tokens, token.query, token.wide)
     own = _Sum(tape, tokens, token.pair, token.wide)
-    hand = tape.new(token.pair * tokens) if ring > 1 else None
+    hand = [tape.new(token.pair * tokens)] if ring > 1 else []
     pending: tuple[Storage, Storage] | None = None
     for step in range(ring):
         source, following = ((me - s) % ring for s in (step, step + 1))
-        coming = None
+        coming: list[Storage] = []
         if step + 1 < ring:
             comes = share.holdings[following].tokens if share.hops[following] > step else 0
-            coming = tape.new(token.pair * comes)
+            coming = [tape.new(token.pair * comes)]
         keys = share.holdings[source].tokens
         queries, partials = _kernel(tape, share.blocks[source], keys, tokens, token)
         dq.add(queries)
@@ -182,7 +186,7 @@ def _ring(tape: Tape, share: Share, token: TokenBytes) -> None:
             pending = leaving, tape.new(token.pair * home)
             del leaving
         partials = []
-        hand = coming
+        hand[:] = coming
         del coming
     if pending:
         own.open()

@@ -145,9 +145,12 @@ def tiled(
     module: Callable[[Sequence[Tensor]], Tensor],
     share: float,
     wide: float,
+    *,
+    trains: bool,
 ) -> Tensor:
     """Return what model/tiles.py makes of inputs, of which a tile has a share. module: what it does
-    with a tile. wide: how much larger float32 is than the type of the weights."""
+    with a tile. wide: how much larger float32 is than the type of the weights. trains: whether any
+    of these does."""
     sizes, wanted = [one.size for one in inputs], [one.node for one in inputs]
     held = [one.storage for one in inputs]
     made = [tape.new(inputs[0].size)]
@@ -167,7 +170,8 @@ def tiled(
                 with tape.apart(collects=True) as parameters:
                     tile = parts()
                     out = module(tile)
-                    tape.backward(out, tape.new(0.0))
+                    if out.node:
+                        tape.backward(out, tape.new(0.0))
                     del out
                 whole = [one.gradient for one in parameters]
                 parameters.clear()
@@ -182,7 +186,9 @@ def tiled(
 
         return run
 
-    out = tape.record([*inputs, tape.parameter(True)], (inputs[0].size,), backward, saves=True, made=made)
+    out = tape.record(
+        [*inputs, tape.parameter(trains)], (inputs[0].size,), backward, saves=True, made=made
+    )
     with tape.no_gradient():
         module([Tensor(size * share, None, None, 0) for size in sizes])  # filled in
     return out[0]

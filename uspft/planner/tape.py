@@ -114,9 +114,7 @@ class Tape:
         if not needed:
             return [Tensor(*each, None, 0) for each in zip(sizes, storages, strict=True)]
         edges = [(one.node, one.slot) for one in inputs] if self._keeps else []
-        node = Node(
-            next(self._numbers), edges, backward() if self._keeps else None, len(storages)
-        )
+        node = Node(next(self._numbers), edges, backward() if self._keeps else None, len(storages))
         each = zip(sizes, storages, range(len(storages)), strict=True)
         return [Tensor(size, storage, node, slot) for size, storage, slot in each]
 
