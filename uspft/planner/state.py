@@ -60,19 +60,12 @@ def moving_state_bytes(element: int, counts: Counts, at_work: Counts, ranks: int
 
 
 def _whole(zero: Zero, counts: Counts) -> State:
-    e, trained = float(zero.element), counts.trained
-    if e == WIDE:
-        optimizer = float(ADAM * trained)
-        return State(
-            {
-                "weights": float(e * counts.every),
-                "gradients": float(e * trained),
-                "optimizer": optimizer,
-            }
-        )
-    optimizer = float((WIDE + ADAM) * trained)
-    gradients = (e + WIDE) * trained
-    return State({"weights": e * counts.every, "gradients": gradients, "optimizer": optimizer})
+    e, trained = float(zero.element), float(counts.trained)
+    parts = {"weights": e * counts.every, "gradients": e * trained, "optimizer": ADAM * trained}
+    if e < WIDE:
+        parts["gradients"] += WIDE * trained
+        parts["optimizer"] += WIDE * trained
+    return State(parts)
 
 
 def _divided(zero: Zero, counts: Counts) -> State:
