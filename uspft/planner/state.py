@@ -61,7 +61,8 @@ def moving_state_bytes(element: int, counts: Counts, at_work: Counts, ranks: int
 
 def _whole(zero: Zero, counts: Counts) -> State:
     e, trained = float(zero.element), float(counts.trained)
-    parts = {"weights": e * counts.every, "gradients": e * trained, "optimizer": ADAM * trained}
+    parts: dict[str, float] = {"weights": e * counts.every, "gradients": e * trained}
+    parts["optimizer"] = ADAM * trained
     if e < WIDE:
         parts["gradients"] += WIDE * trained
         parts["optimizer"] += WIDE * trained
