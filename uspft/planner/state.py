@@ -75,8 +75,9 @@ def _divided(zero: Zero, counts: Counts) -> State:
     optimizer = (WIDE + ADAM) * trained / ranks
     if zero.stage == 1 and e == 2 and not zero.optimizer_away:
         # Gradients in 16 bits until the backward ends, then summed (DeepSpeed's BF16_Optimizer).
-        parts = {"weights": e * counts.every, "gradients": (e + WIDE) * trained}
-        return State({**parts, "optimizer": optimizer})
+        gradients = float((e + WIDE) * trained)
+        device = {"weights": float(e * counts.every), "gradients": gradients}
+        return State({**device, "optimizer": optimizer})
     bucket = min(zero.bucket, trained)
     matrix = float(e * min(zero.matrix, counts.largest_trained))
     if zero.stage == 2:

@@ -171,7 +171,6 @@ def predicted_of(case: Case, shape: ModelShape) -> Any:
     )
 
 
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path: Path) -> None:
     found = spawn(1, counted, full, tmp_path)[0]
