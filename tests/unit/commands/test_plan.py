@@ -66,26 +66,23 @@ def test_a_shipped_recipe_of_a_model_whose_weights_are_not_here(planned: object)
     assert "hardware: h100 (shipped figures" in page
     memory = table(page, "GiB a rank")
     assert memory["GiB a rank"] == ["activations", "state", "of the card", "longest row"]
-    assert list(rows) == list(memory)[1:] and memory["tensor8"] == ["–"] * 4
+    assert list(rows) == list(memory)[1:] and number(memory["tensor8"][0]) > 0
     marked = {name for name in others if name.endswith(" (does not fit)")}
     assert marked == {name for name in others if number(memory[name][2]) > 0.92}
     assert number(memory["data8 (does not fit)"][3]) < 131072 < number(memory["ulysses8"][3])
     assert [line for line in page.splitlines() if line.startswith("not predicted: ")] == [
-        "not predicted: memory with matrices that ranks divide",
         *(f"not predicted: {what}" for what in NOT_PREDICTED),
     ]
     assert re.search(r"^step: 8 rows of 131,072 tokens, .* recomputed$", page, re.M)
     assert re.search(r"^weights +\S+ +\S+ +239", page, re.M), "16.06 GB, twice, in 8 passes"
 
 
-@pytest.mark.parametrize(
-    "words", [["model_parallel=2"], ["context_parallel_algo=allgather_cp"]], ids=["tensor", "keys"]
-)
 def test_the_recipe_s_own_layout_is_told_where_nothing_predicts_its_memory(
-    planned: object, words: list[str]
+    planned: object,
 ) -> None:
-    plain = ["context_parallel=4", "ulysses_degree_in_cp=null", "context_parallel_algo=ring_cp"]
-    page = planned(LLAMA, *(f"parallel_config.{word}" for word in [*plain, *words]))  # type: ignore[operator]
+    words = ["context_parallel=4", "ulysses_degree_in_cp=null", "context_parallel_algo=ring_cp"]
+    words += ["model_parallel=2", "tensor_parallel_algo=meshslice", "tensor_mesh=[1, 2]"]
+    page = planned(LLAMA, *(f"parallel_config.{word}" for word in words))  # type: ignore[operator]
     memory = table(page, "GiB a rank")
     own, *others = list(memory)[1:]
     assert own.endswith(" (the recipe's)") and memory[own] == ["–"] * 4 and own in table(page)
@@ -94,12 +91,11 @@ def test_the_recipe_s_own_layout_is_told_where_nothing_predicts_its_memory(
 
 
 def test_what_holds_weights_that_are_too_much_does_not_fit(planned: object) -> None:
-    """Also where nothing predicts the rest: 70 billion parameters of a LoRA run are 131 GiB."""
+    """70 billion parameters of a LoRA run are 131 GiB."""
     page = planned("recipes/llama3.1-70b-lora-tensor-32k.yaml")  # type: ignore[operator]
     layouts = list(table(page))
     assert layouts[1] == "tensor8 (the recipe's)" and "data8 (does not fit)" in layouts
-    assert {"tensor2-data4", "tensor4-data2"} <= set(layouts) and "GiB a rank" not in page
-    assert "not predicted: memory with LoRA or with matrices that ranks divide" in page
+    assert "GiB a rank" in page and "not predicted: memory" not in page
     words = ["parallel_config.model_parallel=1", "parallel_config.use_seq_parallel=false"]
     whole = planned("recipes/llama3.1-70b-lora-tensor-32k.yaml", *words)  # type: ignore[operator]
     assert "data8 (the recipe's, does not fit)" in table(whole)
