@@ -170,8 +170,7 @@ def test_memory_that_is_not_predicted_is_not_checked(check: Callable[..., Said],
     (line,) = said.unknown("memory")
     assert (said.code, said.about("memory")) == (0, []), said
     assert f"memory (nothing predicts it with {why}; weights alone take " in line
-    on_card = " of 74.51 GiB)" if case != "float32" else "iB)"
-    assert line.endswith(on_card), line
+    assert line.endswith(" of 74.51 GiB)"), line
 
 
 def test_memory_of_a_model_that_is_not_here_is_not_checked(check: Callable[..., Said]) -> None:
