@@ -331,7 +331,7 @@ def row_memory(
             shape,
             layout,
             length,
-            options=replace(options, algorithm=row.name, micro_batch=rows, use_seq_parallel=True),
+            options=replace(options, algorithm=row.name, micro_batch=rows),
         ).activation_bytes
         for rows in (1, 2)
     )
