@@ -186,8 +186,10 @@ def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path:
         if abs(ratio - 1) > 0.02:
             off[case] = ratio
         assert want.host_bytes == pytest.approx(one.host_bytes, rel=1e-3), case
-        other = case._replace(dtype="float32" if case.dtype == "bfloat16" else "bfloat16")
-        assert abs(predicted_of(other, shape).activation_bytes / one.most_bytes["all"] - 1) > 0.1
+        if not full:  # where the loss is not all there is, another type is found out
+            other = case._replace(dtype="float32" if case.dtype == "bfloat16" else "bfloat16")
+            unlike = predicted_of(other, shape).activation_bytes / one.most_bytes["all"]
+            assert abs(unlike - 1) > 0.1
     assert off == {}
 
 
