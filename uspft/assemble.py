@@ -30,13 +30,14 @@ from uspft.layout import Layout, layout_of
 from uspft.mesh import Groups
 from uspft.model import grid, parallel
 from uspft.model.build import empty_model
-from uspft.model.causal import CausalLoss
+from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.model.loss import tile_tokens
 from uspft.model.offload import offload_inputs
 from uspft.model.recompute import Recompute, recompute_layers
 from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
 from uspft.model.trained import choose_trained
+from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill
 from uspft.parameters.shards import Holders, Shards
 from uspft.sequence import Heads, of_recipe
@@ -128,7 +129,8 @@ def assemble(
     tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
 
     held = None if moves else under[-1].layout
-    module = CausalLoss(model, tile, held, recompute, offload=offload)
+    parts = CausalModel(model, tile, held, recompute, offload=offload)
+    module = TrainedModel(parts, make_objective(recipe.training.objective, config))
     engine: Engine
     if moves:
         hosts = hosts_of_ranks(recipe)

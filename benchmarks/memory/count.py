@@ -20,15 +20,17 @@ from uspft.assemble import save_memory
 from uspft.batch import Batch
 from uspft.config import ParallelBlock
 from uspft.config.algorithms import row_of
+from uspft.config.objectives import CAUSAL
 from uspft.config.recipe import MemoryBlock
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
 from uspft.mesh import Groups
-from uspft.model.causal import CausalLoss
+from uspft.model.causal import CausalModel
 from uspft.model.loss import tile_tokens
 from uspft.model.offload import Copies
 from uspft.model.tiles import TiledCall
+from uspft.objective import TrainedModel, make_objective
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.tensor import tensor_algorithm
@@ -101,8 +103,8 @@ def count_here(config: Any, tokens: int, memory: MemoryBlock, world: World) -> C
     batch = _batch(world, share)
     counting = LiveBytes()
     with patch.object(Copies, "to_host", _apart(counting)):
-        layers = module.model.base_model.layers
-        return measure(module, layers, lambda: module(batch, 1.0).sum(), counting)
+        layers = module.parts.model.base_model.layers
+        return measure(module, layers, lambda: module(batch, (1.0,)).sum(), counting)
 
 
 def _few(call: TiledCall, x: Tensor) -> Iterator[tuple[int, int]]:
@@ -122,7 +124,7 @@ def _apart(counting: LiveBytes) -> Any:
     return to_host
 
 
-def module_of(config: Any, memory: MemoryBlock) -> CausalLoss:
+def module_of(config: Any, memory: MemoryBlock) -> TrainedModel:
     """Return a model of random weights with its loss, which saves memory as a recipe says."""
     from transformers import AutoModelForCausalLM
 
@@ -133,7 +135,8 @@ def module_of(config: Any, memory: MemoryBlock) -> CausalLoss:
     ).train()
     recompute, offload = save_memory(model, memory)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
-    return CausalLoss(model, loss, recompute=recompute, offload=offload).train()
+    parts = CausalModel(model, loss, recompute=recompute, offload=offload)
+    return TrainedModel(parts, make_objective(CAUSAL.name, config)).train()
 
 
 def _batch(world: World, share: Any) -> Batch:

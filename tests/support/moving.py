@@ -28,6 +28,7 @@ from tests.support.degrees import (
 from tests.support.models import Documents
 from tests.support.runs import GROUPS, held, job_of, small_recipe
 from uspft.config.algorithms import CONTEXT, WHOLE
+from uspft.config.objectives import CAUSAL
 from uspft.kernels.capped import TorchCapped
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
@@ -107,7 +108,7 @@ class Started:
         return {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "target_tokens": result.targets,
+            "target_tokens": result.counts["target_tokens"],
             "learning_rate": RATE,
             "seconds": result.seconds,
             "switch_seconds": result.switch_seconds,
@@ -137,11 +138,12 @@ def started(
     from uspft.data import training_rows
     from uspft.data.loader import EMPTY, StepLoader
     from uspft.model.build import empty_model
-    from uspft.model.causal import CausalLoss
+    from uspft.model.causal import CausalModel
     from uspft.model.hf_config import model_config
     from uspft.model.parallel import shards_of, split_model
     from uspft.model.recompute import recompute_layers
     from uspft.model.trained import choose_trained
+    from uspft.objective import TrainedModel, make_objective
     from uspft.parameters.fill import fill
     from uspft.parameters.shards import Holders
     from uspft.switching.moving import MovingEngine
@@ -166,7 +168,9 @@ def started(
     model.train()
     recompute = recompute_layers(model, job.here.memory)
     engine = MovingEngine(
-        CausalLoss(model, None, None, recompute),
+        TrainedModel(
+            CausalModel(model, None, None, recompute), make_objective(CAUSAL.name, config)
+        ),
         job.here,
         holders,
         every,

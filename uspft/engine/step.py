@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from uspft.comm import total
 from uspft.config.problems import RunFailed
+from uspft.objective.objective import Objective, Scales
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -32,29 +33,24 @@ class NotFinite(RunFailed):
 class StepResult:
     """The result of one step, over all its micro-batches and ranks."""
 
-    loss: float
-    """The mean over the step's targets."""
+    means: Mapping[str, float]
+    """Each of the objective's terms by name, the loss first."""
+    counts: Mapping[str, int]
+    """What they are means over, by name: first what the loss is the mean over."""
     grad_norm: float
     """The norm of the whole gradient before clipping."""
-    targets: int
-    """How many tokens with a target the step has."""
     stop: bool
     """Whether a rank asked to stop."""
-    skipped: bool
+    skipped: bool = False
     """Whether float16 skipped the update."""
-    router_loss: float | None = None
-    """The routers' mean loss over the step's rows, or None where none is computed."""
     seconds: tuple[float, ...] = ()
     """What each of this rank's micro-batches took, on the device's clock where it has one."""
     switch_seconds: float = 0.0
     """What it took beside them to move weights and gradients from layout to layout."""
 
-
-class Scales(NamedTuple):
-    """The factors of the loss sums of a micro-batch; router is None where routers have no loss."""
-
-    loss: float
-    router: float | None = None
+    @property
+    def loss(self) -> float:
+        return next(iter(self.means.values()))
 
 
 class Laps:
@@ -85,11 +81,10 @@ class Laps:
 class LossModule(Protocol):
     """The module that an engine trains: an nn.Module that is one function of a micro-batch."""
 
-    routed: bool
-    """Whether the model has routers with a loss of their own."""
+    objective: Objective
 
-    def __call__(self, batch: Batch, scale: float, router_scale: float | None = None) -> Tensor:
-        """Return [2]: the loss summed over this rank's targets, and the routers', both scaled."""
+    def __call__(self, batch: Batch, scales: Scales) -> Tensor:
+        """Return this rank's part of each of the objective's terms times its scale, [terms]."""
         ...
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -154,7 +149,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
+        """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
         ...
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
@@ -171,8 +166,9 @@ class Engine(Protocol):
         """
         ...
 
-    def loss_sum(self, batch: Batch) -> float:
-        """Return the cross-entropy summed over this rank's targets, in `evaluating`; collective."""
+    def terms(self, batch: Batch) -> list[float]:
+        """Return this rank's part of each of the objective's terms of a micro-batch, in
+        `evaluating`, 0 for those that evaluation does not tell; collective."""
         ...
 
     def close(self) -> None:
@@ -180,16 +176,64 @@ class Engine(Protocol):
         ...
 
 
-def counted(batches: Sequence[Batch], everyone: Group, device: torch.device) -> tuple[float, float]:
-    """Return how many target tokens and rows a step has, each counted once; collective."""
-    targets = rows = 0
+def counts_here(objective: Objective, batch: Batch) -> dict[str, int]:
+    """Return this rank's part of a micro-batch's counts, by the counters' names.
+
+    The parts of all ranks add up: tensor ranks see the same tokens, and ranks that share rows count
+    their own tokens, but the same rows and documents.
+    """
+    mesh = batch.world.mesh
+    first = mesh.columns.index == 0, mesh.columns.index == 0 and mesh.context.index == 0
+    counters = {term.per.name: term.per for term in objective.terms}
+    return {
+        name: counter.of(batch) if first[not counter.by_token] else 0
+        for name, counter in counters.items()
+    }
+
+
+def counted(
+    objective: Objective, batches: Sequence[Batch], everyone: Group, device: torch.device
+) -> dict[str, int]:
+    """Return how many of what its objective counts a step has, each once; collective."""
+    sums = dict.fromkeys((term.per.name for term in objective.terms), 0)
     for batch in batches:
-        mesh = batch.world.mesh
-        if mesh.columns.index == 0:
-            targets += batch.targets
-            rows += sum(index >= 0 for index in batch.rows) if mesh.context.index == 0 else 0
-    all_targets, all_rows = total([targets, rows], everyone, device)
-    return all_targets, all_rows
+        for name, count in counts_here(objective, batch).items():
+            sums[name] += count
+    every = total(list(sums.values()), everyone, device)
+    return {name: int(count) for name, count in zip(sums, every, strict=True)}
+
+
+def scales_of(objective: Objective, counts: Mapping[str, int], times: int = 1) -> Scales:
+    """Return the factor of each term that makes it a mean over the step.
+
+    times: over how many ranks the engine averages gradients.
+    """
+    return tuple(times / max(counts[term.per.name], 1) for term in objective.terms)
+
+
+def evaluation_scales(objective: Objective) -> Scales:
+    """Return the scales with which evaluation takes a micro-batch forward."""
+    return tuple(1.0 if term.evaluated else None for term in objective.terms)
+
+
+def means_of(
+    objective: Objective,
+    sums: Tensor,
+    stop: bool,
+    everyone: Group,
+    device: torch.device,
+    *,
+    times: int = 1,
+) -> tuple[dict[str, float], bool]:
+    """Return each term's mean over the step by name, and whether a rank asked to stop; collective.
+
+    sums: what a `Runner` returned. times: as of `scales_of`. Raises NotFinite for the loss.
+    """
+    *totals, stops = total([*sums.tolist(), float(stop)], everyone, device)
+    names = [term.name for term in objective.terms]
+    means = {name: value / times for name, value in zip(names, totals, strict=True)}
+    require_finite(names[0], means[names[0]])
+    return means, stops > 0
 
 
 def require_finite(what: str, value: float) -> None:
@@ -201,17 +245,17 @@ def require_finite(what: str, value: float) -> None:
 Runner = Callable[["Engine", Sequence["Batch"], Scales], Tensor]
 """A function that takes a step's micro-batches forward and backward.
 
-It returns the losses summed over those whose first tensor rank this is, [2] float64.
+It returns the terms summed over those whose first tensor rank this is, [terms] float64.
 """
 
 
 def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
     """Run one micro-batch after another, each forward and at once backward, as a `Runner` does."""
-    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
-        losses = engine.forward(batch, scales)
+        terms = engine.forward(batch, scales)
         if batch.world.mesh.columns.index == 0:  # the others have the same tokens
-            sums += losses.detach()
-        engine.backward(losses.sum(), batch, last=number == len(batches))
+            sums += terms.detach()
+        engine.backward(terms.sum(), batch, last=number == len(batches))
         engine.laps.mark()
     return sums

@@ -1,11 +1,11 @@
 """An engine that hides ZeRO 0 to 3 behind one step with the loss and gradients of one process.
 
-A step has a beginning (which counts targets and rows over all ranks), a runner over micro-batches,
-and an end (norm, checks, update). The engine scales the loss itself: each rank's loss is (sum over
-its target tokens) × Z ÷ (target tokens of the step, over all micro-batches and ranks), where Z
-ranks hold the same part of every parameter and DeepSpeed averages gradients over them at every
-stage. Sequence parallelism stays hidden from DeepSpeed, whose own scale for it depends on the
-stage. The routers' loss likewise is each rank's parts of its rows' losses × Z ÷ rows of the step.
+A step has a beginning (which counts over all ranks what the objective's terms are divided by), a
+runner over micro-batches, and an end (norm, checks, update). The engine scales the loss itself: of
+each term a rank has (its part) × Z ÷ (the count of the step, over all micro-batches and ranks; of
+the cross-entropy, target tokens), where Z ranks hold the same part of every parameter and DeepSpeed
+averages gradients over them at every stage. Sequence parallelism stays hidden from DeepSpeed, whose
+own scale for it depends on the stage.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ from uspft.engine.step import (
     Laps,
     LossModule,
     Runner,
-    Scales,
     StepResult,
     counted,
+    evaluation_scales,
     in_turn,
+    means_of,
     require_finite,
+    scales_of,
 )
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
+    from uspft.objective import Scales
     from uspft.parameters.fill import Partition
     from uspft.parameters.part import Part
     from uspft.parameters.shards import Holders
@@ -170,24 +173,23 @@ class ZeroEngine:
 
         Raises NotFinite before anything is updated.
         """
-        targets, scales = self._begin(batches)
+        counts, scales = self._begin(batches)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         self.laps = Laps(self.device)
         sums = self._runner(self, batches, scales)
-        return self._end(sums, targets, stop)
+        return self._end(sums, counts, stop)
 
-    def _begin(self, batches: Sequence[Batch]) -> tuple[int, Scales]:
-        """Return (target tokens of the step, scales), where each row and token counts once."""
-        all_targets, all_rows = counted(batches, self.holders.everyone, self.device)
-        replicas = self.holders.zero.size
-        router = replicas / max(all_rows, 1.0) if self.module.routed else None
-        return int(all_targets), Scales(replicas / max(all_targets, 1.0), router)
+    def _begin(self, batches: Sequence[Batch]) -> tuple[dict[str, int], Scales]:
+        """Return (what the step's terms are divided by, their scales)."""
+        objective = self.module.objective
+        counts = counted(objective, batches, self.holders.everyone, self.device)
+        return counts, scales_of(objective, counts, self.holders.zero.size)
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
-        losses: Tensor = self.deepspeed(batch, *scales)
-        return losses
+        """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
+        terms: Tensor = self.deepspeed(batch, scales)
+        return terms
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss. last: whether it ends the step."""
@@ -198,15 +200,13 @@ class ZeroEngine:
         if not last:
             self.deepspeed.step()
 
-    def _end(self, sums: Tensor, targets: int, stop: bool) -> StepResult:
+    def _end(self, sums: Tensor, counts: dict[str, int], stop: bool) -> StepResult:
         """Check loss and gradient norm, update the weights, return the result. Raises NotFinite."""
-        *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
-        mean, router = (value / self.holders.zero.size for value in totals)
-        require_finite("loss", mean)
+        objective, everyone = self.module.objective, self.holders.everyone
+        times = self.holders.zero.size
+        means, stops = means_of(objective, sums, stop, everyone, self.device, times=times)
         grad_norm, skipped = self._update()
-        router_loss = router if self.module.routed else None
-        seconds = self.laps.seconds()
-        return StepResult(mean, grad_norm, targets, stops > 0, skipped, router_loss, seconds)
+        return StepResult(means, counts, grad_norm, stops, skipped, self.laps.seconds())
 
     def _update(self) -> tuple[float, bool]:
         """Update the weights; return (norm before clipping, whether float16 skipped the update)."""
@@ -261,9 +261,10 @@ class ZeroEngine:
             # Under ZeRO-3 the last pass has fetched weights for a backward that does not come.
             self.deepspeed.empty_partition_cache()
 
-    def loss_sum(self, batch: Batch) -> float:
-        """Return the cross-entropy summed over this rank's targets, in `evaluating`; collective."""
-        return float(self.deepspeed(batch, 1.0)[0])
+    def terms(self, batch: Batch) -> list[float]:
+        """Return this rank's part of each term of a micro-batch, in `evaluating`; collective."""
+        found: Tensor = self.deepspeed(batch, evaluation_scales(self.module.objective))
+        return found.tolist()
 
     def close(self) -> None:
         """Remove what DeepSpeed has hooked into the module, and what it keeps for the process."""

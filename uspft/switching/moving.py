@@ -27,11 +27,12 @@ from uspft.engine.state import Fragments
 from uspft.engine.step import (
     Laps,
     LossModule,
-    Scales,
     StepResult,
     counted,
+    evaluation_scales,
     in_turn,
-    require_finite,
+    means_of,
+    scales_of,
 )
 from uspft.switching.owners import Owners
 from uspft.switching.routes import ByOwners, Route, Straight, Switches, holds
@@ -39,6 +40,7 @@ from uspft.switching.routes import ByOwners, Route, Straight, Switches, holds
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
+    from uspft.objective import Scales
     from uspft.parameters.part import Part
     from uspft.parameters.shards import Holders, Shards
 
@@ -145,11 +147,12 @@ class MovingEngine:
         the same. Raises NotFinite before anything is updated.
         """
         turns = self._turns(batches)
-        targets, rows = counted(batches, self.holders.everyone, self.device)
-        scales = Scales(1 / max(targets, 1.0), 1 / max(rows, 1.0) if self.module.routed else None)
+        objective, everyone = self.module.objective, self.holders.everyone
+        counts = counted(objective, batches, everyone, self.device)
+        scales = scales_of(objective, counts)
         self.owners.begin(learning_rate)
         self._route.begin()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(scales), dtype=torch.float64, device=self.device)
         self.laps, order = Laps(self.device), list[int]()  # what each lap is of
         for shards, own in turns:
             with self._training(shards):
@@ -157,9 +160,7 @@ class MovingEngine:
                 sums += in_turn(self, [batches[number] for number in own], scales)
             self.laps.mark()
             order += [SWITCH, *own, SWITCH]
-        *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
-        mean, router = totals
-        require_finite("loss", mean)
+        means, stops = means_of(objective, sums, stop, everyone, self.device)
         self._route.finish()
         norm = self.owners.update()
         self.laps.mark()
@@ -169,9 +170,7 @@ class MovingEngine:
         for of, seconds in zip([*order, UPDATE, SWITCH], self.laps.seconds(), strict=True):
             took[of] += seconds
         each = tuple(took[number] for number in range(len(batches)))
-        router_loss = router if self.module.routed else None
-        said = mean, norm, int(targets), stops > 0, False, router_loss
-        return StepResult(*said, seconds=each, switch_seconds=took[SWITCH])
+        return StepResult(means, counts, norm, stops, seconds=each, switch_seconds=took[SWITCH])
 
     def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[int]]]:
         """Return the numbers of each layout's micro-batches, the least sharded first; collective.
@@ -236,8 +235,8 @@ class MovingEngine:
         self._sums.clear()
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
-        return self.module(batch, *scales)
+        """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
+        return self.module(batch, scales)
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss, and add them up."""
@@ -258,13 +257,13 @@ class MovingEngine:
             self._net.train()
             self.holders.everyone.books.close()  # what came for this is of no training step
 
-    def loss_sum(self, batch: Batch) -> float:
-        """Return the cross-entropy summed over this rank's targets, in `evaluating`; collective."""
+    def terms(self, batch: Batch) -> list[float]:
+        """Return this rank's part of each term of a micro-batch, in `evaluating`; collective."""
         shards = self._every[holds(batch.world.layout)]
         if self._here is not shards:
             self._release()
             self._bind(shards)
-        return float(self.module(batch, 1.0)[0])
+        return self.module(batch, evaluation_scales(self.module.objective)).tolist()
 
     def close(self) -> None:
         """Remove what the engine has hooked into the module."""

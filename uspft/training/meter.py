@@ -60,12 +60,13 @@ class Meter:
         )
         sizes = self._run.loader.sizes(step)
         rows, row_tokens = (sum(parts) for parts in zip(*sizes, strict=True))
+        (_, *others), (counter, *_) = result.means, result.counts
         record = {
             "loss": result.loss,
             "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
             "rows": rows,
             "tokens": row_tokens,
-            "target_tokens": result.targets,
+            counter: result.counts[counter],
             "step_seconds": seconds,
             "tokens_per_second": row_tokens / seconds,
             "mfu": self._mfu(row_tokens, pairs, seconds),
@@ -80,8 +81,7 @@ class Meter:
             record["strategies"] = self._strategies(worlds, took, pages, sizes)
         if result.switch_seconds:
             record["switch_seconds"] = result.switch_seconds
-        if result.router_loss is not None:
-            record["router_loss"] = result.router_loss
+        record |= {name: result.means[name] for name in others}
         return record | ({"skipped": True} if result.skipped else {})
 
     def _worlds(self, batches: Sequence[Batch]) -> Sequence[World]:

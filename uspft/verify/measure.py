@@ -53,7 +53,7 @@ def measure(
             break
         found.losses.append(result.loss)
         found.grad_norms.append(result.grad_norm)
-        found.targets.append(result.targets)
+        found.targets.append(next(iter(result.counts.values())))
         if step == 1:
             for name, gradient in gradients(run.engine, recipe, result.grad_norm):
                 see(name, gradient)
