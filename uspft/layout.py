@@ -174,6 +174,13 @@ def context_degrees(parallel: Degrees) -> tuple[int, int]:
     return row.degrees(ranks, ulysses)
 
 
+def settled_layout(parallel: Degrees) -> Layout:
+    """Return the layout of a resolved `parallel_config`, whose degrees fit together."""
+    layout = layout_of(parallel, None)
+    assert isinstance(layout, Layout)
+    return layout
+
+
 def layout_of(parallel: Degrees, ranks: int | None) -> Layout | Finding:
     """Return the layout of a `parallel_config` on `ranks` processes, or what is wrong with it.
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from benchmarks.memory.livebytes import LiveBytes
 from benchmarks.memory.measured import Counted, measure, one_of
-from uspft.assemble import save_memory
 from uspft.batch import Batch
 from uspft.config import ParallelBlock
 from uspft.config.algorithms import row_of
@@ -29,6 +28,7 @@ from uspft.mesh import Groups
 from uspft.model.causal import CausalModel
 from uspft.model.loss import tile_tokens
 from uspft.model.offload import Copies
+from uspft.model.parallelise import save_memory
 from uspft.model.tiles import TiledCall
 from uspft.objective import TrainedModel, make_objective
 from uspft.segments import Segments

@@ -17,7 +17,9 @@ class ObjectiveRow:
     """The value of `training.objective` that names it."""
     code: str
     """The place of its class, written `module:Class`."""
+    plain: bool = False
+    """Whether `verify` computes it in plain transformers too (verify/plain.py)."""
 
 
-CAUSAL = ObjectiveRow("causal", "uspft.objective.causal:Causal")
+CAUSAL = ObjectiveRow("causal", "uspft.objective.causal:Causal", plain=True)
 OBJECTIVES: dict[str, ObjectiveRow] = {CAUSAL.name: CAUSAL}

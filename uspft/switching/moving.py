@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.comm import total
@@ -269,6 +270,13 @@ class MovingEngine:
         """Remove what the engine has hooked into the module."""
         for hook in self._hooks:
             hook.remove()
+
+
+def hosts_of_ranks(recipe: Recipe) -> list[int]:
+    """Return the number of the host that each rank is on."""
+    each = recipe.launch.processes
+    assert isinstance(each, int)  # settled before ranks start
+    return [rank // each for rank in range(dist.get_world_size())]
 
 
 def _times(shards: Shards, name: str, rank: int) -> int:

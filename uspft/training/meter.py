@@ -15,7 +15,7 @@ import torch
 from uspft.comm import KINDS, largest, total
 from uspft.metrics import peak_memory_bytes
 from uspft.model.build import parameter_count
-from uspft.model.hf_config import layer_windows
+from uspft.model.hf_config import heads_of, layer_windows
 from uspft.planner.flops import peak_flops, step_flops
 from uspft.sequence import Heads
 from uspft.sequence.rows.heads import split_heads
@@ -122,16 +122,14 @@ class Meter:
             count * batch.share.with_window(window).area / layers
             for window, count in self._windows.items()
         )
-        config = self._run.config
-        every = Heads(config.num_attention_heads, config.num_key_value_heads, 1)
-        return pairs * share_of_heads(every, batch.world)
+        return pairs * share_of_heads(heads_of(self._run.config), batch.world)
 
     def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
         if self._peak is None:
             return None
         config = self._run.config
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, config.num_attention_heads, dim)
+        heads = heads_of(config)
+        shape = config.num_hidden_layers, heads.query, heads.dim
         flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
         return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
 
