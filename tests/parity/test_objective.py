@@ -40,31 +40,42 @@ EACH_PAIR = Counter("pairs", lambda batch: len(batch.share.documents) // 2)
 EACH_DOCUMENT = Counter("documents", lambda batch: len(batch.share.documents))
 
 
-def of_pairs(logps: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of pairs of documents, one after the other, and how often the first is likelier."""
-    first, second = logps.view(-1, 2).unbind(1)
+def of_pairs(logps: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+    """The loss of pairs of documents, one after the other, and how often the first is likelier.
+
+    before: what another forward pass gave, which has no gradient.
+    """
+    first, second = (logps - before / 2).view(-1, 2).unbind(1)
     return -F.logsigmoid(BETA * (first - second)).sum(), (first > second).to(logps.dtype).sum()
 
 
-def of_documents(logps: Tensor) -> tuple[Tensor, ...]:
-    return (F.softplus(-BETA * logps).square().sum(),)
+def of_documents(logps: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+    return (F.softplus(-BETA * (logps - before / 2)).square().sum(),)
+
+
+Values = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class Toy:
-    """What a function of documents' summed log-probabilities is as an objective."""
+    """What a function of documents' summed log-probabilities is as an objective: two forwards of a
+    micro-batch, the first of which is a reference."""
 
     terms: tuple[Term, ...]
-    values: Callable[[Tensor], tuple[Tensor, ...]]
+    values: Values
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     def __call__(self, model: Any, batch: Any, scales: Any) -> Tensor:
+        with torch.no_grad():
+            before = self.logps(model, batch)
+        values = torch.stack(type(self).values(self.logps(model, batch), before))
+        return once(values * values.new_tensor(scales), batch)
+
+    def logps(self, model: Any, batch: Any) -> Tensor:
         call = model.begin(batch)
         hidden = model.layers(call, model.embedding(call)).hidden
-        logps = document_sums(-model.head(call, hidden, None), batch)
-        values = torch.stack(type(self).values(logps))
-        return once(values * values.new_tensor(scales), batch)
+        return document_sums(-model.head(call, hidden, None), batch)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         return {"twice": 2 * means["loss"]}
@@ -158,7 +169,7 @@ def work(rank: int, folder: Path, pairs: Documents, singles: Documents) -> dict[
 def alone(
     folder: Path,
     steps: list[list[Any]],
-    values: Callable[[Tensor], tuple[Tensor, ...]],
+    values: Values,
     each: int,
     clip: float,
 ) -> tuple[Reference, Callable[[list[Any]], list[float]]]:
@@ -182,7 +193,8 @@ def alone(
         for ids, labels in documents:
             logits = net(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
             logps.append(-F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum"))
-        return [value * each / len(documents) for value in values(torch.stack(logps))]
+        every = torch.stack(logps)
+        return [value * each / len(documents) for value in values(every, every.detach())]
 
     losses, norms = [], []
     for documents in steps:

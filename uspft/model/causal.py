@@ -88,21 +88,21 @@ class CausalModel(nn.Module):
         own: Tensor = embedding(places + vocabulary.offset, *of_call)
         return bound.leave(own.masked_fill(others[..., None], 0.0))
 
-    def layers(self, of: ForwardPass, x: Tensor, *, routers: bool | None = None) -> Layered:
+    def layers(self, of: ForwardPass, x: Tensor, *, routers: bool = False) -> Layered:
         """Take all layers and the final norm.
 
         x: what `embedding` returns; no caller should hold it by a name, since where it waits on the
-        host, the head has its memory. routers: whether the logits of experts' routers are wanted;
-        None where the model has none.
+        host, the head has its memory. routers: whether the logits of experts' routers are wanted.
         """
         # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
         # since ranks with rows of other layouts fetch together with this one.
+        config_asks = getattr(self.model.config, "output_router_logits", False)
         found = self.model.base_model(
             inputs_embeds=x,
             position_ids=of.batch.position_ids,
             use_cache=False,
             uspft=of.bound,
-            **({} if routers is None else {"output_router_logits": routers}),
+            **({"output_router_logits": routers} if routers or config_asks else {}),
         )
         return Layered(found.last_hidden_state, found.router_logits if routers else ())
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.batch import Batch
-    from uspft.model.causal import CausalModel
+    from uspft.model.causal import CausalModel, Layered
 
 LOSS = Term("loss", TARGETS)
 ROUTERS = Term("router_loss", ROWS, evaluated=False)
@@ -27,26 +27,24 @@ class Causal:
 
     def __init__(self, config: Any) -> None:
         self._config = config
-        self._routed: bool = getattr(config, "output_router_logits", False)
-        self.terms = (LOSS, ROUTERS) if self._routed else (LOSS,)
+        routed = getattr(config, "output_router_logits", False)
+        self.terms = (LOSS, ROUTERS) if routed else (LOSS,)
 
     def __call__(self, model: CausalModel, batch: Batch, scales: Scales) -> Tensor:
-        scale, router_scale = scales if self._routed else (scales[0], None)
-        assert scale is not None
+        scale, *of_routers = scales
         call = model.begin(batch)
-        routers = router_scale is not None if self._routed else None
-        found = model.layers(call, model.embedding(call), routers=routers)
+        found = model.layers(call, model.embedding(call), routers=of_routers not in ([], [None]))
         loss = model.head(call, found.hidden, scale)
-        if not self._routed:
-            return loss[None]
-        if router_scale is None:
-            return torch.stack([loss, torch.zeros_like(loss)])
-        return torch.stack([loss, self._balance(found.router_logits, batch, router_scale)])
+        balance = [
+            torch.zeros_like(loss) if factor is None else self._balance(found, batch, factor)
+            for factor in of_routers
+        ]
+        return torch.stack([loss, *balance])
 
-    def _balance(self, logits: tuple[Tensor, ...], batch: Batch, scale: float) -> Tensor:
+    def _balance(self, found: Layered, batch: Batch, scale: float) -> Tensor:
         config, rows = self._config, len(batch.rows)
         top_k, group = config.num_experts_per_tok, batch.world.mesh.context
-        part = router_loss(logits, batch.row_of, rows, top_k, group)
+        part = router_loss(found.router_logits, batch.row_of, rows, top_k, group)
         return part * (config.router_aux_loss_coef * scale)
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
