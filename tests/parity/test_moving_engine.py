@@ -80,7 +80,7 @@ def behaves(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
         engine.step([SimpleNamespace(world=world)], RATE, stop=False)
     found["unknown"] = str(unknown.value)
     with engine.evaluating():
-        sums = [(batch.world.mesh.columns.index, engine.terms(batch)[0]) for batch in batches]
+        sums = [(batch.world.mesh.columns.index, engine.terms(batch)["loss"]) for batch in batches]
         assert not engine.module.training
     once = sum(value for index, value in sums if index == 0)
     (loss,) = total([once], engine.holders.everyone, engine.device)

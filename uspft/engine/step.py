@@ -166,9 +166,9 @@ class Engine(Protocol):
         """
         ...
 
-    def terms(self, batch: Batch) -> list[float]:
-        """Return this rank's part of each of the objective's terms of a micro-batch, in
-        `evaluating`, 0 for those that evaluation does not tell; collective."""
+    def terms(self, batch: Batch) -> dict[str, float]:
+        """Return this rank's part of each term of a micro-batch that evaluation tells, by name, in
+        `evaluating`; collective."""
         ...
 
     def close(self) -> None:
@@ -211,9 +211,15 @@ def scales_of(objective: Objective, counts: Mapping[str, int], times: int = 1) -
     return tuple(times / max(counts[term.per.name], 1) for term in objective.terms)
 
 
-def evaluation_scales(objective: Objective) -> Scales:
-    """Return the scales with which evaluation takes a micro-batch forward."""
-    return tuple(1.0 if term.evaluated else None for term in objective.terms)
+def evaluated(objective: Objective, forward: Callable[[Scales], Tensor]) -> dict[str, float]:
+    """Return what a forward pass gives of the terms that evaluation tells, by name.
+
+    forward: takes the micro-batch forward with these scales, and returns its terms.
+    """
+    told = [term.evaluated for term in objective.terms]
+    values = forward(tuple(1.0 if wanted else None for wanted in told)).tolist()
+    named = zip((term.name for term in objective.terms), values, told, strict=True)
+    return {name: value for name, value, wanted in named if wanted}
 
 
 def means_of(

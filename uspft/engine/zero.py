@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import cached_property
+from functools import cached_property, partial
 from io import StringIO
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from uspft.engine.step import (
     Runner,
     StepResult,
     counted,
-    evaluation_scales,
+    evaluated,
     in_turn,
     means_of,
     require_finite,
@@ -261,10 +261,9 @@ class ZeroEngine:
             # Under ZeRO-3 the last pass has fetched weights for a backward that does not come.
             self.deepspeed.empty_partition_cache()
 
-    def terms(self, batch: Batch) -> list[float]:
-        """Return this rank's part of each term of a micro-batch, in `evaluating`; collective."""
-        found: Tensor = self.deepspeed(batch, evaluation_scales(self.module.objective))
-        return found.tolist()
+    def terms(self, batch: Batch) -> dict[str, float]:
+        """Return this rank's part of each term that evaluation tells; collective."""
+        return evaluated(self.module.objective, partial(self.forward, batch))
 
     def close(self) -> None:
         """Remove what DeepSpeed has hooked into the module, and what it keeps for the process."""

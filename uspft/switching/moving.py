@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -30,7 +30,7 @@ from uspft.engine.step import (
     LossModule,
     StepResult,
     counted,
-    evaluation_scales,
+    evaluated,
     in_turn,
     means_of,
     scales_of,
@@ -258,13 +258,13 @@ class MovingEngine:
             self._net.train()
             self.holders.everyone.books.close()  # what came for this is of no training step
 
-    def terms(self, batch: Batch) -> list[float]:
-        """Return this rank's part of each term of a micro-batch, in `evaluating`; collective."""
+    def terms(self, batch: Batch) -> dict[str, float]:
+        """Return this rank's part of each term that evaluation tells; collective."""
         shards = self._every[holds(batch.world.layout)]
         if self._here is not shards:
             self._release()
             self._bind(shards)
-        return self.module(batch, evaluation_scales(self.module.objective)).tolist()
+        return evaluated(self.module.objective, partial(self.forward, batch))
 
     def close(self) -> None:
         """Remove what the engine has hooked into the module."""

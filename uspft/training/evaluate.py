@@ -29,9 +29,12 @@ class Score:
 
     def told(self, objective: Objective) -> dict[str, float]:
         """Return what is told of it: each term's mean, what is derived from them, and counts."""
-        terms = [term for term in objective.terms if term.evaluated]
-        means = {term.name: self.sums[term.name] / self.counts[term.per.name] for term in terms}
-        return {**means, **objective.derived(means), **self.counts}
+        means, counts = dict[str, float](), dict[str, int]()
+        for term in objective.terms:
+            if term.evaluated:
+                counts[term.per.name] = count = self.counts[term.per.name]
+                means[term.name] = self.sums[term.name] / count if count else math.nan
+        return {**means, **objective.derived(means), **counts}
 
 
 def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,25 +62,22 @@ def evaluate(
 
 def _score(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Score | None:
     everyone, device = engine.holders.everyone, engine.device
-    objective, score = engine.module.objective, Score()
-    told = [number for number, term in enumerate(objective.terms) if term.evaluated]
-    names = [objective.terms[number].name for number in told]
-    counters = list(dict.fromkeys(objective.terms[number].per.name for number in told))
+    score = Score()
     for number in range(1, one.passes + 1):
         (batch,) = one.loader.batches(number)
         if number == 1:
             one.loader.require_same_rows([batch])
             one.loader.require_shares([batch])
-        terms, counts = engine.terms(batch), counts_here(objective, batch)
-        first = batch.world.mesh.columns.index == 0  # the others have the same tokens
-        here = [terms[number] if first else 0.0 for number in told]
-        here += [counts[name] for name in counters]
-        *every, stops = total([*here, float(stop())], everyone, device)
+        terms, counts = engine.terms(batch), counts_here(engine.module.objective, batch)
+        if batch.world.mesh.columns.index:  # the first of them has the same tokens
+            terms = dict.fromkeys(terms, 0.0)
+        here = [*terms.values(), *counts.values(), float(stop())]
+        *every, stops = total(here, everyone, device)
         if stops:
             return None
-        sums, numbers = every[: len(names)], map(int, every[len(names) :])
+        of_terms, of_counts = every[: len(terms)], map(int, every[len(terms) :])
         score += Score(
-            dict(zip(names, sums, strict=True)), dict(zip(counters, numbers, strict=True))
+            dict(zip(terms, of_terms, strict=True)), dict(zip(counts, of_counts, strict=True))
         )
     return score
 

@@ -65,6 +65,11 @@ def test_what_is_not_finite_is_null(total: float) -> None:
     json.dumps(record, allow_nan=False)
 
 
+def test_a_set_without_anything_that_is_counted_has_no_loss() -> None:
+    record = record_of(1, {"a": score(0.0, 0)}, 0.0)
+    assert record["eval_loss"] is None and record["eval_target_tokens"] == 0
+
+
 def test_it_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with RunDisplay(9, 0, speaks=True) as display:
         display.evaluation(record_of(7, SCORES, 1.5))
