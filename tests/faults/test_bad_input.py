@@ -54,16 +54,16 @@ RECIPES: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
         ("uspft derives", "training.global_batch_size"),
     ),
     "no such DeepSpeed key": (
-        {"deepspeed.zero_optimization": {"stage": 3, "stage3_prefetch": 1}},
+        {"deepspeed.zero_optimization": {"stage": 3, "stage3_prefetch_buket_sise": 1}},
         "",
-        "deepspeed.zero_optimization.stage3_prefetch",
-        ("did you mean `stage3_",),
+        "deepspeed.zero_optimization.stage3_prefetch_buket_sise",
+        ("did you mean `stage3_prefetch_bucket_size`",),
     ),
 }
 
 
 LAUNCHED = ("misspelt key",)
-"""Cases that a user's own command shows too, before the imports; after them the hub's are."""
+"""Cases that a user's own command shows too; after them the hub's are."""
 
 
 @pytest.mark.parametrize("case", RECIPES)
