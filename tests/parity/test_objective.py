@@ -28,7 +28,7 @@ from tests.support.runs import close, held, prepared, small_recipe
 from tests.support.stages import ZERO
 from uspft.config import RecipeError, load
 from uspft.config.objectives import OBJECTIVES, ObjectiveRow
-from uspft.objective import Counter, Term
+from uspft.objective import Divisor, Term
 from uspft.objective.row_ranks import document_sums, once
 
 pytestmark = pytest.mark.timeout(600)
@@ -36,8 +36,8 @@ pytestmark = pytest.mark.timeout(600)
 ROW, STEPS, PAIRS_PER_STEP, RATE, CLIP, BETA = 48, 2, 2, 1e-3, 0.05, 0.05
 LENGTHS = [31, 17, 20, 28, 40, 8, 15, 33]
 """Of pairs, each of which fills a row."""
-EACH_PAIR = Counter("pairs", lambda batch: len(batch.share.documents) // 2)
-EACH_DOCUMENT = Counter("documents", lambda batch: len(batch.share.documents))
+EACH_PAIR = Divisor("pairs", lambda batch: len(batch.share.documents) // 2)
+EACH_DOCUMENT = Divisor("documents", lambda batch: len(batch.share.documents))
 
 
 def of_pairs(logps: Tensor, before: Tensor) -> tuple[Tensor, ...]:

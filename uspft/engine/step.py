@@ -177,17 +177,17 @@ class Engine(Protocol):
 
 
 def counts_here(objective: Objective, batch: Batch) -> dict[str, int]:
-    """Return this rank's part of a micro-batch's counts, by the counters' names.
+    """Return this rank's part of a micro-batch's counts, by the divisors' names.
 
     The parts of all ranks add up: tensor ranks see the same tokens, and ranks that share rows count
     their own tokens, but the same rows and documents.
     """
     mesh = batch.world.mesh
     first = mesh.columns.index == 0, mesh.columns.index == 0 and mesh.context.index == 0
-    counters = {term.per.name: term.per for term in objective.terms}
+    divisors = {term.per.name: term.per for term in objective.terms}
     return {
-        name: counter.of(batch) if first[not counter.by_token] else 0
-        for name, counter in counters.items()
+        name: divisor.of(batch) if first[not divisor.by_token] else 0
+        for name, divisor in divisors.items()
     }
 
 

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import Any
 
 from uspft.config.objectives import OBJECTIVES
-from uspft.objective.objective import Counter, Objective, Scales, Term
+from uspft.objective.objective import Divisor, Objective, Scales, Term
 from uspft.objective.trained import TrainedModel
 
-__all__ = ["Counter", "Objective", "Scales", "Term", "TrainedModel", "make_objective"]
+__all__ = ["Divisor", "Objective", "Scales", "Term", "TrainedModel", "make_objective"]
 
 
 def make_objective(name: str, config: Any) -> Objective:

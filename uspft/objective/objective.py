@@ -2,7 +2,7 @@
 
 Every rank gives its part of each term: the parts of all ranks that share rows add up to the term,
 and so do their gradients (objective/row_ranks.py makes parts of what is no sum over tokens). The
-step divides each term by its counter's number over the whole step, known before the first forward.
+step divides each term by its divisor's number over the whole step, known before the first forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Scales = tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
-class Counter:
+class Divisor:
     """How many of what a term is summed over a micro-batch has."""
 
     name: str
@@ -33,9 +33,9 @@ class Counter:
     """Whether each of the ranks that share rows counts its own."""
 
 
-TARGETS = Counter("target_tokens", lambda batch: batch.targets, by_token=True)
+TARGETS = Divisor("target_tokens", lambda batch: batch.targets, by_token=True)
 """The tokens with a target."""
-ROWS = Counter("rows", lambda batch: sum(index >= 0 for index in batch.rows))
+ROWS = Divisor("rows", lambda batch: sum(index >= 0 for index in batch.rows))
 """The rows that are not empty."""
 
 
@@ -45,7 +45,7 @@ class Term:
 
     name: str
     """The key of metrics.jsonl that has its mean."""
-    per: Counter
+    per: Divisor
     """What its mean is over."""
     evaluated: bool = True
     """Whether evaluation tells it too."""
