@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from uspft.comm import total
 from uspft.config.problems import RunFailed
+from uspft.engine.state import Keeper
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.comm import Group
-    from uspft.engine.state import Fragments
-    from uspft.parameters.part import Part
-    from uspft.parameters.shards import Holders
 
 
 class NotFinite(RunFailed):
@@ -97,42 +95,17 @@ class LossModule(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """What trains a module: it holds the weights and Adam's states, and takes steps."""
+class Engine(Keeper, Protocol):
+    """What trains a module: it keeps the weights and Adam's states, and takes steps."""
 
     module: LossModule
-    holders: Holders
-    """Who holds the parameters between steps."""
-    device: torch.device
     stage: int
     """The ZeRO stage."""
-    named: dict[str, nn.Parameter]
-    """Every parameter by its Hugging Face name; what is here of its values may change."""
     laps: Laps
     """The clock of the step's micro-batches."""
 
-    @property
-    def adam(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def fragments(self) -> Fragments:
-        """The table of which rank keeps which values; collective at its first use."""
-        ...
-
     def trained(self) -> dict[str, nn.Parameter]:
         """Return every parameter that trains, by its Hugging Face name."""
-        ...
-
-    def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `holders.zero`, holds."""
-        ...
-
-    def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        """Return (start, flat values) of what this rank keeps of its part of a parameter.
-
-        It is the whole part where each rank that holds the part keeps all of it. Nothing is moved.
-        A frozen parameter has its weight alone, in the compute type.
-        """
         ...
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:

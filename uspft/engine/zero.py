@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cached_property
 from io import StringIO
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -27,7 +26,7 @@ from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.leaves import gather_at_once
 from uspft.engine.mpu import mpu_of
-from uspft.engine.partitions import fragment, write_fragment
+from uspft.engine.partitions import Partitions
 from uspft.engine.quarantine import forget_mpu
 from uspft.engine.replicas import Replicas
 from uspft.engine.state import Fragments
@@ -102,24 +101,11 @@ class ZeroEngine:
                 mpu=mpu_of(holders),
             )
         self._require_float32_buffers()
-        self.masters = self._masters()
+        self._partitions = Partitions(self.deepspeed.optimizer, self.adam, self.stage)
         if self.stage < 3:
             # DeepSpeed finds moments by parameter only for those groups that have them after the
             # first group's first step (stages 1 and 2, 0.19.8).
             start_moments(self.adam)
-
-    def _masters(self) -> dict[int, nn.Parameter]:
-        """Return what AdamW holds for each parameter at stage 0, by the parameter's id.
-
-        It is the parameter itself or its float32 copy. Empty at other stages.
-        """
-        optimizer: Any = self.deepspeed.optimizer
-        if self.stage > 0:
-            return {}
-        if optimizer is self.adam:
-            return {id(p): p for p in self._parameters if p.requires_grad}
-        pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
-        return {id(half): full for half, full in pairs}
 
     def _require_float32_buffers(self) -> None:
         """Require that DeepSpeed has rounded no buffer. Raises RuntimeError.
@@ -148,10 +134,10 @@ class ZeroEngine:
         return self.holders.part(name, self.holders.shards.whole_shape(name, size))
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        return fragment(self, self.named[name], kind)
+        return self._partitions.fragment(self.named[name], kind)
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
-        write_fragment(self, self.named[name], kind, read)
+        self._partitions.write(self.named[name], kind, read)
 
     def make_moments(self, empty: Batch) -> None:
         """Make Adam's states, by a step over one batch without targets, at learning rate 0.
