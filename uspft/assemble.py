@@ -37,7 +37,7 @@ from uspft.model.offload import offload_inputs
 from uspft.model.recompute import Recompute, recompute_layers
 from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
 from uspft.model.trained import choose_trained
-from uspft.parameters.fill import fill
+from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.shards import Holders, Shards
 from uspft.sequence import Heads, of_recipe
 from uspft.sequence.rows.heads import split_heads
@@ -116,7 +116,7 @@ def assemble(
     model = empty_model(config, dtype, device)
     choose_trained(model, recipe.model, recipe.seed)
     shards = [shards_under(model, one, tensor_of_rows=most) for one in under]
-    holders = Holders.of(shards[-1], world.mesh.rank, groups)
+    holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
     if any(one.layout.is_mesh for one in worlds):

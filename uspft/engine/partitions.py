@@ -27,9 +27,12 @@ class Partitions:
     def fragment(self, parameter: nn.Parameter, kind: str) -> tuple[int, Tensor]:
         """Return (start, flat values) of what this rank keeps of its part of a parameter.
 
-        It is the whole part where each rank that holds the part keeps all of it. Nothing is moved.
-        A frozen parameter has its weight alone, in the compute type.
+        It is the whole part where each rank that holds the part keeps all of it, and nothing where
+        this rank holds nothing. Nothing is moved. A frozen parameter has its weight alone, in the
+        compute type.
         """
+        if not getattr(parameter, "ds_numel", parameter.numel()):
+            return 0, parameter.detach().flatten()
         if not parameter.requires_grad:
             if kind != "weight":
                 shape = tuple(parameter.shape)

@@ -51,7 +51,7 @@ class Keeper(Protocol):
         ...
 
     def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `holders.zero`, holds."""
+        """Return the part of a parameter that this rank, with those of `zero_of` it, holds."""
         ...
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:

@@ -158,7 +158,7 @@ def counted(batches: Sequence[Batch], everyone: Group, device: torch.device) -> 
     targets = rows = 0
     for batch in batches:
         mesh = batch.world.mesh
-        if mesh.columns.index == 0:
+        if mesh.counts:
             targets += batch.targets
             rows += sum(index >= 0 for index in batch.rows) if mesh.context.index == 0 else 0
     all_targets, all_rows = total([targets, rows], everyone, device)
@@ -174,7 +174,7 @@ def require_finite(what: str, value: float) -> None:
 Runner = Callable[["Engine", Sequence["Batch"], Scales], Tensor]
 """A function that takes a step's micro-batches forward and backward.
 
-It returns the losses summed over those whose first tensor rank this is, [2] float64.
+It returns the losses summed over those whose tokens this rank counts, [2] float64.
 """
 
 
@@ -183,7 +183,7 @@ def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
         losses = engine.forward(batch, scales)
-        if batch.world.mesh.columns.index == 0:  # the others have the same tokens
+        if batch.world.mesh.counts:  # the others have the same tokens
             sums += losses.detach()
         engine.backward(losses.sum(), batch, last=number == len(batches))
         engine.laps.mark()

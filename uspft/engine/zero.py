@@ -2,10 +2,10 @@
 
 A step has a beginning (which counts targets and rows over all ranks), a runner over micro-batches,
 and an end (norm, checks, update). The engine scales the loss itself: each rank's loss is (sum over
-its target tokens) × Z ÷ (target tokens of the step, over all micro-batches and ranks), where Z
-ranks hold the same part of every parameter and DeepSpeed averages gradients over them at every
-stage. Sequence parallelism stays hidden from DeepSpeed, whose own scale for it depends on the
-stage. The routers' loss likewise is each rank's parts of its rows' losses × Z ÷ rows of the step.
+its target tokens) × Z ÷ (target tokens of the step, over all micro-batches and ranks), where
+DeepSpeed averages gradients over Z ranks at every stage (parameters/counting.py). Sequence
+parallelism stays hidden from DeepSpeed, whose own scale for it depends on the stage. The routers'
+loss likewise is each rank's parts of its rows' losses × Z ÷ rows of the step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from uspft.comm import total
 from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
+from uspft.engine.expert_sets import ExpertSets, mark_for_partition
 from uspft.engine.leaves import gather_at_once
 from uspft.engine.mpu import mpu_of
 from uspft.engine.partitions import Partitions
-from uspft.engine.quarantine import forget_mpu
+from uspft.engine.quarantine import compare_traces_within, forget_mpu, sum_norm_once
 from uspft.engine.replicas import Replicas
 from uspft.engine.state import Fragments
 from uspft.engine.step import (
@@ -40,6 +41,7 @@ from uspft.engine.step import (
     in_turn,
     require_finite,
 )
+from uspft.parameters import counting
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
     """Return the function that partitions filled parameters under ZeRO-3; None at other stages.
 
-    They are partitioned over the ranks that hold the same part.
+    Each is partitioned over the ranks that hold the same part of it.
     """
     config = deepspeed_config(recipe, holders.zero.size, passes=1)
     if config["zero_optimization"]["stage"] != 3:
@@ -60,8 +62,9 @@ def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
     mpu = mpu_of(holders)
     group = {"mpu": mpu, "data_parallel_group": holders.zero.handle} if mpu else {}
 
-    def partition(parameters: list[nn.Parameter]) -> None:
-        module = nn.ParameterList(parameters)
+    def partition(parameters: dict[str, nn.Parameter]) -> None:
+        mark_for_partition(parameters, holders)
+        module = nn.ParameterList(parameters.values())
         deepspeed.zero.Init(module=module, config_dict_or_path=config, **group)
 
     return partition
@@ -88,10 +91,13 @@ class ZeroEngine:
         """The clock of the step's micro-batches."""
         self.named = module.named()
         """Every parameter by its Hugging Face name, kept because a walk over the whole module for
-        each parameter would take too long."""
-        self._parameters = list(self.named.values())
-        self._replicas = Replicas(self.named, holders)
+        each parameter would take too long. What this rank holds nothing of has no elements here."""
+        here = {name: p for name, p in self.named.items() if holders.holds(name)}
+        self._parameters = list(here.values())
+        self._replicas = Replicas(here, holders)
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
+        self._experts = ExpertSets(here, holders, self.stage)
+        self._experts.set_apart(module, optimizer)  # type: ignore[arg-type]
         gather_at_once(module)  # type: ignore[arg-type]
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
             self.deepspeed, *_ = deepspeed.initialize(
@@ -100,6 +106,11 @@ class ZeroEngine:
                 config=deepspeed_config(recipe, holders.zero.size, passes),
                 mpu=mpu_of(holders),
             )
+        if self.stage and holders.shards.layout.pipeline > 1:
+            group = counting.norm_group(holders)
+            sum_norm_once(self.deepspeed.optimizer, self.stage, group, device)
+            if self.stage == 3:
+                compare_traces_within(self.deepspeed.optimizer, holders.zero)
         self._require_float32_buffers()
         self._partitions = Partitions(self.deepspeed.optimizer, self.adam, self.stage)
         if self.stage < 3:
@@ -128,10 +139,8 @@ class ZeroEngine:
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `holders.zero`, holds."""
-        held = self.named[name]
-        size = tuple(getattr(held, "ds_shape", held.shape))
-        return self.holders.part(name, self.holders.shards.whole_shape(name, size))
+        """Return the part of a parameter that this rank, with those of `zero_of` it, holds."""
+        return self.holders.part(name)
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         return self._partitions.fragment(self.named[name], kind)
@@ -166,9 +175,9 @@ class ZeroEngine:
     def _begin(self, batches: Sequence[Batch]) -> tuple[int, Scales]:
         """Return (target tokens of the step, scales), where each row and token counts once."""
         all_targets, all_rows = counted(batches, self.holders.everyone, self.device)
-        replicas = self.holders.zero.size
-        router = replicas / max(all_rows, 1.0) if self.module.routed else None
-        return int(all_targets), Scales(replicas / max(all_targets, 1.0), router)
+        ranks = counting.averaged(self.holders)
+        router = ranks / max(all_rows, 1.0) if self.module.routed else None
+        return int(all_targets), Scales(ranks / max(all_targets, 1.0), router)
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
         """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
@@ -187,7 +196,7 @@ class ZeroEngine:
     def _end(self, sums: Tensor, targets: int, stop: bool) -> StepResult:
         """Check loss and gradient norm, update the weights, return the result. Raises NotFinite."""
         *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
-        mean, router = (value / self.holders.zero.size for value in totals)
+        mean, router = (value / counting.averaged(self.holders) for value in totals)
         require_finite("loss", mean)
         grad_norm, skipped = self._update()
         router_loss = router if self.module.routed else None
@@ -224,12 +233,13 @@ class ZeroEngine:
         norms = [
             torch.linalg.vector_norm(p.grad, dtype=torch.float64)
             for name, p in self.named.items()
-            if p.grad is not None and holders.shards.is_first(name, holders.rank)
+            if p.grad is not None and counting.is_counted(holders.shards, name, holders.rank)
         ]
         norm = float(torch.stack(norms).norm()) if norms else 0.0
-        if holders.tensor.size == 1:
+        group = counting.norm_group(holders)
+        if group.size == 1:
             return norm
-        (squares,) = total([norm * norm], holders.tensor, self.device)
+        (squares,) = total([norm * norm], group, self.device)
         return math.sqrt(squares)
 
     @contextmanager
@@ -256,6 +266,7 @@ class ZeroEngine:
         self._replicas.close()
         self.deepspeed.destroy()
         forget_mpu()
+        self._experts.close()
 
 
 def _by_decay(parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

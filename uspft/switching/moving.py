@@ -33,6 +33,7 @@ from uspft.engine.step import (
     in_turn,
     require_finite,
 )
+from uspft.parameters import counting
 from uspft.switching.owners import Owners
 from uspft.switching.routes import ByOwners, Route, Straight, Switches, holds
 
@@ -79,7 +80,7 @@ class MovingEngine:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
         self._every = {holds(shards.layout): shards for shards in every}
         for shards in every:
-            if self._every[holds(shards.layout)].pieces != shards.pieces:
+            if self._every[holds(shards.layout)].splits_tokens != shards.splits_tokens:
                 twice = f"tensor degree {shards.layout.tensor}"
                 raise ValueError(f"of the layouts with {twice} some have use_seq_parallel, not all")
         self.module, self.holders, self.device = module, holders, device
@@ -119,8 +120,8 @@ class MovingEngine:
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `holders.zero`, owns."""
-        return self.holders.part(name, self.owners.shapes[name])
+        """Return the part of a parameter that this rank, with those of `zero_of` it, owns."""
+        return self.holders.part(name)
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         return self.owners.fragment(name, kind)
@@ -205,7 +206,9 @@ class MovingEngine:
         for name in self.owners.trained:
             part = self._part(shards, name)
             place = sums[at : at + part.count].view(part.size)
-            self._sums[name] = place, 1 / _times(shards, name, self.holders.rank)
+            degree, split = shards.layout.tensor, shards.splits_tokens
+            times = counting.times(shards, name, degree, splits_tokens=split)
+            self._sums[name] = place, 1 / times
             at += part.count
         try:
             yield
@@ -270,14 +273,3 @@ class MovingEngine:
         """Remove what the engine has hooked into the module."""
         for hook in self._hooks:
             hook.remove()
-
-
-def _times(shards: Shards, name: str, rank: int) -> int:
-    """Return how often a gradient is in the sum over all ranks that hold the same part.
-
-    Each of the tensor ranks among them computes all of it, or a piece.
-    """
-    if shards.is_piece(name):
-        return 1
-    index = shards.tensor_index(rank)
-    return next(len(same) for same in shards.replicas(name) if index in same)

@@ -51,9 +51,7 @@ class Owners:
         self._everyone, self._device = holders.everyone, device
         self._dtype = getattr(torch, recipe.model.dtype)
         self._max_norm = recipe.training.max_grad_norm
-        self.shapes: dict[str, Shape] = {
-            name: shards.whole_shape(name, tuple(named[name].shape)) for name in _in_order(named)
-        }
+        self.shapes: dict[str, Shape] = {name: holders.shapes[name] for name in _in_order(named)}
         """The whole shape of every parameter, in the order in which they lie."""
         self.trained = {name: None for name in self.shapes if named[name].requires_grad}
         """The names of those that train, in order."""

@@ -61,7 +61,7 @@ def _score(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Score | No
         if number == 1:
             one.loader.require_same_rows([batch])
             one.loader.require_shares([batch])
-        loss, first = engine.loss_sum(batch), batch.world.mesh.columns.index == 0
+        loss, first = engine.loss_sum(batch), batch.world.mesh.counts
         here = [loss if first else 0.0, batch.targets if first else 0, float(stop())]
         loss_sum, targets, stops = total(here, everyone, device)
         if stops:
