@@ -180,19 +180,26 @@ class Alive:
         )
 
 
-def alive(setting: Recipe, held: Shards, groups: Groups, source: Any, **more: Any) -> Alive:
-    """An engine over this model; collective. more: as of the engine."""
+def alive(
+    setting: Recipe, held: Shards, groups: Groups, source: Any, *, moves: bool = False
+) -> Alive:
+    """An engine over this model; collective. moves: whether one whose weights move."""
     from uspft.engine.quarantine import prepare_deepspeed
     from uspft.engine.zero import ZeroEngine, partitioner
     from uspft.parameters.fill import fill
+    from uspft.switching.moving import MovingEngine
 
     prepare_deepspeed()
     mesh = make_mesh(held.layout, groups, Books())
     holders = Holders.of(held, mesh.rank, groups, SHAPES)
     module = Known(holders)
-    dtype = getattr(torch, setting.model.dtype)
-    fill(module, dtype, source, holders, partitioner(setting, holders))
-    engine = ZeroEngine(module, setting, holders, torch.device("cpu"), passes=2, **more)
+    dtype, device = getattr(torch, setting.model.dtype), torch.device("cpu")
+    fill(module, dtype, source, holders, None if moves else partitioner(setting, holders))
+    engine: Any
+    if moves:
+        engine = MovingEngine(module, setting, holders, [held], device)
+    else:
+        engine = ZeroEngine(module, setting, holders, device, passes=2)
     world = SimpleNamespace(layout=held.layout, mesh=mesh, tensor=_rows(held))
     return Alive(engine, holders, world)
 

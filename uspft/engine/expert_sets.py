@@ -92,8 +92,8 @@ class ExpertSets:
 def _problem(shards: Shards, stage: int) -> str | None:
     """Return why experts cannot be divided so at a ZeRO stage; None where they can.
 
-    Stage 0 clips by the norm of a rank's own experts. Stage 3 counts an expert on every tensor rank,
-    and sums over none: right where each holds all of it, but not for parts, nor where stages sum.
+    Stage 0 clips by the norm of a rank's own experts. Stage 3 counts experts on every tensor rank
+    and sums over none: right where each holds all of them, but not for parts, nor where stages sum.
     """
     if stage == 0:
         return "experts are divided under ZeRO 1, 2 and 3, not 0"

@@ -1,4 +1,4 @@
-"""Where DeepSpeed 0.19 keeps master weights and Adam moments, at each of its stages."""
+"""Where DeepSpeed 0.19 keeps master weights, Adam moments and gradients, at each of its stages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 import torch
 from deepspeed.utils import (
     safe_get_local_fp32_param,
+    safe_get_local_grad,
     safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
+from uspft.engine.state import GRADIENT
+
 
 class Partitions:
-    """The master weights and Adam moments of one DeepSpeed engine, found by their parameters."""
+    """The master weights, Adam moments and gradients of one DeepSpeed engine, found by their
+    parameters."""
 
     def __init__(self, optimizer: Any, adam: torch.optim.Optimizer, stage: int) -> None:
         """optimizer: DeepSpeed's own around adam, or adam itself. stage: ZeRO's."""
-        self._adam = adam
+        self._optimizer, self._adam = optimizer, adam
         self._masters = _masters(optimizer, adam) if stage == 0 else {}
 
     def fragment(self, parameter: nn.Parameter, kind: str) -> tuple[int, Tensor]:
@@ -40,6 +44,9 @@ class Partitions:
             if not hasattr(parameter, "ds_id"):
                 return 0, parameter.detach().flatten()
             return _unpadded(parameter, parameter.ds_tensor.detach())  # type: ignore[attr-defined]
+        if kind == GRADIENT:
+            start, made = self._gradient(parameter)
+            return start, made.float() / _loss_scale(self._optimizer)
         master = self._masters.get(id(parameter))
         if master is not None:
             held: Tensor = master.detach() if kind == "weight" else self._adam.state[master][kind]
@@ -55,6 +62,22 @@ class Partitions:
             return 0, parameter.detach().new_empty(0, dtype=torch.float32)
         values: Tensor = mapping.get_hp_fragment(None if kind == "weight" else kind)
         return mapping.lp_fragment_address.start, values.detach()
+
+    def _gradient(self, parameter: Any) -> tuple[int, Tensor]:
+        """Return (start, flat values) of what this rank keeps of a gradient, scaled as the loss."""
+        if id(parameter) in self._masters:
+            made = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            return 0, made.detach().flatten()
+        if hasattr(parameter, "ds_id"):
+            return _unpadded(parameter, safe_get_local_grad(parameter))
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return 0, parameter.detach().new_empty(0)
+        kept = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach().flatten()
+        place = mapping.lp_fragment_address
+        if kept.numel() == parameter.numel():  # stage 1 sums bfloat16 whole, on every rank
+            kept = kept[place.start : place.start + place.numel]
+        return place.start, kept
 
     def write(self, parameter: nn.Parameter, kind: str, read: Callable[[int, int], Tensor]) -> None:
         """Set the values that `fragment` reads. read: returns values [start, stop) of the part.
@@ -84,6 +107,12 @@ def _masters(optimizer: Any, adam: torch.optim.Optimizer) -> dict[int, nn.Parame
         return {id(p): p for p in chain(*(group["params"] for group in adam.param_groups))}
     pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
     return {id(half): full for half, full in pairs}
+
+
+def _loss_scale(optimizer: Any) -> float:
+    """Return what float16 multiplies the loss by, and with it gradients until the update."""
+    stage_0 = getattr(optimizer, "loss_scale_config", None)
+    return float(stage_0.cur_scale if stage_0 else getattr(optimizer, "loss_scale", 1.0))
 
 
 def _unpadded(parameter: Any, values: Tensor) -> tuple[int, Tensor]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
+GRADIENT = "gradient"
+"""What else may be asked for, between a step's last backward pass and its update: what is summed
+over all ranks and micro-batches, before it is clipped."""
 BATCH_BYTES = 1 << 28
 """How many bytes `gather` has under way at one time, to all ranks together."""
 
@@ -58,7 +61,8 @@ class Keeper(Protocol):
         """Return (start, flat values) of what this rank keeps of its part of a parameter.
 
         It is the whole part where each rank that holds the part keeps all of it. Nothing is moved.
-        A frozen parameter has its weight alone, in the compute type.
+        A frozen parameter has its weight alone, in the compute type. kind: one of `KINDS`, or
+        `GRADIENT`.
         """
         ...
 
@@ -66,8 +70,8 @@ class Keeper(Protocol):
 class Wanted(NamedTuple):
     """A parameter's float32 values that a rank is to have.
 
-    kind: one of `KINDS`, for the master weight or an Adam moment. part: which of the values. to:
-    the rank.
+    kind: one of `KINDS`, for the master weight or an Adam moment, or `GRADIENT`. part: which of the
+    values. to: the rank.
     """
 
     kind: str

@@ -119,10 +119,17 @@ class Engine(Keeper, Protocol):
         """
         ...
 
-    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        stop: bool,
+        look: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
-        Raises NotFinite before anything is updated.
+        look: called when gradients are complete, and before they are clipped; it may read them as
+        `GRADIENT`. Raises NotFinite before anything is updated.
         """
         ...
 

@@ -160,17 +160,24 @@ class ZeroEngine:
         """The table of which rank keeps which values; collective at its first use."""
         return Fragments(self)
 
-    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        stop: bool,
+        look: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
-        Raises NotFinite before anything is updated.
+        look: called when gradients are complete, and before they are clipped. Raises NotFinite
+        before anything is updated.
         """
         targets, scales = self._begin(batches)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         self.laps = Laps(self.device)
         sums = self._runner(self, batches, scales)
-        return self._end(sums, targets, stop)
+        return self._end(sums, targets, stop, look or (lambda: None))
 
     def _begin(self, batches: Sequence[Batch]) -> tuple[int, Scales]:
         """Return (target tokens of the step, scales), where each row and token counts once."""
@@ -193,11 +200,12 @@ class ZeroEngine:
         if not last:
             self.deepspeed.step()
 
-    def _end(self, sums: Tensor, targets: int, stop: bool) -> StepResult:
+    def _end(self, sums: Tensor, targets: int, stop: bool, look: Callable[[], None]) -> StepResult:
         """Check loss and gradient norm, update the weights, return the result. Raises NotFinite."""
         *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
         mean, router = (value / counting.averaged(self.holders) for value in totals)
         require_finite("loss", mean)
+        look()
         grad_norm, skipped = self._update()
         router_loss = router if self.module.routed else None
         seconds = self.laps.seconds()

@@ -139,11 +139,18 @@ class MovingEngine:
         """The table of which rank keeps which values; collective at its first use."""
         return Fragments(self)
 
-    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        stop: bool,
+        look: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
         All ranks must have micro-batches in the same layouts, or in layouts under which ranks hold
-        the same. Raises NotFinite before anything is updated.
+        the same. look: called when gradients are complete, and before they are clipped. Raises
+        NotFinite before anything is updated.
         """
         turns = self._turns(batches)
         targets, rows = counted(batches, self.holders.everyone, self.device)
@@ -162,6 +169,8 @@ class MovingEngine:
         mean, router = totals
         require_finite("loss", mean)
         self._route.finish()
+        if look:
+            look()
         norm = self.owners.update()
         self.laps.mark()
         self._route.updated()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from uspft.comm import total
 from uspft.engine.adam import adamw, start_moments
+from uspft.engine.state import GRADIENT
 from uspft.engine.step import require_finite
 from uspft.parameters.owned import owned
 
@@ -96,6 +97,8 @@ class Owners:
             if kind != "weight":
                 raise RuntimeError(f"{name} is frozen and has no {kind}")
             held, at = self._frozen, at - len(self.masters)
+        elif kind == GRADIENT:
+            held = self.gradients
         elif kind != "weight":
             plain = len(self.shapes[name]) <= 1
             held = self.adam.state[self._groups[plain]][kind]
