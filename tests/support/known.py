@@ -94,6 +94,18 @@ def gradient(name: str, step: int) -> Tensor:
     return torch.empty(SHAPES[name]).normal_(generator=generator(100 + step, name))
 
 
+class Weight(nn.Module):
+    """A parameter under the name that files have for it, and its part of the loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        empty = torch.empty(SHAPES[name], device="meta")
+        self.weight = nn.Parameter(empty, not is_frozen(name))
+
+    def forward(self, share: Tensor) -> Tensor:
+        return (self.weight * share.to(self.weight)).sum().float()
+
+
 class Known(nn.Module):
     """The model; its parameters are on meta until they are filled."""
 
@@ -102,15 +114,14 @@ class Known(nn.Module):
     def __init__(self, holders: Holders) -> None:
         super().__init__()
         self.holders = holders
-        for name, shape in SHAPES.items():
-            *path, last = name.split(".")
+        for name in SHAPES:
+            *path, last = name.removesuffix(".weight").split(".")
             owner: nn.Module = self
             for word in path:
                 if not hasattr(owner, word):
                     owner.add_module(word, nn.Module())
                 owner = owner.get_submodule(word)
-            empty = torch.empty(shape, device="meta")
-            owner.register_parameter(last, nn.Parameter(empty, not is_frozen(name)))
+            owner.add_module(last, Weight(name))
 
     def named(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())
@@ -119,9 +130,8 @@ class Known(nn.Module):
         found = torch.zeros(())
         for name in TRAINED:
             if self.holders.holds(name):
-                owner, _, last = name.rpartition(".")
-                value = getattr(self.get_submodule(owner), last)
-                found = found + (value * self._share(name, batch.step).to(value)).sum().float()
+                module = self.get_submodule(name.removesuffix(".weight"))
+                found = found + module(self._share(name, batch.step))
         found = found * (batch.share * batch.total * scale)
         loss = LOSS * batch.targets * scale + (found - found.detach())
         rows = sum(row >= 0 for row in batch.rows)
