@@ -146,11 +146,23 @@ def ran(asked: dict[str, Any], output: Path) -> Any:
     return [json.loads(line) for line in (output / "metrics.jsonl").open()], *ended
 
 
+def summed_again(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient * 4, None
+
+
+FAULTS: dict[str, tuple[str, Any]] = {
+    "left out": ("sum_over", lambda x, *_: x),
+    "multiplied": ("_Summed.backward", staticmethod(summed_again)),
+}
+"""What another rank holds of a document is left out of its sum; a gradient that all four ranks have
+alike is summed over them, as that of a differentiable all-reduce is."""
+
+
 @contextmanager
-def left_out() -> Iterator[None]:
-    """A fault: what another rank holds of a document is left out of its sum."""
+def broken(fault: str) -> Iterator[None]:
+    name, instead = FAULTS[fault]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("uspft.objective.row_ranks.sum_over", lambda x, *_: x)
+        patch.setattr(f"uspft.objective.row_ranks.{name}", instead)
         yield
 
 
@@ -160,9 +172,9 @@ def work(rank: int, folder: Path, pairs: Documents, singles: Documents) -> dict[
     for name, case in SWITCHED.items():
         asked = switching.recipe(case, folder, singles, objective="singles")
         found[name] = ran(asked, folder / name)
-    with left_out():
-        fault = next(iter(CASES))
-        found["left out"] = ran(recipe(fault, folder, pairs), folder / "wrong")
+    for fault in FAULTS:
+        with broken(fault):
+            found[fault] = ran(recipe(next(iter(CASES)), folder, pairs), folder / fault)
     return found if rank == 0 else {}
 
 
@@ -270,6 +282,16 @@ def test_a_document_without_its_part_on_another_rank_is_seen(
     assert any(line.startswith("loss ") for line in found)
     assert any(line.startswith("grad_norm ") for line in found)
     assert sum("the gradient of" in line for line in found) > len(want.moments) / 2
+
+
+def test_a_gradient_that_ranks_sum_again_is_seen(
+    setting: tuple[Path, Documents, Documents], answers: dict[str, Any]
+) -> None:
+    folder, data, _ = setting
+    want, _ = wanted_pairs(folder, data)
+    first = next(record for record in answers["multiplied"][0] if "loss" in record)
+    assert first["loss"] == pytest.approx(want.losses[0], rel=1e-5), "which alone shows nothing"
+    assert first["grad_norm"] == pytest.approx(4 * want.grad_norms[0], rel=1e-4)
 
 
 def test_documents_train_under_several_layouts_in_one_step(

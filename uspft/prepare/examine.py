@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -274,7 +275,7 @@ def _not_here(recipe: Recipe) -> list[str]:
     """List what of a recipe's data and tokenizer cannot be looked at on this machine."""
     found = list(not_checked(recipe.data))
     tokenizer = recipe.model.tokenizer or recipe.model.name_or_path
-    if tokenizer and not Path(tokenizer).is_dir():
+    if tokenizer and not os.path.isdir(tokenizer):  # Path.is_dir raises where it may not look
         found.append(f"the tokenizer {tokenizer} (not on this machine)")
     return found
 
