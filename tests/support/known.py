@@ -65,8 +65,13 @@ TRAINED = [name for name in SHAPES if not is_frozen(name)]
 
 
 def shards(layout: Layout, *, splits_tokens: bool = False) -> Shards:
-    """Two layers on each of two stages, the table with the first and the head with the last."""
-    split = {name: OF_KIND[kind] for name in SHAPES if (kind := kind_of(name)) in OF_KIND}
+    """Two layers on each of two stages, the table with the first and the head with the last.
+
+    Experts that ranks divide are divided by tensor ranks too, unless these split tokens.
+    """
+    both = {"experts": MatrixSplit(1, (5,))} if layout.experts > 1 and not splits_tokens else {}
+    of_kind = OF_KIND | both
+    split = {name: of_kind[kind] for name in SHAPES if (kind := kind_of(name)) in of_kind}
     inside = frozenset(name for name in SHAPES if kind_of(name) in ("per_head", "experts"))
     experts = {name: EXPERTS for name in SHAPES if kind_of(name) == "experts"}
     stages = {name: _stage(name, layout.pipeline) for name in SHAPES}
@@ -94,6 +99,18 @@ def gradient(name: str, step: int) -> Tensor:
     return torch.empty(SHAPES[name]).normal_(generator=generator(100 + step, name))
 
 
+class Weight(nn.Module):
+    """A parameter under the name that files have for it, and its part of the loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        empty = torch.empty(SHAPES[name], device="meta")
+        self.weight = nn.Parameter(empty, not is_frozen(name))
+
+    def forward(self, share: Tensor) -> Tensor:
+        return (self.weight * share.to(self.weight)).sum().float()
+
+
 class Known(nn.Module):
     """The model; its parameters are on meta until they are filled."""
 
@@ -102,15 +119,14 @@ class Known(nn.Module):
     def __init__(self, holders: Holders) -> None:
         super().__init__()
         self.holders = holders
-        for name, shape in SHAPES.items():
-            *path, last = name.split(".")
+        for name in SHAPES:
+            *path, last = name.removesuffix(".weight").split(".")
             owner: nn.Module = self
             for word in path:
                 if not hasattr(owner, word):
                     owner.add_module(word, nn.Module())
                 owner = owner.get_submodule(word)
-            empty = torch.empty(shape, device="meta")
-            owner.register_parameter(last, nn.Parameter(empty, not is_frozen(name)))
+            owner.add_module(last, Weight(name))
 
     def named(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())
@@ -119,9 +135,8 @@ class Known(nn.Module):
         found = torch.zeros(())
         for name in TRAINED:
             if self.holders.holds(name):
-                owner, _, last = name.rpartition(".")
-                value = getattr(self.get_submodule(owner), last)
-                found = found + (value * self._share(name, batch.step).to(value)).sum().float()
+                module = self.get_submodule(name.removesuffix(".weight"))
+                found = found + module(self._share(name, batch.step))
         found = found * (batch.share * batch.total * scale)
         loss = LOSS * batch.targets * scale + (found - found.detach())
         rows = sum(row >= 0 for row in batch.rows)

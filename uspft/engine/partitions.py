@@ -85,9 +85,10 @@ class Partitions:
         The compute weight itself is set when the model is built.
         """
         start, held = self.fragment(parameter, kind)
+        if not held.numel():
+            return
         if id(parameter) in self._masters or not hasattr(parameter, "ds_id"):
-            if held.numel():
-                held.copy_(read(start, start + held.numel()))
+            held.copy_(read(start, start + held.numel()))
             return
         size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         padded = torch.zeros(size, dtype=torch.float32, device=held.device)
