@@ -67,8 +67,13 @@ TRAINED = [name for name in SHAPES if not is_frozen(name)]
 
 
 def shards(layout: Layout, *, splits_tokens: bool = False) -> Shards:
-    """Two layers on each of two stages, the table with the first and the head with the last."""
-    split = {name: OF_KIND[kind] for name in SHAPES if (kind := kind_of(name)) in OF_KIND}
+    """Two layers on each of two stages, the table with the first and the head with the last.
+
+    Experts that ranks divide are divided by tensor ranks too, unless these split tokens.
+    """
+    both = {"experts": MatrixSplit(1, (5,))} if layout.experts > 1 and not splits_tokens else {}
+    of_kind = OF_KIND | both
+    split = {name: of_kind[kind] for name in SHAPES if (kind := kind_of(name)) in of_kind}
     inside = frozenset(name for name in SHAPES if kind_of(name) in ("per_head", "experts"))
     experts = {name: EXPERTS for name in SHAPES if kind_of(name) == "experts"}
     stages = {name: _stage(name, layout.pipeline) for name in SHAPES}
