@@ -147,7 +147,7 @@ def made(
     """Every rank's own gradients of one step by case and name; in one process those of the step."""
     from tests.support.degrees import Case, world_of
     from uspft.data.loader import StepLoader
-    from uspft.engine.step import counted
+    from uspft.engine.step import counted, scales_of
 
     found: dict[Any, dict[str, Made]] = {}
     for model, layout in cases:
@@ -166,9 +166,10 @@ def made(
         run.engine._replicas.close()
         start_adapter(run.engine)
         batches = loader.batches(1)
-        targets, _ = counted(batches, run.engine.holders.everyone, torch.device("cpu"))
+        objective, everyone = run.engine.module.objective, run.engine.holders.everyone
+        scales = scales_of(objective, counted(objective, batches, everyone, torch.device("cpu")))
         for batch in batches:
-            run.engine.module(batch, 1 / targets).sum().backward()
+            run.engine.module(batch, scales).sum().backward()
         tokens = world.tensor.splits_tokens or world.layout.is_mesh
         found[model, layout] = {
             name: said(run.engine.holders, name, p.grad.clone(), world.layout, tokens=tokens)
