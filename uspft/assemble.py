@@ -26,7 +26,7 @@ from uspft.model.loss import tile_tokens
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.fill import fill
+from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.switching.dealing import training_loader
 from uspft.switching.moving import MovingEngine, hosts_of_ranks
@@ -94,7 +94,7 @@ def assemble(
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     choose_trained(model, recipe.model, recipe.seed)
     shards = [shards_under(model, one, tensor_of_rows=most) for one in under]
-    holders = Holders.of(shards[-1], world.mesh.rank, groups)
+    holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism

@@ -144,7 +144,7 @@ def started(
     from uspft.model.recompute import recompute_layers
     from uspft.model.trained import choose_trained
     from uspft.objective import TrainedModel, make_objective
-    from uspft.parameters.fill import fill
+    from uspft.parameters.fill import fill, shapes_of
     from uspft.parameters.shards import Holders
     from uspft.switching.moving import MovingEngine
 
@@ -162,7 +162,7 @@ def started(
     every = [shards_of(model, world.layout, splits_tokens=case.tokens) for world, _ in worlds]
     home = max(every, key=lambda shards: shards.layout.tensor)
     rank = worlds[0][0].mesh.rank
-    holders = Holders.of(home, rank, GROUPS)
+    holders = Holders.of(home, rank, GROUPS, shapes_of(model))
     fill(model, dtype, weights_of(block, job.recipe.seed, model, checkpoint), holders)
     split_model(model, holders, moves=True)
     model.train()

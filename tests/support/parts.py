@@ -41,7 +41,7 @@ FOUR, LAST = Layout(mesh_columns=2, data=2), {"step": STEPS, "rate": 1e-2}
 
 
 def shards(layout: Layout) -> Shards:
-    return Shards(layout, SPLITS, PIECES, inside=PIECES)
+    return Shards(layout, SPLITS, inside=PIECES)
 
 
 class _Enter(torch.autograd.Function):
@@ -162,7 +162,7 @@ def alive(zero: str, layout: Layout, groups: Groups, source: Any, runner: Any = 
 
     prepare_deepspeed()
     mesh = make_mesh(layout, groups, Books())
-    holders = Holders.of(shards(layout), mesh.rank, groups)
+    holders = Holders.of(shards(layout), mesh.rank, groups, SHAPES)
     module = Net(holders.tensor)
     fill(module, torch.float32, source, holders, partitioner(recipe(zero), holders))
     passes, device = 4 // holders.zero.size, torch.device("cpu")

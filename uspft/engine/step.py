@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from uspft.comm import total
 from uspft.config.problems import RunFailed
+from uspft.engine.state import Keeper
 from uspft.objective.objective import Objective, Scales
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.comm import Group
-    from uspft.engine.state import Fragments
-    from uspft.parameters.part import Part
-    from uspft.parameters.shards import Holders
 
 
 class NotFinite(RunFailed):
@@ -92,42 +90,17 @@ class LossModule(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """What trains a module: it holds the weights and Adam's states, and takes steps."""
+class Engine(Keeper, Protocol):
+    """What trains a module: it keeps the weights and Adam's states, and takes steps."""
 
     module: LossModule
-    holders: Holders
-    """Who holds the parameters between steps."""
-    device: torch.device
     stage: int
     """The ZeRO stage."""
-    named: dict[str, nn.Parameter]
-    """Every parameter by its Hugging Face name; what is here of its values may change."""
     laps: Laps
     """The clock of the step's micro-batches."""
 
-    @property
-    def adam(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def fragments(self) -> Fragments:
-        """The table of which rank keeps which values; collective at its first use."""
-        ...
-
     def trained(self) -> dict[str, nn.Parameter]:
         """Return every parameter that trains, by its Hugging Face name."""
-        ...
-
-    def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `holders.zero`, holds."""
-        ...
-
-    def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        """Return (start, flat values) of what this rank keeps of its part of a parameter.
-
-        It is the whole part where each rank that holds the part keeps all of it. Nothing is moved.
-        A frozen parameter has its weight alone, in the compute type.
-        """
         ...
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
@@ -141,10 +114,17 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        stop: bool,
+        look: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
-        Raises NotFinite before anything is updated.
+        look: called when gradients are complete, and before they are clipped; it may read them as
+        `GRADIENT`. Raises NotFinite before anything is updated.
         """
         ...
 
@@ -183,7 +163,7 @@ def counts_here(objective: Objective, batch: Batch) -> dict[str, int]:
     their own tokens, but the same rows and documents.
     """
     mesh = batch.world.mesh
-    first = mesh.columns.index == 0, mesh.columns.index == 0 and mesh.context.index == 0
+    first = mesh.counts, mesh.counts and mesh.context.index == 0
     divisors = {term.per.name: term.per for term in objective.terms}
     return {
         name: divisor.of(batch) if first[not divisor.by_token] else 0
@@ -251,7 +231,7 @@ def require_finite(what: str, value: float) -> None:
 Runner = Callable[["Engine", Sequence["Batch"], Scales], Tensor]
 """A function that takes a step's micro-batches forward and backward.
 
-It returns the terms summed over those whose first tensor rank this is, [terms] float64.
+It returns the terms summed over those whose tokens this rank counts, [terms] float64.
 """
 
 
@@ -260,7 +240,7 @@ def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
     sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
         terms = engine.forward(batch, scales)
-        if batch.world.mesh.columns.index == 0:  # the others have the same tokens
+        if batch.world.mesh.counts:  # the others have the same tokens
             sums += terms.detach()
         engine.backward(terms.sum(), batch, last=number == len(batches))
         engine.laps.mark()

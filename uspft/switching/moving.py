@@ -35,6 +35,7 @@ from uspft.engine.step import (
     means_of,
     scales_of,
 )
+from uspft.parameters import counting
 from uspft.switching.owners import Owners
 from uspft.switching.routes import ByOwners, Route, Straight, Switches, holds
 
@@ -73,16 +74,19 @@ class MovingEngine:
         holders: of that layout. every: who holds what under each of the layouts. hosts: a number of
         each rank's host; None for one host. once_into_hosts: as of `plan_moves`. straight: whether
         weights go straight from layout to layout. Raises ValueError for float16, which needs a loss
-        scale, for meshes, on which a model computes with the blocks of one, and for layouts of one
-        degree of which some split tokens.
+        scale, for meshes, on which a model computes with the blocks of one, for stages and divided
+        experts, and for layouts of one degree of which some split tokens.
         """
         if recipe.model.dtype == "float16":
             raise ValueError("weights that move are float32 or bfloat16, not float16")
         if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
+        if apart := [s.layout.name() for s in every if s.layout.pipeline * s.layout.experts > 1]:
+            told = f"weights do not move where stages or experts are divided: {', '.join(apart)}"
+            raise ValueError(told)
         self._every = {holds(shards.layout): shards for shards in every}
         for shards in every:
-            if self._every[holds(shards.layout)].pieces != shards.pieces:
+            if self._every[holds(shards.layout)].splits_tokens != shards.splits_tokens:
                 twice = f"tensor degree {shards.layout.tensor}"
                 raise ValueError(f"of the layouts with {twice} some have use_seq_parallel, not all")
         self.module, self.holders, self.device = module, holders, device
@@ -122,8 +126,8 @@ class MovingEngine:
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `holders.zero`, owns."""
-        return self.holders.part(name, self.owners.shapes[name])
+        """Return the part of a parameter that this rank, with those of `zero_of` it, owns."""
+        return self.holders.part(name)
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         return self.owners.fragment(name, kind)
@@ -141,11 +145,18 @@ class MovingEngine:
         """The table of which rank keeps which values; collective at its first use."""
         return Fragments(self)
 
-    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        stop: bool,
+        look: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
         All ranks must have micro-batches in the same layouts, or in layouts under which ranks hold
-        the same. Raises NotFinite before anything is updated.
+        the same. look: called when gradients are complete, and before they are clipped. Raises
+        NotFinite before anything is updated.
         """
         turns = self._turns(batches)
         objective, everyone = self.module.objective, self.holders.everyone
@@ -163,6 +174,8 @@ class MovingEngine:
             order += [SWITCH, *own, SWITCH]
         means, stops = means_of(objective, sums, stop, everyone, self.device)
         self._route.finish()
+        if look:
+            look()
         norm = self.owners.update()
         self.laps.mark()
         self._route.updated()
@@ -205,7 +218,9 @@ class MovingEngine:
         for name in self.owners.trained:
             part = self._part(shards, name)
             place = sums[at : at + part.count].view(part.size)
-            self._sums[name] = place, 1 / _times(shards, name, self.holders.rank)
+            degree, split = shards.layout.tensor, shards.splits_tokens
+            times = counting.times(shards, name, degree, splits_tokens=split)
+            self._sums[name] = place, 1 / times
             at += part.count
         try:
             yield
@@ -277,14 +292,3 @@ def hosts_of_ranks(recipe: Recipe) -> list[int]:
     each = recipe.launch.processes
     assert isinstance(each, int)  # settled before ranks start
     return [rank // each for rank in range(dist.get_world_size())]
-
-
-def _times(shards: Shards, name: str, rank: int) -> int:
-    """Return how often a gradient is in the sum over all ranks that hold the same part.
-
-    Each of the tensor ranks among them computes all of it, or a piece.
-    """
-    if shards.is_piece(name):
-        return 1
-    index = shards.tensor_index(rank)
-    return next(len(same) for same in shards.replicas(name) if index in same)

@@ -69,7 +69,7 @@ def _score(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Score | No
             one.loader.require_same_rows([batch])
             one.loader.require_shares([batch])
         terms, counts = engine.terms(batch), counts_here(engine.module.objective, batch)
-        if batch.world.mesh.columns.index:  # the first of them has the same tokens
+        if not batch.world.mesh.counts:  # another rank has the same tokens
             terms = dict.fromkeys(terms, 0.0)
         here = [*terms.values(), *counts.values(), float(stop())]
         *every, stops = total(here, everyone, device)

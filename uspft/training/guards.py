@@ -65,11 +65,14 @@ class Guards:
         holders = self._run.engine.holders
         whole = kept = 0
         for name, parameter in self._run.engine.named.items():
+            whole += prod(holders.shapes[name]) * parameter.element_size()
+            if not holders.holds(name):
+                continue
             part: Any = getattr(parameter, "ds_tensor", None)
             count = getattr(parameter, "ds_numel", parameter.numel())
-            if part is None or (parameter.numel() == count > small and holders.zero.size > 1):
+            gathered = parameter.numel() == count > small and holders.zero_of(name).size > 1
+            if part is None or gathered:
                 raise RuntimeError(f"{name} is whole on rank {world.mesh.rank} under ZeRO-3")
-            whole += prod(self._run.engine.part_of(name).shape) * part.element_size()
             kept += part.numel() * part.element_size()
         most, least = largest([kept, -kept], holders.everyone, world.device)
         self._say(
