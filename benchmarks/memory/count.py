@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from benchmarks.memory.livebytes import LiveBytes
 from benchmarks.memory.measured import Counted, measure, one_of
-from uspft.assemble import save_memory, shards_under
 from uspft.batch import Batch
 from uspft.config import ParallelBlock
 from uspft.config.algorithms import row_of
 from uspft.config.inputs import ModelBlock
+from uspft.config.objectives import CAUSAL
 from uspft.config.recipe import MemoryBlock
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
@@ -29,12 +29,14 @@ from uspft.layout import Layout
 from uspft.mesh import Groups
 from uspft.model import grid
 from uspft.model import parallel as parallel_model
-from uspft.model.causal import CausalLoss
+from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows
 from uspft.model.loss import tile_tokens
 from uspft.model.offload import Copies
+from uspft.model.parallelise import save_memory, shards_under
 from uspft.model.tiles import TiledCall
 from uspft.model.trained import choose_trained
+from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import places
 from uspft.parameters.shards import Holders
 from uspft.segments import Segments
@@ -135,8 +137,8 @@ def count_here(
     batch = _batch(world, share)
     counting = LiveBytes()
     with patch.object(Copies, "to_host", _apart(counting)):
-        layers = module.model.base_model.layers
-        return measure(module, layers, lambda: module(batch, 1.0).sum(), counting)
+        layers = module.parts.model.base_model.layers
+        return measure(module, layers, lambda: module(batch, (1.0,)).sum(), counting)
 
 
 def _few(call: TiledCall, x: Tensor) -> Iterator[tuple[int, int]]:
@@ -162,7 +164,7 @@ def module_of(
     world: World | None = None,
     groups: Groups | None = None,
     trained: Mapping[str, Any] | None = None,
-) -> CausalLoss:
+) -> TrainedModel:
     """Return a model of random weights with its loss, which saves memory as a recipe says, and of
     whose matrices a rank of a world holds its parts."""
     from transformers import AutoModelForCausalLM
@@ -180,7 +182,8 @@ def module_of(
         _split(model, Holders.of(shards_under(model, world, tensor_of_rows=1), 0, groups))
     recompute, offload = save_memory(model, memory)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
-    return CausalLoss(model, loss, held, recompute, offload=offload).train()
+    parts = CausalModel(model, loss, held, recompute, offload=offload)
+    return TrainedModel(parts, make_objective(CAUSAL.name, config)).train()
 
 
 def _split(model: Any, holders: Holders) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config import Fault
 from uspft.config.algorithms import AUTO
+from uspft.config.objectives import OBJECTIVES
 from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.hf_config import attention_of, layer_windows
@@ -92,6 +93,8 @@ def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
     memory: the bytes that one process has.
     """
     length = recipe.data.sequence_length
+    if not OBJECTIVES[recipe.training.objective].plain:
+        return f"it does not compute what training.objective: {recipe.training.objective} asks for"
     if length > MAX_PLAIN_TOKENS:
         return f"rows have {length:,} tokens, and it takes {MAX_PLAIN_TOKENS:,} at most"
     if recipe.model.adapter and recipe.model.adapter.dropout:

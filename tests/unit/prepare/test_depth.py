@@ -12,6 +12,7 @@ import pytest
 from tests.support.models import make_model
 from tests.support.verify import recipe
 from uspft.config import Fault
+from uspft.config.objectives import OBJECTIVES, ObjectiveRow
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.model.hf_config import model_config
@@ -76,7 +77,9 @@ def test_one_process_needs_what_the_formula_says(tmp_path: Path, away: str) -> N
     assert plain.need_bytes(2) != sizes.need_bytes(2)
 
 
-def test_plain_transformers_is_left_out_with_a_reason(tmp_path: Path) -> None:
+def test_plain_transformers_is_left_out_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model(tmp_path, "qwen2", kv_heads=2)
 
     def why(memory: int = 1 << 34, **blocks: Any) -> str | None:
@@ -85,6 +88,8 @@ def test_plain_transformers_is_left_out_with_a_reason(tmp_path: Path) -> None:
 
     assert why() is None
     assert "at most" in str(why(data={"sequence_length": 8192}))
+    monkeypatch.setitem(OBJECTIVES, "toy", ObjectiveRow("toy", "nowhere:Toy"))
+    assert "training.objective: toy" in str(why(training={"objective": "toy"}))
     assert "dropout" in str(why(model={"adapter": {"dropout": 0.1}}))
     assert why(model={"adapter": {"dropout": 0.0}}) is None
     assert "too much memory" in str(why(memory=1 << 18))
