@@ -39,6 +39,7 @@ from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import places
 from uspft.parameters.shards import Holders
+from uspft.planner.mesh_tuner import shapes_of
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.tensor import tensor_algorithm
@@ -179,7 +180,8 @@ def module_of(
     held = Layout()
     if world and groups and world.layout.tensor > 1:
         held = world.layout
-        _split(model, Holders.of(shards_under(model, world, tensor_of_rows=1), 0, groups))
+        shards = shards_under(model, world, tensor_of_rows=1)
+        _split(model, Holders.of(shards, 0, groups, shapes_of(model)))
     recompute, offload = save_memory(model, memory)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
     parts = CausalModel(model, loss, held, recompute, offload=offload)
@@ -189,7 +191,7 @@ def module_of(
 def _split(model: Any, holders: Holders) -> None:
     """Leave a rank its parts of a model's matrices, and make it compute with them."""
     for name, (whole, owners) in places(model).items():
-        size = holders.part(name, whole.shape).size
+        size = holders.part(name).size
         part = nn.Parameter(whole.new_empty(size), whole.requires_grad)
         for module, attribute in owners:
             setattr(module, attribute, part)
