@@ -37,9 +37,8 @@ from uspft.model.parallelise import save_memory, shards_under
 from uspft.model.tiles import TiledCall
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
-from uspft.parameters.fill import places
+from uspft.parameters.fill import places, shapes_of
 from uspft.parameters.shards import Holders
-from uspft.planner.mesh_tuner import shapes_of
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.tensor import tensor_algorithm
