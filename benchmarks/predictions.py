@@ -18,7 +18,7 @@ from uspft.config.algorithms import row_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout, layout_of
 from uspft.planner.alternatives import alternatives
-from uspft.planner.hardware import read_hardware
+from uspft.planner.machine import read_hardware
 from uspft.planner.need import longest_row, need_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import CONFIGS

@@ -11,7 +11,7 @@ from benchmarks.switching.setting import HOSTS
 from uspft.config.algorithms import row_of
 from uspft.config.strategies import row_lengths, strategies_of, under
 from uspft.layout import Layout, layout_of
-from uspft.planner.hardware import read_hardware
+from uspft.planner.machine import read_hardware
 from uspft.planner.room import USABLE_SHARE
 from uspft.prepare.examine import Examined
 from uspft.prepare.make_plan import matrices_of, step_of

@@ -12,9 +12,9 @@ from uspft import __version__
 from uspft.calibration.points import LinkPoint, Points
 from uspft.config import as_tree
 from uspft.planner.flops import PEAK_BF16, device_of
-from uspft.planner.hardware import Hardware
 from uspft.planner.least_squares import Fit, fit_seconds
 from uspft.planner.links import COLLECTIVES
+from uspft.planner.machine import Hardware
 
 
 class FittedLine(NamedTuple):

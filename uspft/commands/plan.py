@@ -13,10 +13,10 @@ from uspft.launcher import planned_hosts
 from uspft.layout import Layout
 from uspft.metrics import as_size
 from uspft.planner.alternatives import Prediction, alternatives
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.mesh_tuner import Tuning
-from uspft.planner.steps import StepShape
-from uspft.planner.time import NOT_PREDICTED
+from uspft.planner.step import NOT_PREDICTED
+from uspft.planner.step_shape import StepShape
 from uspft.prepare.data import tokenizer_here
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed

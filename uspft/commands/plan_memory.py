@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from uspft.config import Recipe
     from uspft.families import ModelShape
     from uspft.planner.alternatives import Prediction
-    from uspft.planner.hardware import Hardware
+    from uspft.planner.machine import Hardware
 
 GIB = 1 << 30
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from uspft.config.algorithms import CONTEXT, WHOLE, AlgorithmRow, Splits
 from uspft.families import FAMILIES, ModelShape
 from uspft.layout import Layout, ring_ranks_of_a_host
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.mesh_tuner import tune
-from uspft.planner.steps import StepShape, StepTime
-from uspft.planner.time import local_heads, model_flops, step_time
+from uspft.planner.step import local_heads, model_flops, step_time
+from uspft.planner.step_shape import StepShape, StepTime
 from uspft.sequence import Algorithm, make_algorithm
 from uspft.tensor.parts import divide_heads
 

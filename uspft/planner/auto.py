@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
 from uspft.layout import Layout, ring_ranks_of_a_host
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.wire import wire_of
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Algorithm, Forwards, Heads, make_algorithm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from uspft.layout import Layout
 from uspft.model.loss import tile_tokens
 from uspft.planner.products import head_projection, layer_projections, parameters_of
-from uspft.planner.steps import GRADIENT_BYTES, StepShape
+from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 
 USABLE_SHARE = 0.85
 """The share of the memory at hand that an estimate may fill: libraries and gaps take the rest, and

@@ -8,7 +8,7 @@ from uspft.families import ModelShape
 from uspft.families.projections import FUSED
 from uspft.families.table import FAMILIES
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.spread import Spread
 from uspft.sequence import ONCE, Cost, Forwards
 

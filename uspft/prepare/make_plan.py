@@ -11,9 +11,9 @@ from uspft.config import Fault, ParallelBlock, Recipe, load
 from uspft.config.algorithms import AUTO, row_of
 from uspft.model.hf_config import layer_windows
 from uspft.planner.alternatives import Prediction
-from uspft.planner.hardware import Hardware
-from uspft.planner.steps import GRADIENT_BYTES, StepShape
-from uspft.planner.time import step_time
+from uspft.planner.machine import Hardware
+from uspft.planner.step import step_time
+from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.model import examine_model

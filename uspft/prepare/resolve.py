@@ -19,7 +19,7 @@ from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
 from uspft.planner.auto import Choice, Work, recommend
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.prepare.chosen_layouts import with_layouts
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import settled_memory

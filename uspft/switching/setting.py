@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from uspft.planner.hardware import Hardware
-from uspft.planner.steps import StepShape
+from uspft.planner.machine import Hardware
+from uspft.planner.step_shape import StepShape
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import yaml
 from tests.support.hardware import H100, made
 from uspft.calibration.fits import as_yaml, fitted
 from uspft.calibration.points import AttentionPoint, LinkPoint, Points, ProductPoint
-from uspft.planner.hardware import Hardware, read_hardware
 from uspft.planner.links import COLLECTIVES
+from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.spread import Spread
 
 MESSAGES = [4**n for n in range(7, 13)]

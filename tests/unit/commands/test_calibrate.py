@@ -11,7 +11,7 @@ from tests.support.forked import Forked
 from tests.support.models import make_documents, make_model
 from uspft.__main__ import main
 from uspft.calibration.sweeps import SIZES
-from uspft.planner.hardware import read_hardware
+from uspft.planner.machine import read_hardware
 
 
 @pytest.fixture

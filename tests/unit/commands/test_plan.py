@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.launch import in_project
 from uspft.__main__ import main
-from uspft.planner.time import NOT_PREDICTED
+from uspft.planner.step import NOT_PREDICTED
 
 ROOT = Path(__file__).parents[3]
 LLAMA = "recipes/llama3.1-8b-text-hybrid-128k.yaml"

@@ -9,7 +9,7 @@ import pytest
 from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.planner.alternatives import alternatives, splits_over
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 
 LLAMA, QWEN = hub("meta-llama/Llama-3.1-8B"), hub("Qwen/Qwen2.5-7B")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.algorithms import ALGORITHMS
 from uspft.planner.auto import Work, recommend
-from uspft.planner.hardware import read_hardware
+from uspft.planner.machine import read_hardware
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import CONFIGS
 from uspft.segments import Segments

@@ -14,10 +14,10 @@ from tests.support.algorithms import named
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware, read_hardware
+from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.mesh_step import mesh_parts
-from uspft.planner.steps import StepShape, StepTime
-from uspft.planner.time import model_flops, step_time
+from uspft.planner.step import model_flops, step_time
+from uspft.planner.step_shape import StepShape, StepTime
 from uspft.prepare.cluster import shipped
 from uspft.segments import Segments
 

@@ -11,8 +11,8 @@ import yaml
 from tests.support.hardware import made, round_figures
 from uspft.config import RecipeError
 from uspft.planner.flops import PEAK_BF16
-from uspft.planner.hardware import Hardware, read_hardware
 from uspft.planner.links import COLLECTIVES, Link
+from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.spread import Spread
 from uspft.prepare.cluster import shipped
 

@@ -14,8 +14,8 @@ from uspft.families import ModelShape
 from uspft.layout import COPIES, Layout
 from uspft.planner.attention_time import attention_of_row
 from uspft.planner.flops import step_flops
-from uspft.planner.hardware import Hardware
 from uspft.planner.links import Collective
+from uspft.planner.machine import Hardware
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.products import (
     head_projection,
@@ -24,7 +24,7 @@ from uspft.planner.products import (
     parameters_of,
 )
 from uspft.planner.spread import Spread
-from uspft.planner.steps import StepPart, StepShape, StepTime
+from uspft.planner.step_shape import StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads

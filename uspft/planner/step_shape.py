@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Forwards
 
