@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, cast
 
 from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
 from uspft.layout import Layout, ring_ranks_of_a_host
+from uspft.planner.attention_work import attention_of_row
 from uspft.planner.machine import Hardware
 from uspft.planner.wire import wire_of
 from uspft.segments import Segments
@@ -126,8 +127,12 @@ def _seconds(split: Algorithm, links: Hardware, heads: Heads, work: Work) -> flo
     total = 0.0
     for row in work.rows:
         for window, count in layers.items():
-            cost = split.cost(row, heads, ELEMENT_BYTES, window, work.forwards)
-            total += count * wire_of(cost, layout, links, work.forwards).seconds
+            found = attention_of_row(cast("Hashable", split), row, heads, ELEMENT_BYTES, window)
+            again = wire_of(found.forward, layout, links)
+            back = wire_of(found.backward, layout, links)
+            there = work.forwards.heads * again.all_to_all
+            there += work.forwards.keys * (again.ring + again.gather)
+            total += count * (there + back.seconds)
     return total / (len(work.rows) * len(work.windows))
 
 

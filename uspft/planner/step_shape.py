@@ -77,6 +77,8 @@ class StepShape:
     """The share of the parameters that train."""
     gradient_bytes: int = GRADIENT_BYTES
     """Of an element of the gradients that ZeRO sums over ranks."""
+    scatters: bool = False
+    """Whether ZeRO-1 sums each gradient where it is owned alone, which DeepSpeed does not."""
     slices: Sequence[int] | None = None
     """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
 
