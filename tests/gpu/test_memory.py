@@ -11,7 +11,7 @@ import pytest
 from tests.support.gpu import Row, needs, steps_of
 from tests.support.models import make_documents
 from uspft.model.hf_config import model_config
-from uspft.planner.memory import sizes_of
+from uspft.prepare.depth import sizes_of
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import CONFIGS
 

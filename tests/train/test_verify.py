@@ -17,7 +17,7 @@ from tests.support.launch import write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import VOCABULARY, job_of, small_recipe
-from uspft.planner.memory import USABLE_SHARE, sizes_of
+from uspft.prepare.depth import USABLE_SHARE, sizes_of
 from uspft.verify.gradients import GradientFile
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import GRADIENTS

@@ -1,194 +1,189 @@
-"""An estimate, before anything is built, of how many layers one process can hold."""
+"""The only memory formula: the bytes of one rank by part, their peak, and the longest row."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from collections.abc import Hashable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from uspft.config import Fault
-from uspft.layout import Layout
-from uspft.model.build import empty_model
-from uspft.model.hf_config import attention_of, layer_windows
-from uspft.model.loss import tile_tokens
-from uspft.planner.need import need_of
-from uspft.planner.room import USABLE_SHARE
+from uspft.planner.products import head_projection, layer_projections, parameters_of
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
     from uspft.families import ModelShape
+    from uspft.layout import Layout
 
-BYTES_PER_PARAMETER = 20
-"""Bytes that training takes for each parameter.
-
-They are those of the compute weight and gradient, the float32 gradient sum, the master weight and
-the two moments of Adam.
-"""
-MAX_PLAIN_TOKENS = 4096
-"""The longest row in tokens for which plain transformers runs: its float32 logits are whole."""
-GIB = 1 << 30
-_LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
-_ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({count})))"
+USABLE_SHARE = 0.92
+"""The share of a card's memory, as torch reports it, that a rank's peak may fill: the context, NCCL
+and gaps take the rest."""
+RECOMPUTES = ("nothing", "exchange", "attention")
+"""What of attention may be made again, the least work first."""
+BUCKET = 500_000_000
+"""The elements of DeepSpeed's reduce_bucket_size where a recipe says none."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The numbers from which the memory of one process follows."""
+class Options:
+    """What decides the memory of a rank beside the model, the layout and the row's length."""
 
-    outside: int
-    """Number of parameters outside the layers."""
-    layers: tuple[int, ...]
-    """Number of parameters of each layer, in order."""
-    kinds: tuple[Hashable, ...]
-    """What each layer is, as far as layers differ."""
-    kept_bytes: int
-    """Bytes of one layer's activations that wait for the backward."""
-    working_bytes: int
-    """Bytes that are needed once: for the layer at work, and for a tile of logits."""
-    parameter_bytes: int = BYTES_PER_PARAMETER
-    """Bytes for each parameter; an adapter's own few parameters are not counted."""
+    algorithm: str = "ring_cp"
+    """The value of `context_parallel_algo` that shares rows."""
+    exchange_stages: int = 0
+    """Of planned_cp; 0 for auto."""
+    use_seq_parallel: bool = False
+    micro_batch: int = 1
+    """Rows of a rank in one forward."""
+    dtype: str = "bfloat16"
+    zero_stage: int = 1
+    bucket: int = BUCKET
+    """The elements of DeepSpeed's reduce_bucket_size."""
+    offload_optimizer: bool = False
+    offload_weights: bool = False
+    gradient_reduction: str = "float32"
+    """The type in which gradients cross ranks."""
+    checkpointing: bool = True
+    recompute: str = "nothing"
+    offload_activations: bool = False
+    loss_tile: int | None = 1024
+    """Tokens; None for all at once."""
+    mlp_tile: int | None = None
+    lora_rank: int | None = None
+    lora_modules: tuple[str, ...] | None = None
+    """The last words of the projections that have an adapter; None for all."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions over parameter names."""
 
-    def need_bytes(self, depth: int) -> int:
-        """Return the bytes that one process needs for the first `depth` layers."""
-        parameters = self.outside + sum(self.layers[:depth])
-        return self.parameter_bytes * parameters + depth * self.kept_bytes + self.working_bytes
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes of one rank."""
+
+    parts: Mapping[str, int]
+    """Bytes on the device at its peak, by part."""
+    host_bytes: int = 0
+    """Bytes that wait in the host's memory."""
+    unpredicted: tuple[str, ...] = ()
+    """What there is of the layout that the formula does not know; parts are a guess with any."""
 
     @property
-    def shallowest(self) -> int:
-        """The smallest number of layers, from the first, among which every kind of layer is."""
-        return max(self.kinds.index(kind) for kind in self.kinds) + 1
+    def peak_bytes(self) -> int:
+        return sum(self.parts.values())
 
 
-def sizes_of(
-    recipe: Recipe, config: Any, shape: ModelShape | None = None, *, with_plain: bool
-) -> Sizes:
-    """Return the sizes of a recipe's model on one process that holds its rows whole.
+def options_of(recipe: Recipe) -> Options:
+    """Return the options of a recipe. `auto` counts as what it is without a need to save memory."""
+    zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
+    parallel = recipe.parallel_config
 
-    shape: the model's, for planner/activations.py, which says what activations take where it knows;
-    else, and beside plain transformers, an estimate does. with_plain: whether plain transformers
-    runs there too.
-    """
-    outside, layers = 0, [0] * config.num_hidden_layers
-    kinds: list[list[Hashable]] = [[window] for window in layer_windows(config)]
-    for kind, turned in zip(kinds, getattr(config, "no_rope_layers", None) or (), strict=False):
-        kind.append(turned)
-    for name, parameter in empty_model(config, config.dtype).named_parameters():
-        place = _LAYER.search(name)
-        if place is None:
-            outside += parameter.numel()
-        else:
-            layers[int(place[1])] += parameter.numel()
-            kinds[int(place[1])].append((place[2], parameter.shape))
-    element = 4 if with_plain or recipe.model.dtype == "float32" else 2
-    tokens = recipe.data.sequence_length * (1 if with_plain else recipe.training.micro_batch_size)
-    working = tokens * element * _elements_per_token(config)
-    working += score_bytes(config, tokens) if with_plain else 0
-    kept = working
-    if recipe.memory.gradient_checkpointing:
-        kept, working = 2 * tokens * element * config.hidden_size, 2 * working
-    tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
-    at_once = tokens if with_plain else min(tile or tokens, tokens)
-    working += 3 * 4 * at_once * config.vocab_size
-    if shape and not with_plain and (need := need_of(recipe, shape, Layout())):
-        two, three = (need.activations.of_layers(n).peak_bytes for n in (2, 3))
-        kept, working = int(three - two), int(two - 2 * (three - two))
-    return Sizes(
-        outside,
-        tuple(layers),
-        tuple(map(tuple, kinds)),
-        kept,
-        working,
-        2 * element if recipe.model.adapter else BYTES_PER_PARAMETER,  # read, then cast
+    def away(key: str) -> bool:
+        return bool((zero.get(key) or {}).get("device", "none") != "none")
+
+    def number(value: Any) -> int | None:
+        return value if isinstance(value, int) else None
+
+    rank = modules = None
+    if model.adapter:
+        rank, modules = model.adapter.rank, model.adapter.target_modules
+    return Options(
+        algorithm=parallel.context_parallel_algo or "ring_cp",
+        exchange_stages=number(parallel.exchange_stages) or 0,
+        use_seq_parallel=bool(parallel.use_seq_parallel),
+        micro_batch=recipe.training.micro_batch_size,
+        dtype=model.dtype,
+        zero_stage=int(zero.get("stage", 1)),
+        bucket=int(zero.get("reduce_bucket_size") or BUCKET),
+        offload_optimizer=away("offload_optimizer"),
+        offload_weights=away("offload_param"),
+        gradient_reduction=memory.gradient_reduction,
+        checkpointing=memory.gradient_checkpointing,
+        recompute="nothing" if memory.recompute == "auto" else memory.recompute,
+        offload_activations=memory.offload_activations == "cpu",
+        loss_tile=number(memory.loss_tile_tokens),
+        mlp_tile=number(memory.mlp_tile_tokens),
+        lora_rank=rank,
+        lora_modules=None if modules is None else tuple(modules),
+        freeze=tuple(model.freeze),
     )
 
 
-def _elements_per_token(config: Any) -> int:
-    """Return about how many activations a token has in one layer.
-
-    They are those of norms and residuals, of q, k, v before and after rotation, and of the MLP.
-    """
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    experts = getattr(config, "num_experts_per_tok", None) or 1
-    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    found: int = 8 * config.hidden_size + 3 * heads * dim + 4 * experts * inner
-    return found
-
-
-def score_bytes(config: Any, length_tokens: int) -> int:
-    """Return about how many bytes of float32 scores one layer's attention keeps.
-
-    Scores are kept as they are, capped, masked, as weights, and as their gradient; 0 where
-    transformers does not write them out.
-    """
-    written_out = attention_of(config) == "eager"
-    return 5 * 4 * config.num_attention_heads * length_tokens**2 if written_out else 0
-
-
-def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
-    """Return why plain transformers is not run beside one process, or None where it is.
-
-    memory: the bytes that one process has.
-    """
-    length = recipe.data.sequence_length
-    if length > MAX_PLAIN_TOKENS:
-        return f"rows have {length:,} tokens, and it takes {MAX_PLAIN_TOKENS:,} at most"
-    if recipe.model.adapter and recipe.model.adapter.dropout:
-        return "peft draws an adapter's dropout in another way"
-    # Whole logits, their exponentials and gradients: a quarter of the memory at most.
-    if 4 * 3 * 4 * length * config.vocab_size > memory:
-        return f"the logits of {length:,} tokens take too much memory"
-    if 4 * score_bytes(config, length) > memory:
-        return f"transformers writes out every score of {length:,} tokens, and they take too much"
-    return None
-
-
-def fitting_depth(sizes: Sizes, memory: int) -> int:
-    """Return how many layers at most one process with this memory in bytes holds.
-
-    Raises Fault where the fewest layers among which every kind of layer is do not fit.
-    """
-    usable = USABLE_SHARE * memory
-    for depth in range(len(sizes.layers), sizes.shallowest - 1, -1):
-        if sizes.need_bytes(depth) <= usable:
-            return depth
-    needed = sizes.need_bytes(sizes.shallowest) / GIB
-    what = (
-        f"one process would need about {needed:.3g} GiB with {sizes.shallowest} of "
-        f"{len(sizes.layers)} layers, and has {usable / GIB:.3g} GiB"
+def memory_of(
+    shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
+) -> Memory:
+    """Return what a rank needs for rows of so many tokens."""
+    element = 4 if options.dtype == "float32" else 2
+    outside, layer = parameters_of(shape, layout.mesh_columns)
+    own = (outside + shape.layers * layer) / layout.mesh_rows
+    copies = [layout.copies if options.zero_stage >= first else 1 for first in (1, 2, 3)]
+    master = 12 if element == 2 else 8
+    state: dict[str, float] = {
+        "weights": element * own / copies[2],
+        "gradients": 4 * own / copies[1],
+        "optimizer": master * own / copies[0],
+    }
+    host = 0.0
+    for name, away in (
+        ("optimizer", options.offload_optimizer),
+        ("weights", options.offload_weights),
+    ):
+        if away:
+            host += state.pop(name)
+    if options.zero_stage == 3:
+        state["gathered"] = 2 * element * layer
+    tokens = -(-options.micro_batch * row_tokens // layout.context)
+    divided = layout.mesh_columns if options.use_seq_parallel or layout.is_mesh else 1
+    d, q = shape.hidden_size / divided, shape.heads * shape.head_dim / layout.mesh_columns
+    kv = shape.kv_heads * shape.head_dim / layout.mesh_columns
+    inner = sum(p.outputs * p.per_token for p in layer_projections(shape)[-2:-1])
+    inner = inner / layout.mesh_columns
+    every = 9 * d + 2 * q + 2 * kv + 4 * inner
+    kept = (
+        every if not options.checkpointing else d + (0 if options.recompute == "attention" else q)
     )
-    remedy = "verify shorter rows, fewer launch.processes, or on a machine with more memory"
-    raise Fault([("data.sequence_length", what, remedy)])
+    work = 10 * d + 4 * q + 4 * kv + 6 * inner
+    held = element * tokens * kept * shape.layers
+    if options.offload_activations and options.checkpointing:
+        host, held = host + held, held / shape.layers
+    tile = min(options.loss_tile or tokens, tokens)
+    logits = head_projection(shape).on(layout.mesh_columns)
+    state["activations"] = held
+    state["working"] = max(
+        element * tokens * work, 10 * tile * logits.outputs + 4 * logits.parameters
+    )
+    return Memory({name: int(size) for name, size in state.items()}, int(host))
 
 
-def with_depth(recipe: Recipe, depth: int) -> Recipe:
-    """Return the recipe with only the first `depth` layers of its model."""
-    overrides = {**recipe.model.overrides, "num_hidden_layers": depth}
-    for key in ("layer_types", "no_rope_layers"):
-        if overrides.get(key):
-            overrides[key] = list(overrides[key])[:depth]
-    model = recipe.model.model_copy(update={"overrides": overrides})
-    return recipe.model_copy(update={"model": model})
+def fits(memory: Memory, card_bytes: float) -> bool:
+    """Tell whether a card with this much memory has what a rank needs."""
+    return memory.peak_bytes <= USABLE_SHARE * card_bytes
 
 
-def memory_here(recipe: Recipe) -> int:
-    """Return the bytes for one process: the fullest GPU's free memory, or the host's ÷ processes.
+def longest_row(
+    shape: ModelShape, layout: Layout, card_bytes: float, *, options: Options = Options()
+) -> int:
+    """Return the longest row in tokens that fits a card, by kilotokens of each rank, or 0."""
+    step = 1024 * layout.context
 
-    GPUs are asked by another process, which gives them back when it ends. Raises RuntimeError where
-    they cannot be asked.
-    """
-    processes = recipe.launch.processes
-    assert isinstance(processes, int)
-    if recipe.launch.device == "cuda":
-        command = [sys.executable, "-c", _ASK_GPU.format(count=processes)]
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
-        if asked.returncode:
-            raise RuntimeError(f"the GPUs' free memory cannot be read: {asked.stderr.strip()}")
-        return int(asked.stdout)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(available.split()[1]) * 1024 // processes
+    def has_room(count: int) -> bool:
+        return fits(memory_of(shape, layout, count * step, options=options), card_bytes)
+
+    low, high = 0, 1
+    while high < 1 << 20 and has_room(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if has_room(middle) else (low, middle)
+    return low * step
+
+
+def least_work(
+    shape: ModelShape, layout: Layout, row_tokens: int, card_bytes: float, *, options: Options
+) -> str:
+    """Return what `memory.recompute: auto` is on a card: the least work that fits, or where nothing
+    does, what keeps least."""
+    for choice in RECOMPUTES:
+        if choice == "exchange" and layout.ulysses == 1:
+            continue
+        asked = replace(options, recompute=choice)
+        if fits(memory_of(shape, layout, row_tokens, options=asked), card_bytes):
+            return choice
+    return RECOMPUTES[-1]

@@ -16,7 +16,8 @@ from uspft.config import Fault
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.model.hf_config import model_config
-from uspft.planner.memory import (
+from uspft.planner.need import need_of
+from uspft.prepare.depth import (
     BYTES_PER_PARAMETER,
     USABLE_SHARE,
     Sizes,
@@ -25,7 +26,6 @@ from uspft.planner.memory import (
     why_not_plain,
     with_depth,
 )
-from uspft.planner.need import need_of
 from uspft.prepare.invocation import CONFIGS
 
 
