@@ -96,6 +96,11 @@ class Hardware(RecipeBlock):
     where a file says none, half: published runs show from a quarter to two thirds."""
 
     @property
+    def calibrated(self) -> bool:
+        """Whether its figures were measured where it stands."""
+        return self.kernel is not None
+
+    @property
     def peak(self) -> float:
         """The FLOP/s that its products could reach."""
         return PEAK_BF16[self.device] if self.device else float(self.peak_flops or 0)
