@@ -7,14 +7,14 @@ there are others, so that what it sends grows as (r - 1) / r.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Forwards, Heads, Traffic
-from uspft.sequence.rows.share import everyones
+from uspft.sequence.rows.share import Share, everyones
 
 FEW = 8
 """Ranks of the longest ring that is dealt out for a document that fills its row."""
@@ -26,6 +26,9 @@ class AttentionWork:
 
     pairs: float
     """Pairs of query and key."""
+    joined: float
+    """Queries that are joined with what arriving keys give, as often as they are: the mean over the
+    ranks."""
     forward: Cost
     """What one forward sends."""
     backward: Cost
@@ -70,7 +73,9 @@ def attention_of_row(
             cost.arrivals if cost.arrivals < few - 1 else algorithm.ring - 1,
         )
 
-    return AttentionWork(work.pairs / shares, drawn_out(work.forward), drawn_out(work.backward))
+    forward, backward = drawn_out(work.forward), drawn_out(work.backward)
+    joined = work.joined * more * forward.arrivals / max(1, work.forward.arrivals) / steps
+    return AttentionWork(work.pairs / shares, joined, forward, backward)
 
 
 def _few(algorithm: Algorithm, row: Segments) -> int:
@@ -114,4 +119,18 @@ def _dealt(
         less(once.gather, forward.gather),
         once.arrivals,
     )
-    return AttentionWork(max(share.area for share in shares), forward, backward)
+    pairs = max(share.area for share in shares)
+    return AttentionWork(pairs, _joined(shares, once), forward, backward)
+
+
+def _joined(shares: Sequence[Share], cost: Cost) -> float:
+    """Return how many queries of a ring rank are joined with what arrives.
+
+    One that sees keys of another rank is, once in each of the steps in which these come.
+    """
+    met = 0
+    for share in shares:
+        others = (blocks for j, blocks in enumerate(share.blocks) if j != share.ring_index)
+        met += sum(block.q1 - block.q0 for blocks in others for block in blocks)
+    others_met = max(1, len(shares) - 1)
+    return met / len(shares) * cost.arrivals / others_met

@@ -56,7 +56,11 @@ def recommend(
         for one in found.layouts:
             seconds[one.way] = seconds.get(one.way, 0.0) + one.seconds / len(rows)
             last[one.way] = one
-    order = sorted(last, key=lambda way: (last[way].room is False, seconds[way]))
+
+    def key(way: Way) -> tuple[bool, float, bool]:
+        return last[way].room is False, round(seconds[way], 9), not way.row.automatic
+
+    order = sorted(last, key=key)
     if not order:
         return None
     first, *others = order

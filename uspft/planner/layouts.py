@@ -10,7 +10,7 @@ from uspft.config import Finding, ParallelBlock
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, Splits, row_of
 from uspft.config.strategies import alike, each_alone
 from uspft.layout import Layout, layout_of
-from uspft.planner.ways import Space, Way, every_way
+from uspft.planner.ways import Space, Way, ways
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -63,7 +63,7 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
     """
     own = recipe.parallel_config
     space = Space(meshes=own.on_a_mesh)
-    blocks = [_block(own, way) for way in every_way(ranks, space)]
+    blocks = [_block(own, way) for way in ways(ranks, space, lambda _: None).legal]
     left = ranks // own.model_parallel
     first = own if own.row_ranks > 1 else _whole(own, left)
     if own.strategies:

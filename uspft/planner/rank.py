@@ -135,20 +135,24 @@ def ranking(
     own: Way | None = None,
     why_not: WhyNot | None = None,
 ) -> Ranking:
-    """Return the ways of a space in their order: those that fit first, then by their seconds.
+    """Return the layouts of a space in their order: those that fit first, then by their seconds.
 
-    own: the recipe's, which is never left out. why_not: what else than the step speaks against a
-    way.
+    Each stands there as the best of its ways to run, the recipe's own as it is asked for. own: the
+    recipe's, which is never left out. why_not: what else than the step speaks against a way.
     """
     legal = legal_for(step, hardware.ranks_per_host)
     found = ways(ranks, space, lambda way: legal(way) or (why_not and why_not(way)) or None)
     listed = found.legal if own is None or own in found.legal else [own, *found.legal]
     every = [ranked(step, way, hardware, options, own=way == own) for way in listed]
-    return Ranking(sorted(every, key=_order), found.left_out)
+    first: dict[str, Ranked] = {}
+    for one in sorted(every, key=lambda one: (not one.own, *_order(one))):
+        first.setdefault(one.name, one)
+    return Ranking(sorted(first.values(), key=_order), found.left_out)
 
 
-def _order(one: Ranked) -> tuple[bool, float]:
-    return one.room is False, one.seconds
+def _order(one: Ranked) -> tuple[bool, float, bool]:
+    """Of equals the first is one that sends no key that nobody needs."""
+    return one.room is False, round(one.seconds, 9), not one.way.row.automatic
 
 
 def options_under(way: Way, options: Options) -> Options:

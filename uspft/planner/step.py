@@ -39,10 +39,9 @@ NOT_PREDICTED = (
 UPDATE_BYTES = 30
 """AdamW reads weight, gradient and two moments in float32, writes all but the gradient, and rounds
 the weight to 16 bits."""
-JOIN_BYTES = (13.5, 7.5)
+JOIN_BYTES = (18, 10)
 """Read and written for each element of a query where what one arrival of keys gives is joined with
-what is there, forward (kernels/merge.py: 18) and backward (its gradient: 10). Of a document that
-fills its row a ring joins only half of the queries in half of the arrivals."""
+what is there: forward (kernels/merge.py), and backward its gradient."""
 HIDING = ("products", "elementwise")
 """The parts behind which ZeRO's transfers pass."""
 LOSS_PASSES = 8
@@ -207,12 +206,12 @@ def _one_way(
     most = max(last - first for first, last in shares)
     pairs, arrivals = step.rows * work.pairs, work.forward.arrivals
     computed = hardware.attention_seconds(pairs, most, heads.dim, backward=backward)
-    joined = JOIN_BYTES[backward] * step.tokens(layout) * heads.query * heads.dim
-    beside = hardware.attention.launch_seconds + hardware.memory_seconds(joined)
+    joined = JOIN_BYTES[backward] * step.rows * work.joined * most * heads.dim
+    beside = arrivals * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
     cost = _times(sent, step.rows)
     wire = wire_of(cost, layout, hardware)
     waits = (layout.ring - 1) / (layout.ring * max(1, arrivals))
-    found = [StepPart("attention", computed + arrivals * beside)]
+    found = [StepPart("attention", computed + beside)]
     for name, seconds, traffic in (
         ("ring", wire.ring, cost.ring),
         ("gather", wire.gather, cost.gather),

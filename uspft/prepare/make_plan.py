@@ -20,7 +20,7 @@ from uspft.prepare.examine import Examined, examine
 from uspft.prepare.layout_findings import layout_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.paths import find_paths
-from uspft.prepare.step import stage_of, step_shape
+from uspft.prepare.step import recomputes_of, stage_of, step_shape
 
 
 def examine_for_plan(
@@ -82,7 +82,7 @@ def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
         meshes=recipe.parallel_config.on_a_mesh,
         stages={own.stage},
         rows={own.rows},
-        recomputes={own.recompute},
+        recomputes=recomputes_of(found.loaded.recipe, recipe.launch.device),
     )
 
     def why_not(way: Way) -> str | None:

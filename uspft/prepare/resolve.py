@@ -28,12 +28,12 @@ from uspft.layout import Layout, context_degrees, layout_of
 from uspft.planner.auto import Choice, recommend
 from uspft.planner.memory import options_of
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
-from uspft.planner.ways import RECOMPUTES, Space, Way
+from uspft.planner.ways import Space, Way
 from uspft.prepare.chosen_layouts import with_layouts
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import settled_memory
 from uspft.prepare.new_tokens import with_vocabulary
-from uspft.prepare.step import slices_of, stage_of, step_shape
+from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
 from uspft.segments import Segments
 from uspft.sequence import Heads, of_recipe
 
@@ -101,7 +101,7 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
         meshes=on_mesh,
         stages={stage_of(recipe)},
         rows={recipe.training.micro_batch_size},
-        recomputes={recipe.memory.recompute} & set(RECOMPUTES) or {RECOMPUTES[0]},
+        recomputes=recomputes_of(recipe, recipe.launch.device),
     )
 
     def other_mesh(way: Way) -> str | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from uspft.config import ParallelBlock, Recipe
+from uspft.config.algorithms import AUTO
 from uspft.families import ModelShape
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.planner.ways import RECOMPUTES
 from uspft.segments import Segments
 from uspft.sequence import forwards_of
 
@@ -58,6 +60,15 @@ def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
 def gradient_bytes(recipe: Recipe) -> int:
     """Return the bytes of an element of the gradients that cross ranks."""
     return 2 if recipe.memory.gradient_reduction == "bfloat16" else GRADIENT_BYTES
+
+
+def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:
+    """Return what of attention a recipe lets be made again on a device: `auto` stands for all
+    choices, but on CPUs for none."""
+    asked, again = recipe.memory.recompute, recipe.memory.gradient_checkpointing
+    if asked == AUTO and again and device != "cpu":
+        return RECOMPUTES
+    return {asked if asked in RECOMPUTES else RECOMPUTES[0]}
 
 
 def stage_of(recipe: Recipe) -> int:
