@@ -46,7 +46,7 @@ def layouts_table(
     order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware
 ) -> str:
     """Return a line for each layout, in their order."""
-    ties, options = order.ties(hardware), options_of(recipe)
+    ties, options = order.ties(hardware), options_of(recipe, order.layouts[0].layout)
     rows = [
         ["layout", "seconds", "GiB", "longest row", "tokens/s a rank", "MFU", "beside the first"]
     ]
@@ -126,7 +126,7 @@ def as_data(
     order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware, machine: str
 ) -> dict[str, Any]:
     """Return the same for programs."""
-    ties, options = order.ties(hardware), options_of(recipe)
+    ties, options = order.ties(hardware), options_of(recipe, order.layouts[0].layout)
     first = order.layouts[0]
     layouts = []
     for one in every:

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from uspft.planner.products import head_projection, layer_projections, parameters_of
+from uspft.config.algorithms import row_of
+from uspft.families import FAMILIES
+from uspft.families.projections import NORMED_HEADS
+from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_bytes
+from uspft.planner.attention_memory import Sharing
+from uspft.planner.in_flight import Way, Window
+from uspft.planner.products import head_projection
+from uspft.planner.state import Zero, state_of
+from uspft.planner.trained import (
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    Lora,
+    counts_of,
+    outside_trains,
+    trained_layers,
+)
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
+    from uspft.config.inputs import ModelBlock
     from uspft.families import ModelShape
     from uspft.layout import Layout
 
@@ -18,6 +36,13 @@ USABLE_SHARE = 0.92
 and gaps take the rest."""
 RECOMPUTES = ("nothing", "exchange", "attention")
 """What of attention may be made again, the least work first."""
+KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+"""The model types whose layers the formula knows."""
+ACTIVATIONS = ("activations", "at work", "batch")
+"""The parts that rows need."""
+BATCH_BYTES = 6 * 8
+"""Of a token in a batch: its number, label, position, place in the stream, row, and whether it has
+a target, all in int64."""
 BUCKET = 500_000_000
 """The elements of DeepSpeed's reduce_bucket_size where a recipe says none."""
 
@@ -47,11 +72,16 @@ class Options:
     loss_tile: int | None = 1024
     """Tokens; None for all at once."""
     mlp_tile: int | None = None
-    lora_rank: int | None = None
-    lora_modules: tuple[str, ...] | None = None
-    """The last words of the projections that have an adapter; None for all."""
+    slices: tuple[int, ...] = (1, 1, 1, 1)
+    """Of each product on a mesh."""
+    lora: Lora | None = None
     freeze: tuple[str, ...] = ()
     """Regular expressions over parameter names."""
+
+    @property
+    def element(self) -> int:
+        """The bytes of a weight."""
+        return 4 if self.dtype == "float32" else 2
 
 
 @dataclass(frozen=True)
@@ -69,9 +99,27 @@ class Memory:
     def peak_bytes(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def weight_bytes(self) -> int:
+        """What weights alone need, which is known of every layout."""
+        return self.parts.get("weights", 0)
 
-def options_of(recipe: Recipe) -> Options:
-    """Return the options of a recipe. `auto` counts as what it is without a need to save memory."""
+    @property
+    def activation_bytes(self) -> int:
+        """What rows need."""
+        return sum(self.parts[name] for name in ACTIVATIONS)
+
+    @property
+    def state_bytes(self) -> int:
+        """What weights, gradients and the optimizer need, whatever the rows."""
+        return self.peak_bytes - self.activation_bytes
+
+
+def options_of(recipe: Recipe, layout: Layout) -> Options:
+    """Return the options of a recipe in a layout.
+
+    `auto` counts as what it is without a need to save memory.
+    """
     zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
     parallel = recipe.parallel_config
 
@@ -81,11 +129,8 @@ def options_of(recipe: Recipe) -> Options:
     def number(value: Any) -> int | None:
         return value if isinstance(value, int) else None
 
-    rank = modules = None
-    if model.adapter:
-        rank, modules = model.adapter.rank, model.adapter.target_modules
     return Options(
-        algorithm=parallel.context_parallel_algo or "ring_cp",
+        algorithm=row_of(parallel.context_parallel_algo, layout.context).name,
         exchange_stages=number(parallel.exchange_stages) or 0,
         use_seq_parallel=bool(parallel.use_seq_parallel),
         micro_batch=recipe.training.micro_batch_size,
@@ -100,56 +145,154 @@ def options_of(recipe: Recipe) -> Options:
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
         mlp_tile=number(memory.mlp_tile_tokens),
-        lora_rank=rank,
-        lora_modules=None if modules is None else tuple(modules),
+        lora=lora_of(model),
         freeze=tuple(model.freeze),
     )
+
+
+def lora_of(model: ModelBlock) -> Lora | None:
+    """Return the adapters of a recipe's model."""
+    if not model.adapter:
+        return None
+    block = model.adapter
+    return Lora(block.rank, block.target_modules, dropout=block.dropout > 0)
 
 
 def memory_of(
     shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
 ) -> Memory:
     """Return what a rank needs for rows of so many tokens."""
-    element = 4 if options.dtype == "float32" else 2
-    outside, layer = parameters_of(shape, layout.mesh_columns)
-    own = (outside + shape.layers * layer) / layout.mesh_rows
-    copies = [layout.copies if options.zero_stage >= first else 1 for first in (1, 2, 3)]
-    master = 12 if element == 2 else 8
-    state: dict[str, float] = {
-        "weights": element * own / copies[2],
-        "gradients": 4 * own / copies[1],
-        "optimizer": master * own / copies[0],
+    counts = counts_of(shape, layout.mesh_columns, options.lora, options.freeze)
+    if layout.mesh_rows > 1:
+        counts = counts.divided(layout.mesh_rows)
+    zero = Zero(
+        stage=options.zero_stage,
+        ranks=layout.copies,
+        element=options.element,
+        crossing=2 if options.gradient_reduction == "bfloat16" else 4,
+        bucket=options.bucket,
+        matrix=shape.hidden_size * shape.intermediate_size,
+        optimizer_away=options.offload_optimizer,
+        weights_away=options.offload_weights,
+    )
+    state = state_of(zero, counts)
+    device, waits = _activations(shape, layout, row_tokens, options)
+    return Memory(
+        {name: int(size) for name, size in (state.device | device).items()},
+        int(sum(state.host.values()) + waits),
+        unpredicted(shape, layout, row_tokens, options=options),
+    )
+
+
+def unpredicted(
+    shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
+) -> tuple[str, ...]:
+    """Return what there is of a model, a layout and options that the formula does not know."""
+    found = {
+        f"layers of {shape.model_type}": shape.model_type not in KNOWN,
+        "matrices on a mesh": layout.is_mesh,
+        "stages of layers": layout.pipeline > 1,
     }
-    host = 0.0
-    for name, away in (
-        ("optimizer", options.offload_optimizer),
-        ("weights", options.offload_weights),
+    return tuple(what for what, here in found.items() if here)
+
+
+def _activations(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> tuple[dict[str, float], float]:
+    """Return the bytes of activations by part at their peak, and those that wait on the host."""
+    kinds = _layers(shape, layout, row_tokens, options)
+    outside = outside_trains(options.lora, options.freeze)
+    reached, each = outside[EMBEDDING], []
+    for sizes in kinds:
+        each.append(layer_bytes(sizes, reached=reached))
+        reached = reached or bool(sizes.trained or sizes.adapted)
+    head = HeadSizes(
+        kinds[-1],
+        head_projection(shape).on(layout.mesh_columns).outputs,
+        options.loss_tile,
+        trains=outside[HEAD] if not shape.tied else outside[EMBEDDING],
+        norm_trains=outside[LAST_NORM],
+    )
+    loss = head_bytes(head, reached=reached)
+    tokens = kinds[0].sharing.tokens
+    batch = tokens * (BATCH_BYTES + 2 * shape.head_dim * options.element)
+    offloads = kinds[0].offloads
+    below = [0.0, *accumulate(0.0 if offloads else one.kept for one in each)]
+    peaks = [(kept + one.most, kept) for kept, one in zip(below, each, strict=False)]
+    peaks.append((below[-1] + loss, below[-1]))
+    peak, kept = max(peaks)
+    parts = {"activations": kept, "at work": peak - kept, "batch": float(batch)}
+    return parts, sum(one.kept for one in each) if offloads else 0.0
+
+
+def _layers(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> list[LayerSizes]:
+    """Return every layer as a rank has it."""
+    t, tokens = layout.mesh_columns, -(-options.micro_batch * row_tokens // layout.context)
+    heads, kv = (-(-each // t) for each in (shape.heads, shape.kv_heads))
+    windows = layer_windows(shape)
+    ways = {
+        None: Way(options.exchange_stages),
+        "ring_cp": Way(None),
+        "hybrid_cp": Way(None),
+        "ulysses_cp": Way(None),
+        "allgather_cp": Way(1, trimmed=False),
+    }
+    way = ways.get(options.algorithm, ways[None])
+    found = []
+    for window, trained in zip(
+        windows, trained_layers(shape, options.lora, options.freeze), strict=True
     ):
-        if away:
-            host += state.pop(name)
-    if options.zero_stage == 3:
-        state["gathered"] = 2 * element * layer
-    tokens = -(-options.micro_batch * row_tokens // layout.context)
-    divided = layout.mesh_columns if options.use_seq_parallel or layout.is_mesh else 1
-    d, q = shape.hidden_size / divided, shape.heads * shape.head_dim / layout.mesh_columns
-    kv = shape.kv_heads * shape.head_dim / layout.mesh_columns
-    inner = sum(p.outputs * p.per_token for p in layer_projections(shape)[-2:-1])
-    inner = inner / layout.mesh_columns
-    every = 9 * d + 2 * q + 2 * kv + 4 * inner
-    kept = (
-        every if not options.checkpointing else d + (0 if options.recompute == "attention" else q)
-    )
-    work = 10 * d + 4 * q + 4 * kv + 6 * inner
-    held = element * tokens * kept * shape.layers
-    if options.offload_activations and options.checkpointing:
-        host, held = host + held, held / shape.layers
-    tile = min(options.loss_tile or tokens, tokens)
-    logits = head_projection(shape).on(layout.mesh_columns)
-    state["activations"] = held
-    state["working"] = max(
-        element * tokens * work, 10 * tile * logits.outputs + 4 * logits.parameters
-    )
-    return Memory({name: int(size) for name, size in state.items()}, int(host))
+        seen = None
+        if window is not None and window < row_tokens:
+            seen = Window(window, row_tokens, everywhere=len(set(windows)) == 1)
+        sharing = Sharing(
+            options.element,
+            tokens,
+            heads,
+            kv,
+            shape.head_dim,
+            layout.ulysses,
+            layout.ring,
+            way,
+            seen,
+            sinks=shape.model_type == "gpt_oss",
+        )
+        found.append(
+            LayerSizes(
+                sharing,
+                shape.hidden_size,
+                -(-shape.intermediate_size // t),
+                t,
+                options.use_seq_parallel or layout.is_mesh,
+                normed_heads=FAMILIES[shape.model_type].projections is NORMED_HEADS,
+                qkv_bias=shape.attention_bias,
+                trained=trained.weights,
+                adapted=trained.adapters,
+                rank=options.lora.rank if options.lora else 0,
+                dropout=bool(options.lora and options.lora.dropout),
+                tile=options.mlp_tile,
+                recompute=options.recompute if options.checkpointing else None,
+                offloads=options.offload_activations and options.checkpointing,
+            )
+        )
+    return found
+
+
+def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
+    """Return the window of each layer in keys; None where it sees all."""
+    window, family = shape.window, FAMILIES[shape.model_type]
+    types, layers = shape.raw.get("layer_types"), range(shape.layers)
+    if window is None or (family.windows == "all" and not types):
+        return (window,) * shape.layers
+    if types:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if family.windows == "switched":
+        first = shape.raw.get("max_window_layers", 28)
+        return tuple(window if i >= first else None for i in layers)
+    full = 6 if shape.model_type == "gemma3_text" else 2
+    return tuple(window if (i + 1) % full else None for i in layers)
 
 
 def fits(memory: Memory, card_bytes: float) -> bool:

@@ -21,9 +21,6 @@ from uspft.planner.step_shape import StepShape
 from uspft.sequence import FORWARDS, ONCE, Algorithm, make_algorithm
 from uspft.tensor.parts import divide_heads
 
-RECOMPUTES = tuple(FORWARDS)
-"""What of attention may be made again, the least work first."""
-
 
 @dataclass(frozen=True)
 class Way:

@@ -11,10 +11,10 @@ from uspft.config.algorithms import AUTO, row_of
 from uspft.model.hf_config import layer_windows
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import options_of
+from uspft.planner.memory import RECOMPUTES, options_of
 from uspft.planner.rank import Ranked, Ranking, ranked, ranking
 from uspft.planner.step_shape import StepShape
-from uspft.planner.ways import RECOMPUTES, Space, Way
+from uspft.planner.ways import Space, Way
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.layout_findings import layout_findings
@@ -89,12 +89,12 @@ def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
         wrong = layout_findings(in_recipe(recipe, way), way.layout, found.shape)
         return wrong[0][1] if wrong else None
 
-    options = options_of(recipe)
+    options = options_of(recipe, found.layout)
     ranks = found.layout.ranks
     return ranking(step, ranks, space, hardware, options, own=own, why_not=why_not)
 
 
 def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Ranked:
     """Return what a step takes and needs under the recipe's own layout and algorithm."""
-    options = options_of(found.recipe)
+    options = options_of(found.recipe, found.layout)
     return ranked(step, own_way(found), hardware, options, own=True)

@@ -67,6 +67,7 @@ def prepare_verify(
     config = examine_model(found.here).config
     why_not = why_not_plain(found.here, config, memory)
     whole = config.num_hidden_layers
+    assert found.shape  # its config is here
     sizes = sizes_of(found.here, config, found.shape, with_plain=why_not is None)
     kept = fitting_depth(sizes, memory)
     if kept < whole:

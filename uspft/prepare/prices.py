@@ -7,7 +7,7 @@ from dataclasses import replace
 from uspft.config.strategies import strategies_of, under
 from uspft.job import Prices
 from uspft.layout import Layout, layout_of
-from uspft.planner.room import row_bytes
+from uspft.planner.memory import memory_of, options_of
 from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.prepare.examine import Examined
 from uspft.prepare.make_plan import hardware_of, step_of
@@ -41,7 +41,8 @@ def prices_of(found: Examined, hosts: int) -> Prices | None:
         rows.append(empty.row)
         pairs.append((full.row - empty.row) / (length * (length + 1) // 2))
         beside.append(full.beside)
-        taken.append(row_bytes(shape, layout, length))
+        options = replace(options_of(alone, layout), micro_batch=1)
+        taken.append(memory_of(step.model, layout, length, options=options).activation_bytes)
     held = min(layouts, key=lambda layout: layout.tensor)
     together = micro_step_seconds(step, held, hardware)
     return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))

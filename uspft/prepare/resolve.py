@@ -114,7 +114,8 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
     ranks = ranks_of(recipe, known) or prod((parallel.model_parallel, parallel.context_parallel))
     hardware = known.cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
     rows = work.rows if work else [step.row]
-    options = options_of(recipe)
+    tiled = settled_memory(recipe, model, None, None)
+    options = options_of(tiled, Layout())
     found = recommend(step, ranks, space, hardware, rows, options, why_not=other_mesh)
     if found is None:
         return Choice(likely, "no algorithm splits these rows over so many ranks")

@@ -8,8 +8,8 @@ from typing import Any
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO
 from uspft.families import ModelShape
+from uspft.planner.memory import RECOMPUTES
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
-from uspft.planner.ways import RECOMPUTES
 from uspft.segments import Segments
 from uspft.sequence import forwards_of
 
