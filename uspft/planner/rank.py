@@ -12,8 +12,17 @@ from dataclasses import dataclass, field, replace
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner import step as price
+from uspft.planner.attention_work import FEW
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import Memory, Options, fits, longest_row, memory_of
+from uspft.planner.memory import (
+    Memory,
+    Options,
+    activations_in,
+    fits,
+    longest_row,
+    state_in,
+    unpredicted,
+)
 from uspft.planner.mesh_tuner import tune
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
@@ -110,15 +119,19 @@ def ranked(
     options: Options = PLAIN,
     *,
     own: bool = False,
+    needs_of: Needs | None = None,
 ) -> Ranked:
-    """Return a way with what a step takes and needs."""
+    """Return a way with what a step takes and needs.
+
+    needs_of: what has been worked out of other ways' memory.
+    """
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
         shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
     algorithm = way.algorithm(step, hardware.ranks_per_host)
     time = price.step_time(shape, way.layout, algorithm, hardware)
     asked = options_under(way, options)
-    needs = memory_of(step.model, way.layout, step.row.length, options=asked)
+    needs = (needs_of or Needs(step.model, step.row.length)).of(way.layout, asked)
     room = None
     if hardware.device and not needs.unpredicted:
         room = fits(needs, hardware.memory.bytes)
@@ -143,7 +156,8 @@ def ranking(
     legal = legal_for(step, hardware.ranks_per_host)
     found = ways(ranks, space, lambda way: legal(way) or (why_not and why_not(way)) or None)
     listed = found.legal if own is None or own in found.legal else [own, *found.legal]
-    every = [ranked(step, way, hardware, options, own=way == own) for way in listed]
+    needs = Needs(step.model, step.row.length)
+    every = [ranked(step, way, hardware, options, own=way == own, needs_of=needs) for way in listed]
     first: dict[str, Ranked] = {}
     for one in sorted(every, key=lambda one: (not one.own, *_order(one))):
         first.setdefault(one.name, one)
@@ -153,6 +167,45 @@ def ranking(
 def _order(one: Ranked) -> tuple[bool, float, bool]:
     """Of equals the first is one that sends no key that nobody needs."""
     return one.room is False, round(one.seconds, 9), not one.way.row.automatic
+
+
+class Needs:
+    """What ranks need for rows of one length, remembered by what it depends on.
+
+    On a long ring it is drawn out from two short ones on which a rank has as many tokens: buffers
+    for arriving keys are as large, and what is there of all keys grows with the ring.
+    """
+
+    def __init__(self, model: ModelShape, row_tokens: int) -> None:
+        self._model, self._tokens = model, row_tokens
+        self._held: dict[tuple[Layout, int, Options], tuple[dict[str, float], float]] = {}
+
+    def of(self, layout: Layout, options: Options) -> Memory:
+        """Return what a rank needs in a layout."""
+        state = state_in(self._model, layout, options)
+        device, host = self._activations(layout, options)
+        parts = {name: int(size) for name, size in (state.device | device).items()}
+        doubts = unpredicted(self._model, layout, self._tokens, options=options)
+        return Memory(parts, int(sum(state.host.values()) + host), doubts)
+
+    def _activations(self, layout: Layout, options: Options) -> tuple[dict[str, float], float]:
+        ring, rows = layout.ring, layout.mesh_rows
+        short = [n for n in range(2, FEW + 1) if ring % n == 0 and n % rows == 0]
+        if ring <= FEW or len(short) < 2:
+            return self._on(layout, self._tokens, options)
+        *_, a, b = short
+        (less, less_host), (more, more_host) = (
+            self._on(replace(layout, ring=n), self._tokens * n // ring, options) for n in (a, b)
+        )
+        far = (ring - b) / (b - a)
+        parts = {name: more[name] + far * (more[name] - less[name]) for name in more}
+        return parts, more_host + far * (more_host - less_host)
+
+    def _on(self, layout: Layout, tokens: int, options: Options) -> tuple[dict[str, float], float]:
+        key = replace(layout, data=1), tokens, replace(options, zero_stage=1)
+        if key not in self._held:
+            self._held[key] = activations_in(self._model, layout, tokens, options)
+        return self._held[key]
 
 
 def options_under(way: Way, options: Options) -> Options:
