@@ -14,6 +14,7 @@ from uspft.planner.operations import (
     WIDE,
     added,
     bent,
+    dropped,
     linear,
     multiplied,
     remade,
@@ -113,16 +114,19 @@ class Layer:
         made = linear(tape, x, size, weight, trains=self._trains(name), bias=bias)
         if name not in s.adapted:
             return made
+        return added(tape, made, remade(tape, self._adapted(x, takes, size, gives)))
+
+    def _adapted(self, x: Tensor, takes: int, size: float, gives: int) -> Tensor:
+        """Return what an adapter's two factors make of x."""
+        tape, s = self.tape, self.sizes
         thin = linear(
             tape,
-            remade(tape, x) if s.dropout else x,
+            dropped(tape, x, x.size / s.element) if s.dropout else x,
             x.size / takes * s.rank,
-            float(element * takes * s.rank),
+            float(s.element * takes * s.rank),
             trains=True,
         )
-        thick = linear(tape, thin, size, float(element * s.rank * gives), trains=True)
-        del thin
-        return added(tape, made, remade(tape, thick))
+        return linear(tape, thin, size, float(s.element * s.rank * gives), trains=True)
 
     def _leave(self, x: Tensor) -> Tensor:
         """Return the sum of what ranks have made of a block."""
@@ -268,12 +272,9 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
     del out
     kept = tape.live
     if trains:
-        gradient = [tape.new(size)]
-        with tape.second_run():
-            out = layer(hidden[0])
-        if sizes.offloads:  # what came back for the second run
-            hidden.clear()
-        tape.backward(out, gradient.pop())
+        # What came back from the host for the second run goes with it.
+        then = hidden.clear if sizes.offloads else lambda: None
+        tape.second_run(lambda: layer(hidden[0]), size, then)
     return LayerBytes(kept if trains else 0.0, tape.most)
 
 

@@ -210,7 +210,8 @@ def activations_in(
     """
     kinds = _layers(shape, layout, row_tokens, options)
     outside = outside_trains(options.lora, options.freeze)
-    reached, each = outside[EMBEDDING], []
+    # With checkpointing transformers makes the embedding's output ask for a gradient.
+    reached, each = outside[EMBEDDING] or options.checkpointing, []
     for sizes in kinds:
         each.append(layer_bytes(sizes, reached=reached))
         reached = reached or bool(sizes.trained or sizes.adapted)
@@ -225,7 +226,11 @@ def activations_in(
     tokens = kinds[0].sharing.tokens
     batch = tokens * (BATCH_BYTES + 2 * shape.head_dim * options.element)
     offloads = kinds[0].offloads
-    below = [0.0, *accumulate(0.0 if offloads else one.kept for one in each)]
+    # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
+    leaf = options.checkpointing and not outside[EMBEDDING] and (kinds[0].tensor > 1 or offloads)
+    embedded = kinds[0].hidden_bytes(tokens) if leaf else 0.0
+    waiting = (0.0 if offloads else one.kept for one in each)
+    below = [*accumulate(waiting, initial=embedded)]
     peaks = [(kept + one.most, kept) for kept, one in zip(below, each, strict=False)]
     peaks.append((below[-1] + loss, below[-1]))
     peak, kept = max(peaks)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from uspft.planner.tape import Backward, Gradients, Storage, Tape, Tensor
 
+DRAWN_BYTES, DRAWN_AT_ONCE = 4, 1 << 24
+"""What a dropout draws for an element, and for how many at a time (model/dropout.py)."""
 WIDE = 4
 """The bytes of an element of float32, in which norms compute and gradients are summed."""
 
@@ -42,6 +44,23 @@ def remade(tape: Tape, x: Tensor, size: float | None = None) -> Tensor:
     before = x.size
     made = before if size is None else size
     return tape.record((x,), (made,), lambda: lambda grads: [tape.new(before)])[0]
+
+
+def dropped(tape: Tape, x: Tensor, elements: float) -> Tensor:
+    """Return what model/dropout.py makes of x, whose draws come again in the backward."""
+    size, drawn = x.size, DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)
+
+    def backward() -> Backward:
+        def run(grads: Gradients) -> Gradients:
+            found = tape.new(size)
+            tape.new(drawn)
+            return [found]
+
+        return run
+
+    made = [tape.new(size)]
+    tape.new(drawn)
+    return tape.record((x,), (size,), backward, made=made)[0]
 
 
 def viewed(tape: Tape, x: Tensor, then: Callable[[], None] | None = None) -> Tensor:
@@ -127,6 +146,7 @@ def _half_turned(tape: Tape, x: Tensor) -> Tensor:
             first = tape.new(size)
             del other
             both = first, tape.new(size)
+            grads[0] = None  # of nodes of their own in torch
             found = tape.new(size)
             del first, both
             return [found]
@@ -166,6 +186,7 @@ def tiled(
         def run(grads: Gradients) -> Gradients:
             found = [tape.new(n) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
             sums: list[Storage] = []
+            last: list[Storage | None] = []  # which Python's loop over a tile's gradients leaves
             for _ in range(2):
                 with tape.apart(collects=True) as parameters:
                     tile = parts()
@@ -175,6 +196,7 @@ def tiled(
                     del out
                 whole = [one.gradient for one in parameters]
                 parameters.clear()
+                last = [one.node.gradient for one in tile if one.node][-1:]
                 del tile
                 if not sums:
                     sums = [tape.new(wide * one.size) for one in whole if one]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 
 
 class Storage:
@@ -44,9 +43,9 @@ Backward = Callable[[Gradients], Sequence[Storage | None]]
 
 class Node:
     """An operation whose backward is still to run; without one it is a leaf, which keeps its
-    gradient."""
+    gradient or lets go of it."""
 
-    __slots__ = ("backward", "collects", "edges", "gradient", "number", "outputs")
+    __slots__ = ("backward", "collects", "edges", "gradient", "number", "outputs", "saves")
 
     def __init__(
         self,
@@ -54,10 +53,15 @@ class Node:
         edges: list[tuple[Node | None, int]],
         backward: Backward | None,
         outputs: int = 1,
+        *,
+        saves: bool = False,
+        collects: bool = False,
     ) -> None:
+        """saves: whether its backward needs what was kept. collects: whether a leaf keeps its
+        gradient."""
         self.number, self.edges, self.backward = number, edges, backward
         self.gradient: Storage | None = None
-        self.outputs, self.collects = outputs, False
+        self.outputs, self.saves, self.collects = outputs, saves, collects
 
     def __lt__(self, other: Node) -> bool:
         return self.number > other.number
@@ -68,30 +72,30 @@ class Tape:
 
     def __init__(self) -> None:
         self.live = self.most = 0.0
-        self._numbers = count()
+        self._numbers = 0
         self._keeps = self._grows = True
-        self._saves = 0
-        self._last_save = -1
+        self._saves, self._last_save = 0, -1
+        self._sizeless = False
         self._parameters: list[Node] | None = None
+        self._nodes: dict[int, Node] | None = None
 
     def new(self, size: float) -> Storage:
         """Return a new storage; one without bytes where a second run has already ended."""
-        return Storage(self, 0.0 if self._saves == self._last_save else size)
+        ended = self._sizeless or self._saves == self._last_save
+        return Storage(self, 0.0 if ended else size)
 
     def leaf(self, size: float, storage: Storage | None = None) -> Tensor:
         """Return a tensor whose gradient is kept: new, or in a storage."""
-        node = Node(next(self._numbers), [], None)
-        node.collects = True
-        return Tensor(size, storage or self.new(size), node, 0)
+        return Tensor(size, storage or self.new(size), self._node([], None, collects=True), 0)
 
     def parameter(self, trains: bool) -> Tensor:
         """Return a parameter, whose bytes are not counted; where it trains, its gradient is let go
         of when it has come, but for those that `apart` collects."""
-        trains = trains and self._grows
-        node = Node(next(self._numbers), [], None) if trains else None
-        if node and self._parameters is not None:
-            node.collects = True
-            self._parameters.append(node)
+        node = None
+        if trains and self._grows:
+            node = self._node([], None, collects=self._parameters is not None)
+            if self._parameters is not None:
+                self._parameters.append(node)
         return Tensor(0.0, None, node, 0)
 
     def record(
@@ -114,9 +118,23 @@ class Tape:
         if not needed:
             return [Tensor(*each, None, 0) for each in zip(sizes, storages, strict=True)]
         edges = [(one.node, one.slot) for one in inputs] if self._keeps else []
-        node = Node(next(self._numbers), edges, backward() if self._keeps else None, len(storages))
+        run = backward() if self._keeps else None
+        node = self._node(edges, run, outputs=len(storages), saves=saves)
         each = zip(sizes, storages, range(len(storages)), strict=True)
         return [Tensor(size, storage, node, slot) for size, storage, slot in each]
+
+    def _node(
+        self,
+        edges: list[tuple[Node | None, int]],
+        backward: Backward | None,
+        outputs: int = 1,
+        **about: bool,
+    ) -> Node:
+        node = Node(self._numbers, edges, backward, outputs, **about)
+        self._numbers += 1
+        if self._nodes is not None:
+            self._nodes[node.number] = node
+        return node
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
@@ -127,14 +145,36 @@ class Tape:
         finally:
             self._keeps = True
 
-    @contextmanager
-    def second_run(self) -> Iterator[None]:
-        """End where what the first run would have kept is there again."""
-        self._last_save, self._saves = self._saves, 0
-        try:
-            yield
-        finally:
-            self._last_save = -1
+    def second_run(
+        self, run: Callable[[], Tensor], gradient: float, then: Callable[[], None]
+    ) -> None:
+        """Run what has had its first run again, until what that would have kept is there, and then
+        its backward: what of this needs nothing that was kept goes before.
+
+        gradient: the bytes of that of what it makes. then: is called between.
+        """
+        last, begin, self._sizeless = self._saves, self._numbers, True
+        self._saves = 0
+        out = run()
+        self._sizeless = False
+        pending = _Pending(self)
+        assert out.node
+        pending.arrives(out.node, out.slot, self.new(gradient))
+        pending.run(until_saved=True)
+        early = pending.left()
+        del out, pending
+        again, self._nodes = self._numbers - begin, {}
+        self._last_save, self._saves = last, 0
+        out = run()
+        nodes, self._nodes, self._last_save = self._nodes, None, -1
+        then()
+        pending = _Pending(self)
+        while early:
+            number, gradients = early.pop()
+            pending.waits(nodes[number + again], gradients)
+            del gradients
+        del out, nodes
+        pending.run()
 
     @contextmanager
     def no_gradient(self) -> Iterator[None]:
@@ -162,17 +202,44 @@ class Tape:
 
     def backward(self, made: Tensor, gradient: Storage) -> None:
         """Run the backward of all that led to a tensor, and leave gradients at the leaves."""
+        pending = _Pending(self)
         assert made.node
-        waiting: dict[Node, Gradients] = {}
-        ready: list[Node] = []
-        self._arrives(made.node, made.slot, gradient, waiting, ready)
+        pending.arrives(made.node, made.slot, gradient)
         del gradient, made
-        while ready:
-            node = heapq.heappop(ready)
-            given = waiting.pop(node)
+        pending.run()
+
+
+class _Pending:
+    """The gradients that have come to operations whose backward is still to run."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._waiting: dict[Node, Gradients] = {}
+        self._ready: list[Node] = []
+
+    def waits(self, node: Node, gradients: Gradients) -> None:
+        self._waiting[node] = gradients
+        heapq.heappush(self._ready, node)
+
+    def arrives(self, node: Node, slot: int, gradient: Storage) -> None:
+        """Hand a gradient to an operation; a sum takes the place of two."""
+        if node not in self._waiting:
+            self.waits(node, [None] * node.outputs)
+        here = self._waiting[node]
+        here[slot] = gradient if here[slot] is None else self._tape.new(gradient.size)
+
+    def left(self) -> list[tuple[int, Gradients]]:
+        """Return what still waits, by the numbers of operations."""
+        return [(node.number, gradients) for node, gradients in self._waiting.items()]
+
+    def run(self, *, until_saved: bool = False) -> None:
+        """Run backwards, the last operation's first. until_saved: whether to end before the first
+        that needs what was kept."""
+        while self._ready and not (until_saved and self._ready[0].saves):
+            node = heapq.heappop(self._ready)
+            given = self._waiting.pop(node)
             if node.backward is None:
-                if node.collects:
-                    node.gradient = given[0]
+                node.gradient = given[0] if node.collects else None
                 del given
                 continue
             found = list(node.backward(given))
@@ -181,20 +248,5 @@ class Tape:
             for edge, slot in node.edges:
                 one = found.pop(0)
                 if edge is not None and one is not None:
-                    self._arrives(edge, slot, one, waiting, ready)
+                    self.arrives(edge, slot, one)
                 del one
-
-    def _arrives(
-        self,
-        node: Node,
-        slot: int,
-        gradient: Storage,
-        waiting: dict[Node, Gradients],
-        ready: list[Node],
-    ) -> None:
-        """Hand a gradient to a node; a sum takes the place of two."""
-        if node not in waiting:
-            waiting[node] = [None] * node.outputs
-            heapq.heappush(ready, node)
-        here = waiting[node]
-        here[slot] = gradient if here[slot] is None else self.new(gradient.size)
