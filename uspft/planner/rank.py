@@ -158,10 +158,15 @@ def ranking(
     listed = found.legal if own is None or own in found.legal else [own, *found.legal]
     needs = Needs(step.model, step.row.length)
     every = [ranked(step, way, hardware, options, own=way == own, needs_of=needs) for way in listed]
-    first: dict[str, Ranked] = {}
-    for one in sorted(every, key=lambda one: (not one.own, *_order(one))):
-        first.setdefault(one.name, one)
-    return Ranking(sorted(first.values(), key=_order), found.left_out)
+    best: dict[str, Ranked] = {}
+    for one in sorted(every, key=lambda one: (not one.own, one.room is False, _among_alike(one))):
+        best.setdefault(one.name, one)
+    return Ranking(sorted(best.values(), key=_order), found.left_out)
+
+
+def _among_alike(one: Ranked) -> float:
+    """Of the ways to run a layout the fastest that fits counts, or else what needs least."""
+    return one.memory.peak_bytes if one.room is False else one.seconds
 
 
 def _order(one: Ranked) -> tuple[bool, float, bool]:

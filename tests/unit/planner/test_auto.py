@@ -107,7 +107,7 @@ def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None
     (tmp_path / "x.txt").write_text("x")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "model: {name_or_path: meta-llama/Llama-3.1-8B}\n"
+        "model: {name_or_path: meta-llama/Llama-3.2-1B}\n"
         f"data: {{train: {tmp_path / 'x.txt'}, sequence_length: 32k}}\n"
         "parallel_config: {context_parallel: 8, context_parallel_algo: auto}\n"
         "training: {steps: 1, global_batch_size: 1}\n"
@@ -119,7 +119,7 @@ def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None
     parallel = after.recipe.parallel_config
     assert (parallel.context_parallel_algo, parallel.ulysses_degree_in_cp) == ("planned_cp", 1)
     assert (after.layout.ulysses, after.layout.ring) == (1, 8)
-    assert after.why and after.why.startswith("planned_cp: planned8 takes least")
+    assert after.why and after.why.startswith("planned_cp: planned8 ")
     named = examine(recipe, ["parallel_config.context_parallel_algo=ring_cp"], 1, None)
     assert named.knowing(work=Work(WHOLE)).recipe == named.recipe and named.why is None
 

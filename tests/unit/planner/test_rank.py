@@ -9,11 +9,13 @@ import pytest
 
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
+from uspft.config.algorithms import CONTEXT
+from uspft.layout import Layout
 from uspft.planner import rank
-from uspft.planner.memory import Options
-from uspft.planner.rank import ranked, ranking
+from uspft.planner.memory import RECOMPUTES, Options, memory_of
+from uspft.planner.rank import options_under, ranked, ranking
 from uspft.planner.step_shape import StepShape
-from uspft.planner.ways import Space, every_way
+from uspft.planner.ways import Space, Way, every_way
 from uspft.segments import Segments
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
@@ -81,6 +83,33 @@ def test_memory_is_that_of_the_way() -> None:
             assert needs[replace(way, stage=3)] < needs[way]
         if way.rows == 1:
             assert needs[way] < needs[replace(way, rows=2)]
+
+
+def test_a_layout_is_the_fastest_of_its_ways_that_fit_or_what_needs_least() -> None:
+    space = Space(tensor={1}, recomputes=RECOMPUTES)
+    for tokens in (1 << 12, 1 << 17, 1 << 20):
+        step = replace(STEP, row=Segments.single(tokens))
+        for one in ranking(step, 8, space, H100).layouts:
+            ways = [replace(one.way, recompute=choice) for choice in RECOMPUTES]
+            tried = {way.recompute: ranked(step, way, H100) for way in ways}
+            if one.layout.ulysses == 1:
+                del tried["exchange"]
+            able = [other for other in tried.values() if other.room]
+            if able:
+                assert one.seconds == min(other.seconds for other in able)
+            else:
+                least = min(other.memory.peak_bytes for other in tried.values())
+                assert one.memory.peak_bytes == least
+
+
+def test_memory_on_a_long_ring_is_drawn_out() -> None:
+    for name in ("ring_cp", "allgather_cp", "planned_cp"):
+        for ring in (12, 16):
+            way = Way(Layout(ring=ring), CONTEXT[name], stage=3)
+            found = ranked(STEP, way, H100).memory.parts
+            options = options_under(way, Options())
+            exact = memory_of(LLAMA, way.layout, STEP.row.length, options=options).parts
+            assert found == pytest.approx(exact, rel=0.02), (name, ring)
 
 
 def test_thousands_of_ranks_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

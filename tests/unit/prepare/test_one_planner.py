@@ -39,6 +39,7 @@ class Case:
     tokens: int
     hardware: str
     stage: int
+    recompute: str = "nothing"
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Case:
@@ -50,6 +51,7 @@ class Case:
             96 * draw.choice((64, 128, 256)),
             draw.choice(("h100", "a800", "l20")),
             draw.choice((1, 3)),
+            draw.choice(("auto", "nothing", "attention")),
         )
 
     def examined(self, folder: Path, **parallel: Any) -> Examined:
@@ -70,6 +72,7 @@ class Case:
                 **parallel,
             },
             "deepspeed": {"zero_optimization": {"stage": self.stage}},
+            "memory": {"recompute": self.recompute},
             "training": {"steps": 1, "global_batch_size": 4},
             "launch": {"hardware": self.hardware, "processes": ranks, "device": "cuda"},
         }
@@ -134,7 +137,7 @@ def test_auto_plan_and_strategies_agree(tmp_path: Path) -> None:
         first, *others = of_plan(found, hosts)
         chosen.add(found.recipe.parallel_config.context_parallel_algo)
         assert of_auto(found) == first, case
-        if case.stage == 1:
+        if case.stage == 1 and case.recompute != "auto":
             strategies = of_strategies(found, hosts)
             assert set(strategies) == {first, *others} and strategies[0] == first, case
     assert len(chosen) >= 3, "the order is no constant"
