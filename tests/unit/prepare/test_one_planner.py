@@ -45,9 +45,9 @@ class Case:
     def drawn(cls, draw: random.Random) -> Case:
         return cls(
             draw.choice(MODELS),
-            draw.choice((1, 1, 2, 4)),
-            draw.choice((2, 4, 6, 8, 16, 32)),
-            draw.choice((1, 2)),
+            draw.choice((1, 1, 2)),
+            draw.choice((2, 4, 6, 8, 8)),
+            draw.choice((1, 1, 2)),
             96 * draw.choice((64, 128, 256)),
             draw.choice(("h100", "a800", "l20")),
             draw.choice((1, 3)),
