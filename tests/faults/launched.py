@@ -12,9 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.hangs import HANG_SECONDS
+
 ROOT = Path(__file__).resolve().parents[2]
 
-SUPERVISOR = """
+SUPERVISOR = f"""
 import os, pathlib, sys
 from uspft.config.problems import RunFailed
 from uspft.launcher import LaunchError, LocalRanks, Meeting, hosts_from, run_ranks
@@ -24,7 +26,7 @@ try:
     command = [sys.executable, sys.argv[1]]
     with Meeting(ranks.hosts) as meeting:
         try:
-            watch = meeting.convene(ranks.count, "cpu", 0, 20.0)
+            watch = meeting.convene(ranks.count, "cpu", 0, {HANG_SECONDS})
             sys.exit(run_ranks(command, ranks, environment=os.environ, log_dir=logs, watch=watch))
         except KeyboardInterrupt:
             sys.exit(meeting.end(130, "stopped"))
@@ -73,10 +75,10 @@ class Launched:
     process: subprocess.Popen[str]
     folder: Path
 
-    def end(self, within: float = 20.0) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Wait for the end; return exit code and stderr. Nothing of it may be left."""
         try:
-            _, shown = self.process.communicate(timeout=within)
+            _, shown = self.process.communicate(timeout=HANG_SECONDS)
             self.assert_nothing_left()
         finally:
             self.process.kill()
@@ -92,7 +94,7 @@ class Launched:
 
     def assert_nothing_left(self) -> None:
         """Fail when a rank, or what it started, still runs."""
-        until = time.monotonic() + 5
+        until = time.monotonic() + HANG_SECONDS
         pids = self.pids()
         while left := [pid for pid in pids if runs(pid)]:
             assert time.monotonic() < until, f"left behind: {left}"
@@ -100,7 +102,7 @@ class Launched:
 
     def wait_for(self, name: str, count: int) -> None:
         """Wait until `count` ranks left their mark."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + HANG_SECONDS
         while len(list(self.folder.glob(f"{name}-*"))) < count:
             assert time.monotonic() < until and self.process.poll() is None, f"no {name}"
             time.sleep(0.01)

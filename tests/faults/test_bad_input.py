@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -54,16 +57,16 @@ RECIPES: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
         ("uspft derives", "training.global_batch_size"),
     ),
     "no such DeepSpeed key": (
-        {"deepspeed.zero_optimization": {"stage": 3, "stage3_prefetch": 1}},
+        {"deepspeed.zero_optimization": {"stage": 3, "stage3_prefetch_buket_sise": 1}},
         "",
-        "deepspeed.zero_optimization.stage3_prefetch",
-        ("did you mean `stage3_",),
+        "deepspeed.zero_optimization.stage3_prefetch_buket_sise",
+        ("did you mean `stage3_prefetch_bucket_size`",),
     ),
 }
 
 
 LAUNCHED = ("misspelt key",)
-"""Cases that a user's own command shows too, before the imports; after them the hub's are."""
+"""Cases that a user's own command shows too; after them the hub's are."""
 
 
 @pytest.mark.parametrize("case", RECIPES)
@@ -110,7 +113,9 @@ def test_a_wrong_sample_is_named_by_file_and_line(
 def test_an_empty_data_set(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     (ground.folder / "empty.jsonl").write_text("")
     ground.write({"data.train": "empty.jsonl"})
-    ground.call(capsys).about("data.train", "empty.jsonl", "no sample is left", "give it data")
+    told = "empty.jsonl: holds no sample; give it data, or leave it out"
+    for verb in ("train", "check"):
+        assert ground.call(capsys, verb, str(ground.path)).lines == [told]
 
 
 def test_the_hub_out_of_reach(ground: Ground, tmp_path: Path) -> None:
@@ -144,7 +149,90 @@ def test_a_tokenizer_that_will_not_do(ground: Ground, capsys: pytest.CaptureFixt
     ground.write({"data.train": text, key: "./tokenizr"})
     ground.call(capsys).about(key, "`./tokenizr` does not exist")
     ground.write({"data.train": text})
-    ground.call(capsys).about(key, "none can be loaded from", "tokenizer.json")
+    for verb in ("train", "check"):  # transformers makes an empty one of such a folder
+        found = ground.call(capsys, verb, str(ground.path))
+        folder = ground.recipe["model"]["name_or_path"]
+        assert len(found.lines) == 1
+        found.about(key, f"the folder `{folder}` holds no tokenizer (no tokenizer.json, ")
+
+
+def damaged(folder: Path, case: str) -> tuple[Path, str]:
+    """A copy of the shipped tokenizer with one file spoilt, and what is to be said of that."""
+    shutil.copytree(TOKENIZER, folder)
+    file = folder / ("tokenizer_config.json" if case == "beside" else "tokenizer.json")
+    whole = file.read_bytes()
+    file.unlink()
+    if case in ("cut", "beside"):
+        file.write_bytes(whole[: len(whole) // 2])
+        return file, "is cut off or damaged ("
+    if case == "another":
+        file.write_text("[1]")
+        return file, "is no JSON object; copy or download it again, whole"
+    if case == "pointer":
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+        return file, "is a pointer of Git LFS, not the file; run `git lfs pull` there"
+    if case == "link":
+        file.symlink_to("../blobs/gone")
+        return file, "leads nowhere; copy what it stands for"
+    file.mkdir()
+    return file, "cannot be read: Is a directory; "
+
+
+@pytest.mark.parametrize("case", ["cut", "beside", "another", "pointer", "link", "unreadable"])
+def test_a_damaged_tokenizer_is_named_by_file(
+    ground: Ground, capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
+) -> None:
+    file, told = damaged(tmp_path / "tokenizer", case)
+    changes = {"data.train": data_of(ground, {"text": "hi"}), "model.overrides.vocab_size": 8192}
+    config = f"{ground.recipe['model']['name_or_path']}/config.json"
+    changes |= {"model.name_or_path": None, "model.config": config}
+    changes |= {"model.tokenizer": str(file.parent)}
+    for more in ({}, {"model.add_tokens": ["<|new|>"]}):
+        ground.write({**changes, **more})
+        for verb in ("train", "check"):
+            found = ground.call(capsys, verb, str(ground.path))
+            assert len(found.lines) == 1
+            found.about("model.tokenizer", f"`{file}` {told}")
+
+
+def test_a_model_that_is_neither_a_folder_nor_of_the_hub(
+    ground: Ground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, says = "model.name_or_path", "is neither a folder here nor org/name of the hub"
+    for name, near in (
+        ("qwen22", None),
+        ("qwen3-8b", "Qwen/Qwen3-8B"),
+        ("Llama3.1-8B", "meta-llama/Llama-3.1-8B"),
+    ):
+        ground.write({key: name})
+        for verb in ("train", "check"):
+            line = ground.call(capsys, verb, str(ground.path)).about(key, f"`{name}` {says}")
+            assert "; name a folder, or org/name of the hub" in line
+            assert line.endswith(f"; did you mean `{near}`?") == bool(near), line
+            assert near or "did you mean" not in line
+
+
+def test_what_this_user_may_not_read_is_told_as_that(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system as it answers one who is not root: nothing below the folder can be looked at."""
+    folder = ground.folder.parent / "barred"
+    folder.mkdir()
+    stat = os.stat
+
+    def barred(place: Any, *words: Any, **more: Any) -> os.stat_result:
+        if str(place).startswith(f"{folder}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+        return stat(place, *words, **more)
+
+    for key, name in (("name_or_path", folder), ("config", folder), ("name_or_path", folder / "x")):
+        model = {"model": {key: str(name), "dtype": "float32"}}
+        ground.write({**model, "data.train": ground.recipe["data"]["train"]})
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "stat", barred)
+            found = ground.call(capsys, "check", str(ground.path))
+        file = name if name != folder else folder / "config.json"
+        found.about(f"model.{key}", f"`{file}` cannot be read: Permission denied; let this user")
 
 
 def test_data_that_does_not_fit_its_format(

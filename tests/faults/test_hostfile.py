@@ -13,6 +13,7 @@ import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
 from tests.faults.launched import ROOT, two_free_ports
+from tests.support.hangs import HANG_SECONDS
 from uspft.launcher import LaunchError, run_on_hosts
 from uspft.launcher.hostfile import read_hostfile
 
@@ -151,7 +152,7 @@ def start(folder: Path, hosts: str, *words: str) -> subprocess.Popen[str]:
 
 
 def wait_for(folder: Path, *names: str) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_SECONDS
     while not all((folder / name).exists() for name in names):
         assert time.monotonic() < until, f"no {names}"
         time.sleep(0.02)
@@ -159,7 +160,7 @@ def wait_for(folder: Path, *names: str) -> None:
 
 def test_a_command_runs_on_every_host(tmp_path: Path) -> None:
     running = start(tmp_path, "n0 slots=4\nn1 slots=4\n", "train", "a b.yaml")
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 0, err
     words = "train a b.yaml launch.processes=4"
     for rank in range(2):
@@ -172,7 +173,7 @@ def test_a_command_runs_on_every_host(tmp_path: Path) -> None:
 
 def test_what_the_user_says_of_processes_stays(tmp_path: Path) -> None:
     running = start(tmp_path, "localhost slots=4\n", "r.yaml", "launch.processes=2")
-    assert running.communicate(timeout=30)[0] == "out of 0\n"
+    assert running.communicate(timeout=HANG_SECONDS)[0] == "out of 0\n"
     assert " r.yaml launch.processes=2 0 1 localhost" in (tmp_path / "told-0").read_text()
     assert not (tmp_path / "bin/called").exists()  # this host needs no ssh
 
@@ -182,7 +183,7 @@ def test_a_signal_asks_every_host_to_stop(tmp_path: Path, number: signal.Signals
     running = start(tmp_path, "n0\nn1\n", "wait")
     wait_for(tmp_path, "ready-0", "ready-1")
     running.send_signal(number)
-    running.communicate(timeout=30)
+    running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 130
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["asked"] * 2
 
@@ -193,18 +194,18 @@ def test_a_killed_start_leaves_no_host_running(tmp_path: Path) -> None:
     running.kill()
     wait_for(tmp_path, "ended-0", "ended-1")
     assert [(tmp_path / f"ended-{rank}").read_text() for rank in range(2)] == ["lost"] * 2
-    running.communicate(timeout=10)
+    running.communicate(timeout=HANG_SECONDS)
 
 
 def test_a_failure_ends_the_other_hosts(tmp_path: Path) -> None:
     running = start(tmp_path, "n0\nn1\n", "fail")
-    running.communicate(timeout=30)
+    running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 3 and (tmp_path / "ended-0").read_text() == "asked"
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     running = start(tmp_path, "n0\nunreachable\n", "wait")
-    _, err = running.communicate(timeout=30)
+    _, err = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 1
     assert "unreachable: ssh did not reach this host, or has lost it" in err
 
@@ -223,7 +224,7 @@ def test_two_hosts_of_a_file_meet(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), **own, **place},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 2 and "none.yaml" in done.stderr

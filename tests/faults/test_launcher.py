@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.launched import launch
+from tests.support.hangs import HANG_SECONDS
 
 WAIT = "time.sleep(600)"
 
@@ -25,7 +26,7 @@ def test_all_ranks_end_well(tmp_path: Path) -> None:
         print(f"err of {rank}", file=sys.stderr)
         """,
     )
-    out, shown = run.process.communicate(timeout=20)
+    out, shown = run.process.communicate(timeout=HANG_SECONDS)
     assert run.process.returncode == 0
     run.assert_nothing_left()
     assert len(run.pids()) == 6  # three ranks, a child each
@@ -53,7 +54,7 @@ def test_an_exception_is_told_once_with_its_rank(tmp_path: Path, rank: int) -> N
         report(ValueError("boom"))
     time.sleep(600)
     """
-    code, shown = launch(tmp_path, 4, script).end(within=10)
+    code, shown = launch(tmp_path, 4, script).end()
     assert code == 1
     assert shown.count(f"rank {rank} failed: ValueError: boom") == 1
     assert shown.count("Traceback") == 1 and shown.count("raise error") == 1
@@ -67,7 +68,7 @@ def test_an_exception_that_nobody_reported_is_told_from_the_log(tmp_path: Path, 
         raise ValueError("boom")
     time.sleep(600)
     """
-    code, shown = launch(tmp_path, 3, script).end(within=10)
+    code, shown = launch(tmp_path, 3, script).end()
     assert code == 1
     assert f"rank {rank} failed: exit code 1" in shown
     assert shown.count("ValueError: boom") == 1
@@ -81,7 +82,7 @@ def test_a_rank_that_reported_and_hangs_on_its_way_out(tmp_path: Path) -> None:
         report(ValueError("boom"))
     time.sleep(600)
     """
-    code, shown = launch(tmp_path, 2, script).end(within=10)
+    code, shown = launch(tmp_path, 2, script).end()
     assert code == 1 and "rank 1 failed: ValueError: boom" in shown
 
 
@@ -93,7 +94,7 @@ def test_a_killed_rank_is_told_with_its_last_lines(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
     """
-    code, shown = launch(tmp_path, 3, script).end(within=10)
+    code, shown = launch(tmp_path, 3, script).end()
     assert code == 1
     assert "rank 2 failed: killed (SIGKILL), probably out of memory" in shown
     assert [f"line {line} of 2" in shown for line in (29, 30, 49)] == [False, True, True]
@@ -101,13 +102,13 @@ def test_a_killed_rank_is_told_with_its_last_lines(tmp_path: Path) -> None:
 
 def test_another_signal_is_named(tmp_path: Path) -> None:
     script = "os.kill(os.getpid(), signal.SIGSEGV) if rank else time.sleep(600)"
-    code, shown = launch(tmp_path, 2, script).end(within=10)
+    code, shown = launch(tmp_path, 2, script).end()
     assert code == 1 and "rank 1 failed: killed by SIGSEGV" in shown
 
 
 def test_wrong_data_found_late(tmp_path: Path) -> None:
     script = "report(ValueError('data.jsonl:17: no text'), code=2) if rank else time.sleep(600)"
-    code, shown = launch(tmp_path, 2, script).end(within=10)
+    code, shown = launch(tmp_path, 2, script).end()
     assert (code, shown) == (2, "data.jsonl:17: no text\n")
 
 
@@ -132,7 +133,7 @@ def test_the_cause_is_told_and_not_what_follows_from_it(tmp_path: Path, conseque
         {consequence}
     time.sleep(600)
     """
-    code, shown = launch(tmp_path, 4, script).end(within=10)
+    code, shown = launch(tmp_path, 4, script).end()
     assert code == 1
     assert "rank 3 failed: ValueError: the cause" in shown and "rank 1" not in shown
 
@@ -143,7 +144,7 @@ def test_a_lost_connection_with_no_other_cause_is_the_cause(tmp_path: Path) -> N
         report(RuntimeError("[pair.cc:534] Connection closed by peer"))
     time.sleep(600)
     """
-    code, shown = launch(tmp_path, 2, script).end(within=10)
+    code, shown = launch(tmp_path, 2, script).end()
     assert code == 1 and "rank 1 failed: RuntimeError: [pair.cc:534] Connection closed" in shown
 
 
@@ -156,7 +157,7 @@ def test_the_earliest_of_two_causes(tmp_path: Path) -> None:
         report(ValueError(f"cause {rank}"))
     time.sleep(600)
     """
-    assert "rank 2 failed: ValueError: cause 2" in launch(tmp_path, 3, script).end(within=10)[1]
+    assert "rank 2 failed: ValueError: cause 2" in launch(tmp_path, 3, script).end()[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -184,7 +185,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     time.sleep(0.5)
     assert run.process.poll() is None
     run.send(signal.SIGINT)
-    code, shown = run.end(within=10)
+    code, shown = run.end()
     assert code == 130
     assert shown.endswith("\nstopped at once\n")
 
@@ -193,7 +194,7 @@ def test_a_signal_before_the_ranks_are_ready(tmp_path: Path) -> None:
     run = launch(tmp_path, 3, WAIT)
     run.wait_for("pid", 3)
     run.send(signal.SIGTERM)
-    code, shown = run.end(within=10)
+    code, shown = run.end()
     assert code == 130 and shown.endswith("\nstopped before the run had begun\n")
 
 
@@ -208,7 +209,7 @@ def test_a_failure_while_saving_is_a_failure(tmp_path: Path) -> None:
     run = launch(tmp_path, 2, script)
     run.wait_for("ready", 2)
     run.send(signal.SIGTERM)
-    code, shown = run.end(within=10)
+    code, shown = run.end()
     assert code == 1 and "rank 1 failed: OSError: disk full" in shown
 
 
@@ -217,7 +218,7 @@ def test_a_killed_supervisor_leaves_no_rank(tmp_path: Path) -> None:
     run = launch(tmp_path, 3, "child.kill()\nmark('pid', os.getpid())\n" + WAIT)
     run.wait_for("pid", 3)
     run.send(signal.SIGKILL)
-    assert run.end(within=10)[0] == -signal.SIGKILL
+    assert run.end()[0] == -signal.SIGKILL
 
 
 def test_the_cause_among_real_collectives(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_the_cause_among_real_collectives(tmp_path: Path) -> None:
         mark("consequence", error)
         report(error)
     """
-    code, shown = launch(tmp_path, 4, script).end(within=60)
+    code, shown = launch(tmp_path, 4, script).end()
     assert code == 1 and shown.count("failed: ") == 1
     assert "rank 2 failed: ValueError: boom" in shown
     assert list(tmp_path.glob("consequence-*"))
@@ -259,7 +260,7 @@ def test_who_waits_too_long_is_told_with_the_collective(tmp_path: Path) -> None:
     except RuntimeError as error:
         report(error)
     """
-    code, shown = launch(tmp_path, 3, script).end(within=60)
+    code, shown = launch(tmp_path, 3, script).end()
     first, *_ = shown.splitlines()
     told = "waited 0.05 min in all_reduce for other ranks (launch.timeout_minutes)"
     assert code == 1 and told in first, shown
@@ -281,7 +282,7 @@ def test_a_collective_that_nccl_gave_up_is_told(tmp_path: Path) -> None:
         os.abort()
     time.sleep(600)
     """
-    code, shown = launch(tmp_path, 2, script).end(within=10)
+    code, shown = launch(tmp_path, 2, script).end()
     assert code == 1
     told = "waited 10 min in _allgather_base for other ranks (launch.timeout_minutes)"
     assert told in shown.splitlines()[0] and WATCHDOG in shown

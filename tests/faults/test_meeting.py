@@ -14,18 +14,19 @@ import pytest
 
 from tests.faults.launched import two_free_ports
 from tests.support.forked import Forked, play
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import records, write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.runs import small_recipe
 
-HOST = """
+HOST = f"""
 import signal, sys, time
 from uspft.config.problems import InputError, RunFailed
 from uspft.launcher import Meeting, hosts_from, meeting as module, watch
 module.PATIENCE_SECONDS, module.AGAIN_SECONDS = 0.2, 0.2
 watch.BEAT_SECONDS, watch.RETRY_SECONDS = 0.1, 0.1
-def convene(ranks=1, device="cpu", gpus=0):
-    watch = meeting.convene(ranks, device, gpus, 2.0)
+def convene(ranks=1, device="cpu", gpus=0, limit={HANG_SECONDS}):
+    watch = meeting.convene(ranks, device, gpus, limit)
     print("met", flush=True)
     time.sleep(0.3)
     watch.tell("done")
@@ -48,7 +49,8 @@ sys.exit(code)
 """
 
 READY = "return convene()"
-WAITS = "up(); time.sleep(60)"
+SHORT = "return convene(limit=2.0)"
+WAITS = "up(); time.sleep(600)"
 REFUSES = 'raise InputError("r.yaml:3: model.nam: unknown key")'
 NAME = socket.gethostname()
 
@@ -65,15 +67,15 @@ class Host(Forked):
 
     def up(self) -> Host:
         """Return when it has another host on the line, or is past the start of its own."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + HANG_SECONDS
         shown = Path(self._folder.name) / "stdout"
         while not (shown.exists() and "up\n" in shown.read_text()):
             assert time.monotonic() < until and self.poll() is None, self.communicate()
             time.sleep(0.01)
         return self
 
-    def end(self, within: float = 20.0) -> tuple[int, str, str]:
-        out, err = self.communicate(within)
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.communicate()
         assert self.returncode is not None
         return self.returncode, out, err
 
@@ -101,7 +103,7 @@ def test_hosts_begin_together() -> None:
 def test_hosts_choose_by_what_is_least_of_all() -> None:
     """Each waits until all have given their number; one that has left is not waited for."""
     bodies = [
-        f'print(meeting.least("memory", {mine}, 9.0), flush=True); return convene()'
+        f'print(meeting.least("memory", {mine}, {HANG_SECONDS}), flush=True); return convene()'
         for mine in (70, 90, 60)
     ]
     ends = meet(*bodies[:2], "time.sleep(1); " + bodies[2])
@@ -115,9 +117,7 @@ def test_hosts_choose_by_what_is_least_of_all() -> None:
 def test_a_refusal_ends_all_at_once(refusing: int, others: str) -> None:
     bodies = [others] * 3
     bodies[refusing] = REFUSES
-    start = time.monotonic()
     ends = meet(*bodies)
-    assert time.monotonic() - start < 12
     assert [code for code, _, _ in ends] == [2] * 3
     told = "r.yaml:3: model.nam: unknown key\n"
     for index, (_, _, err) in enumerate(ends):
@@ -134,7 +134,7 @@ def test_a_host_that_comes_late_hears_of_it(bodies: tuple[str, ...]) -> None:
 
 def test_who_has_not_called_is_named() -> None:
     port = two_free_ports()
-    first, other = Host(READY, 0, port, 3), Host(READY, 2, port, 3)
+    first, other = Host(SHORT, 0, port, 3), Host(SHORT, 2, port, 3)
     for host in (first, other):
         code, _, err = host.end()
         assert code == 1 and "waiting for host 1: has not called\n" in err
@@ -143,7 +143,7 @@ def test_who_has_not_called_is_named() -> None:
 
 def test_a_first_host_that_does_not_answer_is_named() -> None:
     port = two_free_ports()
-    code, _, err = Host(READY, 1, port).end()
+    code, _, err = Host(SHORT, 1, port).end()
     told = f"host 0 (127.0.0.1, port {port + 1}): no answer"
     assert code == 1 and f"waiting for {told}\n" in err
     assert f"waited 0.0333 min (launch.timeout_minutes) for {told}" in err
@@ -223,13 +223,13 @@ def test_two_hosts_train_into_one_folder(recipe: dict[str, Any], tmp_path: Path,
     port = two_free_ports()
     early = trains(recipe, tmp_path, 1 - late, port)
     shown, sign = tmp_path / "host1/stderr", tmp_path / "out/environment.json"
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANG_SECONDS
     while not (sign.exists() if late else shown.exists() and "waiting for" in shown.read_text()):
         assert time.monotonic() < until and early.poll() is None, early.communicate()
         time.sleep(0.02)
     assert not (tmp_path / "out/logs").exists()
     hosts = [early, trains(recipe, tmp_path, late, port)]
-    ends = [host.communicate(timeout=120) for host in hosts]
+    ends = [host.communicate(timeout=HANG_SECONDS) for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], ends
     assert [one["step"] for one in records(tmp_path)] == [1, 2]
     logs = {path.name for path in (tmp_path / "out/logs").iterdir()}
@@ -240,7 +240,7 @@ def test_a_misspelt_key_on_one_host_ends_both(recipe: dict[str, Any], tmp_path: 
     port = two_free_ports()
     first = trains(recipe, tmp_path, 0, port)
     second = trains(recipe, tmp_path, 1, port, "model.nam=x")
-    ends = [host.communicate(timeout=30) for host in (first, second)]
+    ends = [host.communicate(timeout=HANG_SECONDS) for host in (first, second)]
     assert [first.returncode, second.returncode] == [2, 2], ends
     assert f"host 1 ({NAME}): command line: model.nam: " in ends[0][1]
     assert not (tmp_path / "out/logs").exists()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from typing import Any
+
 import pytest
 
 from tests.support.refused import Ground
@@ -38,6 +42,33 @@ def test_a_cache_that_cannot_be_written(
     found = ground.call(capsys, "check", str(ground.path))
     found.about("data.cache_dir", "`/proc/cache/uspft` cannot be written", "name another folder")
     ground.write({"data.cache_dir": str(ground.folder)})
+    assert main(["check", str(ground.path)]) == 0
+
+
+def test_a_read_only_mount_is_named_and_may_hold_the_inputs(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system as it answers where another folder is mounted without the right to write."""
+    mounted = ground.folder.parent / "mounted"
+    shutil.copytree(ground.recipe["model"]["name_or_path"], mounted / "model")
+    of_mount = os.statvfs
+
+    def read_only(place: Any) -> Any:
+        found = of_mount(place)
+        if str(place).startswith(str(mounted)):
+            fields = [*found]
+            fields[8] |= os.ST_RDONLY
+            return os.statvfs_result(fields)
+        return found
+
+    monkeypatch.setattr(os, "statvfs", read_only)
+    for key in ("output_dir", "data.cache_dir"):
+        ground.write({key: str(mounted / "new")})
+        for verb in ("train", "check"):
+            found = ground.call(capsys, verb, str(ground.path))
+            told = f"`{mounted}/new` cannot be written: {mounted} is on a read-only mount"
+            found.about(key, told, "name another folder")
+    ground.write({"model.name_or_path": str(mounted / "model")})
     assert main(["check", str(ground.path)]) == 0
 
 

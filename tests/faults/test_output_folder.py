@@ -221,7 +221,7 @@ def test_room_on_the_disk_is_looked_at_first(
     assert there == 2 * each + 4 * model.parameters
     shutil.rmtree(ground.folder / "out")
     for free, code in ((needed - 1, 2), (needed, 1)):
-        room = SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=free + 1)
+        room = SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=free + 1, f_flag=0)
         monkeypatch.setattr(os, "statvfs", lambda path, room=room: room)
         if code == 2:
             found = ground.call(capsys)

@@ -224,7 +224,6 @@ def test_every_known_template_is_compared() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 def test_every_known_template_that_is_downloaded_is_compared() -> None:
     known = {twins.digest(template(name).source) for name in TWINS}
     assert known == twins.models().keys()

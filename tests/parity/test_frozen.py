@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import close, prepared, small_recipe
@@ -67,7 +65,6 @@ def measured(engine: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(300)
 def test_bytes(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "llama", heads=4, kv_heads=2)
     data = make_documents(tmp_path / "d.jsonl", [48, 30], masked=[0.0])

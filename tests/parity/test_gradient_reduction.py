@@ -85,7 +85,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return spawn(2, work, folder, data)[0]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", STAGES)
 def test_half_the_bytes_and_one_rounding(answers: Any, stage: int) -> None:
     (sent, whole, moments), (less, rounded, others) = (answers[stage, kind] for kind in TYPES)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.support.models import Documents, make_documents, make_model
@@ -90,7 +89,6 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(120)
 def test_every_fault_is_seen_on_every_rank(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "llama")
     data = make_documents(tmp_path / "d.jsonl", [64, 60, 31], masked=[0.0, 0.4])

@@ -84,7 +84,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
     return folder, make_documents(folder / "d.jsonl", [ROW, 40, 50, 20], masked=[0.0])
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "names",
     [SOME, pytest.param(tuple(LAYOUTS.keys() - set(SOME)), marks=pytest.mark.full)],

@@ -101,7 +101,6 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     return answers if dist.get_rank() == 0 else {}
 
 
-@pytest.mark.timeout(300)
 def test_rows_of_three_layouts_are_one_step(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "llama", heads=HEADS.query, kv_heads=HEADS.kv)
     lengths = [ROW] * (STEPS * ROWS_PER_STEP)

@@ -140,7 +140,6 @@ def unlike(one: Any, other: Any) -> list[str]:
     ]
 
 
-@pytest.mark.timeout(400)
 def test_every_option_equals_one_process(answers: dict[Case, Any], setting: Any) -> None:
     met = {(case.layout, case.zero, case.options, case.question) for case in answers}
     for number, values in ((0, LAYOUTS), (1, FULLY), (2, OPTIONS)):

@@ -21,7 +21,6 @@ from uspft.parameters.owned import owned_parts
 from uspft.parameters.part import Part
 from uspft.switching.routes import ByOwners
 
-pytestmark = pytest.mark.timeout(400)
 SMALL = 1024
 """Bytes of a tensor that is left out of what is counted: scalars, batches, rotary frequencies."""
 CASES = [

@@ -22,8 +22,6 @@ from uspft.layout import Layout
 from uspft.parameters.shards import Shards
 from uspft.switching.moving import MovingEngine
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:

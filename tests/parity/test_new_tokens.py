@@ -83,7 +83,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any
     return spawn(2, work, folder)[0], own, grown
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "grown before"])
 def test_rows_start_as_the_mean(found: tuple[dict[str, Any], Any, Any], name: str) -> None:
     runs_of, own, grown = found
@@ -95,7 +94,6 @@ def test_rows_start_as_the_mean(found: tuple[dict[str, Any], Any, Any], name: st
     assert sorted(runs_of[name]["start"]) == sorted(TABLES)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["ring, ZeRO-3", "tensor, ZeRO-2"])
 def test_training_goes_on_as_with_a_model_grown_before(
     found: tuple[dict[str, Any], Any, Any], name: str

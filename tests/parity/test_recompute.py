@@ -132,7 +132,6 @@ def made(folder: Path) -> Documents:
     return make_documents(folder / "d.jsonl", [64, 60, 31, 17], masked=[0.0, 0.4])
 
 
-@pytest.mark.timeout(200)
 def test_what_is_made_again_is_sent_again_and_changes_nothing(tmp_path: Path) -> None:
     tried = {parallel.get("context_parallel_algo", "whole") for parallel in LAYOUTS.values()}
     assert tried == set(ALGORITHMS) - {"hybrid_cp"}  # which on two ranks is Ulysses or a ring

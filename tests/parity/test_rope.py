@@ -138,7 +138,6 @@ def want(name: str, folder: Path, data: dict[str, Documents]) -> Any:
     return reference(folder / name, steps, rate=1e-3, clip=0.5, rope=case.meant, row=ROW)
 
 
-@pytest.mark.timeout(600)
 def test_scaled_positions_are_those_of_the_rows_length(setting: Any) -> None:
     answers, unsettled = spawn(2, work, *setting)[0]
     wrong = {name: mismatch(got, want(name, *setting)) for name, got in answers.items()}

@@ -122,7 +122,6 @@ def problems(case: Any, got: Any, setting: tuple[Path, Documents]) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(600)
 def test_the_routers_loss_is_that_of_whole_rows(setting: tuple[Path, Documents]) -> None:
     answers = spawn(4, work, *setting)[0]
     wrong = {case: problems(case, got, setting) for case, got in zip(CASES, answers, strict=True)}

@@ -167,7 +167,6 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     return spawn(4, on_four, folder)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("zero", ZERO)
 def test_training_in_parts_equals_one_process(zero: str, answers: list[dict[str, Any]]) -> None:
     numbers, first, end, adam = one_process(values(), range(1, STEPS + 1))
@@ -237,7 +236,6 @@ RESUMED: dict[str, tuple[int, Layout]] = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_checkpoint_comes_back_under_another_split(
     name: str, folder: Path, answers: list[dict[str, Any]]
@@ -255,7 +253,6 @@ def test_a_checkpoint_comes_back_under_another_split(
         assert all(whole == set() for answer in got for _, _, whole in answer.values())
 
 
-@pytest.mark.timeout(200)
 def test_engines_with_an_mpu_and_without_take_turns(folder: Path) -> None:
     numbers, _, end, _ = one_process(values(), range(1, STEPS + 1))
     for mine, weights in spawn(4, in_one_process, folder)[0]:

@@ -19,7 +19,6 @@ from uspft.switching import switch as switching
 from uspft.switching.moves import Moves, Stock, plan_moves, stock_of
 from uspft.switching.switch import Switch
 
-pytestmark = pytest.mark.timeout(200)
 HOSTS = (0, 0, 1, 1), (0, 1, 1, 1)
 DTYPES = torch.float32, torch.bfloat16
 EVERY = list(product(LAYOUTS, LAYOUTS))

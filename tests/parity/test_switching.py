@@ -28,8 +28,6 @@ from tests.support.switching import (
     wrong_of,
 )
 
-pytestmark = pytest.mark.timeout(600)
-
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "heads": 8, "kv_heads": 4},
     "qwen3": {"kind": "qwen3", "heads": 8, "kv_heads": 2},

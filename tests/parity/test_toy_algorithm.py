@@ -121,7 +121,6 @@ def test_nobody_knows_it_without_its_row(setting: tuple[Path, Documents]) -> Non
         examined(*setting, "toy_cp")
 
 
-@pytest.mark.timeout(120)
 def test_it_trains_as_one_process(setting: tuple[Path, Documents]) -> None:
     folder, data = setting
     got = spawn(2, work, folder, data)[0]

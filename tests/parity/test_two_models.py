@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from tests.support.models import KINDS, Documents, make_documents, make_model, mismatch, reference
@@ -58,7 +57,6 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     return found if dist.get_rank() == 0 else {}
 
 
-@pytest.mark.timeout(300)
 def test_each_is_what_it_would_be_alone(tmp_path: Path) -> None:
     for kind in LAYOUTS:
         make_model(tmp_path / kind, **KINDS[kind])

@@ -94,7 +94,6 @@ def want(setting: tuple[Path, Documents], blocks: dict[str, Any]) -> Any:
     return reference(folder / "model", steps, rate=1e-3, clip=0.5, rope=rope)
 
 
-@pytest.mark.timeout(300)
 def test_each_variant_equals_one_process(setting: tuple[Path, Documents]) -> None:
     answers = spawn(4, work, *setting)[0]
     wrong = {name: mismatch(got, want(setting, CASES[name])) for name, got in answers.items()}

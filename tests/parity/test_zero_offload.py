@@ -9,8 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.models import Documents, make_documents, make_model, mismatch, reference
 from tests.support.ranks import spawn
 from tests.support.rows import PLAIN_ROWS, ROW, row_documents
@@ -49,7 +47,6 @@ def work(rank: int, folder: Path, data: dict[bool, Documents]) -> dict[str, Any]
     return found
 
 
-@pytest.mark.timeout(600)
 def test_what_lies_on_the_host_changes_no_result(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen3", heads=4, kv_heads=2)
     lengths = list(chain(*PLAIN_ROWS))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -104,7 +103,6 @@ def work(rank: int, folder: Path, corpus: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.timeout(600)
 def test_state_is_predicted_within_two_percent(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
     corpus = make_documents(tmp_path / "d.jsonl", [ROW] * 8, masked=[0.0]).path

@@ -14,6 +14,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from uspft.config import Recipe, load
 from uspft.config.recipe import ModelBlock
 from uspft.families import ModelShape, read_shape
@@ -169,7 +170,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
     def run(*words: str) -> tuple[int, str, str]:
         command = Forked(["check", *words], tmp_path, **OFFLINE)
-        said, err = command.communicate(timeout=60)
+        said, err = command.communicate(timeout=HANG_SECONDS)
         return command.wait(0), said, err
 
     return run

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT, environment, write_recipe
 
 SHOWN = ("stdout", "stderr")
@@ -67,7 +68,7 @@ class Forked:
             raise subprocess.TimeoutExpired("a forked command", timeout)
         return self.returncode
 
-    def communicate(self, timeout: float = 10.0) -> tuple[str, str]:
+    def communicate(self, timeout: float = HANG_SECONDS) -> tuple[str, str]:
         self.wait(timeout)
         out, err = (path.read_text() for path in self._shown)
         return out, err

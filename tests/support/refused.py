@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT, environment, in_project
 
 LINE = re.compile(r"(?P<where>command line|.+?:\d+): (?P<key>[^:]*): (?P<what>.+?); (?P<remedy>.+)")
@@ -95,7 +96,7 @@ class Ground:
                 env=own,
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=HANG_SECONDS,
                 check=False,
             )
             return done.returncode, done.stdout, done.stderr

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.support.hangs import HANG_SECONDS
 from uspft.kernels.torch_cpu import TorchCpu
 
 MARK = 1000
 """Key t carries MARK + t in its first channel, which queries are blind to."""
-PATIENCE_SECONDS = 20
 
 
 def mark_keys(q: Tensor, k: Tensor) -> None:
@@ -112,7 +112,7 @@ class Rank:
             transfer.ended = self.now()
             here = buffer()
             assert here is not None, "gone before it was filled"
-            here.copy_(letter.get(timeout=PATIENCE_SECONDS))
+            here.copy_(letter.get(timeout=HANG_SECONDS))
             transfer.tokens = tokens_of(here[0])
 
         return end

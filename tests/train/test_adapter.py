@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.adapters import peft_adapter
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import records
 from tests.support.models import Documents, Reference, make_documents, make_model, reference
 from tests.support.runs import small_recipe
@@ -38,7 +39,6 @@ def from_seed(name: str, part: Part) -> torch.Tensor:
     return AdapterStart(no_base, SEED).read(name, part)
 
 
-@pytest.mark.timeout(600)
 def test_an_adapter_from_recipe_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two steps under one layout, the third under another; then what the run has left."""
     model, out = make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2), tmp_path / "out"
@@ -83,13 +83,13 @@ def trains_under_two_layouts(model: Path, data: Documents, folder: Path) -> None
         export={"huggingface": True},
     )
     process = Forked.start(recipe, folder)
-    said, err = process.communicate(timeout=300)
+    said, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, err
     assert "trains: 1,664 parameters, beside " in said and "on down_proj, q_proj)" in said
     assert f"adapter:    {folder}/out/adapter  (PeftModel.from_pretrained loads it)" in said
     recipe |= {"parallel_config": ULYSSES, "deepspeed": {"zero_optimization": {"stage": 1}}}
     process = Forked.start(recipe, folder, f"training.steps={STEPS}")
-    said, err = process.communicate(timeout=300)
+    said, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0 and "going on from" in said, err
 
 

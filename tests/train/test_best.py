@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import records, write_recipe
 from tests.support.models import VOCABULARY, make_documents, make_model
 from tests.support.runs import small_recipe
@@ -57,7 +58,7 @@ def recipe_of(folder: Path) -> dict[str, Any]:
 
 def run(recipe: dict[str, Any], folder: Path, *words: str) -> str:
     process = Forked.start(recipe, folder, *words)
-    out, err = process.communicate(timeout=250)
+    out, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, err) == (0, ""), out
     return out
 
@@ -101,7 +102,6 @@ def is_in_tensorboard(folder: Path) -> None:
     assert "recipe/text_summary" in shown.Tags()["tensors"]
 
 
-@pytest.mark.timeout(600)
 def test_the_best_stays_and_a_run_ends_early(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     (tmp_path / "straight").mkdir()

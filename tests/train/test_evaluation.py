@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.evaluation import alone
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import records
 from tests.support.models import make_documents, make_model
 
@@ -39,7 +40,6 @@ def recipe_of(folder: Path, train: Path, sets: list[Path]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(300)
 def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen3", heads=4, kv_heads=2)
     data = make_documents(tmp_path / "train.jsonl", [60, 36, 96, 50], masked=[0.0, 0.9, 0.4])
@@ -51,7 +51,7 @@ def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
     }
     recipe = recipe_of(tmp_path, data.path, [found.path for found in sets.values()])
     process = Forked.start(recipe, tmp_path)
-    out, err = process.communicate(timeout=250)
+    out, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()
     for name, found in sets.items():
@@ -88,7 +88,7 @@ def test_a_run_evaluates_and_says_so(tmp_path: Path) -> None:
     assert [source["path"] for source in resolved["data"]["eval"]] == recipe["data"]["eval"]
     (tmp_path / "again").mkdir()
     again = Forked.start(resolved, tmp_path / "again", f"output_dir={tmp_path}/again/out")
-    assert again.wait(250) == 0, again.communicate()
+    assert again.wait(HANG_SECONDS) == 0, again.communicate()
     keys = ("step", "eval_loss", "eval_sets")
     ends = [
         [[r.get(key) for key in keys] for r in found if "eval_loss" in r]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.evaluation import alone
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import living, records, write_recipe
 from tests.support.models import Documents, make_documents, make_model, mismatch, reference
 from tests.support.stages import ZERO
@@ -108,14 +109,13 @@ def loses_a_rank(switching: str, mark: Path) -> None:
         ZeroEngine.forward = between_rows  # type: ignore[method-assign]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("switching", ZEROS)
 def test_a_run_that_lost_a_rank_at_a_switch_goes_on_to_what_one_process_gives(
     setting: tuple[Path, Documents, Documents], tmp_path: Path, switching: str
 ) -> None:
     mark, path = tmp_path / "died", write_recipe(recipe(switching, setting), tmp_path)
     process = Forked([str(path)], tmp_path, before=partial(loses_a_rank, switching, mark))
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 1 and mark.exists(), err
     assert time.time() - mark.stat().st_mtime < 30 and not living(tmp_path)
     assert f"rank {KILLED} failed: killed (SIGKILL)" in err and err.count(" failed: ") == 1
@@ -126,7 +126,7 @@ def test_a_run_that_lost_a_rank_at_a_switch_goes_on_to_what_one_process_gives(
     assert "loss" in records(tmp_path)[-2] and "eval_loss" in records(tmp_path)[-1]
 
     again = Forked([str(path)], tmp_path)
-    _, err = again.communicate(timeout=200)
+    _, err = again.communicate(timeout=HANG_SECONDS)
     assert (again.returncode, err) == (0, "")
     found = records(tmp_path)
     assert {"resumed_from_step": AT_STEP - 1} in found

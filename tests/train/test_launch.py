@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import living, living_ranks, records, start
 from tests.support.models import Documents, make_documents, make_model, reference
 from uspft.checkpoint.folder import Checkpoint
@@ -99,7 +100,7 @@ def test_metrics_and_model_are_those_of_one_process(
 ) -> None:
     zero = {"zero_optimization": {"stage": stage}}
     process = begin(recipe(setting, parallel_config=parallel, deepspeed=zero), tmp_path)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, err) == (0, "")
     assert "\nhardware: cpu (shipped figures): " in out
     assert list((tmp_path / "built").iterdir()) == []
@@ -140,14 +141,14 @@ def test_sigterm_saves_and_the_next_run_goes_on_as_if_nothing_had_happened(
     metrics = tmp_path / "out/metrics.jsonl"
     _wait_for(lambda: metrics.exists() and len(records(tmp_path)) >= 3, process)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 130, err
     assert not living(tmp_path)
     stopped = records(tmp_path)[-1]["step"]
     assert stopped < STEPS
     assert (tmp_path / "out/checkpoints/latest").read_text() == f"step-{stopped:08d}\n"
     again = Forked.start(yaml.safe_load((tmp_path / "out/recipe.yaml").read_text()), tmp_path)
-    out, err = again.communicate(timeout=200)
+    out, err = again.communicate(timeout=HANG_SECONDS)
     assert again.returncode == 0, err
     assert f"going on from {tmp_path}/out/checkpoints/step-{stopped:08d}" in out
     steps = [r for r in records(tmp_path) if "loss" in r]
@@ -163,21 +164,21 @@ def test_a_finished_run_says_so_and_exports_from_its_checkpoint(
 ) -> None:
     runs = recipe(setting, checkpoint={"every_steps": 1, "keep_last": 1})
     process = Forked.start(runs, tmp_path)
-    assert process.wait(200) == 0, process.communicate()
+    assert process.wait(HANG_SECONDS) == 0, process.communicate()
     assert [p.name for p in (tmp_path / "out/checkpoints").glob("step-*")] == ["step-00000002"]
     again = Forked.start(runs, tmp_path)
-    out, _ = again.communicate(timeout=100)
+    out, _ = again.communicate(timeout=HANG_SECONDS)
     assert again.returncode == 0
     assert "all 2 steps are done" in out and "checkpoint.resume=never" in out
     (tmp_path / "out/hf").rename(tmp_path / "lost")  # as if it had died before the export
-    assert Forked.start(runs, tmp_path).wait(100) == 0
+    assert Forked.start(runs, tmp_path).wait(HANG_SECONDS) == 0
     assert (tmp_path / "out/hf/model.safetensors").exists()
     place = [f"output_dir={tmp_path / 'other'}", f"checkpoint.resume={tmp_path / 'out'}"]
-    assert Forked.start(runs, tmp_path, *place).wait(100) == 0
+    assert Forked.start(runs, tmp_path, *place).wait(HANG_SECONDS) == 0
     assert (tmp_path / "other/hf/model.safetensors").exists()
     assert is_of_a_run(tmp_path / "other")  # whose own exports the next run may replace
     anew = Forked.start(runs, tmp_path, "checkpoint.resume=never")
-    assert anew.wait(200) == 0
+    assert anew.wait(HANG_SECONDS) == 0
     assert list((tmp_path / "out").glob("earlier-*/checkpoints/step-00000002/state.json"))
 
     from uspft.__main__ import main
@@ -198,7 +199,7 @@ def test_a_run_that_goes_on_keeps_its_export_until_the_new_one_is_whole(
 
     def run(*words: str) -> str:
         process = Forked.start(runs, tmp_path, *words)
-        said, err = process.communicate(timeout=200)
+        said, err = process.communicate(timeout=HANG_SECONDS)
         assert (process.returncode, err) == (0, "")
         assert not (out / ".exports-outdated").exists()
         return said
@@ -211,7 +212,7 @@ def test_a_run_that_goes_on_keeps_its_export_until_the_new_one_is_whole(
     killed = Forked.start(runs, tmp_path, "training.steps=100000")
     _wait_for(lambda: records(tmp_path)[-1].get("step", 0) > 3, killed)
     killed.kill()
-    killed.wait(200)
+    killed.wait(HANG_SECONDS)
     _wait_for(lambda: not living(tmp_path))
     assert exported(out) == first and not list(out.glob("earlier-*"))
     # All that is asked for now is done, and the export is of an earlier step.
@@ -234,7 +235,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
 ) -> None:
     runs = recipe(setting, parallel_config=RING, optimizer={"learning_rate": 1e30})
     process = Forked.start(runs, tmp_path)
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 1
     assert err.count(" failed: ") == 1
     assert "step 2, rows 2 to 3" in err and "nothing was updated" in err
@@ -250,16 +251,14 @@ def test_a_killed_rank_ends_the_run_and_is_named(
         lambda: (tmp_path / "out/metrics.jsonl").exists() and len(records(tmp_path)) >= 1, process
     )
     os.kill(living_ranks(tmp_path)[1], signal.SIGKILL)
-    died = time.monotonic()
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 1
-    assert time.monotonic() - died < 30
     assert "rank 1" in err and "killed" in err
     assert not living(tmp_path)
 
 
-def _wait_for(true: Any, process: Any = None, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
+def _wait_for(true: Any, process: Any = None) -> None:
+    end = time.monotonic() + HANG_SECONDS
     while not true():
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < end, "nothing happened"

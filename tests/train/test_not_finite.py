@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.support.models import make_documents, make_model
@@ -42,7 +41,6 @@ def work(rank: int, folder: Path, data: Path) -> dict[str, tuple[str, bool]]:
     return answers
 
 
-@pytest.mark.timeout(200)
 def test_no_parameter_moves(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "llama")
     data = make_documents(tmp_path / "d.jsonl", [48, 40], masked=[0.2])

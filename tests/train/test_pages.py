@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT
 
 PAGES = ("first-run", "choosing", "data", "resume", "serving")
@@ -89,7 +90,7 @@ def types_page(place: Path, name: str) -> None:
         assert program == "./launch.sh", line
         offline = {"CUDA_VISIBLE_DEVICES": ""}
         command = Forked(words, place.parent, place=place, **offline)
-        said, err = command.communicate(timeout=200)
+        said, err = command.communicate(timeout=HANG_SECONDS)
         assert (command.wait(0), err) == (0, ""), (line, said)
         if words[0] == "check":
             assert "no problem found" in said

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT, environment, records
 
 COMMAND = "./launch.sh recipes/quickstart.yaml"
@@ -39,7 +40,7 @@ def quickstart(folder: Path) -> list[str]:
         env=environment(XDG_CACHE_HOME=str(folder / "cache")),
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -73,7 +74,7 @@ def test_what_a_person_sees_of_three_steps(tmp_path: Path) -> None:
     """Of a folder of a few files: to read all of Python's takes longer than the steps."""
     words = [*command(tmp_path)[1:], "training.steps=3", "data.train=recipes"]
     process = Forked(words, tmp_path, USPFT_PROGRAM=COMMAND.split()[0])
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()
     is_complete(tmp_path, lines, 3)
@@ -83,7 +84,6 @@ def test_what_a_person_sees_of_three_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 def test_the_quickstart_learns(tmp_path: Path) -> None:
     started = time.monotonic()
     lines = quickstart(tmp_path)

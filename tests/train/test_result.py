@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT
 from uspft.config import load
 
@@ -41,10 +41,9 @@ def recipe_of(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(300)
 def test_what_a_run_leaves_is_served_as_it_was_trained(tmp_path: Path) -> None:
     process = Forked.start(recipe_of(tmp_path), tmp_path)
-    out, err = process.communicate(timeout=250)
+    out, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, err) == (0, ""), out
     trained = AutoTokenizer.from_pretrained(ROOT / "data/tokenizer")
     assert "{%- generation %}" in trained.chat_template

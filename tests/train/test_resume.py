@@ -109,7 +109,6 @@ def work(rank: int, folder: Path, data: Path, names: tuple[str, ...]) -> dict[st
     return answers
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", [SOME, pytest.param(MORE, marks=pytest.mark.full)])
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(
     tmp_path: Path, names: tuple[str, ...]

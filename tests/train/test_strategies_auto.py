@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import records
 from tests.support.models import make_documents, make_model
 
@@ -37,7 +38,7 @@ def test_a_tail_is_switched_and_gone_on_from_both_recipes(tmp_path: Path) -> Non
     random = Random(3)
     short = [max(2, min(60, int(random.lognormvariate(2.5, 0.8)))) for _ in range(60)]
     given = recipe(tmp_path, [*short, ROW, ROW - 9], steps=1)
-    out, err = (process := Forked.start(given, tmp_path)).communicate(timeout=200)
+    out, err = (process := Forked.start(given, tmp_path)).communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, err
     said = next(line for line in out.splitlines() if line.startswith("strategies: "))
     assert said.startswith(
@@ -53,12 +54,12 @@ def test_a_tail_is_switched_and_gone_on_from_both_recipes(tmp_path: Path) -> Non
 
     given["training"]["steps"] = 2
     again = Forked.start(given, tmp_path)
-    out, err = again.communicate(timeout=200)
+    out, err = again.communicate(timeout=HANG_SECONDS)
     assert again.returncode == 0, err
     assert "strategies: several layouts, since by the lengths of the data the checkpoint has" in out
     written["training"]["steps"] = 3
     third = Forked.start(written, tmp_path)
-    out, err = third.communicate(timeout=200)
+    out, err = third.communicate(timeout=HANG_SECONDS)
     assert third.returncode == 0, err
     steps = [record["step"] for record in records(tmp_path) if "step" in record]
     assert steps == [1, 2, 3] and "step-00000002" in out
@@ -66,7 +67,7 @@ def test_a_tail_is_switched_and_gone_on_from_both_recipes(tmp_path: Path) -> Non
 
 def test_rows_that_all_are_full_run_in_one_layout(tmp_path: Path) -> None:
     given = recipe(tmp_path, [ROW] * 12, epochs=1)
-    out, err = (process := Forked.start(given, tmp_path)).communicate(timeout=200)
+    out, err = (process := Forked.start(given, tmp_path)).communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, err
     assert "strategies: one layout, since by the lengths of the data " in out
     written = yaml.safe_load((tmp_path / "out/recipe.yaml").read_text())["parallel_config"]

@@ -8,11 +8,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
@@ -90,7 +90,6 @@ def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool
     return found
 
 
-@pytest.mark.timeout(600)
 def test_each_fault_is_caught_in_every_layout_and_nothing_without_one(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2)
     make_documents(tmp_path / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
@@ -117,7 +116,6 @@ def holds_one_layer() -> None:
     preparing.memory_here = pretended
 
 
-@pytest.mark.timeout(600)
 def test_verify_as_a_user_runs_it(tmp_path: Path) -> None:
     """In bfloat16, with a model of two layers where one process can hold one."""
     make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2)
@@ -136,7 +134,7 @@ def test_verify_as_a_user_runs_it(tmp_path: Path) -> None:
     (tmp_path / "out/metrics.jsonl").write_text("kept\n")
     words = ["verify", str(write_recipe(tree, tmp_path)), "--steps=2"]
     verify = Forked(words, tmp_path, before=holds_one_layer)
-    said, err = verify.communicate(timeout=300)
+    said, err = verify.communicate(timeout=HANG_SECONDS)
     assert verify.returncode == 0, err
     assert "first 1 of 2 layers" in said and "equal: 7 of 7 layouts" in said
     found = json.loads((tmp_path / "out/verify/verify.json").read_text())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from uspft.called import to_type
-from uspft.config import load
 from uspft.config.checks import closest
 from uspft.config.problems import UsageError
 
@@ -88,8 +87,6 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
     from uspft.commands.versions import require_versions
     from uspft.prepare.invocation import Invocation
 
-    if verb not in OF_OUTPUT:  # a misspelt key is told before seconds of imports
-        load(target, [word for word in overrides if verb != "calibrate" or word[:3] != "to="])
     require_versions()
     command = to_type(os.environ, verb, *words)
     ranks, steps = _whole("--ranks", options), _whole("--steps", options)

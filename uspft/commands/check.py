@@ -52,6 +52,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             found = weighed_here(found, place, look.lengths)
             recipe = found.recipe
         disk = _disk(recipe, examined) if examined else []
+    if not examined:
+        found.not_checked.append("disk (the sizes of the model are not known here)")
     print(f"{target}: no problem found")
     for line in look.shapes[:SHOWN_FILES]:
         print(f"data: {line}")

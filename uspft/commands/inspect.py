@@ -12,6 +12,7 @@ from uspft.commands.inspect_page import page_of
 from uspft.commands.inspect_screen import show
 from uspft.config.problems import InputError
 from uspft.data import formats_of, load_tokeniser, read_report
+from uspft.data.tokenizer_files import holds_tokenizer
 from uspft.durable import write_text
 from uspft.launcher import planned_hosts
 from uspft.model.hf_config import layer_windows
@@ -80,14 +81,10 @@ def _decoder(found: Examined) -> Decode:
     Data that is tokenised already needs none, and a model's folder may hold none.
     """
     place, named = tokenizer_of(found.here), found.here.model.tokenizer
-    if place is None or not (named or _holds_tokenizer(Path(place))):
+    if place is None or not (named or holds_tokenizer(Path(place))):
         return lambda ids: "".join(f"{one} " for one in ids)
     backend = load_tokeniser(place, found.here.data).backend
     return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
-
-
-def _holds_tokenizer(folder: Path) -> bool:
-    return any(file.name.startswith(("tokenizer", "vocab")) for file in folder.iterdir())
 
 
 def _require_writable(page: Path) -> None:

@@ -19,7 +19,7 @@ from uspft.config.recipe import (
     Source,
     TrainingBlock,
 )
-from uspft.config.yaml.loading import Loaded, as_tree, dump, load
+from uspft.config.yaml.loading import Loaded, Read, as_tree, dump, load, read
 
 __all__ = [
     "CheckpointBlock",
@@ -38,6 +38,7 @@ __all__ = [
     "Origins",
     "ParallelBlock",
     "Problem",
+    "Read",
     "Recipe",
     "RecipeError",
     "ScheduleBlock",
@@ -46,4 +47,5 @@ __all__ = [
     "as_tree",
     "dump",
     "load",
+    "read",
 ]

@@ -30,6 +30,28 @@ def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
     return by_lower[near[0]] if near else None
 
 
+def misspelt(key: str, known: Iterable[str]) -> str | None:
+    """Return the key that a misspelt one most likely is: within two edits, of a short one one."""
+    most = 2 if len(key) > 4 else 1
+    far = {name: _edits(key.lower(), name.lower()) for name in known}
+    near = min(far, key=lambda name: far[name], default=None)
+    return near if near is not None and far[near] <= most else None
+
+
+def _edits(one: str, other: str) -> int:
+    """Return how many letters are added, left out, replaced or exchanged with their neighbours."""
+    before, above = [0] * len(other), list(range(len(other) + 1))
+    for i, here in enumerate(one):
+        row = [i + 1]
+        for j, there in enumerate(other):
+            least = min(above[j + 1] + 1, row[j] + 1, above[j] + (here != there))
+            if i and j and here == other[j - 1] and one[i - 1] == there:
+                least = min(least, before[j - 1] + 1)
+            row.append(least)
+        before, above = above, row
+    return above[-1]
+
+
 def _stray(value: object, wanted: str, words: Sequence[object]) -> Fault:
     """Return the Fault of a value of the wrong type: what it is, and what was most likely meant."""
     what = f"expected {either(wanted, words)}, got {shown(value)}"
@@ -259,7 +281,7 @@ def table(
         results, findings = collect(known)
         for key in value:
             if key not in fields:
-                near = closest(key, list(fields))
+                near = misspelt(key, fields)
                 remedy = f"did you mean `{near}`?" if near else f"known here: {', '.join(fields)}"
                 findings.append((key, f"unknown key `{key}`", remedy))
         for key in required:

@@ -1,14 +1,16 @@
-"""Make docs/keys.md and docs/recipe.schema.json from the recipe's blocks and their checks.
+"""Make docs/keys.md, docs/recipe.schema.json and the keys of docs/coming-from.md.
 
     .venv/bin/python -m uspft.config.reference [--check] [FOLDER]
 
-The command writes both files into FOLDER, or into docs/ where no folder is named. With --check it
-writes nothing, and ends with 1 where a file differs from what it would write.
+They are made of the recipe's blocks with their checks, and of the table of other tools' keys. The
+command writes the files into FOLDER, or into docs/ where no folder is named. With --check it writes
+nothing, and ends with 1 where a file differs from what it would write.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from uspft.config.allowed import described
 from uspft.config.editor_schema import as_json, schema
 from uspft.config.fields import RecipeBlock
 from uspft.config.keys import Key, blocks, keys, summary
+from uspft.config.other_tools import TheirKey, other_tools
 from uspft.config.rope import REQUIRED, TYPES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,12 +37,13 @@ An editor that knows YAML completes and checks a recipe that begins with the lin
 `# yaml-language-server: $schema=../docs/recipe.schema.json`.
 
 A key stands in the recipe, in a fragment that `base` names, or on the command line, where \
-`key.path=value` wins. Mappings merge; lists and single values replace what stood there before. \
-Paths under `base` begin at the file that names them. Other files that a run reads are looked for \
-beside the recipe, then from the folder in which the command runs; what a run writes begins there. \
-`1e-5` and `1_000` are numbers. Where tokens are counted, k and m are binary: `4k` is 4,096. A key \
-that does not exist, a value that is not allowed and a combination that cannot run are errors, \
-each named with its file and line.
+`key.path=value` wins; there `key.path=null` is null where that is allowed, and else takes the key \
+out, so that its default holds. Mappings merge; lists and single values replace what stood there \
+before. Paths under `base` begin at the file that names them. Other files that a run reads are \
+looked for beside the recipe, then from the folder in which the command runs; what a run writes \
+begins there. `1e-5` and `1_000` are numbers. Where tokens are counted, k and m are binary: `4k` \
+is 4,096. A key that does not exist, a value that is not allowed and a combination that cannot run \
+are errors, each named with its file and line.
 
 A recipe has to have `model.name_or_path` or `model.config`, `data.train`, \
 `data.sequence_length`, `training.global_batch_size`, and `training.steps` or `training.epochs`.
@@ -117,6 +121,32 @@ def _inside(at: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _inside(f"{at}.{name}", below)
 
 
+def keys_of_others() -> str:
+    """Return a table for each other tool: its keys, and what a recipe says in their place."""
+
+    def here(row: TheirKey) -> str:
+        return "; ".join(part for part in (row.ours and f"`{row.ours}`", row.say) if part)
+
+    found, parts = other_tools(), []
+    for tool, name in found.names.items():
+        rows = [(f"`{row.theirs}`", here(row)) for row in found.keys if tool in row.tools]
+        parts.append(f"### {name}\n\n{_table('there | here', rows)}")
+    return "\n".join(parts)
+
+
+def put(text: str, part: str, made: str) -> str:
+    """Return a page with one part of it, which stands between two marks, made anew.
+
+    The marks are lines, `<!-- made: PART -->` and `<!-- end of PART -->`. Raises ValueError where a
+    page lacks them.
+    """
+    begin, end = f"<!-- made: {part} -->\n", f"<!-- end of {part} -->"
+    marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
+    if not marked.search(text):
+        raise ValueError(f"the page has no lines {begin.strip()} and {end}")
+    return marked.sub(lambda _: f"{begin}{made}{end}", text, count=1)
+
+
 def as_yaml(value: Any) -> str:
     """Return a default as a recipe would write it."""
     if isinstance(value, bool | None):
@@ -129,10 +159,15 @@ def as_yaml(value: Any) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write both files, or compare them; return 1 where one differs from what the code says."""
+    """Write the files, or compare them; return 1 where one differs from what the code says."""
     folders = [Path(word) for word in words if word != "--check"]
     folder = folders[0] if folders else DOCS
-    texts = {"keys.md": page(), "recipe.schema.json": as_json(schema()) + "\n"}
+    coming = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+    texts = {
+        "keys.md": page(),
+        "recipe.schema.json": as_json(schema()) + "\n",
+        "coming-from.md": put(coming, "keys", keys_of_others()),
+    }
     code = 0
     for name, made in texts.items():
         file = folder / name

@@ -28,12 +28,13 @@ def broken(recipe: Recipe, faulty: Set[str]) -> list[Finding]:
     return [
         finding
         for rule in RULES
-        if not any(_touches(key, bad) for key in rule.reads for bad in faulty)
+        if not any(touches(key, bad) for key in rule.reads for bad in faulty)
         for finding in rule.check(recipe)
     ]
 
 
-def _touches(key: str, bad: str) -> bool:
+def touches(key: str, bad: str) -> bool:
+    """Return whether two keys are one, or one of them lies inside the other."""
     return key == bad or key.startswith(f"{bad}.") or bad.startswith((f"{key}.", f"{key}["))
 
 

@@ -37,10 +37,14 @@ def rising(recipe: Recipe) -> Iterator[Finding]:
 
 
 def one_layout(recipe: Recipe) -> Iterator[Finding]:
-    """Degrees beside strategies are those of the longest rows, or left out; without strategies
-    nothing switches."""
+    """Degrees beside strategies are those of the longest rows, or left out, or written with their
+    defaults, which says the same; without strategies nothing switches."""
     parallel, every = recipe.parallel_config, strategies_of(recipe)
-    beside = [key for key in Degrees.model_fields if key in parallel.model_fields_set]
+    beside = [
+        key
+        for key, field in Degrees.model_fields.items()
+        if not _open(value := getattr(parallel, key)) and value != field.default
+    ]
     if every:
         longest = every[-1]
         for key in Degrees.model_fields if beside else ():
@@ -52,10 +56,8 @@ def one_layout(recipe: Recipe) -> Iterator[Finding]:
                 yield f"parallel_config.{key}", f"{what} has {_plain(there)}", _REMEDY
     elif parallel.strategies == AUTO:
         for key in beside:
-            value, default = getattr(parallel, key), Degrees.model_fields[key].default
-            if not _open(value) and value != default:
-                what = f"is {_plain(value)}, and {KEY}: {AUTO} chooses the layouts"
-                yield f"parallel_config.{key}", what, f"leave it out, or list {KEY}"
+            what = f"is {_plain(getattr(parallel, key))}, and {KEY}: {AUTO} chooses the layouts"
+            yield f"parallel_config.{key}", what, f"leave it out, or list {KEY}"
     elif parallel.switching not in (AUTO, None):
         what = f"is {parallel.switching}, and there are no strategies to switch between"
         yield "parallel_config.switching", what, f"write {AUTO}, or list parallel_config.strategies"

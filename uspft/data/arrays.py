@@ -15,6 +15,8 @@ _CUT_SHORT = 16
 than a literal, a number's sign and exponent, or two escapes have."""
 _AGAIN = "write it again, whole"
 _SPACE = " \t\r\n"
+A_NUL, BOM = "a NUL byte", "\ufeff"
+_MARK = "a byte-order mark inside the array", "take it out"
 
 
 class BrokenArray(Exception):
@@ -27,9 +29,13 @@ class BrokenArray(Exception):
 
 @dataclass(frozen=True)
 class Element:
-    """One element, with the line where it begins and the share of what was read that is behind."""
+    """One element, with the line where it begins and the share of what was read that is behind.
+
+    number: which element it is, counted from 1.
+    """
 
     line: int
+    number: int
     value: Any
     behind: float
 
@@ -45,6 +51,8 @@ class ArrayText:
         self._text, self._at, self._ended = "", 0, False
         self._undecoded: UnicodeDecodeError | None = None
         self._line, self._counted = 1, 0
+        self.number = 0
+        """How many elements have been begun."""
         self._dropped = 0  # characters that were taken off the text's start
 
     def elements(self) -> Iterator[Element]:
@@ -55,13 +63,16 @@ class ArrayText:
             self._close()
             return
         while True:
+            self.number += 1
             line, value = self._here(), self._element()
             read = self._dropped + len(self._text)
-            yield Element(line, value, (self._dropped + self._at) / read)
+            yield Element(line, self.number, value, (self._dropped + self._at) / read)
             mark = self._next()
             if mark not in ("]", ","):
-                what = "the array is cut off, or a comma is missing: nothing behind it is read"
-                raise BrokenArray(f"{what}; {_AGAIN}", self._here())
+                what, remedy = "the array is cut off, or a comma is missing", _AGAIN
+                if mark == BOM:
+                    what, remedy = _MARK
+                raise BrokenArray(f"{what}: nothing behind it is read; {remedy}", self._here())
             self._at += 1
             if mark == "]" or self._next() == "]":  # a comma before it is let pass
                 self._close()
@@ -104,6 +115,7 @@ class ArrayText:
                 value, end = self._scan(self._text, self._at)
             except json.JSONDecodeError as error:
                 why, unended = error.msg, error.msg.startswith("Unterminated")
+                why = A_NUL if "\0" in self._text[error.pos : error.pos + 2] else why
                 cut = self._ended and not self._text[error.pos :].strip()
                 final |= not unended and error.pos < len(self._text) - _CUT_SHORT
             except (ValueError, RecursionError):
@@ -113,6 +125,8 @@ class ArrayText:
                 remedy = "mend it, or write one object a line"
                 if cut:
                     what, remedy = "the array is cut off: nothing behind it is read", _AGAIN
+                if self._text.startswith(BOM, self._at):
+                    what, remedy = f"{_MARK[0]}: nothing behind it is read", _MARK[1]
                 raise BrokenArray(f"{what}; {remedy}", self._here())
             if end - self._at > self._longest:
                 what = f"an element of more than {self._longest:,} bytes: nothing behind it is read"

@@ -20,7 +20,7 @@ from uspft.data.cache_key import cache_key
 from uspft.data.conversations import Naming
 from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan
 from uspft.data.counts import Counts
-from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
+from uspft.data.faults import BadRecord, DataError, Faults, place, wrong_key
 from uspft.data.hub import load_saved, load_split
 from uspft.data.mixing import Taken, mixed
 from uspft.data.reading import Encoder, SourcePart
@@ -226,7 +226,8 @@ def _write(
                     continue
                 idle = counts.without_targets
                 kept = counts.kept(sample.tokens, data.overlong, data.sequence_length)
-                where = f"{reading.parts[sample.part].content.shown}:{sample.line}"
+                shown = reading.parts[sample.part].content.shown
+                where = place(shown, sample.line, sample.number)
                 if sample.lost:
                     left.add(where, sample.lost)
                 if counts.without_targets > idle:
@@ -234,7 +235,7 @@ def _write(
                 if kept is None:
                     left.add(where, overlong(len(sample.tokens.ids), data))
                 else:
-                    writer.add(kept, sample.part, sample.line)
+                    writer.add(kept, sample.part, sample.line, sample.number)
                     taken.add(source, len(kept.ids))
                     ends[source] = len(writer)
             done += batch.size
@@ -248,8 +249,8 @@ def _write(
             SourceSpan(first, stop, times)
             for first, stop, times in zip([0, *ends], ends, mix.times, strict=False)
         ]
-        shown = [part.content.shown for part in reading.parts]
-        writer.finish(shown, spans, data.overlong, reading.contents)
+        files = [part.content.shown for part in reading.parts]
+        writer.finish(files, spans, data.overlong, reading.contents)
     progress(total, total)
     skipped = faults.lines() + left.lines()
     return counts, {"skipped": skipped, "untrained": untrained.lines(), "mix": mix.lines()}

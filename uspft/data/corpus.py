@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from uspft.data.faults import DataError
+from uspft.data.faults import DataError, place
 from uspft.data.tokenise import Tokens
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class Corpus:
 
     tokens, labels: int32, mapped and read-only; labels are not shifted, and -100 marks what is not
     trained, which the first token of each sample never is. offsets: int64, one more than there are
-    samples. origins: int64 [samples, 2], the number of the file and the line of each sample.
+    samples. origins: int64 [samples, 3], the number of the file and the line of each sample, and of
+    one of a JSON array which element it is, counted from 1, else 0.
     """
 
     tokens: NDArray[np.int32]
@@ -58,7 +59,7 @@ class Corpus:
                 _mapped(folder / TOKENS, np.dtype(np.int32), tokens),
                 _mapped(folder / LABELS, np.dtype(np.int32), tokens),
                 _mapped(folder / OFFSETS, np.dtype(np.int64), samples + 1),
-                _mapped(folder / ORIGINS, np.dtype(np.int64), 2 * samples).reshape(-1, 2),
+                _mapped(folder / ORIGINS, np.dtype(np.int64), 3 * samples).reshape(-1, 3),
                 tuple(meta["files"]),
                 tuple(SourceSpan(*span) for span in meta["sources"]),
                 meta["overlong"],
@@ -76,9 +77,9 @@ class Corpus:
         return np.diff(self.offsets)
 
     def origin(self, sample: int) -> str:
-        """Return the 'FILE:LINE' that a sample was read from."""
-        file, line = self.origins[sample].tolist()
-        return f"{self.files[file]}:{line}"
+        """Return the place that a sample was read from, as faults of the data name it."""
+        file, line, number = self.origins[sample].tolist()
+        return place(self.files[file], line, number)
 
     def sample(self, index: int) -> Tokens:
         """Return the ids and unshifted labels of one sample."""
@@ -129,10 +130,10 @@ class CorpusWriter:
     def __len__(self) -> int:
         return self._samples
 
-    def add(self, sample: Tokens, file: int, line: int) -> None:
+    def add(self, sample: Tokens, file: int, line: int, number: int = 0) -> None:
         self._samples += 1
         self._end += len(sample.ids)
-        index = np.array([self._end, file, line], np.int64)
+        index = np.array([self._end, file, line, number], np.int64)
         written: list[NDArray[Any]] = [sample.ids, sample.labels, index[:1], index[1:]]
         for to, values in zip(self._files, written, strict=True):
             to.write(values.tobytes())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from uspft.config.problems import Finding, InputError
 
 SHOWN_LINES, SHOWN_PLACES = 20, 3
-_OWN = re.compile(r"'[^']*'|\d[\d,.]*|(?<= the fields )[^;]*|(?<=, but )[^;]*")
+_OWN = re.compile(r"'[^']*'|0x[0-9a-f]{2}|\d[\d,.]*|(?<= the fields )[^;]*|(?<=, but )[^;]*")
 """What faults of one kind have of their own."""
 
 
@@ -41,6 +41,15 @@ class BadRecord:
     where: str
     what: str
     part: int = 0
+
+
+def place(shown: str, line: int, number: int = 0) -> str:
+    """Return the place of a record, by which faults and rows name it.
+
+    number: that of an element of a JSON array, counted from 1, of which many may be on one line; 0
+    elsewhere.
+    """
+    return f"{shown}:{line} (record {number})" if number else f"{shown}:{line}"
 
 
 class SampleFault(Exception):

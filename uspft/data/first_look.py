@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from uspft.data.cache import parts_of
 from uspft.data.counts import Counts, total
 from uspft.data.evaluation import of_set
-from uspft.data.faults import BadRecord, DataError, Faults, SampleFault
+from uspft.data.faults import BadRecord, DataError, Faults, SampleFault, place
 from uspft.data.reading import Encoder, SourcePart
 from uspft.data.records import Record, read
 from uspft.data.required import refused, require_answers, require_samples, require_targets
@@ -134,7 +134,7 @@ def _seen(
         if encoder is None:
             seen.counts.samples += 1
             continue
-        where = f"{part.content.shown}:{item.line}"
+        where = place(part.content.shown, item.line, item.number)
         try:
             tokens = encoder.tokens(item)
         except SampleFault as fault:

@@ -68,10 +68,10 @@ def _copy(
     counts = Counts(truncated=whole.get("truncated", 0), bad=lost["bad"], dropped=lost["dropped"])
     lengths = []
     with made_aside(place) as aside, CorpusWriter(aside) as writer:
-        for index, (file, line) in zip(samples, corpus.origins[samples].tolist(), strict=True):
+        for index, origin in zip(samples, corpus.origins[samples].tolist(), strict=True):
             sample = counts.kept(corpus.sample(int(index)), corpus.overlong, data.sequence_length)
             assert sample is not None  # what is dropped was dropped before
-            writer.add(sample, file, line)
+            writer.add(sample, *origin)
             lengths.append(len(sample.ids))
         if not counts.target_tokens:
             what = f"leaves {len(samples):,} samples without a trained token on one side"

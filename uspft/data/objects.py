@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from uspft.data.arrays import PIECE, ArrayText, BrokenArray
-from uspft.data.faults import BadRecord, SampleFault
+from uspft.data.encoding import NotUtf8, not_utf8
+from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.hub import HubSplit
-from uspft.data.opened import BOM, not_utf8, nul, opened, other_kind
+from uspft.data.opened import A_MARK, BOM, nul, opened, other_kind
 from uspft.data.separated import rows
 from uspft.data.sources import SourceFile
 from uspft.data.tables import Columns, tables
 from uspft.data.values import a_kind
 
-LONGEST_LINE = 1 << 28
-"""Bytes of the longest line that is read: a longer one is no sample, and would fill the memory."""
+LONGEST_LINE = 1 << 26
+"""Bytes of the longest line, and of the longest element of an array, that is read: a longer one
+has more tokens than any row, and a few of them would fill the memory."""
+LONGEST_TEXT = 1 << 28
+"""Bytes of the longest file that is read whole, as one text."""
 _TABLES = ("parquet", "arrow")
 Chosen = Callable[[list[str]], list[str]]
 """From the columns of a table, those that are read; raises SampleFault."""
@@ -29,12 +33,14 @@ class Entry:
     """One object, with its place.
 
     line: counted from 1; in a table, the number of the record. size: bytes of the file, about.
+    number: which element of a JSON array it is, counted from 1; 0 elsewhere.
     """
 
     line: int
     content: dict[str, Any] | bytes
     """The object, or the line of JSON that holds it: whoever makes tokens of it reads it."""
     size: int
+    number: int = 0
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -52,28 +58,31 @@ def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | 
 
 
 def unpacked(columns: Columns) -> Iterator[Entry | BadRecord]:
-    """Yield the records of columns as objects, or what is wrong with all of them."""
-    try:
-        found = columns.records()
-    except (ValueError, OverflowError) as error:
-        where = f"{columns.shown}:{columns.first}"
-        what = f"Python has no such value ({str(error).partition(chr(10))[0]})"
-        yield BadRecord(where, f"{what} here or in the {columns.count - 1} records behind; mend it")
-        return
-    for number, fields in enumerate(found, columns.first):
-        yield Entry(number, fields, columns.size)
+    """Yield the records of columns as objects, or what is wrong with one that is none."""
+    for number, fields in enumerate(columns.records(), columns.first):
+        if isinstance(fields, SampleFault):
+            yield BadRecord(place(columns.shown, number), str(fields))
+        else:
+            yield Entry(number, fields, columns.size)
 
 
 def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | Columns | BadRecord]:
-    """Yield what a file or split holds in order; the records of a table, several at a time."""
-    last = 0
+    """Yield what a file or split holds in order; the records of a table, several at a time.
+
+    One that holds none is a fault of its own.
+    """
+    last, library = 0, isinstance(content, SourceFile) and content.library
+    empty = not library
     try:
         for item in _found(content, chosen):
+            empty = False
             if isinstance(item, Columns):
                 last = item.first + item.count - 1
             elif isinstance(item, Entry):
                 last = item.line
             yield item
+        if empty:
+            yield BadRecord(content.shown, "holds no sample; give it data, or leave it out")
     except SampleFault as fault:
         yield BadRecord(content.shown, str(fault))
     except (OSError, EOFError, zlib.error, ValueError, UnicodeError) as error:
@@ -98,23 +107,27 @@ def _found(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
 
 
 def _text(file: SourceFile) -> Iterator[Entry | BadRecord]:
+    """Yield a file as one text; one of Python's library that is none is left out."""
     with opened(file)[0] as handle:
-        content = handle.read()
-    size = file.path.stat().st_size
-    try:
-        text = content.decode("utf-8").removeprefix("\ufeff")
-        if "\0" in text and not file.library:
-            raise SampleFault(nul())
-    except (UnicodeDecodeError, SampleFault) as error:
-        if not file.library:
-            start = error.start if isinstance(error, UnicodeDecodeError) else content.index(0)
-            line = content.count(b"\n", 0, start) + 1
-            yield BadRecord(f"{file.shown}:{line}", not_utf8(content, start))
+        content = handle.read(LONGEST_TEXT + 1)
+    if len(content) > LONGEST_TEXT:
+        what = f"a text of more than {LONGEST_TEXT:,} bytes"
+        yield BadRecord(file.shown, f"{what}; split the file")
         return
+    content = content.removeprefix(BOM)
+    start, what = -1, ""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        text, start = "", error.start
+        what = "" if file.library else not_utf8(file, content, start)
+    for mark, told in ((b"\0", nul()), (BOM, f"{A_MARK}; take it out")):
+        if not what and mark in content:
+            text, start, what = "", content.index(mark), told
     if text:
-        yield Entry(1, {"text": text}, size)
-    elif not file.library:
-        yield BadRecord(f"{file.shown}:1", "the file is empty; remove it or leave it out")
+        yield Entry(1, {"text": text}, file.path.stat().st_size)
+    elif start >= 0 and not file.library:
+        yield BadRecord(place(file.shown, content.count(b"\n", 0, start) + 1), what)
 
 
 def _json(file: SourceFile) -> Iterator[Entry | BadRecord]:
@@ -136,13 +149,13 @@ def _json(file: SourceFile) -> Iterator[Entry | BadRecord]:
             if not begun and raw.strip().endswith((b"{", b"[")):
                 what = "one object over many lines"
                 remedy = "write one array of objects (what a field of it may hold), or one a line"
-                yield BadRecord(f"{file.shown}:{number}", f"{what}; {remedy}")
+                yield BadRecord(place(file.shown, number), f"{what}; {remedy}")
                 return
             begun = True
             if len(raw) > LONGEST_LINE:
                 what = f"a line of more than {LONGEST_LINE:,} bytes"
                 remedy = "write one sample a line, and split long ones"
-                yield BadRecord(f"{file.shown}:{number}", f"{what}; {remedy}")
+                yield BadRecord(place(file.shown, number), f"{what}; {remedy}")
             else:
                 yield Entry(number, raw, size)
 
@@ -179,10 +192,12 @@ def _lines(handle: IO[bytes]) -> Iterator[bytes]:
 
 def parsed(raw: bytes) -> dict[str, Any]:
     """Return the object that a line of JSON holds. Raises SampleFault."""
+    if raw.startswith(BOM):
+        raise SampleFault(f"{A_MARK} begins the line, as where files were joined; take it out")
     try:
         fields = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise SampleFault(not_utf8(raw, error.start)) from error
+        raise NotUtf8(raw, error.start) from error
     except json.JSONDecodeError as error:
         if b"\0" in raw:
             raise SampleFault(nul()) from error
@@ -216,21 +231,22 @@ def _array(file: SourceFile) -> Iterator[Entry | BadRecord]:
                 told = max(before, int(at() * one.behind))
                 size, before = told - before, told
                 try:
-                    yield Entry(one.line, _object(one.value, "an array of objects"), size)
+                    fields = _object(one.value, "an array of objects")
+                    yield Entry(one.line, fields, size, one.number)
                 except SampleFault as fault:
-                    yield BadRecord(f"{file.shown}:{one.line}", str(fault))
+                    yield BadRecord(place(file.shown, one.line, one.number), str(fault))
         except BrokenArray as error:
-            yield BadRecord(f"{file.shown}:{error.line}", str(error))
+            yield BadRecord(place(file.shown, error.line, array.number), str(error))
         except UnicodeDecodeError as error:
-            what, _, remedy = not_utf8(bytes(error.object), error.start).partition("; ")
+            what, _, remedy = not_utf8(file, bytes(error.object), error.start).partition("; ")
             what = f"{what}: nothing from here on is read; {remedy}"
-            yield BadRecord(f"{file.shown}:{array.line}", what)
+            yield BadRecord(place(file.shown, array.line, array.number), what)
 
 
 def _rows(file: SourceFile) -> Iterator[Entry | BadRecord]:
     """Yield the rows of CSV or TSV by the names in its first line; every value is text."""
     for line, found, size in rows(file, LONGEST_LINE):
         if isinstance(found, SampleFault):
-            yield BadRecord(f"{file.shown}:{line}", str(found))
+            yield BadRecord(place(file.shown, line), str(found))
         else:
             yield Entry(line, found, size)

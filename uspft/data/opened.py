@@ -10,6 +10,8 @@ from typing import IO, cast
 from uspft.data.sources import SourceFile
 
 BOM = b"\xef\xbb\xbf"
+A_MARK = "a byte-order mark (U+FEFF)"
+"""What BOM is where it does not begin a file."""
 _KINDS = (  # how they begin; what they are; the ending that says so, or none that is read
     (b"\x1f\x8b", "gzip", ".gz"),
     (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
@@ -49,15 +51,6 @@ def other_kind(file: SourceFile) -> str:
             named = name + ending if ending in (".gz", ".zst") else file.path.stem + ending
             return f"{what}; call it {named}"
     return ""
-
-
-def not_utf8(content: bytes, start: int) -> str:
-    """Return what is wrong with bytes that are no UTF-8 text from `start` on, and the remedy."""
-    if content[start] == 0 or content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return nul()
-    what = f"not UTF-8 (byte 0x{content[start]:02x})"
-    # cp1252 has the letters of Latin-1, and quotes and dashes where that has control characters.
-    return f"{what}; save it as UTF-8, as `iconv -f cp1252 -t utf-8` does from Windows or Latin-1"
 
 
 def nul() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from uspft.data.conversations import Naming
-from uspft.data.faults import BadRecord, SampleFault
+from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.hub import HubSplit
 from uspft.data.left_out import lost_thoughts
 from uspft.data.objects import Entry, pieces, unpacked
@@ -59,6 +59,8 @@ class Sample:
     tokens: Tokens
     lost: str = ""
     """What the chat template leaves out of it; empty where that is nothing."""
+    number: int = 0
+    """Which element of a JSON array it is, counted from 1; 0 elsewhere."""
 
 
 class Encoder:
@@ -153,9 +155,11 @@ class Bundle:
         if isinstance(record, BadRecord):
             return replace(record, part=part)
         try:
-            return Sample(part, record.line, encoder.tokens(record), encoder.lost(record))
+            tokens, lost = encoder.tokens(record), encoder.lost(record)
         except SampleFault as fault:
-            return BadRecord(f"{reader.shown}:{record.line}", str(fault), part)
+            where = place(reader.shown, record.line, record.number)
+            return BadRecord(where, str(fault), part)
+        return Sample(part, record.line, tokens, lost, record.number)
 
 
 def bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from uspft.data.conversations import Naming, as_given
-from uspft.data.faults import BadRecord, SampleFault
+from uspft.data.encoding import NotUtf8
+from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.hub import HubSplit
 from uspft.data.objects import Entry, objects
 from uspft.data.shapes import (
@@ -45,6 +46,7 @@ class Record:
     size: int  # bytes in the file; 1 for a hub record
     shape: str = ""
     led: bool = False  # whether its turns are led by a system field of its own
+    number: int = 0  # which element of a JSON array it is; 0 elsewhere
 
 
 class Reader:
@@ -57,7 +59,8 @@ class Reader:
     def __init__(self, content: SourceFile | HubSplit, asked: Naming) -> None:
         self.shown = content.shown
         self._asked = asked
-        self._text = isinstance(content, SourceFile) and content.kind == "text"
+        self._file = content if isinstance(content, SourceFile) else None
+        self._text = self._file is not None and self._file.kind == "text"
         self._shape: RecordShape | None = None
         self._format = ""
         self._spelt: set[frozenset[str]] = set()
@@ -74,10 +77,13 @@ class Reader:
         try:
             if self._text:
                 return Record(item.line, "text", checked(item.fields, "text"), item.size, "text")
-            return self._shaped(item)
+            return replace(self._shaped(item), number=item.number)
         except SampleFault as fault:
             self._shape = self._shape if self.settled else None
-            return BadRecord(f"{self.shown}:{item.line}", str(fault))
+            told = str(fault)
+            if isinstance(fault, NotUtf8) and self._file:
+                told = fault.told(self._file)
+            return BadRecord(place(self.shown, item.line, item.number), told)
 
     def _shaped(self, item: Entry) -> Record:
         own, asked = item.fields, self._asked

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import IO
 
+from uspft.data.encoding import not_utf8
 from uspft.data.faults import SampleFault
-from uspft.data.opened import BOM, not_utf8, nul, opened
+from uspft.data.opened import A_MARK, BOM, nul, opened
 from uspft.data.sources import SourceFile
 
 _APART = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
@@ -27,7 +28,7 @@ def rows(file: SourceFile, longest: int) -> Iterator[NamedRow]:
     csv.field_size_limit(longest)
     handle, at = opened(file)
     with handle:
-        lines = _Lines(handle, longest)
+        lines = _Lines(file, handle, longest)
         table = csv.reader(lines, "excel-tab" if file.kind == "tsv" else "excel")
         names: list[str] | None = None
         before, start = 0, 1
@@ -56,8 +57,8 @@ def rows(file: SourceFile, longest: int) -> Iterator[NamedRow]:
 class _Lines:
     """The lines of a table as text, and what is wrong with those since it was last asked."""
 
-    def __init__(self, handle: IO[bytes], longest: int) -> None:
-        self._handle, self._longest = handle, longest
+    def __init__(self, file: SourceFile, handle: IO[bytes], longest: int) -> None:
+        self._file, self._handle, self._longest = file, handle, longest
         self._line, self._wrong = 0, ""
         self.ended = False
 
@@ -78,7 +79,8 @@ class _Lines:
             try:
                 text = raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                text, wrong = raw.decode("utf-8", "replace"), not_utf8(raw, error.start)
+                text = raw.decode("utf-8", "replace")
+                wrong = not_utf8(self._file, raw, error.start)
             if wrong and not self._wrong:
                 self._line, self._wrong = number, wrong
             yield text
@@ -95,6 +97,8 @@ def _names(row: list[str], wrong: SampleFault | None, kind: str) -> list[str]:
             what = f"its columns stand apart by {other!r}, not by {marks}: {_REST}"
             remedy = remedy or "save it with commas, or with tabs as .tsv"
             raise SampleFault(f"{what}; {remedy}")
+    if any(BOM.decode() in name for name in row):
+        raise SampleFault(f"{A_MARK} among the names of the columns: {_REST}; take it out")
     twice = [name for name, count in Counter(row).items() if count > 1 and name]
     if twice:
         what = f"the first line names {twice[0]!r} more than once: {_REST}"

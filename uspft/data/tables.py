@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from uspft.data.faults import SampleFault
+
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
 
@@ -27,13 +29,31 @@ class Columns:
     size: int
     stream: bytes
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return the records. Raises ValueError where Python has no such value."""
+    def records(self) -> list[dict[str, Any] | SampleFault]:
+        """Return the records, each a SampleFault where Python has no such value."""
         import pyarrow as pa
 
         with pa.ipc.open_stream(self.stream) as stream:
-            found: list[dict[str, Any]] = stream.read_all().to_pylist()
-        return found
+            table = stream.read_all()
+        try:
+            return list(table.to_pylist())
+        except (ValueError, OverflowError):  # of one record at least
+            return [_record(table.slice(row, 1)) for row in range(len(table))]
+
+
+def _record(row: pa.Table) -> dict[str, Any] | SampleFault:
+    """Return the one record of a table, or what is wrong with the first field that has no value."""
+    fields = {}
+    for name in row.column_names:
+        try:
+            (fields[name],) = row.column(name).to_pylist()
+        except UnicodeDecodeError as error:
+            what = f"{name} is not UTF-8 (byte 0x{error.object[error.start]:02x})"
+            return SampleFault(f"{what}; write it again as UTF-8")
+        except (ValueError, OverflowError) as error:
+            why = str(error).partition("\n")[0]
+            return SampleFault(f"{name}: Python has no such value ({why}); mend it")
+    return fields
 
 
 def tables(

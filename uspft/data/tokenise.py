@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from uspft.config.problems import Finding, said
+from uspft.config.problems import Finding
 from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.conversations import as_given
@@ -19,6 +19,7 @@ from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.records import Record
 from uspft.data.rendering import Rendered, render
 from uspft.data.templates import own_template, template_notes, template_of, template_problems
+from uspft.data.tokenizer_files import read_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -191,14 +192,7 @@ def load_tokeniser(path: str | None, data: DataBlock) -> TextTokeniser:
     if path is None:
         what = "no tokenizer, which every format but tokenized needs"
         raise wrong_key("model.tokenizer", what, "name a folder or a hub id")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # from_pretrained raises many kinds
-        remedy = "name a folder that holds a tokenizer.json, or a hub id"
-        what = f"none can be loaded from {path}: {said(error)}"
-        raise wrong_key("model.tokenizer", what, remedy) from error
+    tokenizer = read_tokenizer(path)
     if not tokenizer.is_fast:
         what = f"{path} is a slow tokenizer, which knows no offsets"
         raise wrong_key("model.tokenizer", what, "save it as tokenizer.json first")

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from uspft.data.faults import SampleFault
+from uspft.data.opened import A_MARK
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
 """The roles that templates know; each template decides which of them it takes."""
@@ -33,6 +34,10 @@ _RENDERING = {
 """What a rendering is asked with, and is no setting of a template."""
 
 
+_STRAY = {"\0": "a NUL (U+0000)", "\ufeff": A_MARK}
+"""Characters that no text is meant to have, and what they are called."""
+
+
 def check_text(name: str, value: Any) -> None:
     """Check that a value is a string that UTF-8 can write."""
     if not isinstance(value, str):
@@ -41,14 +46,21 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_writable(name: str, value: Any) -> None:
-    """Check that UTF-8 can write every string inside a value."""
+    """Check that UTF-8 can write every string inside a value, and that none has a NUL or a
+    byte-order mark in it."""
     if isinstance(value, dict):
         for key, item in value.items():
+            if isinstance(key, str):
+                check_writable(f"a key of {name}", key)
             check_writable(f"{name}.{key}", item)
     elif isinstance(value, list):
         for i, item in enumerate(value):
             check_writable(f"{name}[{i}]", item)
     elif isinstance(value, str):
+        for mark, called in _STRAY.items():
+            if mark in value:
+                what = f"{name} holds {called}, its character {value.index(mark) + 1:,}"
+                raise SampleFault(f"{what}; take it out")
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -17,6 +17,8 @@ class Mixer:
     """What `layer_types` calls the layers that have it."""
 
 
+UNSPLIT = "has {}, which no algorithm here splits"
+"""What is said of a model or of layers with a mixer."""
 STATES = "state-space layers"
 ATTENTION = {"attention", "full_attention"}
 """What files of models with STATES call their layers without a state."""
@@ -60,6 +62,11 @@ MIXERS: dict[str, Mixer] = {
         ),
     ),
 }
+
+
+def is_mixed(kind: str) -> bool:
+    """Tell whether models of a type have a mixer, or may have one."""
+    return any(kind in mixer.models for mixer in MIXERS.values())
 
 
 def other_layers(layers: Iterable[object]) -> str | None:

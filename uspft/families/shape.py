@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,16 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     )
 
 
-def no_folder(key: str, name: str) -> Finding:
-    """Return what is wrong with the name of a model or tokenizer that no hub id could be."""
-    return key, f"the folder `{name}` does not exist", "name a folder, or org/name of the hub"
+def no_folder(key: str, name: str, near: str | None = None) -> Finding:
+    """Return what is wrong with the name of a model or tokenizer that no hub id could be.
+
+    near: the hub model that may be meant.
+    """
+    what = f"the folder `{name}` does not exist"
+    if os.sep not in name:
+        what = f"`{name}` is neither a folder here nor org/name of the hub"
+    meant = f"; did you mean `{near}`?" if near else ""
+    return key, what, f"name a folder, or org/name of the hub{meant}"
 
 
 def config_file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
@@ -92,20 +100,47 @@ def config_file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] |
         file = model.config / "config.json" if os.path.isdir(model.config) else model.config
         if os.path.isfile(file):
             return file
-        return [("model.config", f"`{file}` does not exist", "name a config.json or its folder")]
+        missing = ("model.config", f"`{file}` does not exist", "name a config.json or its folder")
+        return _barred(file, "model.config") or [missing]
     name = model.name_or_path or ""
     key = "model.name_or_path"
     folder = Path(name)
     if os.path.isdir(folder):  # Path.is_dir raises where a name is too long
-        if (folder / "config.json").is_file():
+        if os.path.isfile(folder / "config.json"):
             return folder / "config.json"
-        return [(key, f"the folder `{name}` has no config.json", "name a Hugging Face folder")]
+        what = f"the folder `{name}` has no config.json"
+        missing = (key, what, "name a Hugging Face folder")
+        return _barred(folder / "config.json", key) or [missing]
     if os.path.isfile(folder):
         return [(key, f"`{name}` is a file", "name its folder, or write it as model.config")]
+    models = repo_configs / "models"
     if not HUB_ID.fullmatch(name):
-        return [no_folder(key, name)]
-    known = repo_configs / "models" / f"{name.replace('/', '--')}.json"
+        return _barred(folder, key) or [no_folder(key, name, _near(name, models))]
+    known = models / f"{name.replace('/', '--')}.json"
     return known if known.is_file() else None
+
+
+def _barred(place: Path, key: str) -> list[Finding]:
+    """Return a finding where this user may not look at a place, so that it may be there."""
+    try:
+        os.stat(place)
+    except PermissionError as error:
+        what = f"`{place}` cannot be read: {error.strerror}"
+        return [(key, what, "let this user read it, or name another")]
+    except OSError:  # it is not there, or nothing can have such a name
+        pass
+    return []
+
+
+def _near(name: str, models: Path) -> str | None:
+    """Return the hub model with a config in the folder `models` that a name without organisation
+    is most like; None where it is like none."""
+    known = {}
+    for file in sorted(models.glob("*--*.json")):
+        organisation, _, own = file.stem.partition("--")
+        known[own.lower()] = f"{organisation}/{own}"
+    near = get_close_matches(name.lower(), known, 1, 0.75)
+    return known[near[0]] if near else None
 
 
 def _json(file: Path, key: str) -> dict[str, Any] | list[Finding]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from uspft.config.problems import Finding
-from uspft.families.mixers import mixer_of, other_layers
+from uspft.families.mixers import MIXERS, UNSPLIT, is_mixed, mixer_of, other_layers
 from uspft.families.projections import FUSED, NORMED_HEADS, NORMED_TOGETHER, SEPARATE, Projection
 
 Named = Callable[[str], str]
@@ -107,10 +107,11 @@ CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
 REFUSED: dict[str, tuple[str, str]] = {
     "gemma3": ("takes images too", "name its text model, of type gemma3_text"),
     "llama4": ("takes images too, and attends in chunks", ""),
+    **{kind: (UNSPLIT.format(what), "") for what, mixer in MIXERS.items() for kind in mixer.models},
 }
 """(why, remedy) for model types that are asked for and cannot be trained exactly.
 
-Those with something else in place of attention are in mixers.py.
+uspft/model/README.md says the same of each, which a test holds it to.
 """
 
 _NOISE = re.compile(r"dropout|pdrop|drop_path|jitter")
@@ -131,8 +132,9 @@ def unsupported(
     family = FAMILIES.get(kind)
     if family is None:
         mixer = mixer_of(raw)
-        why = f"has {mixer}, which no algorithm here splits" if mixer else "is not available yet"
-        why, remedy = REFUSED.get(kind, (why, ""))
+        why, remedy = (UNSPLIT.format(mixer) if mixer else "is not available yet"), ""
+        if mixer or not is_mixed(kind):  # else it is a model without what its type may have
+            why, remedy = REFUSED.get(kind, (why, remedy))
         named_types = f"name a model of type {', '.join(FAMILIES)}"
         return [(named("model_type"), f"model_type `{kind}` {why}", remedy or named_types)]
     full = {**family.defaults, **raw}
@@ -222,7 +224,7 @@ def _windows(kind: str, family: Family, full: Mapping[str, Any], named: Named) -
         mixer = other_layers(other)
         what = f"layer_types has {', '.join(other)}, which is not available yet"
         if mixer:
-            what = f"layer_types has {mixer}, which no algorithm here splits"
+            what = f"layer_types {UNSPLIT.format(mixer)}"
         remedy = f"name a model with {_FULL} and {_WINDOWED} only"
         return [(named("layer_types"), what, remedy)]
     if family.windows == "none":

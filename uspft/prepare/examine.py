@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, load
+from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
 from uspft.config.strategies import KEY, layouts_of, row_lengths
 from uspft.data import not_checked, source_problems
@@ -27,6 +28,19 @@ from uspft.prepare.new_tokens import shape_of
 from uspft.prepare.paths import find_paths
 from uspft.prepare.resolve import choice, ranks_of, resolve, tuning
 from uspft.prepare.step import slices_of
+
+SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
+SHAPE = tuple(
+    f"model.{key}" for key in ("name_or_path", "config", "overrides", "rope_scaling", "add_tokens")
+)
+LAYOUT = (
+    *("parallel_config", "deepspeed", "memory", "data.sequence_length"),
+    *("training.global_batch_size", "training.micro_batch_size"),
+    *("launch.processes", "launch.device", "launch.hardware"),
+)
+PRECISION = ("model.dtype", "model.attention", "launch.device")
+"""The keys that an examination reads; it is left out where one of them is faulty."""
+SUMMED = ("deepspeed.zero_optimization.stage", "deepspeed.zero_optimization.offload_optimizer")
 
 
 @dataclass(frozen=True)
@@ -207,16 +221,18 @@ def examine(
     environment: that of the processes that would train, where any would. Raises RecipeError with
     all problems at once.
     """
-    loaded = load(path, overrides)
+    given = read(path, overrides)
+    loaded, sound = given.loaded, given.sound
     known = Known(hosts, torch.cuda.device_count(), ranks)
     paths = find_paths(loaded.recipe, path)
     asked = paths.recipe
     loaded = replace(loaded, recipe=asked)
-    findings = file_findings(asked) + source_problems(asked.data)
-    findings += tracker_findings(asked, environment)
-    findings += in_the_way(asked, path) if trains else []
+    findings = [one for one in file_findings(asked) if sound(one[0])]
+    findings += source_problems(asked.data) if sound(*SOURCES) else []
+    findings += tracker_findings(asked, environment) if sound("logging") else []
+    findings += in_the_way(asked, path) if trains and sound("output_dir", "checkpoint") else []
     open_questions = _not_here(asked)
-    shape = shape_of(asked.model)
+    shape = shape_of(asked.model) if sound(*SHAPE) else None
     if isinstance(shape, ModelShape):
         known = replace(known, shape=shape)
     elif shape is None:
@@ -225,30 +241,33 @@ def examine(
         )
     else:
         findings += shape
+    if not sound(*LAYOUT):
+        raise given.together([paths.told(one) for one in findings])
     recipe = resolve(asked, known)
     gpu = gpu_name() if recipe.launch.device == "cuda" else None
     cluster, wrong = cluster_of(asked.launch.hardware, recipe.launch.device, gpu)
     findings += wrong
     known = replace(known, cluster=cluster)
     recipe = resolve(asked, known)
-    findings += _precision(recipe, recipe.launch.device)
+    findings += _precision(recipe, recipe.launch.device) if sound(*PRECISION) else []
     ranks = ranks_of(recipe, known)
     layout = layout_of(recipe.parallel_config, ranks)
     if recipe.parallel_config.strategies == AUTO and ranks is None:
         what = f"is {AUTO}, and nothing says on how many processes"
         findings.append((KEY, what, "write launch.processes, or list the strategies"))
     if isinstance(layout, Layout):
-        findings += run_findings(recipe, layout, known.shape) + host_findings(layout, hosts)
+        more = run_findings(recipe, layout, known.shape) + host_findings(layout, hosts)
         open_yet = asked.parallel_config.context_parallel_algo, recipe.parallel_config.strategies
         if AUTO not in open_yet:  # else data may change what it is
-            findings += exchange_findings(recipe, layout)
+            more += exchange_findings(recipe, layout)
+        # Gradients are summed in the type that is written, if it is one.
+        findings += [one for one in more if sound("model.dtype") or one[0] not in SUMMED]
         if known.shape:
             findings += check_length(known.shape, asked.model, asked.data.sequence_length)
     else:
         findings.append(layout)
-    if findings:
-        told = map(paths.told, findings)
-        raise RecipeError([loaded.origins.problem(*finding) for finding in told])
+    if findings or given.problems:
+        raise given.together([paths.told(one) for one in findings])
     assert isinstance(layout, Layout)
     return Examined(loaded, known, recipe, layout, open_questions)
 
@@ -257,7 +276,7 @@ def _not_here(recipe: Recipe) -> list[str]:
     """List what of a recipe's data and tokenizer cannot be looked at on this machine."""
     found = list(not_checked(recipe.data))
     tokenizer = recipe.model.tokenizer or recipe.model.name_or_path
-    if tokenizer and not Path(tokenizer).is_dir():
+    if tokenizer and not os.path.isdir(tokenizer):  # Path.is_dir raises where it may not look
         found.append(f"the tokenizer {tokenizer} (not on this machine)")
     return found
 

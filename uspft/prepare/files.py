@@ -76,8 +76,11 @@ def _cannot_write(folder: Path) -> str | None:
         nearest = nearest.parent
     if not nearest.is_dir():
         return f"{nearest} is not a folder"
+    mount = os.statvfs(nearest)
+    if mount.f_flag & os.ST_RDONLY:
+        return f"{nearest} is on a read-only mount"
     # The kernel's own folders let root pass, and yet nothing can be made there.
-    kernels = os.statvfs(nearest).f_blocks == 0 and not nearest.stat().st_mode & 0o222
+    kernels = mount.f_blocks == 0 and not nearest.stat().st_mode & 0o222
     may = os.access(nearest, os.W_OK | os.X_OK) and not kernels
     return None if may else f"no permission in {nearest}"
 

@@ -10,6 +10,7 @@ from uspft.checkpoint.folder import Checkpoint, CheckpointError, named, newest
 from uspft.checkpoint.identity import BASE, CONTENTS, counts_samples, differences, identity_of
 from uspft.config import Fault, Recipe
 from uspft.data import Corpus, formats_of
+from uspft.data.tokenizer_files import holds_tokenizer
 from uspft.job import Job
 from uspft.model.hf_config import layer_windows
 from uspft.parameters.digest import base_digest
@@ -79,7 +80,7 @@ def prepare_job(
 def _with_tokenizer(recipe: Recipe) -> str | None:
     """Return the tokenizer's folder, or None where it holds no tokenizer to export."""
     folder = tokenizer_of(recipe)
-    has_one = folder and (Path(folder) / "tokenizer_config.json").exists()
+    has_one = folder and holds_tokenizer(Path(folder))
     return str(Path(folder).resolve()) if folder and has_one else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from uspft.config import Fault, load
+from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
 from uspft.model.hf_config import layer_windows
 from uspft.planner.layouts import in_recipe
@@ -27,7 +27,7 @@ def examine_for_plan(
     target: Path, overrides: Sequence[str], hosts: int, ranks: int | None
 ) -> Examined:
     """Examine the recipe for the device of the hardware that it names, whatever is here."""
-    loaded = load(target, overrides)
+    loaded = read(target, overrides).loaded
     launch = find_paths(loaded.recipe, target).recipe.launch
     if launch.device == AUTO and launch.hardware != AUTO:
         cluster, findings = cluster_of(launch.hardware, "cpu", None)

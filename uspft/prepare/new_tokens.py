@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from uspft.config import Fault, Finding, ModelBlock, Recipe
-from uspft.config.problems import said
+from uspft.data.tokenizer_files import read_tokenizer
 from uspft.families import ModelShape, read_shape
 from uspft.model.fetch import fetch_model
 from uspft.prepare.invocation import CONFIGS
@@ -43,16 +43,12 @@ def _tokenizer(model: ModelBlock, place: str | None = None) -> str | None:
 def with_tokens(place: str, tokens: Sequence[str], cache: Path) -> Path:
     """Return a folder in the cache with this tokenizer and these special tokens; make it once.
 
-    Raises Fault where the tokenizer has one of them already, or where it cannot be read or written.
+    Raises Fault where the tokenizer has one of them already or cannot be written, and DataError
+    where it cannot be read.
     """
     from tokenizers import AddedToken
-    from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # from_pretrained raises many kinds
-        what = f"none can be loaded from {place}: {said(error)}"
-        raise Fault([("model.tokenizer", what, "name a folder with a tokenizer.json")]) from error
+    tokenizer = read_tokenizer(place)
     own = tokenizer.get_vocab()
     if known := [(n, token) for n, token in enumerate(tokens) if token in own]:
         raise Fault([_known(number, token) for number, token in known])

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.support.forked import Forked
+from tests.support.hangs import HANG_SECONDS
 from tests.support.models import make_documents, make_model
 from uspft.__main__ import main
 from uspft.calibration.sweeps import SIZES
@@ -33,7 +34,7 @@ def test_two_processes_write_a_file_that_the_recipe_takes(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calibrate = Forked(["calibrate", str(recipe)], recipe.parent)
-    out, err = calibrate.communicate(timeout=200)
+    out, err = calibrate.communicate(timeout=HANG_SECONDS)
     assert calibrate.returncode == 0, err
     file = recipe.parent / "out" / "hardware.yaml"
     found = read_hardware(file)

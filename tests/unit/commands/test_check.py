@@ -66,6 +66,8 @@ def test_a_disk_that_is_too_small_here_is_a_warning_until_the_run_is_here(
     check: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert check().about("disk") and not check().about("warning")
+    unknown = check(model={"name_or_path": "org/name"}).about("not checked")
+    assert "not checked: disk (the sizes of the model are not known here)" in unknown
     monkeypatch.setattr(space, "space_free", lambda _: 1000)
     elsewhere = check()
     (line,) = elsewhere.about("warning")
@@ -79,7 +81,16 @@ def test_a_disk_that_is_too_small_here_is_a_warning_until_the_run_is_here(
     assert line.startswith(f"{tmp_path / 'r.yaml'}:") and ": output_dir: this run writes " in line
 
 
-@pytest.mark.parametrize("name", ["qwen22", "Qwen3-8B", "models/", "a/b/c"])
+NEITHER = "is neither a folder here nor org/name of the hub"
+NO_HUB_IDS = {
+    "qwen22": f"`qwen22` {NEITHER}",
+    "Qwen3-8B": f"`Qwen3-8B` {NEITHER}",
+    "models/": "the folder `models/` does not exist",
+    "a/b/c": "the folder `a/b/c` does not exist",
+}
+
+
+@pytest.mark.parametrize("name", NO_HUB_IDS)
 def test_a_model_that_is_no_folder_and_no_hub_id_is_refused(
     check: Callable[..., Said], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,8 +98,10 @@ def test_a_model_that_is_no_folder_and_no_hub_id_is_refused(
     assert check(model={"name_or_path": "org/name"}).code == 0
     said = check(model={"name_or_path": name})
     (line,) = (line for line in said.err if ": model.name_or_path: " in line)
-    assert said.code == 2 and f"the folder `{name}` does not exist" in line
-    assert line.endswith("; name a folder, or org/name of the hub")
+    assert said.code == 2 and f": model.name_or_path: {NO_HUB_IDS[name]}" in line
+    assert "; name a folder, or org/name of the hub" in line
+    near = name == "Qwen3-8B"
+    assert line.endswith("; did you mean `Qwen/Qwen3-8B`?" if near else "/name of the hub")
 
 
 def test_parameters_are_counted_with_their_bytes(check: Callable[..., Said]) -> None:

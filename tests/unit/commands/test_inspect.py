@@ -50,7 +50,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.timeout(120)
 def test_in_a_terminal(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(recipe), "--rows", "1"]) == 0
     told, _, said = capsys.readouterr().out.partition("\nlengths: ")
@@ -74,7 +73,6 @@ SHARED = {"context_parallel": 2, "context_parallel_algo": "auto"}
 LISTED = [{"max_length": 64}, {"max_length": 128, **SHARED}]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("lengths", "asked", "told"),
     [
@@ -138,7 +136,6 @@ class Balanced(HTMLParser):
         self.text += data * ("style" not in self.open)
 
 
-@pytest.mark.timeout(120)
 def test_as_a_page(
     recipe: Path,
     tmp_path: Path,

@@ -42,7 +42,6 @@ def recipe_in(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(120)
 def test_a_run_uses_what_it_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from tests.support.data_cases import (
     write_lengths,
     write_lines,
 )
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT
 from uspft.data import Corpus, DataError, cache, prepare
 
@@ -160,7 +161,7 @@ def test_what_a_killed_preparation_left_is_cleared_and_a_live_one_s_is_not(tmp_p
     _, status = os.waitpid(waiting.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     # begun last: one that began later would clear what the killed one left
-    assert start(signal.SIGKILL).wait(60) == -signal.SIGKILL
+    assert start(signal.SIGKILL).wait(HANG_SECONDS) == -signal.SIGKILL
     (cache_dir / ".mine").mkdir()
     left = {entry.name for entry in cache_dir.iterdir()} - {".mine"}
     assert len(left) == 2 and all(name.endswith(".partial") for name in left)
@@ -169,7 +170,7 @@ def test_what_a_killed_preparation_left_is_cleared_and_a_live_one_s_is_not(tmp_p
     assert len(found) == 3 and found > {".mine", folder.name} and len(found & left) == 1
     waiting.send_signal(signal.SIGCONT)
     waiting.kill()
-    waiting.wait(60)
+    waiting.wait(HANG_SECONDS)
     write_lines(path, [{"text": "other"}])
     other = prepare(block(path), str(TOKENIZER), 8192, cache_dir)
     assert {entry.name for entry in cache_dir.iterdir()} == {".mine", folder.name, other.name}

@@ -61,7 +61,12 @@ def test_what_is_wrong_there_is_told(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
-    "empty": ([], {}, "no sample is left, nothing was read; give it data"),
+    "empty": ([], {}, "a.jsonl: holds no sample; give it data, or leave it out"),
+    "empty and skipped": (
+        [],
+        {"on_bad_sample": "skip"},
+        "no sample is left, 1 skipped of 1 read; mend the records",
+    ),
     "masked": ([{"input_ids": [5, 6], "labels": [5, -100]}], {}, "no token of any sample is"),
     "dropped": ([{"input_ids": [5] * 33}], {"overlong": "drop"}, "1 dropped of 1 read; write a la"),
     "long": (
@@ -85,7 +90,8 @@ def test_what_a_run_would_refuse_is_refused(tmp_path: Path, case: str) -> None:
             first_look(data, str(TOKENIZER), 8192)
         *_, line = caught.value.lines
         assert what in line
-        assert ("eval" not in sets or case == "long") or line.startswith(f"{key}: ")
+        by_file = case in ("long", "empty")
+        assert ("eval" not in sets or by_file) or line.startswith(f"{key}: ")
 
 
 def test_where_all_are_skipped_the_reasons_are_told(tmp_path: Path) -> None:
@@ -102,4 +108,8 @@ def test_what_was_not_seen_whole_is_let_through(tmp_path: Path) -> None:
     long = write_lines(tmp_path / "b.jsonl", [{"input_ids": [5], "labels": [-100]}] * 101)
     one = write_lines(tmp_path / "c.jsonl", [{"input_ids": [5, 6]}])
     for train in ((empty, long), (empty, STDLIB), (empty, "org/name"), (empty, one)):
-        assert first_look(block(*train, train_on="completion"), None, 10)
+        given = block(*train, train_on="completion", on_bad_sample="skip")
+        (skipped,) = [line for line in first_look(given, None, 10).shapes if "no sample" in line]
+        assert skipped == f"{empty}: holds no sample; give it data, or leave it out"
+        with pytest.raises(DataError, match=r"a\.jsonl: holds no sample; give it data"):
+            first_look(block(*train), None, 10)

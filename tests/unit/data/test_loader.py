@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.hangs import HANG_SECONDS
 from uspft.batch import Batch
 from uspft.data.held_tokens import DIGEST, digest, in_documents
 from uspft.data.loader import EMPTY, StepLoader
@@ -120,7 +121,7 @@ class Slow:
         self.read.append((index, threading.current_thread().name))
         self.reached[index].set()
         if index >= self.held:
-            assert self.sign.wait(30)
+            assert self.sign.wait(HANG_SECONDS)
         if index == 8:
             raise OSError("the disk is gone")
         zeros = np.zeros(8, np.int64)
@@ -175,7 +176,7 @@ def test_one_step_is_made_ahead(steps: int) -> None:
     loader.begin(1)
     for step in range(1, steps + 1):
         found = loader.batches(step)
-    assert stream.reached[2 * steps + 1].wait(30)
+    assert stream.reached[2 * steps + 1].wait(HANG_SECONDS)
     loader.close()
     assert [row for row, _ in stream.read] == list(range(2 * steps + 2))
     assert {thread for _, thread in stream.read} == {AHEAD}

@@ -96,7 +96,7 @@ def test_tokenizers_that_will_not_do(tmp_path: Path) -> None:
     (line,) = faults_of(tmp_path, block(text), None)
     assert line.startswith("model.tokenizer: no tokenizer")
     (line,) = faults_of(tmp_path, block(text), tmp_path)
-    assert line.startswith("model.tokenizer: none can be loaded from ")
+    assert line.startswith(f"model.tokenizer: the folder `{tmp_path}` holds no tokenizer (no tok")
     (line,) = faults_of(tmp_path, block(text), changed_tokenizer(tmp_path / "t", eos_token=None))
     assert line.startswith("model.tokenizer: it has no EOS token")
     (line,) = faults_of(tmp_path, block(text), size=50)
@@ -239,8 +239,11 @@ def test_bad_samples_are_skipped_counted_and_named(tmp_path: Path) -> None:
 
 def test_a_data_set_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    (line,) = faults_of(tmp_path, block(tmp_path / "empty.jsonl"))
-    assert "no sample is left, nothing was read; give it data" in line
+    nothing = f"{tmp_path / 'empty.jsonl'}: holds no sample; give it data, or leave it out"
+    assert faults_of(tmp_path, block(tmp_path / "empty.jsonl")) == [nothing]
+    skipping = block(tmp_path / "empty.jsonl", on_bad_sample="skip")
+    reason, line = faults_of(tmp_path, skipping)
+    assert reason == nothing and "no sample is left, 1 skipped of 1 read; mend the rec" in line
     long = write_lengths(tmp_path / "long.jsonl", [9, 9])
     dropping = block(long, overlong="drop", sequence_length=8)
     reason, line = faults_of(tmp_path, dropping, None, 10_000)
@@ -252,12 +255,20 @@ def test_a_data_set_of_nothing_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_source_may_be_empty_beside_others(tmp_path: Path) -> None:
+def test_a_source_that_is_empty_beside_others_is_no_sample(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     full = write_lengths(tmp_path / "full.jsonl", [3, 3])
-    data = block(empty, full, empty, full, empty)
-    corpus = Corpus.open(prepare(data, None, 10_000, tmp_path / "cache"))
+    (line,) = faults_of(tmp_path, block(empty, full), None, 10_000)
+    assert line.startswith(f"{empty}: holds no sample; ")
+    data = block(empty, full, empty, full, empty, on_bad_sample="skip")
+    folder = prepare(data, None, 10_000, tmp_path / "cache")
+    report = read_report(folder)
+    assert report["bad"] == 3 and report["skipped"] == [
+        f"{empty}: holds no sample (3 such: {empty}, {empty}, {empty}); "
+        "give it data, or leave it out"
+    ]
+    corpus = Corpus.open(folder)
     spans = [(s.first, s.stop, s.weight) for s in corpus.sources]
     assert spans == [(0, 0, 1), (0, 2, 1), (2, 2, 1), (2, 4, 1), (4, 4, 1)]
     assert RowStream(corpus, 3, "none", True, 0).rows_in_epoch(0) == 4

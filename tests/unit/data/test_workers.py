@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.data_cases import CHAT, TOKENIZER, block, write_lines
+from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT
 from uspft.config.problems import RunFailed
 from uspft.data import empty, prepare
@@ -48,7 +49,6 @@ def children(process: int) -> list[int]:
     return [int(word) for task in tasks for word in (task / "children").read_text().split()]
 
 
-@pytest.mark.timeout(120)
 def test_processes_make_what_threads_make(
     tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +78,6 @@ def test_processes_make_what_threads_make(
     assert kept[0] == kept[1] and '"bad": 18' in reports[0]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("everyone", "how"), [(False, r"was killed \(SIGKILL\)"), (True, "ended")])
 def test_a_killed_process_is_told(
     tmp_path: Path, started: list[subprocess.Popen[bytes]], everyone: bool, how: str
@@ -95,7 +94,6 @@ def test_a_killed_process_is_told(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-@pytest.mark.timeout(120)
 def test_data_that_is_there_needs_no_processes(
     tmp_path: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -123,7 +121,6 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.timeout(120)
 def test_nothing_is_left_of_a_preparation_that_is_ended(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [CHAT] * 60)
     both = {}
@@ -137,7 +134,7 @@ def test_nothing_is_left_of_a_preparation_that_is_ended(tmp_path: Path) -> None:
         assert "Traceback" not in err
         workers = [int(word) for word in out.splitlines()[0].split()]
         assert len(workers) > 1
-        until = time.monotonic() + 30
+        until = time.monotonic() + HANG_SECONDS
         while any(os.path.exists(f"/proc/{worker}") for worker in workers):
             assert time.monotonic() < until, "a process is left"
             time.sleep(0.05)

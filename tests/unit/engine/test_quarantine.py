@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.support.hangs import HANG_SECONDS
+
 ROOT = Path(__file__).parents[3]
 
 # A process and a group for each switch, forked from one with the imports made. "deaf": what is set
@@ -93,7 +95,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         env={**kept, **own},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

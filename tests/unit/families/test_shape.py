@@ -92,6 +92,11 @@ def test_where_a_config_is_looked_for(tmp_path: Path) -> None:
             "name a folder, or org/name of the hub",
         )
     ]
+    for name, near in (("nome", "name"), ("nothing", None)):
+        ((_, what, remedy),) = at(name_or_path=name)
+        assert what == f"`{name}` is neither a folder here nor org/name of the hub"
+        meant = f"; did you mean `org/{near}`?" if near else ""
+        assert remedy == f"name a folder, or org/name of the hub{meant}"
     assert at(name_or_path=str(folder / "config.json"))[0][0] == "model.name_or_path"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.support.shapes import GEMMA2, LLAMA, MIXTRAL, PHI3, PLAIN, QWEN3, rea
 from uspft.families import FAMILIES, table
 from uspft.families.mixers import MIXERS
 
+ROOT = Path(__file__).parents[3]
 REFUSED: list[tuple[Any, str]] = [
     ({"model_type": "opt"}, "model_type `opt` is not available yet"),
     (
@@ -178,12 +180,69 @@ def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> N
 
 def test_every_refused_type_is_refused_and_says_what_to_name(tmp_path: Path) -> None:
     mixed = [kind for mixer in MIXERS.values() for kind in mixer.models]
-    kinds = {*mixed, *table.REFUSED}
-    assert len(kinds) == len(mixed) + len(table.REFUSED) and not FAMILIES.keys() & kinds
-    for kind in kinds:
+    assert len(table.REFUSED) == len({*mixed}) + 2 == len(mixed) + 2
+    assert not FAMILIES.keys() & table.REFUSED.keys()
+    for kind, (why, _) in table.REFUSED.items():
         ((key, what, remedy),) = read(tmp_path, {**QWEN3, "model_type": kind})
-        assert key == "model.config" and kind in what and "name " in remedy
-        assert "not available" not in what
+        assert key == "model.config" and what == f"model_type `{kind}` {why}"
+        assert "name " in remedy and "not available" not in what
+    # A type that may have a mixer, without one: it is not told that it has one.
+    dense = {**QWEN3, "model_type": "granitemoehybrid", "layer_types": ["attention"]}
+    ((_, what, _),) = read(tmp_path, dense)
+    assert what == "model_type `granitemoehybrid` is not available yet"
+
+
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "uspft/model/README.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ") and line.count("|") == 4
+]
+"""The rows of the page's table: model types, whether they are trained, what is refused."""
+
+
+def test_the_page_gives_the_reasons_that_the_messages_give() -> None:
+    told: dict[str, set[str]] = {}
+    for types, trains, reason in ROWS:
+        if trains == "no":
+            told.setdefault(reason, set()).update(re.findall(r"`(\w+)`", types))
+    why = {kind: "; ".join(filter(None, reason)) for kind, reason in table.REFUSED.items()}
+    assert len(told) == 8 and told.keys() == set(why.values())
+    for reason, kinds in told.items():
+        every = {kind for kind, found in why.items() if found == reason}
+        (types,) = [row[0] for row in ROWS if row[2] == reason]
+        assert kinds == every or (kinds < every and types.endswith("…")), (reason, every - kinds)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+OF_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "phi3": (PHI3, {"rope_scaling": YARN}, "which transformers' phi3 does not have"),
+    "gemma2": (
+        without(GEMMA2, "attn_logit_softcapping"),
+        {"attention": "flash_attn_4"},
+        "which has no soft-cap",
+    ),
+    "gemma3_text": (GEMMA2, {"rope_scaling": YARN}, "whose rotary positions are its own"),
+    "gpt_oss": (
+        {**PLAIN, "quantization_config": {"quant_method": "mxfp4"}},
+        {},
+        "has a quantization_config; training quantised weights is not available yet",
+    ),
+}
+"""By a type that is trained its config, the recipe's fields that it refuses, and why."""
+
+
+def test_the_page_gives_the_reasons_of_families_too(tmp_path: Path) -> None:
+    said = {types.strip("`"): reason for types, trains, reason in ROWS if trains != "no"}
+    assert {
+        kind for kind, reason in said.items() if reason not in ("–", "refused by name", "---")
+    } == (OF_FAMILIES.keys())
+    for kind, (config, fields, why) in OF_FAMILIES.items():
+        (*_, (_, what, _)) = read(tmp_path, {**config, "model_type": kind}, **fields)
+        assert why in what and why in said[kind], (what, said[kind])
+    trained = {
+        name for types, trains, _ in ROWS if trains != "no" for name in types.split("`")[1::2]
+    }
+    assert trained - {"model_type"} == FAMILIES.keys()
 
 
 def test_scaling_is_refused_where_rotary_positions_are_the_familys_own(tmp_path: Path) -> None:

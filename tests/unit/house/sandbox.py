@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from tests.support.hangs import HANG_SECONDS
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -67,7 +69,7 @@ class Sandbox:
     ) -> subprocess.CompletedProcess[str]:
         """Run launch.sh to its end."""
         process = self.start(*words, cwd=cwd, **changes)
-        out, shown = process.communicate(timeout=120)
+        out, shown = process.communicate(timeout=HANG_SECONDS)
         return subprocess.CompletedProcess(words, process.returncode, out, shown)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hangs import HANG_SECONDS
 from tests.unit.house.sandbox import Sandbox, make_sandbox, path_without_python
 
 VERBS = (
@@ -130,13 +131,13 @@ def test_a_signal_reaches_python(sandbox: Sandbox, number: signal.Signals) -> No
         f"signal.signal({number.value}, lambda *_: sys.exit(33))\n"
         "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])\n"
         f"pathlib.Path({str(mark)!r}).touch()\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     running = sandbox.start("a.yaml", USPFT_PYTHON=sys.executable)
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANG_SECONDS
     while not mark.exists():
         assert time.monotonic() < until
         time.sleep(0.02)
     running.send_signal(number)
-    running.communicate(timeout=20)
+    running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 33

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.algorithms import ALGORITHMS, named
+from uspft.__main__ import main
 from uspft.config.algorithms import CONTEXT, TENSOR, WHOLE, Splits
 from uspft.planner.layouts import MAX_LAYOUTS
 from uspft.segments import Segments
@@ -60,6 +61,30 @@ def test_what_auto_and_verify_may_take_is_what_pages_say() -> None:
     )
     assert f"(at most {MAX_LAYOUTS}; `--all` for all)" in README
     assert f"[at most {MAX_LAYOUTS} of them]" in (ROOT / "docs/verify.md").read_text()
+
+
+# What of a shown line is this machine's.
+HERE = (r"hardware: .*", r"(?<=; )[\d.]+ \w+ free")
+
+
+def masked(text: str) -> list[str]:
+    for pattern in HERE:
+        text = re.sub(pattern, "…", text)
+    return text.splitlines()
+
+
+def test_what_readme_shows_of_check_is_what_check_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (block,) = re.findall(r"```\n(\$ \./launch\.sh check .*?)```", README, re.S)
+    shown = re.findall(r"^\$ \./launch\.sh (.*)\n((?:[^$\n].*\n)+)", block, re.M)
+    assert len(shown) == 2
+    for words, lines in shown:
+        main(words.split())
+        done = capsys.readouterr()
+        assert masked(done.out + done.err) == masked(lines)
+    assert masked("disk: writes 1 MiB; 2 GiB free in x") == ["disk: writes 1 MiB; … in x"]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -148,7 +148,6 @@ def counted(rank: int) -> list[Any]:
     return found
 
 
-@pytest.mark.timeout(600)
 def test_the_formula_predicts_the_count_within_two_percent() -> None:
     answers, both, peers = spawn(1, counted)[0]
     unit = TOKENS * SIZES["hidden_size"] * 2

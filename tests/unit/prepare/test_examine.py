@@ -116,3 +116,64 @@ def test_an_exchange_of_heads_is_made_again_only_where_there_is_one(tmp_path: Pa
     )
     chosen = [*again, "parallel_config.context_parallel_algo=auto"]
     examine(tmp_path / "r.yaml", [*chosen, "parallel_config.ulysses_degree_in_cp=null"], 1, None)
+
+
+RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+UNSPLIT = "data.sequence_length: 30 tokens"
+
+
+def told(folder: Path, *words: str) -> list[str]:
+    """The keys of all problems of a good recipe under these words, with what is wrong."""
+    assert said(folder, {"model_type": "llama"}, **RING) == []
+    try:
+        examine(folder / "r.yaml", words, 1, None)
+    except RecipeError as error:
+        return [f"{one.key}: {one.what}" for one in error.problems]
+    return []
+
+
+FAULTS = {
+    "a type": ("training.steps=10k", "training.steps"),
+    "a word": ("model.dtype=bf16", "model.dtype"),
+    "a name": ("sed=1", "sed"),
+    "a rule": ("lr_schedule.min_learning_rate=1", "lr_schedule.min_learning_rate"),
+    "a feature to come": ("logging.report=true", "logging.report"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_fault_of_the_recipe_hides_none_of_its_layout_files_or_model(
+    case: str, tmp_path: Path
+) -> None:
+    word, key = FAULTS[case]
+    found = told(tmp_path, word, "data.sequence_length=30", "data.train=no.jsonl")
+    assert [line.partition(":")[0] for line in found[:1]] == [key] or key in str(found)
+    assert any(line.startswith(UNSPLIT) for line in found), found
+    assert any(line.startswith("data.train.path: ") for line in found), found
+    assert len(found) == 3, found
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["data.sequence_length=bad", "parallel_config.context_parallel=x", "launch.processes=0"],
+)
+def test_what_reads_a_faulty_key_is_not_asked(word: str, tmp_path: Path) -> None:
+    (line,) = told(tmp_path, word)
+    assert line.startswith(word.partition("=")[0])
+    first, second = sorted(told(tmp_path, word, "data.train=no.jsonl"))
+    assert {line, "data.train.path"} == {
+        one if one == line else one.partition(":")[0] for one in (first, second)
+    }
+
+
+def test_a_dtype_that_is_none_is_not_taken_for_the_default(tmp_path: Path) -> None:
+    words = ("deepspeed.zero_optimization.stage=0", "training.global_batch_size=4")
+    (summed,) = told(tmp_path, "model.dtype=bfloat16", *words)
+    assert summed.startswith("deepspeed.zero_optimization.stage: stage 0 would sum")
+    (line,) = told(tmp_path, "model.dtype=float", *words)
+    assert line.startswith("model.dtype: unknown value")
+
+
+def test_an_unreadable_model_is_told_beside_a_type(tmp_path: Path) -> None:
+    found = told(tmp_path, "training.steps=x", "model.config=no.json")
+    assert [line.partition(":")[0] for line in found] == ["training.steps", "model.config"]

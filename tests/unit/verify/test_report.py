@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.verify import REFERENCE, RING, layouts, recipe, result
-from uspft.planner.layouts import chosen
+from uspft.planner.layouts import MAX_LAYOUTS, candidates, chosen
+from uspft.prepare.examine import examine
+from uspft.prepare.layout_findings import run_findings
 from uspft.verify.report import Report
 from uspft.verify.result import Difference, Measured, Result
+
+ROOT = Path(__file__).parents[3]
 
 
 def report(*results: Result | None, inject: str | None = None, plain: Result | None = None) -> Any:
@@ -66,6 +72,22 @@ def test_what_is_left_out_is_counted_by_reason() -> None:
         "`../launch.sh verify r.yaml --all` tries them too"
     )
     assert meshes.startswith("not in the list: matrices on meshes; ") and "meshslice" in meshes
+
+
+def test_the_page_shows_what_is_left_out_of_the_quickstart() -> None:
+    page = (ROOT / "docs" / "verify.md").read_text()
+    shown = re.search(r"^\$ \./launch\.sh verify (\S+) (\S+)\n((?:not .*\n)+)```", page, re.M)
+    assert shown
+    found = examine(ROOT / shown[1], [shown[2]], 1, None, trains=False)
+    every = candidates(
+        found.recipe,
+        found.layout.ranks,
+        lambda of, layout: run_findings(of, layout, found.shape),
+    )
+    tried = [(one, None if one.reason else result()) for one in chosen(every, MAX_LAYOUTS)]
+    facts = {"dtype": "float32", "command": f"./launch.sh verify {shown[1]} {shown[2]}"}
+    text = Report.of(facts, (REFERENCE, None), tried, None).text()
+    assert [line for line in text.splitlines() if line.startswith("not ")] == shown[3].splitlines()
 
 
 def scaled(share: float, loss: float = 2.0, mlp: float | None = None) -> Result:

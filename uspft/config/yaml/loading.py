@@ -15,10 +15,11 @@ from uspft.config.available import refused, settled, without_later
 from uspft.config.fields import findings_of
 from uspft.config.problems import Finding, Origins, Problem, RecipeError
 from uspft.config.recipe import Recipe
-from uspft.config.rules import broken
+from uspft.config.rules import broken, touches
 from uspft.config.scalars import plain
 from uspft.config.yaml.document import bare, places
 from uspft.config.yaml.merging import read_recipe
+from uspft.config.yaml.nulls import without_nulls
 from uspft.config.yaml.unknown import unknown_keys
 
 # Required keys: what to write, and a value that stands in for a faulty one so that rules still run.
@@ -38,15 +39,49 @@ class Loaded:
     origins: Origins
 
 
+@dataclass(frozen=True)
+class Read:
+    """A recipe as far as it can be read, with its problems."""
+
+    loaded: Loaded
+    """The recipe, in which every faulty key has its default, or a stand-in."""
+    problems: list[Problem]
+    faulty: frozenset[str]
+    """The keys of the problems, and those that their faults may have hidden."""
+
+    def sound(self, *keys: str) -> bool:
+        """Return whether no problem touches these keys or blocks."""
+        return not any(touches(key, bad) for key in keys for bad in self.faulty)
+
+    def together(self, findings: Sequence[Finding]) -> RecipeError:
+        """Return the error that tells the problems and these findings, in the files' order."""
+        found = [*self.problems, *(self.loaded.origins.problem(*one) for one in findings)]
+        return RecipeError(
+            sorted(found, key=_order(self.loaded.origins.file)) if self.problems else found
+        )
+
+
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """Return the recipe in `path` over its `base` fragments, under `key.path=value` overrides.
 
     It reads the files named and nothing else. Raises RecipeError with every problem at once.
     """
+    found = read(path, overrides)
+    if found.problems:
+        raise found.together(())
+    return found.loaded
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Read:
+    """Return what `load` does, with the problems in place of an error.
+
+    Raises RecipeError where a file cannot be read.
+    """
     path = Path(path)
     tree, problems = read_recipe(path, overrides)
     if tree is None:
         raise RecipeError(problems)
+    tree = without_nulls(tree)
     origins = Origins(str(path), dict(places(tree)))
     raw = bare(tree)
     findings, asking = refused(raw)
@@ -57,11 +92,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     misread = {(problem.where, problem.key) for problem in problems}
     found = [origins.problem(*finding) for finding in [*findings, *more, *wrong]]
     problems += [each for each in found if (each.where, each.key) not in misread]
-    if problems:
-        raise RecipeError(sorted(problems, key=_order(str(path))))
     if recipe.output_dir is None:
         recipe = recipe.model_copy(update={"output_dir": Path("outputs") / path.stem})
-    return Loaded(recipe, origins)
+    faulty = frozenset({problem.key for problem in problems} | misnamed | asking)
+    return Read(Loaded(recipe, origins), problems, faulty)
 
 
 def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Finding]]:

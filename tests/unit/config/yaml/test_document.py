@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hangs import HANG_SECONDS
 from uspft.config import RecipeError, load
 from uspft.config.scalars import meant, plain, token_count
 from uspft.config.yaml.document import bare, parse
@@ -161,7 +162,7 @@ def test_an_alias_bomb_is_refused_at_once(tmp_path: Path) -> None:
     rows += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
     begin = time.monotonic()
     (message,) = lines(write(tmp_path, "\n".join(rows)))
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < HANG_SECONDS
     assert "aliases expand to more than 100000 values" in message
     assert message.startswith("r.yaml:")
 
