@@ -30,6 +30,7 @@ from uspft.mesh import Groups
 from uspft.model import grid
 from uspft.model import parallel as parallel_model
 from uspft.model.causal import CausalLoss
+from uspft.model.hf_config import layer_windows
 from uspft.model.loss import tile_tokens
 from uspft.model.offload import Copies
 from uspft.model.tiles import TiledCall
@@ -88,6 +89,9 @@ def count(
     device = torch.device("meta" if fake else "cpu")
     layout = layout or Layout()
     found = []
+    windows = set(layer_windows(config))
+    if len(windows) == 1:  # tokens are then in an order made for it, as a run's are
+        options["window"] = windows.pop()
     for rank in range(0, layout.ranks, layout.mesh_columns * layout.ulysses):
         with one_of(layout.ranks, rank):
             groups = Groups()

@@ -46,6 +46,7 @@ def formula(recipe: Path) -> int:
     examined = examine(recipe, [], 1, 1, trains=False)
     found = examined.recipe
     config = model_config(found.model, found.data.sequence_length)
+    assert examined.shape
     return sizes_of(found, config, examined.shape, with_plain=False).need_bytes(LAYERS)
 
 

@@ -105,6 +105,7 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     sizes = [one.size for one in qkv]
     query, keys, each = (one / how.tokens for one in (out, pair, lse))
     token = TokenBytes(query, keys, each, 4 // how.element)
+    most = backward_bytes(how.ulysses, how.ring, token, how.way, how.window)
     made = _forward(tape, how, lse, out, pair)
     saved = [*made]
     tensors = [*qkv]
@@ -114,7 +115,7 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
 
         def run(grads: Gradients, kept: object = kept, inputs: object = inputs) -> Gradients:
             kernel = tape.new(KERNEL_BYTES * number)
-            work = tape.new(how.tokens * backward_bytes(how.ring, token, how.way, how.window))
+            work = tape.new(how.tokens * most)
             del work
             del kernel
             return [tape.new(size) for size in sizes]

@@ -59,17 +59,25 @@ class Window(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def backward_bytes(ring: int, token: TokenBytes, way: Way, window: Window | None) -> float:
+def _shares(ulysses: int, ring: int, window: Window | None) -> list[Share]:
+    """Return the share of each ring rank of a row of one document."""
+    tokens = window.row_tokens if window else 2 * ring * ulysses * CHUNK_TOKENS
+    row, seen = Segments.single(tokens), window.keys if window else None
+    order = balanced(row, ulysses, ring, window=seen if window and window.everywhere else None)
+    return everyones(row, order, ulysses, seen)
+
+
+@lru_cache(maxsize=256)
+def backward_bytes(
+    ulysses: int, ring: int, token: TokenBytes, way: Way, window: Window | None
+) -> float:
     """Return the most bytes for a token of the fullest rank beside what was saved and the gradient
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
     if ring == 1 and window is None:
         return 0.0
-    row = Segments.single(window.row_tokens if window else 2 * ring * CHUNK_TOKENS)
-    seen = window.keys if window else None
-    order = balanced(row, 1, ring, window=seen if window and window.everywhere else None)
-    shares = everyones(row, order, 1, seen)
+    shares = _shares(ulysses, ring, window)
     found = [_walked(share, token, way, tiny=window is None) for share in shares]
-    return max(found) / min(tokens_in(share.held) for share in shares)
+    return max(found) / min(share.holdings[share.ring_index].tokens for share in shares)
 
 
 def _walked(share: Share, token: TokenBytes, way: Way, *, tiny: bool) -> float:
@@ -156,7 +164,8 @@ def _kernel(
 
 
 def _ring(tape: Tape, share: Share, token: TokenBytes) -> None:
-    me, ring, tokens = share.ring_index, share.ring, tokens_in(share.held)
+    me, ring = share.ring_index, share.ring
+    tokens = share.holdings[me].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
     own = _Sum(tape, tokens, token.pair, token.wide)
     hand = [tape.new(token.pair * tokens)] if ring > 1 else []
@@ -212,7 +221,7 @@ def _end(own: _Sum, dq: _Sum) -> None:
 
 
 def _exchange(tape: Tape, share: Share, exchange: Exchange, token: TokenBytes) -> None:
-    tokens = tokens_in(share.held)
+    tokens = share.holdings[share.ring_index].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
     own = _Sum(tape, tokens, token.pair, token.wide)
     copies: dict[object, Storage] = {}

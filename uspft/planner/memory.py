@@ -27,6 +27,7 @@ from uspft.planner.trained import (
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
+    from uspft.config.algorithms import AlgorithmRow
     from uspft.config.inputs import ModelBlock
     from uspft.families import ModelShape
     from uspft.layout import Layout
@@ -329,6 +330,23 @@ def longest_row(
         middle = (low + high) // 2
         low, high = (middle, high) if has_room(middle) else (low, middle)
     return low * step
+
+
+def row_memory(
+    options: Options, shape: ModelShape, row: AlgorithmRow, layout: Layout, length: int
+) -> tuple[int, int]:
+    """Return the bytes that each further row of so many tokens takes on a rank of those that share
+    it, and those that rows take once, whatever their number."""
+    one, two = (
+        memory_of(
+            shape,
+            layout,
+            length,
+            options=replace(options, algorithm=row.name, micro_batch=rows, use_seq_parallel=True),
+        ).activation_bytes
+        for rows in (1, 2)
+    )
+    return two - one, 2 * one - two
 
 
 def least_work(

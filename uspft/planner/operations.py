@@ -196,7 +196,7 @@ def tiled(
                     del out
                 whole = [one.gradient for one in parameters]
                 parameters.clear()
-                last = [one.node.gradient for one in tile if one.node][-1:]
+                last[:] = [one.node.gradient for one in tile if one.node][-1:]
                 del tile
                 if not sums:
                     sums = [tape.new(wide * one.size) for one in whole if one]

@@ -60,19 +60,13 @@ def moving_state_bytes(element: int, counts: Counts, at_work: Counts, ranks: int
 
 
 def _whole(zero: Zero, counts: Counts) -> State:
-    e, trained = float(zero.element), counts.trained
-    if e == WIDE:
-        optimizer = float(ADAM * trained)
-        return State(
-            {
-                "weights": float(e * counts.every),
-                "gradients": float(e * trained),
-                "optimizer": optimizer,
-            }
-        )
-    optimizer = float((WIDE + ADAM) * trained)
-    gradients = (e + WIDE) * trained
-    return State({"weights": e * counts.every, "gradients": gradients, "optimizer": optimizer})
+    e, trained = float(zero.element), float(counts.trained)
+    parts: dict[str, float] = {"weights": e * counts.every, "gradients": e * trained}
+    parts["optimizer"] = ADAM * trained
+    if e < WIDE:
+        parts["gradients"] += WIDE * trained
+        parts["optimizer"] += WIDE * trained
+    return State(parts)
 
 
 def _divided(zero: Zero, counts: Counts) -> State:
@@ -81,8 +75,9 @@ def _divided(zero: Zero, counts: Counts) -> State:
     optimizer = (WIDE + ADAM) * trained / ranks
     if zero.stage == 1 and e == 2 and not zero.optimizer_away:
         # Gradients in 16 bits until the backward ends, then summed (DeepSpeed's BF16_Optimizer).
-        parts = {"weights": e * counts.every, "gradients": (e + WIDE) * trained}
-        return State({**parts, "optimizer": optimizer})
+        gradients = float((e + WIDE) * trained)
+        device = {"weights": float(e * counts.every), "gradients": gradients}
+        return State({**device, "optimizer": optimizer})
     bucket = min(zero.bucket, trained)
     matrix = float(e * min(zero.matrix, counts.largest_trained))
     if zero.stage == 2:

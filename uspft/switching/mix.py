@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import fmean
 
 from uspft.layout import COPIES, Layout
-from uspft.planner.memory import USABLE_SHARE, memory_of
+from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
 from uspft.planner.row_time import micro_step_seconds
 from uspft.planner.spread import Spread
@@ -54,7 +54,8 @@ class Mix:
             state = moving_state_bytes(options.element, whole, part, setting.ranks)
         else:
             state = memory_of(model, self.held, bucket.length, options=options).state_bytes
-        return USABLE_SHARE * setting.memory_bytes - state
+        _, once = row_memory(options, model, bucket.row, bucket.layout, bucket.length)
+        return USABLE_SHARE * setting.memory_bytes - state - once
 
     @cached_property
     def shares(self) -> list[float]:

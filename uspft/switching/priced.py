@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from uspft.config.algorithms import AlgorithmRow
 from uspft.layout import Layout
-from uspft.planner.memory import memory_of
+from uspft.planner.memory import row_memory
 from uspft.planner.row_time import row_time
 from uspft.planner.ways import Space, Way, legal_for, ways
 from uspft.segments import Segments
@@ -120,16 +120,8 @@ def priced(
         (_pairs(typical), _pairs(whole)),
         (short.row, long.row),
         max(short.beside, long.beside),
-        row_bytes(setting, row, layout, length),
+        row_memory(setting.options, setting.step.model, row, layout, length)[0],
     )
-
-
-def row_bytes(setting: Setting, row: AlgorithmRow, layout: Layout, length: int) -> int:
-    """Return the bytes of activations of a row of so many tokens on the fullest rank of those that
-    share it."""
-    options = replace(setting.options, algorithm=row.name, micro_batch=1)
-    options = replace(options, use_seq_parallel=setting.step.use_seq_parallel)
-    return memory_of(setting.step.model, layout, length, options=options).activation_bytes
 
 
 def _pairs(row: Segments) -> int:

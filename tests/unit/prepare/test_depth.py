@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,8 @@ from uspft.config import Fault
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.model.hf_config import model_config
-from uspft.planner.need import need_of
+from uspft.planner.memory import USABLE_SHARE, memory_of
 from uspft.prepare.depth import (
-    BYTES_PER_PARAMETER,
-    USABLE_SHARE,
     Sizes,
     fitting_depth,
     sizes_of,
@@ -29,8 +26,17 @@ from uspft.prepare.depth import (
 from uspft.prepare.invocation import CONFIGS
 
 
-def test_depth_follows_memory_and_keeps_every_kind_of_layer() -> None:
-    sizes = Sizes(1000, (100,) * 6, ("full", "full", "window", "full", "full", "window"), 10, 5)
+def sizes_in(folder: Path, with_plain: bool = False, **blocks: Any) -> Sizes:
+    given = recipe(folder, **blocks)
+    config, shape = model_config(given.model, 96), read_shape(given.model, CONFIGS)
+    assert isinstance(shape, ModelShape)
+    return sizes_of(given, config, shape, with_plain=with_plain)
+
+
+def test_depth_follows_memory_and_keeps_every_kind_of_layer(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama", kv_heads=2)
+    kinds = ("full", "full", "window", "full", "full", "window")
+    sizes = replace(sizes_in(tmp_path), kinds=kinds)
     assert sizes.shallowest == 3
     for depth in range(3, 7):
         need = math.ceil(sizes.need_bytes(depth) / USABLE_SHARE)
@@ -43,42 +49,31 @@ def test_depth_follows_memory_and_keeps_every_kind_of_layer() -> None:
 def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     windows = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
     make_model(tmp_path, "qwen2", kv_heads=2, sliding_window=5, **windows)
+    sizes = sizes_in(tmp_path, with_plain=True)
+    assert sizes.shallowest == 2 and len(sizes.kinds) == 2
     given = recipe(tmp_path)
-    sizes = sizes_of(given, model_config(given.model, given.data.sequence_length), with_plain=True)
-    assert sizes.shallowest == 2 and len(sizes.layers) == 2
-    shapes = json.loads((tmp_path / "config.json").read_text())
-    assert sizes.outside == 2 * shapes["vocab_size"] * 64 + 64
     shorter = with_depth(given, 1)
     config = model_config(shorter.model, shorter.data.sequence_length)
     assert (config.num_hidden_layers, config.layer_types) == (1, ["full_attention"])
-    assert sum(sizes_of(shorter, config, with_plain=True).layers) == sizes.layers[0]
-    longer = recipe(tmp_path, data={"sequence_length": 192})
-    more = sizes_of(
-        longer, model_config(longer.model, longer.data.sequence_length), with_plain=True
-    )
-    assert more.need_bytes(2) > sizes.need_bytes(2)
+    longer = sizes_in(tmp_path, with_plain=True, data={"sequence_length": 192})
+    assert longer.need_bytes(2) > sizes.need_bytes(2) > sizes.need_bytes(1)
 
 
 @pytest.mark.parametrize("away", ["none", "cpu"])
-def test_activations_are_by_the_formula_where_it_knows(tmp_path: Path, away: str) -> None:
+def test_one_process_needs_what_the_formula_says(tmp_path: Path, away: str) -> None:
+    """On the device and on the host, which is one where ranks are on CPUs; beside plain
+    transformers at least what that needs in float32."""
     make_model(tmp_path, "llama", kv_heads=2)
     memory = {"offload_activations": away, "mlp_tile_tokens": 8}
-    given = recipe(tmp_path, model={"dtype": "bfloat16"}, memory=memory)
-    config, shape = model_config(given.model, 96), read_shape(given.model, CONFIGS)
-    assert isinstance(shape, ModelShape)
-    need = need_of(given, shape, Layout())
-    assert need and need.activations.offloaded == (away == "cpu")
-    sizes = sizes_of(given, config, shape, with_plain=False)
-    for depth in (2, 3, 5):
-        more = replace(sizes, layers=(0,) * depth)
-        state = BYTES_PER_PARAMETER * sizes.outside
-        assert more.need_bytes(depth) == state + need.activations.of_layers(depth).peak_bytes
-    estimate = sizes_of(given, config, with_plain=False)
-    assert estimate.working_bytes != sizes.working_bytes
-    plain = sizes_of(given, config, shape, with_plain=True)
-    assert plain == sizes_of(given, config, with_plain=True)
-    whole = recipe(tmp_path, memory=memory)  # in float32, of which the formula knows nothing
-    assert sizes_of(whole, config, shape, with_plain=False) != sizes
+    sizes = sizes_in(tmp_path, model={"dtype": "bfloat16"}, memory=memory)
+    for depth in (1, 2, 5):
+        shape = replace(sizes.shape, layers=depth)
+        need = memory_of(shape, Layout(), sizes.row_tokens, options=sizes.options)
+        assert sizes.options.zero_stage == 0
+        assert sizes.need_bytes(depth) == need.peak_bytes + need.host_bytes
+    plain = sizes_in(tmp_path, True, model={"dtype": "bfloat16"}, memory=memory)
+    assert plain.options.dtype == "float32" and plain.options.loss_tile is None
+    assert plain.need_bytes(2) != sizes.need_bytes(2)
 
 
 def test_plain_transformers_is_left_out_with_a_reason(tmp_path: Path) -> None:

@@ -1,0 +1,218 @@
+"""What is predicted of activations beside what is counted, storage by storage, on fake tensors: in
+pairs of layout, model, type, what trains and what saves memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.memory.count import count
+from benchmarks.memory.predicted import predicted
+from tests.support.pairwise import pairwise
+from tests.support.ranks import spawn
+from tests.support.shapes import hub
+from uspft.config.inputs import ModelBlock
+from uspft.config.recipe import MemoryBlock
+from uspft.families import ModelShape, read_shape
+from uspft.layout import Layout
+from uspft.planner.memory import (
+    Options,
+    fits,
+    least_work,
+    longest_row,
+    memory_of,
+    unpredicted,
+)
+from uspft.prepare.invocation import CONFIGS
+
+TOKENS = 4096
+"""Of one rank."""
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 1 << 20,
+}
+MANY = {"num_attention_heads": 64, "num_key_value_heads": 16}
+"""Heads with which attention's backward needs more than the MLP's."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "many words": ("Llama", {"vocab_size": 8192}),
+    "many heads": ("Llama", MANY),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", MANY),
+    "window": ("Mistral", {**MANY, "sliding_window": 512}),
+    "long window": ("Mistral", {**MANY, "sliding_window": 6000}),
+}
+LAYOUTS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
+    "whole": (Layout(), "ulysses_cp", {}),
+    "ulysses 4": (Layout(ulysses=4), "ulysses_cp", {}),
+    "ulysses 16": (Layout(ulysses=16), "ulysses_cp", {}),
+    "ring 2": (Layout(ring=2), "ring_cp", {}),
+    "ring 4": (Layout(ring=4), "ring_cp", {}),
+    "hybrid": (Layout(ulysses=2, ring=3), "hybrid_cp", {}),
+    "allgather": (Layout(ring=4), "allgather_cp", {}),
+    "planned 2": (Layout(ring=2), "planned_cp", {}),
+    "planned 4": (Layout(ulysses=2, ring=4), "planned_cp", {}),
+    "planned, stages": (Layout(ring=4), "planned_cp", {"stages": 2}),
+    "tensor": (Layout(mesh_columns=2), "ulysses_cp", {}),
+    "tensor, tokens": (
+        Layout(mesh_columns=2),
+        "ulysses_cp",
+        {"parallel": {"use_seq_parallel": True}},
+    ),
+    "tensor, ring": (
+        Layout(mesh_columns=2, ring=2),
+        "ring_cp",
+        {"parallel": {"use_seq_parallel": True}},
+    ),
+}
+TILED = {"mlp_tile_tokens": 512, "loss_tile_tokens": 1024}
+SAVING: dict[str, dict[str, Any]] = {
+    "none": {"gradient_checkpointing": False, "loss_tile_tokens": "none"},
+    "none, tiles": {"gradient_checkpointing": False, **TILED},
+    "nothing": {"recompute": "nothing", "loss_tile_tokens": 1024},
+    "exchange": {"recompute": "exchange", **TILED},
+    "attention": {"recompute": "attention", "loss_tile_tokens": 1024},
+    "attention, tiles": {"recompute": "attention", **TILED},
+    "offload": {"offload_activations": "cpu", "recompute": "attention", **TILED},
+    "offload more": {"offload_activations": "cpu", "loss_tile_tokens": 1024},
+}
+TRAINED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "lora": {"adapter": {"type": "lora", "rank": 8}},
+    "some lora": {
+        "adapter": {"type": "lora", "rank": 4, "target_modules": ["q_proj", "down_proj"]}
+    },
+    "no mlp": {"freeze": ["mlp", "norm"]},
+    "last layer": {"freeze": [r"layers\.0\.", "embed"]},
+}
+DTYPES = ("bfloat16", "float32")
+
+
+class Case(NamedTuple):
+    """What is counted."""
+
+    model: str
+    layout: str
+    saving: str
+    trained: str
+    dtype: str
+
+
+FEW = [
+    Case("llama", "whole", "none", "all", "bfloat16"),
+    Case("many words", "tensor", "none, tiles", "lora", "float32"),
+    Case("many heads", "ulysses 4", "exchange", "no mlp", "bfloat16"),
+    Case("qwen2", "ulysses 16", "offload", "all", "float32"),
+    Case("qwen3", "tensor, tokens", "nothing", "lora", "bfloat16"),
+    Case("qwen3", "ring 2", "attention, tiles", "all", "bfloat16"),
+    Case("window", "ring 4", "nothing", "all", "bfloat16"),
+    Case("long window", "planned 4", "attention", "some lora", "bfloat16"),
+    Case("window", "whole", "offload more", "last layer", "float32"),
+    Case("many heads", "allgather", "attention", "all", "bfloat16"),
+    Case("llama", "hybrid", "offload", "some lora", "bfloat16"),
+    Case("many heads", "tensor, ring", "attention", "last layer", "bfloat16"),
+    Case("many heads", "planned, stages", "none", "no mlp", "float32"),
+    Case("long window", "planned 2", "exchange", "all", "bfloat16"),
+]
+"""Every value of each is among them."""
+
+
+def cases(*, full: bool) -> list[Case]:
+    factors = tuple(MODELS), tuple(LAYOUTS), tuple(SAVING), tuple(TRAINED), DTYPES
+    return [Case(*case) for case in pairwise(*factors)] if full else FEW
+
+
+def config_of(model: str, dtype: str, sizes: dict[str, Any] | None = None) -> Any:
+    kind, changes = MODELS[model]
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes, **(sizes or {})})
+    config.dtype = getattr(torch, dtype)
+    return config
+
+
+def counted(rank: int, full: bool, folder: Path) -> dict[Case, Any]:
+    """What is counted, in a process that has no process group yet."""
+    torch.distributed.destroy_process_group()
+    found = {}
+    for case in cases(full=full):
+        config = config_of(case.model, case.dtype)
+        config.save_pretrained(folder / case.model)
+        layout, algorithm, options = LAYOUTS[case.layout]
+        memory = MemoryBlock(**SAVING[case.saving])
+        row = TOKENS * layout.context
+        trained = TRAINED[case.trained]
+        found[case] = count(config, row, memory, layout, algorithm, trained=trained, **options)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return found
+
+
+def predicted_of(case: Case, shape: ModelShape) -> Any:
+    layout, algorithm, options = LAYOUTS[case.layout]
+    return predicted(
+        shape,
+        layout,
+        TOKENS * layout.context,
+        MemoryBlock(**SAVING[case.saving]),
+        algorithm,
+        dtype=case.dtype,
+        trained=TRAINED[case.trained],
+        **options,
+    )
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path: Path) -> None:
+    found = spawn(1, counted, full, tmp_path)[0]
+    for number, values in enumerate((MODELS, LAYOUTS, SAVING, TRAINED, DTYPES)):
+        assert {case[number] for case in found} == set(values)
+    off = {}
+    for case, one in found.items():
+        shape = read_shape(ModelBlock(config=tmp_path / case.model), CONFIGS)
+        assert isinstance(shape, ModelShape)
+        want = predicted_of(case, shape)
+        assert want.unpredicted == ()
+        ratio = want.activation_bytes / one.most_bytes["all"]
+        if abs(ratio - 1) > 0.02:
+            off[case] = ratio
+        assert want.host_bytes == pytest.approx(one.host_bytes, rel=1e-3), case
+        other = case._replace(dtype="float32" if case.dtype == "bfloat16" else "bfloat16")
+        assert abs(predicted_of(other, shape).activation_bytes / one.most_bytes["all"] - 1) > 0.1
+    assert off == {}
+
+
+def test_a_card_fits_what_is_at_most_its_usable_share() -> None:
+    shape, options = hub("meta-llama/Llama-3.1-8B"), Options("ulysses_cp", zero_stage=3)
+    layout = Layout(ulysses=8)
+    longest = longest_row(shape, layout, 80e9, options=options)
+    assert longest % (1024 * 8) == 0
+    for tokens, there in ((longest, True), (longest + 8192, False)):
+        need = memory_of(shape, layout, tokens, options=options)
+        assert fits(need, 80e9) == there == (need.peak_bytes <= 0.92 * 80e9)
+    assert longest_row(shape, layout, 8e9, options=options) == 0
+    away = replace(options, offload_activations=True)
+    assert longest_row(shape, layout, 80e9, options=away) > longest
+    found = [
+        least_work(shape, layout, tokens, 80e9, options=options)
+        for tokens in (longest, 2 * longest, 100 * longest)
+    ]
+    assert found[0] == "nothing" and found[-1] == "attention"
+    assert least_work(shape, Layout(ring=8), 1 << 21, 80e9, options=options) != "exchange"
+
+
+def test_what_the_formula_does_not_know_is_named() -> None:
+    shape = hub("meta-llama/Llama-3.1-8B")
+    assert unpredicted(shape, Layout(2, 2, 2), 4096) == ()
+    other = replace(shape, model_type="granite")
+    assert memory_of(other, Layout(), 4096).unpredicted == ("layers of granite",)
+    assert unpredicted(shape, Layout(pipeline=2), 4096) == ("stages of layers",)
