@@ -34,7 +34,6 @@ def predicted(
     asked = parallel or {}
     model = ModelBlock(config=Path(), **(trained or {}))
     auto = memory.recompute == "auto"
-    slices = asked.get("tensor_slices")
     found = memory_of(
         shape,
         layout,
@@ -51,7 +50,6 @@ def predicted(
             mlp_tile=memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else None,
             lora=lora_of(model),
             freeze=tuple(model.freeze),
-            slices=tuple(slices) if slices else (1, 1, 1, 1),
         ),
     )
     tokens = -(-row_tokens // layout.context)

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import Documents, make_documents, make_model
+from tests.support.models import Documents, make_documents, make_model, reference
 from tests.support.ranks import spawn
 from tests.support.runs import run_recipe
 from tests.support.switching import (
     BATCH,
     BOUNDS,
+    CLIP,
     LENGTHS,
+    RATE,
     STEPS,
     Case,
     check,
@@ -79,6 +81,9 @@ OTHERS_RESUMED = {
     Case("tensor", "zero1", moves=True): Case("context", "zero3"),
 }
 
+EPOCH = {"epochs": 1, "global_batch_size": 13}
+"""Of 18 samples, so that the last step has five."""
+
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
@@ -102,8 +107,7 @@ def ran(
     """By case, or by pair of cases that one run goes through."""
     found: dict[Any, Any] = {}
     for number, case in enumerate(cases):
-        epochs = {"epochs": 1} if case == CASES[0] else {}
-        found[case] = run_recipe(recipe(case, folder, data, **epochs), output / f"run-{number}")
+        found[case] = run_recipe(recipe(case, folder, data), output / f"run-{number}")
     for number, (first, then) in enumerate(resumed.items()):
         own, saved = output / f"resumed-{number}", {"checkpoint": {"every_steps": 1}}
         run_recipe({**recipe(first, folder, data, steps=1), **saved}, own)
@@ -114,6 +118,7 @@ def ran(
 
 def work(rank: int, folder: Path, data: Documents) -> dict[Any, Any]:
     found = ran(CASES, RESUMED, folder / "runs", folder, data)
+    found["an epoch"] = run_recipe(recipe(CASES[0], folder, data, **EPOCH), folder / "epoch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("uspft.switching.dealing.SwitchingLoader.of_group", first_row_twice)
         patch.setattr("uspft.training.guards.Guards.rows", lambda *_: None)
@@ -164,11 +169,18 @@ def test_a_run_goes_on_under_other_strategies(
     check({pair: answers[pair] for pair in RESUMED.items()}, *setting)
 
 
-def test_epochs_count_samples(setting: tuple[Path, Documents], answers: dict[Any, Any]) -> None:
+def test_an_epoch_ends_with_its_last_sample(
+    setting: tuple[Path, Documents], answers: dict[Any, Any]
+) -> None:
+    """Though the last step is a short one; rows that are counted on would begin anew."""
     folder, data = setting
-    assert wrong_of(answers[CASES[0]], wanted("llama", False, folder, data.path)) == []
-    assert len(documents_of(data.path)) == STEPS * BATCH
-    assert "steps" not in recipe(CASES[0], folder, data, epochs=1)["training"]
+    got, size = answers["an epoch"], EPOCH["global_batch_size"]
+    documents = documents_of(data.path)
+    assert len(documents) == STEPS * BATCH == 18
+    assert [record["epoch"] for record in got[0]] == pytest.approx([size / 18, 1.0])
+    assert "steps" not in recipe(CASES[0], folder, data, **EPOCH)["training"]
+    steps = [documents[:size], documents[size:]]
+    assert wrong_of(got, reference(folder / "llama", steps, rate=RATE, clip=CLIP)) == []
 
 
 def test_a_record_tells_what_ran_under_each_strategy(answers: dict[Any, Any]) -> None:

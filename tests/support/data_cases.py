@@ -42,6 +42,7 @@ def block(*sources: Any, **fields: Any) -> Any:
         "overlong": "error",
         "train_on": "assistant",
         "on_bad_sample": "error",
+        "unused_fields": "list",
         "chat_template": None,
         "shuffle": True,
         "workers": 2,

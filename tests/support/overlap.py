@@ -22,13 +22,15 @@ ROW = Segments.single(64)
 @dataclass
 class Pass:
     """The forward or the backward of one rank: its kernel calls, and whose keys each had; the keys
-    that came and the gradients that left."""
+    that came and the gradients that left; of these keys, those whose memory was there at each
+    call."""
 
     index: int
     calls: list[Call]
     sources: list[set[int]]
     keys: list[Transfer]
     gradients: list[Transfer]
+    alive: list[list[Transfer]]
 
     def call_of(self, transfer: Transfer) -> int:
         """The number of the call that takes what a transfer brings."""
@@ -46,7 +48,10 @@ def passes(rank: Rank, owner: dict[int, int]) -> tuple[Pass, Pass]:
             for transfers, are_keys in ((rank.received, True), (rank.sent, False))
         )
         sources = [{owner[t] for t in call.tokens} for call in calls]
-        found.append(Pass(rank.index, calls, sources, keys, gradients))
+        alive = [
+            [t for t in rank.alive(call.at) if any(t is key for key in keys)] for call in calls
+        ]
+        found.append(Pass(rank.index, calls, sources, keys, gradients, alive))
     return found[0], found[1]
 
 

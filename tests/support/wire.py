@@ -117,6 +117,10 @@ class Rank:
 
         return end
 
+    def alive(self, at: int) -> list[Transfer]:
+        """The transfers whose memory was there at a place in the log."""
+        return [self._buffers[n][1] for n in self._alive[at - 1]]
+
     def most_buffers(self) -> int:
         """The most buffers of keys that came or left, alive at one time."""
         kept = [

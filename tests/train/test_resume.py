@@ -73,12 +73,13 @@ def trained(recipe: dict[str, Any], output: Path) -> None:
     close(run)
 
 
-def died(straight: Path, resumed: Path) -> None:
-    """Leave what the run had left, had it died in the step after its first checkpoint."""
+def died(straight: Path, resumed: Path, step: int, steps: int) -> None:
+    """Leave what the run had left, had it died in the step after a checkpoint's."""
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.copytree(straight, resumed, ignore=shutil.ignore_patterns("hf", "step-00000003"))
-        (resumed / "checkpoints/latest").write_text("step-00000002\n")
+        later = [f"step-{n:08d}" for n in range(step + 1, steps + 1)]
+        shutil.copytree(straight, resumed, ignore=shutil.ignore_patterns("hf", *later))
+        (resumed / "checkpoints/latest").write_text(f"step-{step:08d}\n")
     dist.barrier()
 
 
@@ -100,7 +101,7 @@ def work(rank: int, folder: Path, data: Path, names: tuple[str, ...]) -> dict[st
             export={"huggingface": True},
         )
         trained(recipe, folder / f"{name}-straight")
-        died(folder / f"{name}-straight", folder / f"{name}-resumed")
+        died(folder / f"{name}-straight", folder / f"{name}-resumed", 2, STEPS)
         trained(recipe, folder / f"{name}-resumed")
         answers[name] = [
             [json.loads(line) for line in (folder / f"{name}-{way}/metrics.jsonl").open()]
@@ -138,3 +139,43 @@ def test_a_resumed_run_repeats_the_losses_bit_for_bit(
         held = {key.removeprefix("weight/") for key in state["files"] if key.startswith("weight/")}
         assert (held == set(ends[0])) == (name not in PARTLY), name
         assert {"lora" in key for key in held} == {"lora" in name}, name
+
+
+WARMING = {
+    "type": "linear",
+    "warmup_steps": 3,
+    "warmup_ratio": None,
+    "min_learning_rate": 2e-4,
+}
+RATES = [1e-3 / 3, 2e-3 / 3, 1e-3, 6e-4, 2e-4]
+"""Of five steps, three of which warm up."""
+
+
+def warming(rank: int, folder: Path, data: Path) -> list[list[dict[str, Any]]]:
+    """The records of a run, and of one that goes on after the first step of its warm-up."""
+    recipe = small_recipe(
+        folder / "model",
+        data,
+        ROW,
+        training={"steps": len(RATES), "global_batch_size": 2},
+        lr_schedule=WARMING,
+        checkpoint={"every_steps": 1, "keep_last": len(RATES)},
+    )
+    trained(recipe, folder / "straight")
+    died(folder / "straight", folder / "resumed", 1, len(RATES))
+    trained(recipe, folder / "resumed")
+    return [
+        [json.loads(line) for line in (folder / way / "metrics.jsonl").open()]
+        for way in ("straight", "resumed")
+    ]
+
+
+def test_a_run_that_goes_on_inside_its_warm_up_warms_up_to_its_end(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "llama", heads=4, kv_heads=2)
+    data = make_documents(tmp_path / "d.jsonl", [30, 32, 11, 25, 19], masked=[0.0, 0.5])
+    straight, resumed = spawn(1, warming, tmp_path, data.path)[0]
+    assert [r for r in resumed if "loss" not in r] == [{"resumed_from_step": 1}]
+    steps = [r for r in resumed if "loss" in r]
+    assert [r["learning_rate"] for r in straight] == pytest.approx(RATES, abs=1e-12)
+    for key in ("step", "learning_rate", "loss", "grad_norm"):
+        assert [r[key] for r in steps] == [r[key] for r in straight], key

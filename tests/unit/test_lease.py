@@ -38,6 +38,10 @@ def of_another_host(folder: Path, *, silent_seconds: float) -> Path:
     return found.path
 
 
+def test_two_renewals_may_fail_before_a_lease_lapses() -> None:
+    assert room.RENEW_SECONDS * 3 <= room.LAPSE_SECONDS
+
+
 def test_held_then_refused_then_free(tmp_path: Path) -> None:
     one = Lease.take(tmp_path / "new/out", silent)
     with pytest.raises(Held, match=f"host .+, process {os.getpid()}, since "):

@@ -20,6 +20,7 @@ LOOSE = {
     "data.format",
     "data.fields",
     "data.on_bad_sample",
+    "data.unused_fields",
     "data.train",
     "data.chat_template",
 }

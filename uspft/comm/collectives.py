@@ -48,20 +48,37 @@ class Move(NamedTuple):
     offset: int
 
 
+class Transfer:
+    """Operations under way, to be called before what they bring is used.
+
+    Until then they and their tensors stand in the books, which close with an error otherwise.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], what: str, tensors: object, group: Group):
+        self._works, self._books = works, group.books
+        if works:
+            self._books.begin(self, f"{what}, on rank {group.ranks[group.index]}", tensors)
+
+    def __call__(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._books.end(self)
+
+
 def shift(moves: Sequence[Move], group: Group, kind: str) -> list[Callable[[], None]]:
-    """Start all moves, and return for each the function that waits for it; the tensors of a move
-    must live until then.
+    """Start all moves, and return for each the function that waits for it, which must be called.
 
     gloo announces a receive on the connection by which its own data leaves. There all receives are
     started first; else what another rank has for this one waits until this one has sent, and a
     connection works one way at a time. With NCCL, where what is started first must end first, the
     two ways of a move are started at once.
     """
-    receives, sends = [], []
+    receives, sends, names = [], [], []
     for x, out, offset in moves:
         source, to = (group.ranks[(group.index + d) % group.size] for d in (-offset, offset))
         receives.append(_operation(dist.irecv, out, source, group))
         sends.append(_operation(dist.isend, x, to, group))
+        names.append(f"{kind} from rank {source} and to rank {to}")
         if x.numel():
             group.books.add(kind, x.numel() * x.element_size())
     if all(move.x.is_cpu for move in moves):
@@ -69,7 +86,8 @@ def shift(moves: Sequence[Move], group: Group, kind: str) -> list[Callable[[], N
         works = [a + b for a, b in zip(arriving, leaving, strict=True)]
     else:
         works = [_started(a + b) for a, b in zip(receives, sends, strict=True)]
-    return [partial(_wait, each) for each in works]
+    started = zip(works, names, moves, strict=True)
+    return [Transfer(each, name, move, group) for each, name, move in started]
 
 
 def _operation(way: Any, tensor: Tensor, peer: int, group: Group) -> list[dist.P2POp]:
@@ -78,11 +96,6 @@ def _operation(way: Any, tensor: Tensor, peer: int, group: Group) -> list[dist.P
 
 def _started(operations: list[dist.P2POp]) -> list[dist.Work]:
     return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def sum_over(x: Tensor, group: Group, kind: str) -> Tensor:
@@ -133,7 +146,8 @@ Waited = Callable[[], Tensor]
 
 
 def start_gather(x: Tensor, group: Group, kind: str) -> Waited:
-    """Start what `gather_over` does, and return the function that waits for it.
+    """Start what `gather_over` does, and return the function that waits for it, which must be
+    called.
 
     x must not change until then. In a group of one, and of tensors without elements, nothing moves.
     gloo's ring of two ranks has both its ways on one connection, which works one way at a time:
@@ -148,14 +162,15 @@ def start_gather(x: Tensor, group: Group, kind: str) -> Waited:
         parts = out.chunk(2)
         parts[group.index].copy_(x)
         moves = [Move(x, parts[1 - group.index], 1)]
-        return partial(_come, shift(moves, group, kind), moves, out)
+        return partial(_arrived, shift(moves, group, kind), out)
     group.books.add(kind, (group.size - 1) * x.numel() * x.element_size(), group.size - 1)
     work = dist.all_gather_into_tensor(out, x, group=group.handle, async_op=True)
-    return partial(_arrived, work, out)
+    return partial(_arrived, [Transfer([work], f"{kind}, an all-gather", (x, out), group)], out)
 
 
 def start_sum_parts(x: Tensor, group: Group, kind: str) -> Waited:
-    """Start what `sum_parts` does, and return the function that waits for it.
+    """Start what `sum_parts` does, and return the function that waits for it, which must be
+    called.
 
     x must not change until then. In a group of one, and of tensors without elements, nothing moves.
     gloo's own reduce-scatter is an all-reduce, which sends twice as much, and its all-to-all works
@@ -174,17 +189,10 @@ def start_sum_parts(x: Tensor, group: Group, kind: str) -> Waited:
             for d in range(1, group.size)
         ]
         waits = shift(moves, group, kind)
-        return lambda: _added(_come(waits, moves, parts))
+        return lambda: _added(_arrived(waits, parts))
     group.books.add(kind, (group.size - 1) * out.numel() * x.element_size(), group.size - 1)
     work = dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True)
-    return partial(_arrived, work, out)
-
-
-def _come(waits: Sequence[Callable[[], None]], moves: Sequence[Move], out: Tensor) -> Tensor:
-    """Wait for moves, whose tensors live until then."""
-    for _, wait in zip(moves, waits, strict=True):
-        wait()
-    return out
+    return partial(_arrived, [Transfer([work], f"{kind}, a reduce-scatter", (x, out), group)], out)
 
 
 def _added(parts: Tensor) -> Tensor:
@@ -192,8 +200,9 @@ def _added(parts: Tensor) -> Tensor:
     return parts[0] + parts[1] if len(parts) == 2 else parts.sum(0)
 
 
-def _arrived(work: dist.Work, out: Tensor) -> Tensor:
-    work.wait()
+def _arrived(transfers: Sequence[Callable[[], None]], out: Tensor) -> Tensor:
+    for wait in transfers:
+        wait()
     return out
 
 

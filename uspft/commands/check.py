@@ -59,6 +59,8 @@ def check(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         print(f"data: {line}")
     if len(look.shapes) > SHOWN_FILES:
         print(f"data: ... and {len(look.shapes) - SHOWN_FILES:,} more files")
+    for line in look.notes:
+        print(f"data: {line}")
     print("\n".join(found.settled))
     for line in (*(f"warning: {what}" for what in wasted(found)), *_model(found, examined), *disk):
         print(line)

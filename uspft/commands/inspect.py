@@ -59,7 +59,7 @@ def inspect(
         return 0
     report = read_report(corpus)
     told = (*report["notes"], *report.get("skipped", ()), *report.get("untrained", ()))
-    notes = [*report.get("shapes", ()), *told]
+    notes = [*report.get("shapes", ()), *report.get("unused", ()), *told]
     title = shlex.join(["inspect", str(target), *overrides])
     write_text(page, page_of(seen, decode, title, [*notes, *report.get("mix", ())]))
     screen.print(f"page: {page}", markup=False)

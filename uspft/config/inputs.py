@@ -24,6 +24,7 @@ RECORD = (
     "tools",
     "chat_template_kwargs",
     "system",
+    "history",
     "prompt",
     "completion",
     "instruction",
@@ -36,9 +37,37 @@ RECORD = (
     "labels",
 )
 """The fields of records, under our names."""
+LEFT_ALONE = (
+    "label",
+    "kto_tag",
+    "chosen",
+    "rejected",
+    "chosen_response",
+    "rejected_response",
+    "rejected_messages",
+    "images",
+    "image",
+    "videos",
+    "video",
+    "audios",
+    "audio",
+)
+"""Fields with which a sample is refused, unless null says to leave them alone."""
+
+
+def _nothing(value: Any) -> Any:
+    if value is not None:
+        raise fault(
+            f"expected null, got {shown(value)}", "write null, which leaves the field alone"
+        )
+    return value
+
+
 _other_name = text("the field's name in the data", also=_NONE)
+_null = lets_pass("null", {"enum": [None]})(_nothing)
 FIELDS = {
     **dict.fromkeys(RECORD, _other_name),
+    **dict.fromkeys(LEFT_ALONE, _null),
     "role": text("the key of a turn's role"),
     "content": text("the key of a turn's content"),
     "roles": free(),
@@ -163,6 +192,8 @@ class DataBlock(RecipeBlock):
     """Target tokens: all answers (`assistant`, `completion`), the `last` one, or `all` tokens."""
     on_bad_sample: Annotated[Literal["error", "skip"], _is(choice("error", "skip"))] = "error"
     """What happens to a sample that cannot be used; `skip` leaves it out, counted and named."""
+    unused_fields: Annotated[Literal["list", "error"], _is(choice("list", "error"))] = "list"
+    """What is done about fields of records that nothing uses: they are told, or an error."""
     chat_template: PathOrNone = None
     """Jinja file that renders conversations; null takes the tokenizer's own template."""
     shuffle: Flag = True

@@ -1,8 +1,9 @@
 """Training and evaluation data: files are found, tokenised, packed into rows, and streamed.
 
 Reading order: sources (which files) → opened (their bytes) → objects (what is in them: arrays,
-separated, tables) → shapes, shape_names, misnamed, conversations (what it is called) → records,
-values (checked) → rendering (a conversation as text: twins, turns, left_out) → tokenise, chat (ids
+separated, tables) → known_fields (every name that is known, and what becomes of it) → shapes,
+other_fields, misnamed, conversations (what is made of them, what is refused) → records, values
+(checked) → rendering (a conversation as text: twins, turns, left_out) → tokenise, chat (ids
 and labels) → reading (all of it, on threads or in processes) → cache_key, cache (once, in a folder;
 evaluation: each set in its own; holdout; cleaning; required: what all must have) → corpus → packing
 → stream (rows) → loader (each rank's share). serving: the template that goes with the trained

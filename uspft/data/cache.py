@@ -18,15 +18,21 @@ from typing import TYPE_CHECKING
 
 from uspft.data.cache_key import cache_key
 from uspft.data.conversations import Naming
-from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan
+from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan, read_report
 from uspft.data.counts import Counts
 from uspft.data.faults import BadRecord, DataError, Faults, place, wrong_key
 from uspft.data.hub import load_saved, load_split
 from uspft.data.mixing import Taken, mixed
 from uspft.data.reading import Encoder, SourcePart
-from uspft.data.records import Record, first_record
-from uspft.data.required import overlong, require_answers, require_lengths, require_targets
-from uspft.data.shapes import side_by_side
+from uspft.data.records import Record, first_record, pair_notes
+from uspft.data.required import (
+    overlong,
+    require_answers,
+    require_lengths,
+    require_targets,
+    require_used,
+    unused_lines,
+)
 from uspft.data.sources import is_hub_id, is_saved, left_out, list_files, source_problems
 from uspft.data.tokenise import load_tokeniser
 from uspft.data.workers import Workers, processes_for, tokenised
@@ -75,7 +81,7 @@ def prepare(
         folder = Path(cache_dir) / name
         if not os.path.exists(folder):
             build(folder, data, replace(reading, workers=processes or workers), progress or _silent)
-    require_lengths(Corpus.open(folder), data)
+    _require(folder, data)
     return folder
 
 
@@ -90,8 +96,17 @@ def prepared(
     folder = Path(cache_dir) / name
     if not os.path.exists(folder):
         return None
-    require_lengths(Corpus.open(folder), data)
+    _require(folder, data)
     return folder
+
+
+def _require(folder: Path, data: DataBlock) -> None:
+    """Check what is asked of tokens that are there, so that other rules reuse them.
+
+    Raises DataError.
+    """
+    require_lengths(Corpus.open(folder), data)
+    require_used(data, read_report(folder).get("unused", ()))
 
 
 def _reading(
@@ -107,8 +122,9 @@ def _reading(
         if findings := tokeniser.problems(formats, vocab_size):
             raise DataError([], findings)
     key = cache_key(data, list(zip(parts, first, strict=True)), tokeniser, vocab_size)
-    shapes = _shapes(first) + side_by_side(formats) + left_out(data)
-    shapes += tokeniser.notes(formats) if tokeniser else []
+    known = [record for record in first if record]
+    shapes = _shapes(known) + pair_notes(known, tokeniser is not None and tokeniser.has_template)
+    shapes += left_out(data) + (tokeniser.notes(formats) if tokeniser else [])
     return key.folder, Reading(parts, Encoder(tokeniser, vocab_size), key.contents, shapes)
 
 
@@ -134,8 +150,8 @@ def naming_of(source: Source, data: DataBlock) -> Naming:
     return Naming(source.format or data.format, {**data.fields, **(source.fields or {})})
 
 
-def _shapes(first: list[Record | None]) -> list[str]:
-    counts = Counter(record.shape for record in first if record)
+def _shapes(first: list[Record]) -> list[str]:
+    counts = Counter(record.shape for record in first)
     return [f"{shape} ({count:,} files)" if count > 1 else shape for shape, count in counts.items()]
 
 
@@ -207,8 +223,9 @@ def _write(
     aside: Path, data: DataBlock, reading: Reading, progress: Callable[[int, int], None]
 ) -> tuple[Counts, dict[str, list[str]]]:
     """Write the samples, and return the counts, and lines by what they tell of: what was skipped,
-    what is there and trains nothing, and the mix."""
+    what is there and trains nothing, fields that nothing uses, and the mix."""
     faults, left, untrained = Faults(), Faults(), Faults()
+    unused: list[dict[str, None]] = [{} for _ in data.train]
     counts, taken = Counts(), Taken(data.train)
     ends = [0] * len(data.train)
     done, total = 0, sum(part.size for part in reading.parts)
@@ -224,6 +241,7 @@ def _write(
                     continue
                 if not taken.fits(source, sample.tokens, data):
                     continue
+                unused[source].update(dict.fromkeys(sample.unused))
                 idle = counts.without_targets
                 kept = counts.kept(sample.tokens, data.overlong, data.sequence_length)
                 shown = reading.parts[sample.part].content.shown
@@ -253,7 +271,8 @@ def _write(
         writer.finish(files, spans, data.overlong, reading.contents)
     progress(total, total)
     skipped = faults.lines() + left.lines()
-    return counts, {"skipped": skipped, "untrained": untrained.lines(), "mix": mix.lines()}
+    told = {"skipped": skipped, "untrained": untrained.lines(), "mix": mix.lines()}
+    return counts, {**told, "unused": unused_lines(data, unused)}
 
 
 def _publish(aside: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from uspft.data.faults import SampleFault
+from uspft.data.known_fields import ROLES
 from uspft.data.turns import STAND_IN, Manner, Spans, Turn, between
 from uspft.data.twins import twin_of
-from uspft.data.values import ROLES
 
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TODAY = "26 Jul 2024"
@@ -158,6 +159,46 @@ class ChatTemplate:
         except SampleFault:
             return False
         return STAND_IN in text and "'text'" not in text and '"text"' not in text
+
+    def reads(self, key: str) -> bool:
+        """Tell whether the template reads a key of turns, by name or with all others."""
+        return self._dumps or re.search(rf"\b{re.escape(key)}\b", self.source) is not None
+
+    @cached_property
+    def _dumps(self) -> bool:
+        """Whether the template writes keys of a turn that it does not name."""
+        return self._stands_in([{**_USER, "uspft_other": STAND_IN}])
+
+    @cached_property
+    def arguments(self) -> frozenset[type]:
+        """Which arguments of calls the template writes once: dict, str (JSON text), both, none.
+
+        A text that it quotes again, and an object that it writes as Python shows it, are not.
+        """
+        inner = json.dumps({"a": STAND_IN}, ensure_ascii=False)
+        found: set[type] = set()
+        for given in ({"a": STAND_IN}, inner):
+            text = self._called(given)
+            if text and (inner in text if given is inner else "{'a'" not in text):
+                found.add(type(given))
+        return frozenset(found)
+
+    def _called(self, arguments: Any) -> str:
+        """Return a conversation as text that shows the stand-in in the arguments of a call; empty
+        where no conversation does."""
+        function = {"name": "f", "arguments": arguments}
+        seen = {"role": "tool", "content": "b", "name": "f", "tool_call_id": _ID}
+        for content in ("", None):
+            call = {"role": "assistant", "tool_calls": [{**_CALL, "function": function}]}
+            turns: list[Turn] = [_USER, {**call, "content": content}, seen]
+            for some in (turns, turns[:2]):
+                try:
+                    text = self.write(some)
+                except SampleFault:
+                    continue
+                if STAND_IN in text:
+                    return text
+        return ""
 
 
 def _asks(role: str) -> list[list[Turn]]:

@@ -9,17 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from uspft.data.faults import SampleFault
+from uspft.data.known_fields import CALLS, REFUSED_KEYS, SHAREGPT_ROLES, WEIGHT
 from uspft.data.values import a_kind
 
 Fields = dict[str, Any]
 TURN_KEYS = ("role", "content", "roles")
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-}
 _PLACE = re.compile(r"messages\[(\d+)\]")
 _CALL, _SETTINGS = "function_call", "chat_template_kwargs"
 
@@ -48,13 +42,24 @@ def keys_of(turn: Fields, asked: Naming) -> tuple[str, str]:
 
 
 def our_turns(turns: Any, asked: Naming) -> Any:
-    """Return turns under our names; null stands for no key; what is no turn is left as it is."""
+    """Return turns under our names; null stands for no key; what is no turn is left as it is.
+
+    Raises SampleFault where a turn says what cannot be done.
+    """
     if not isinstance(turns, list):
         return turns
-    return [_turn(turn, asked) if isinstance(turn, dict) else turn for turn in turns]
+    return [
+        _turn(turn, asked, f"messages[{i}]") if isinstance(turn, dict) else turn
+        for i, turn in enumerate(turns)
+    ]
 
 
-def _turn(turn: Fields, asked: Naming) -> Fields:
+def is_turn(value: Any) -> bool:
+    """Tell whether a value is a turn of a conversation, by its keys."""
+    return isinstance(value, dict) and ("role" in value or "from" in value)
+
+
+def _turn(turn: Fields, asked: Naming, here: str) -> Fields:
     role_key, content_key = keys_of(turn, asked)
     found = {
         key: value
@@ -65,15 +70,46 @@ def _turn(turn: Fields, asked: Naming) -> Fields:
         found = {"content": turn[content_key], **found}
     if role_key in turn:
         role = turn[role_key]
-        known = _SHAREGPT_ROLES if role_key == "from" else {}
+        known = SHAREGPT_ROLES if role_key == "from" else {}
         roles = {**known, **(asked.fields.get("roles") or {})}
         found = {"role": roles.get(role, role) if isinstance(role, str) else role, **found}
-    return _called(found) if found.get("role") == _CALL else found
+    for key in REFUSED_KEYS:
+        if key.name in found and key.when(found[key.name]):
+            raise SampleFault(f"{here}.{key.name} {key.why}; {key.remedy}")
+    found = _weighed(found, here)
+    if found.get("role") == _CALL:
+        return _called(found, found.get("content"))
+    if _CALL in found and CALLS.name not in found:
+        return _called(found, found.pop(_CALL)) | {"content": found.get("content")}
+    return found
 
 
-def _called(turn: Fields) -> Fields:
-    """Return ShareGPT's turn of a call, whose content is JSON, as an answer with tool_calls."""
-    calls = as_json(f"the {_CALL}", turn.get("content"))
+def _weighed(turn: Fields, here: str) -> Fields:
+    """Return a turn whose mask is called weight, whatever it is called in others' words.
+
+    Raises SampleFault where it is no mask, or where two masks differ.
+    """
+    masks = [key for key in (WEIGHT.name, *WEIGHT.also) if key in turn]
+    if not masks or masks == [WEIGHT.name]:
+        return turn
+    for key in masks:
+        if turn[key] not in (0, 1):  # as false and true are, too
+            remedy = "write 0 or 1, or take it out of the turn"
+            raise SampleFault(f"{here}.{key} is {turn[key]!r:.40}; {remedy}")
+    said = {key: int(turn[key]) for key in masks}
+    if len(set(said.values())) > 1:
+        both = " and ".join(f"{key} {value}" for key, value in said.items())
+        raise SampleFault(f"{here} has {both}; leave one of them out")
+    rest = {key: value for key, value in turn.items() if key not in masks}
+    return {**rest, WEIGHT.name: said[masks[0]]}
+
+
+def _called(turn: Fields, given: Any) -> Fields:
+    """Return a turn of a call, which is JSON, as an answer with tool_calls.
+
+    given: ShareGPT's content of such a turn, or OpenAI's older key.
+    """
+    calls = as_json(f"the {_CALL}", given)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) for call in calls):
         raise SampleFault(f"the {_CALL} is {a_kind(calls[0])}; write {{name, arguments}}")

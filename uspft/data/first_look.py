@@ -12,9 +12,15 @@ from uspft.data.counts import Counts, total
 from uspft.data.evaluation import of_set
 from uspft.data.faults import BadRecord, DataError, Faults, SampleFault, place
 from uspft.data.reading import Encoder, SourcePart
-from uspft.data.records import Record, read
-from uspft.data.required import refused, require_answers, require_samples, require_targets
-from uspft.data.shapes import side_by_side
+from uspft.data.records import Record, pair_notes, read
+from uspft.data.required import (
+    refused,
+    require_answers,
+    require_samples,
+    require_targets,
+    require_used,
+    unused_lines,
+)
 from uspft.data.sources import STDLIB, SourceFile, is_hub_id, left_out
 from uspft.data.tokenise import TextTokeniser, load_tokeniser
 
@@ -30,6 +36,8 @@ class Look:
     """What a look at the first records found, and what it left out, in lines for a person."""
 
     shapes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What to know of them although nothing is wrong: how pairs train, fields that are not used."""
     left_out: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Tokens of the first records of data.train, as far as they were tokenised."""
@@ -47,6 +55,8 @@ class _Seen:
     lengths: list[int] = field(default_factory=list)
     long: list[tuple[str, int]] = field(default_factory=list)
     """Place and tokens of those that are longer than a row."""
+    unused: dict[str, None] = field(default_factory=dict)
+    """The fields that nothing uses."""
 
 
 def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -> Look:
@@ -65,9 +75,12 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
     for part, items in zip(parts, found, strict=True):
         shapes = [item.shape for item in items if isinstance(item, Record) and item.shape]
         look.shapes += [f"{part.content.shown}: {shape}" for shape in shapes]
-    look.shapes += side_by_side(formats) + left_out(data)
+    look.shapes += left_out(data)
     encoder = _encoder(data, tokenizer, vocab_size, formats)
-    look.shapes += encoder.tokeniser.notes(formats) if encoder and encoder.tokeniser else []
+    tokeniser = encoder.tokeniser if encoder else None
+    first = [item for items in found for item in items if isinstance(item, Record) and item.shape]
+    look.notes += pair_notes(first, tokeniser is not None and tokeniser.has_template)
+    look.notes += tokeniser.notes(formats) if tokeniser else []
     # Of the library, no more is known than that it is text.
     seen = [_Seen(s, {"text"}, False) for s in sources if s.path == STDLIB]
     for part, items in zip(parts, found, strict=True):
@@ -75,6 +88,9 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
             _seen(part, sources[part.source], items, data, encoder, faults=faults, lost=lost)
         )
     look.lengths = [n for one in _of(seen, data.train) for n in one.lengths]
+    unused = [dict.fromkeys(n for one in _of(seen, (s,)) for n in one.unused) for s in sources]
+    of_all = data.model_copy(update={"train": sources})
+    look.notes += (told := unused_lines(of_all, unused))
     lines = faults.lines()
     _require_good(data, seen, lines)
     _require(data, data.train, seen, encoder, lines)
@@ -83,6 +99,7 @@ def first_look(data: DataBlock, tokenizer: str | None, vocab_size: int | None) -
             _require(data, (source,), seen, encoder, lines)
         except DataError as error:
             raise of_set(error, number, len(data.eval or ())) from error
+    require_used(data, told)
     look.shapes += lines + lost.lines()
     more = sum(len(items) > RECORDS for items in found)
     if more:
@@ -131,6 +148,7 @@ def _seen(
             faults.add(item.where, item.what)
             seen.counts.skip()
             continue
+        seen.unused.update(dict.fromkeys(encoder.unused(item) if encoder else item.unused))
         if encoder is None:
             seen.counts.samples += 1
             continue

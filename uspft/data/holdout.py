@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock
 
 KEY = "data.eval_fraction"
+_TOLD = ("shapes", "unused", "skipped", "untrained")
 HELD_OUT = "held out"
 """The title of the samples that are evaluated on."""
 
@@ -92,6 +93,6 @@ def _copy(
             "held_out": lost["held_out"],
             "notes": counts.notes(),
             **({"mix": mix.lines()} if whole else {}),
-            **{name: whole[name] for name in ("shapes", "skipped", "untrained") if name in whole},
+            **{name: whole[name] for name in _TOLD if name in whole},
         }
         (aside / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")

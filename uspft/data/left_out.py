@@ -8,10 +8,16 @@ from typing import Any
 
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
+from uspft.data.known_fields import PROTOCOL, REFUSED_KEYS, THOUGHTS, TURN_KEYS
 from uspft.data.turns import STAND_IN, Turn
 
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_THOUGHTS = (THOUGHTS.name, *THOUGHTS.also)
 """The keys of a turn under which transformers looks for thoughts."""
+_KNOWN = {
+    *(name for key in TURN_KEYS for name in (key.name, *key.also)),
+    *(key.name for key in REFUSED_KEYS),
+    *PROTOCOL,
+}
 _THOUGHT = "</think>"
 """What ends the thoughts of an answer."""
 
@@ -57,6 +63,15 @@ def lost_thoughts(turns: list[Turn], template: ChatTemplate) -> str:
         return ""
     remedy = "name a data.chat_template that writes them"
     return f"the chat template leaves out the thoughts of answers (reasoning_content); {remedy}"
+
+
+def unread(turns: list[Turn], template: ChatTemplate) -> tuple[str, ...]:
+    """Return the keys of turns that the template does not read, as `messages.KEY`.
+
+    Keys that a conversation hangs together by are not among them: many templates need none.
+    """
+    others = {key for turn in turns for key in turn if key not in _KNOWN}
+    return tuple(f"messages.{key}" for key in sorted(others) if not template.reads(key))
 
 
 def require_turns(

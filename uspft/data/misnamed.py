@@ -10,32 +10,23 @@ from itertools import chain
 from typing import Any
 
 from uspft.data.conversations import Naming
-from uspft.data.shape_names import NAMES, SHAPES, RecordShape
+from uspft.data.known_fields import (
+    CHOSEN,
+    FIELDS,
+    NAMES,
+    PREFERENCES,
+    REJECTED,
+    SHAPES,
+    RecordShape,
+)
+from uspft.data.other_fields import chosen_alone
 
 SHOW = "data/README.md shows the shapes"
-_ANSWERS = ("response", "target", "answer", "output", "reply", "solution", "completion")
-_OFTEN: dict[str, tuple[str, ...]] = {  # what a field is often called by others
-    "messages": ("conversation", "dialog", "dialogue", "dialogs", "chat", "turns", "history"),
-    "prompt": ("query", "context", "source", "instruction", "question", "user", "human"),
-    "completion": (*_ANSWERS, "assistant", "bot"),
-    "instruction": ("task", "prompt", "question", "query"),
-    "output": _ANSWERS,
-    "input": ("context", "passage", "source", "prompt", "question"),
-    "question": ("query", "problem", "instruction", "prompt"),
-    "answer": _ANSWERS,
-    "text": ("content", "document", "body", "code", "raw_content"),
-    "input_ids": ("ids", "tokens", "token_ids"),
-    "system": ("system_prompt", "system_message"),
-}
+_OFTEN = {field.name: (*field.also, *field.often) for field in FIELDS}
 _MEANT = {*NAMES, *chain.from_iterable(_OFTEN.values())}
 """Names that are words of their own, and no misspelt others."""
 _PLAIN = re.compile(r"[^\W\d][\w.-]*")
 _YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off")
-
-_CHOSEN = (
-    "nothing here trains on preferences; for the chosen answers alone write data.fields: "
-    "{completion: chosen} beside a prompt, {messages: chosen} where they are whole conversations"
-)
 
 
 def mapping(fields: Collection[str], asked: Naming) -> str:
@@ -43,8 +34,8 @@ def mapping(fields: Collection[str], asked: Naming) -> str:
     needed = {need for shape in SHAPES for need in shape.needs} - set(fields)
     if absent := [theirs for ours, theirs in asked.names.items() if theirs and ours in needed]:
         return f"data.fields names {absent[0]}, and there is no such field: write one that it has"
-    if {"chosen", "rejected"} <= set(fields):
-        return _CHOSEN
+    if {*CHOSEN} & {*fields} and {*REJECTED} & {*fields}:
+        return f"{PREFERENCES}; {chosen_alone(fields)}"
     if {"role", "content"} <= set(fields) or {"from", "value"} <= set(fields):
         return 'if they are turns, write {"messages": [...]}, with all of a conversation in it'
     known = fields if isinstance(fields, Mapping) else dict.fromkeys(fields)

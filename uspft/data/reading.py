@@ -11,10 +11,9 @@ from functools import partial
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.hub import HubSplit
-from uspft.data.left_out import lost_thoughts
+from uspft.data.left_out import lost_thoughts, unread
 from uspft.data.objects import Entry, pieces, unpacked
 from uspft.data.records import Reader, Record
-from uspft.data.shapes import columns
 from uspft.data.sources import SourceFile
 from uspft.data.tables import Columns, parquet_bytes
 from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
@@ -61,6 +60,8 @@ class Sample:
     """What the chat template leaves out of it; empty where that is nothing."""
     number: int = 0
     """Which element of a JSON array it is, counted from 1; 0 elsewhere."""
+    unused: tuple[str, ...] = ()
+    """The fields that nothing uses, of its record and of its turns."""
 
 
 class Encoder:
@@ -97,6 +98,15 @@ class Encoder:
             return ""
         with self._rendering:
             return lost_thoughts(record.fields["messages"], template)
+
+    def unused(self, record: Record) -> tuple[str, ...]:
+        """Return the fields of a record that nothing uses, and keys of turns that no template
+        reads."""
+        template = self.tokeniser.template if self.tokeniser else None
+        if template is None or record.format != "messages":
+            return record.unused
+        with self._rendering:
+            return (*record.unused, *unread(record.fields["messages"], template))
 
 
 @dataclass
@@ -156,10 +166,11 @@ class Bundle:
             return replace(record, part=part)
         try:
             tokens, lost = encoder.tokens(record), encoder.lost(record)
+            unused = encoder.unused(record)
         except SampleFault as fault:
             where = place(reader.shown, record.line, record.number)
             return BadRecord(where, str(fault), part)
-        return Sample(part, record.line, tokens, lost, record.number)
+        return Sample(part, record.line, tokens, lost, record.number, unused)
 
 
 def bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
@@ -167,7 +178,7 @@ def bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
     bundle = Bundle()
     for number, part in enumerate(parts):
         reader = Reader(part.content, part.asked)
-        for item in pieces(part.content, partial(columns, asked=part.asked)):
+        for item in pieces(part.content, partial(reader.columns, part.content)):
             if part.source in full:
                 break
             bundle.add(number, item, reader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,25 +11,13 @@ from uspft.data.conversations import Naming, as_given
 from uspft.data.encoding import NotUtf8
 from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.hub import HubSplit
+from uspft.data.known_fields import FORMATS, RecordShape
 from uspft.data.objects import Entry, objects
-from uspft.data.shapes import (
-    RecordShape,
-    columns,
-    described,
-    formed,
-    recognised,
-    renamed,
-    require_shape,
-)
+from uspft.data.other_fields import Others, left_alone, others_of
+from uspft.data.shapes import columns, described, formed, recognised, renamed, require_shape
 from uspft.data.sources import SourceFile
+from uspft.data.unread import with_values
 from uspft.data.values import CHECKS
-
-FIELDS = {  # format: (required, optional)
-    "messages": (("messages",), ("tools", "chat_template_kwargs")),
-    "prompt_completion": (("prompt", "completion"), ()),
-    "text": (("text",), ()),
-    "tokenized": (("input_ids",), ("labels",)),
-}
 
 
 @dataclass(frozen=True)
@@ -46,6 +34,9 @@ class Record:
     size: int  # bytes in the file; 1 for a hub record
     shape: str = ""
     led: bool = False  # whether its turns are led by a system field of its own
+    unused: tuple[str, ...] = ()
+    """Fields of it that nothing uses; of a table's first record, the columns too that are not
+    read."""
     number: int = 0  # which element of a JSON array it is; 0 elsewhere
 
 
@@ -63,12 +54,20 @@ class Reader:
         self._text = self._file is not None and self._file.kind == "text"
         self._shape: RecordShape | None = None
         self._format = ""
-        self._spelt: set[frozenset[str]] = set()
+        self._others: dict[frozenset[str], Others] = {}
+        self._unread: tuple[str, ...] = ()
 
     @property
     def settled(self) -> bool:
         """Whether it is decided what records look like."""
         return self._text or bool(self._format)
+
+    def columns(self, content: SourceFile | HubSplit, names: list[str]) -> list[str]:
+        """Return which columns of a table are read. Raises SampleFault where no shape has them."""
+        read = columns(names, self._asked)
+        other = set(names) - set(read) - left_alone(self._asked)
+        self._unread = with_values(content, [name for name in names if name in other])
+        return read
 
     def record(self, item: Entry | BadRecord) -> Record | BadRecord:
         """Return the record that an object is, or what is wrong with it."""
@@ -90,24 +89,27 @@ class Reader:
         fields = renamed(own, asked)
         shape = self._shape = self._shape or recognised(fields, asked)
         names = frozenset(fields)
-        if names not in self._spelt:
+        others = self._others.get(names)
+        if others is None:
             require_shape(fields, shape, asked)
-            self._spelt.add(names)
+            others = self._others[names] = others_of(fields, shape, asked)
+        others.require_none(fields, own)
         form, made = formed(fields, shape, asked)
-        led = bool(made.get("led"))
+        led, unused = bool(made.get("led")), others.unused_in(fields)
         if self.settled:
             if form != self._format:
                 raise SampleFault(_unlike(form, shape))
-            return Record(item.line, form, checked(made, form), item.size, led=led)
+            return Record(item.line, form, checked(made, form), item.size, led=led, unused=unused)
         words = described(shape, own, asked)
-        first = Record(item.line, form, checked(made, form), item.size, words, led)
+        unused += self._unread
+        first = Record(item.line, form, checked(made, form), item.size, words, led, unused)
         self._format = form
         return first
 
 
 def _unlike(form: str, shape: RecordShape) -> str:
     """Return what is wrong with a pair of another format than its file's first."""
-    kinds = ("texts", "lists of turns")
+    kinds = ("texts", "turns of a conversation")
     here, before = kinds[::-1] if form == "messages" else kinds
     what = f"the {shape.name} are {here}, where the file began with {before}"
     return f"{what}; write data.format: messages, or put each into a file of its own"
@@ -116,7 +118,7 @@ def _unlike(form: str, shape: RecordShape) -> str:
 def read(content: SourceFile | HubSplit, asked: Naming) -> Iterator[Record | BadRecord]:
     """Yield the records of a file or a split in order, with a BadRecord for each fault."""
     reader = Reader(content, asked)
-    for item in objects(content, partial(columns, asked=asked)):
+    for item in objects(content, partial(reader.columns, content)):
         yield reader.record(item)
 
 
@@ -125,12 +127,28 @@ def first_record(content: SourceFile | HubSplit, asked: Naming) -> Record | None
     return next((item for item in read(content, asked) if isinstance(item, Record)), None)
 
 
+def pair_notes(first: Sequence[Record], templated: bool) -> list[str]:
+    """Return what to know of pairs that train as plain text, since few mean them so beside
+    conversations or a chat template.
+
+    first: of each file its first record. templated: whether there is a chat template.
+    """
+    formats = {record.format for record in first}
+    if formats >= {"messages", "prompt_completion"}:
+        said = "conversations are written in the chat template, prompts and completions as plain"
+        return [f"{said} text; data.format: messages puts them into the template too"]
+    pairs = (record for record in first if templated and record.format == "prompt_completion")
+    names = dict.fromkeys(record.shape.partition(":")[0] for record in pairs)
+    said = "records train as plain text, not in the chat template"
+    return [f"{name} {said}; data.format: messages puts them there" for name in names]
+
+
 def checked(fields: dict[str, Any], known: str) -> dict[str, Any]:
     """Return the fields of the format `known`, checked; other fields are left alone.
 
     Raises SampleFault where one is of a wrong type, or the sample is empty.
     """
-    required, optional = FIELDS[known]
+    required, optional = FORMATS[known]
     found = {name: fields[name] for name in required + optional if name in fields}
     try:
         for name, value in found.items():

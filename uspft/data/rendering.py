@@ -7,6 +7,7 @@ turn tells the part (`turns`). The text is never searched for answers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +38,7 @@ def render(fields: Mapping[str, Any], template: ChatTemplate, train_on: str) -> 
     refuses the conversation or leaves a turn out, or where the spans do not hold the assistant's
     text.
     """
-    turns = [_handed(turn, template) for turn in fields["messages"]]
+    turns = [_handed(turn, template, i) for i, turn in enumerate(fields["messages"])]
     answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
     trained = _trained(fields["messages"], answers, train_on)
     # Of all tokens, those of the answers that do not train are taken out.
@@ -59,12 +60,40 @@ def render(fields: Mapping[str, Any], template: ChatTemplate, train_on: str) -> 
     return Rendered(text, all_but(spans, text) if train_on == "all" else spans)
 
 
-def _handed(turn: Turn, template: ChatTemplate) -> Turn:
-    """Return a turn as the template gets it: without weight, and parts joined if it reads none."""
+def _handed(turn: Turn, template: ChatTemplate, i: int) -> Turn:
+    """Return turn i as the template gets it: without weight, parts joined if it reads none, and
+    arguments of calls as it reads them."""
     turn = {key: value for key, value in turn.items() if key != "weight"}
     if isinstance(turn.get("content"), list) and not template.reads_parts:
         turn["content"] = "".join(part["text"] for part in turn["content"])
+    if calls := turn.get("tool_calls"):
+        here = f"messages[{i}].tool_calls"
+        turn["tool_calls"] = [
+            _called(call, template, f"{here}[{n}]") for n, call in enumerate(calls)
+        ]
     return turn
+
+
+def _called(call: dict[str, Any], template: ChatTemplate, here: str) -> dict[str, Any]:
+    """Return a call whose arguments are an object or JSON text, as the template writes them once.
+
+    What it writes either way, or neither way, stays as it is. Raises SampleFault where they are a
+    text that is no JSON, and the template writes objects alone.
+    """
+    function = call.get("function", call)
+    given, reads = function.get("arguments"), template.arguments
+    if isinstance(given, str) and reads == {dict}:
+        try:
+            given = json.loads(given) if given.strip() else {}
+        except ValueError as error:
+            what = f"{here}.arguments is a string, and no JSON"
+            raise SampleFault(f"{what}; the chat template writes an object: write one") from error
+    elif isinstance(given, dict | list) and reads == {str}:
+        given = json.dumps(given, ensure_ascii=False)
+    else:
+        return call
+    function = {**function, "arguments": given}
+    return {**call, "function": function} if "function" in call else function
 
 
 def _trained(turns: list[Turn], answers: list[int], train_on: str) -> list[int]:
@@ -76,7 +105,8 @@ def _trained(turns: list[Turn], answers: list[int], train_on: str) -> list[int]:
             continue
         if i not in answers and bool(weight) != (train_on == "all"):
             what = f"messages[{i}] has the weight {weight}, and is no answer of the assistant"
-            raise SampleFault(f"{what}; leave its weight out: data.train_on rules it")
+            remedy = "leave its weight (loss, train, training) out: data.train_on rules it"
+            raise SampleFault(f"{what}; {remedy}")
         trains = trains | {i} if weight else trains - {i}
     return [i for i in answers if i in trains]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from uspft.data.corpus import Corpus
 from uspft.data.counts import Counts
 from uspft.data.faults import DataError, Faults, wrong_key
+from uspft.data.misnamed import in_yaml
 
 if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock
@@ -63,6 +64,28 @@ def require_lengths(corpus: Corpus, data: DataBlock) -> None:
     for sample in np.flatnonzero(lengths > data.sequence_length).tolist():
         faults.add(corpus.origin(sample), refused(int(lengths[sample]), data))
     faults.raise_any()
+
+
+def unused_lines(data: DataBlock, unused: Sequence[Collection[str]]) -> list[str]:
+    """Return a line for each source of data.train of which there are fields that nothing uses.
+
+    unused: their names, by source.
+    """
+    return [
+        f"{source.title}: not used: {', '.join(map(in_yaml, names))}"
+        for source, names in zip(data.train, unused, strict=True)
+        if names
+    ]
+
+
+def require_used(data: DataBlock, lines: Sequence[str]) -> None:
+    """Check that all fields are used, where `unused_fields` is error. Raises DataError.
+
+    lines: as of `unused_lines`.
+    """
+    if data.unused_fields == "error" and lines:
+        remedy = "take them out of the data, or write data.unused_fields: list"
+        raise DataError([f"{line}; {remedy}" for line in lines])
 
 
 def refused(tokens: int, data: DataBlock) -> str:

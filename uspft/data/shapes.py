@@ -6,18 +6,30 @@ prompt_completion, text, tokenized).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
 
-from uspft.data.conversations import Fields, Naming, as_json, keys_of, our_turns
+from uspft.data.conversations import Fields, Naming, as_json, is_turn, keys_of, our_turns
 from uspft.data.faults import SampleFault
+from uspft.data.known_fields import (
+    CONVERSATION,
+    FIELDS,
+    FORMATS,
+    NAMES,
+    NOT_TRAINED,
+    PAIR,
+    SHAPES,
+    RecordShape,
+    is_empty,
+)
 from uspft.data.misnamed import SHOW, in_yaml, mapping
-from uspft.data.shape_names import CHAT, NAMES, PAIR, SHAPES, SHAREGPT, RecordShape
-from uspft.data.values import check_text
+from uspft.data.other_fields import looked_at, masks_of
+from uspft.data.values import a_kind, check_text
 
 SPLIT = "put each shape into a file of its own"
 _GAP = "\n\n"
+_ALSO = [(field.name, field.also) for field in FIELDS if field.also]
 
 
 def renamed(fields: Fields, asked: Naming) -> Fields:
@@ -28,8 +40,13 @@ def renamed(fields: Fields, asked: Naming) -> Fields:
         kept = {n: v for n, v in fields.items() if n not in names and n not in theirs}
         ours = {n: fields[t] for n, t in names.items() if t is not None and t in fields}
         fields = {**kept, **ours}
-    if "messages" not in fields and SHAREGPT in fields and "messages" not in names:
-        fields = {**fields, "messages": fields[SHAREGPT]}
+    for our, also in _ALSO:
+        if our in names or not is_empty(fields.get(our)):
+            continue
+        for their in also:
+            if their in fields and (our not in fields or not is_empty(fields[their])):
+                fields = {our if n == their else n: v for n, v in fields.items() if n != our}
+                break
     return fields
 
 
@@ -86,17 +103,20 @@ def columns(names: Collection[str], asked: Naming) -> list[str]:
     ours = renamed(dict.fromkeys(names), asked)
     shape = recognised(ours, asked)
     require_shape(ours, shape, asked)
-    theirs = {**{name: name for name in NAMES}, **asked.names}
-    used = {theirs[name] for name in shape.needs + shape.may} | {SHAREGPT}
-    return [name for name in names if name in used]
+    wanted = {*shape.needs, *shape.may, *looked_at(ours, shape, asked)}
+    own = {own_name(name, names, asked) for name in wanted if name in ours}
+    return [name for name in names if name in own]
 
 
-def side_by_side(formats: Set[str]) -> list[str]:
-    """Return what to know of data that has conversations and pairs, since few mean them apart."""
-    if not formats >= {"messages", "prompt_completion"}:
-        return []
-    said = "conversations are written in the chat template, prompts and completions as plain text"
-    return [f"{said}; data.format: messages puts them into the template too"]
+def own_name(name: str, fields: Collection[str], asked: Naming) -> str:
+    """Return what a record calls one of our fields; the record has it.
+
+    fields: the record's own.
+    """
+    if mapped := asked.names.get(name):
+        return mapped
+    also = dict(_ALSO).get(name, ())
+    return next((theirs for theirs in (name, *also) if theirs in fields), name)
 
 
 def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
@@ -105,15 +125,14 @@ def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
     As in 'ShareGPT: conversations with from/value'.
     """
     ours = renamed(fields, asked)
-    own = [asked.names.get(name) or name for name in shape.needs + shape.may if name in ours]
+    own = [own_name(name, fields, asked) for name in shape.needs + shape.may if name in ours]
     if shape.formats[0] != "messages":
         return f"{shape.name}: {', '.join(own)}" if own != [shape.name] else shape.name
-    name = asked.names.get("messages") or ("messages" if "messages" in fields else SHAREGPT)
-    turns = ours["messages"]
+    turns = as_json("messages", ours["messages"])
     turn = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
     role, content = keys_of(turn, asked)
     called = "ShareGPT" if (role, content) == ("from", "value") else shape.name
-    return f"{called}: {name} with {role}/{content}"
+    return f"{called}: {own_name('messages', fields, asked)} with {role}/{content}"
 
 
 def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:
@@ -124,41 +143,89 @@ def formed(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fiel
     """
     if shape.formats == PAIR:
         return _pair(fields, shape, asked)
+    if shape.formats[0] == "tokenized":
+        return "tokenized", _masked(fields, shape)
     if shape.formats[0] != "messages":
         return shape.formats[0], fields
-    turns = our_turns(as_json("messages", fields["messages"]), asked)
-    own = turns
-    if SHAREGPT in fields or "system" in asked.names:
-        turns = _led(turns, fields)
+    own = our_turns(as_json("messages", fields["messages"]), asked)
+    turns = _led(own, fields)
     return "messages", {**_chat(fields, turns), "led": turns is not own}
+
+
+def _masked(fields: Fields, shape: RecordShape) -> Fields:
+    """Return token ids with the labels that a mask beside them says. Raises SampleFault."""
+    ids = fields["input_ids"]
+    for name in masks_of(fields, shape):
+        mask = fields[name]
+        if is_empty(mask):
+            continue
+        if not (isinstance(mask, list) and isinstance(ids, list) and len(mask) == len(ids)):
+            raise SampleFault(f"{name} is no list of a 0 or 1 for each of input_ids; write one")
+        if name == "attention_mask":
+            if 0 in mask:
+                what = f"attention_mask hides {mask.count(0):,} of {len(ids):,} tokens"
+                raise SampleFault(f"{what}; leave padding out of input_ids, it is made here")
+            continue
+        labels = [one if kept else NOT_TRAINED for one, kept in zip(ids, mask, strict=True)]
+        fields = {**fields, "labels": labels}
+    return fields
 
 
 def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:
     first, last = shape.needs
     prompt, completion = fields[first], fields[last]
-    if isinstance(prompt, list) or isinstance(completion, list):
-        return "messages", _chat(fields, _led(_halves(prompt, completion, asked), fields))
+    if any(isinstance(half, list) or is_turn(half) for half in (prompt, completion)):
+        return _talk(fields, _halves(prompt, completion, asked), asked)
     for name in (first, last):
         check_text(asked.names.get(name) or name, fields[name])
     if shape.name == "Alpaca" and fields.get("input"):
         check_text(asked.names.get("input") or "input", fields["input"])
         prompt += _GAP + fields["input"]
-    if asked.format == "messages":
+    more = [name for name in CONVERSATION if not is_empty(fields.get(name))]
+    if more and asked.format == "prompt_completion":
+        what = f"{more[0]} has no place in plain text, which prompt_completion is"
+        remedy = f"write data.format: messages, or data.fields: {{{more[0]}: null}}"
+        raise SampleFault(f"{what}; {remedy}")
+    if more or asked.format == "messages":
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        return "messages", _chat(fields, _led(turns, fields))
+        return _talk(fields, turns, asked)
     if shape.name in ("Alpaca", "question and answer") and prompt and not prompt[-1].isspace():
         prompt += _GAP
     return "prompt_completion", {"prompt": prompt, "completion": completion}
+
+
+def _talk(fields: Fields, turns: list[Any], asked: Naming) -> tuple[str, Fields]:
+    """Return a pair as a conversation, behind what came before it and the system's message."""
+    return "messages", _chat(fields, _led([*_earlier(fields, asked), *turns], fields))
+
+
+def _earlier(fields: Fields, asked: Naming) -> list[Any]:
+    """Return the turns of a pair's history. Raises SampleFault where it has another form."""
+    past = fields.get("history")
+    if is_empty(past):
+        return []
+    past = as_json("history", past)
+    if not isinstance(past, list):
+        raise SampleFault(f"history is {a_kind(past)}; write [[question, answer], ...]")
+    turns: list[Any] = []
+    for i, one in enumerate(past):
+        if is_turn(one):
+            turns += our_turns([one], asked)
+        elif isinstance(one, list) and len(one) == 2 and all(isinstance(t, str) for t in one):
+            turns.append({"role": "user", "content": one[0]})
+            turns.append({"role": "assistant", "content": one[1]})
+        else:
+            raise SampleFault(f"history[{i}] is no question and answer; write [question, answer]")
+    return turns
 
 
 def _halves(prompt: Any, completion: Any, asked: Naming) -> list[Any]:
     """Return prompt and completion, each a list of turns or a text, as turns; the latter train."""
     halves = []
     for role, half in (("user", prompt), ("assistant", completion)):
-        given = (
-            our_turns(half, asked) if isinstance(half, list) else [{"role": role, "content": half}]
-        )
-        halves.append(given)
+        given = [half] if is_turn(half) else half
+        told = isinstance(given, list)
+        halves.append(our_turns(given, asked) if told else [{"role": role, "content": half}])
     masked = [
         {"weight": 0, **turn}
         if isinstance(turn, dict) and turn.get("role") == "assistant"
@@ -169,7 +236,9 @@ def _halves(prompt: Any, completion: Any, asked: Naming) -> list[Any]:
 
 
 def _chat(fields: Fields, turns: Any) -> Fields:
-    found = {name: as_json(name, fields[name]) for name in CHAT if fields.get(name) is not None}
+    may = FORMATS["messages"][1]
+    given = {name: fields[name] for name in may if fields.get(name) not in (None, "")}
+    found = {name: as_json(name, value) for name, value in given.items()}
     return {"messages": turns, **found}
 
 
@@ -178,7 +247,7 @@ def _led(turns: Any, fields: Fields) -> Any:
 
     Raises SampleFault where the turns begin with another.
     """
-    if not fields.get("system") or not isinstance(turns, list):
+    if is_empty(fields.get("system")) or not isinstance(turns, list):
         return turns
     if turns and isinstance(turns[0], dict) and turns[0].get("role") == "system":
         if turns[0].get("content") != fields["system"]:

@@ -112,15 +112,22 @@ def _arrow(
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as source:
-        try:
-            stream = pa.ipc.open_stream(source)  # as `datasets` writes it
-            batches = iter(stream)
-        except pa.ArrowInvalid:
-            stream = pa.ipc.open_file(source)
-            batches = (stream.get_batch(i) for i in range(stream.num_record_batches))
-        names = chosen(stream.schema.names)
+        schema, batches = opened_arrow(source)
+        names = chosen(schema.names)
         for batch in batches:
             yield batch.select(names), batch.nbytes // max(1, batch.num_rows)
+
+
+def opened_arrow(source: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Return the schema and the batches of an open Arrow file, in either of Arrow's two forms."""
+    import pyarrow as pa
+
+    try:
+        stream = pa.ipc.open_stream(source)  # as `datasets` writes it
+    except pa.ArrowInvalid:
+        file = pa.ipc.open_file(source)
+        return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
+    return stream.schema, iter(stream)
 
 
 def _stream(batch: pa.RecordBatch) -> bytes:

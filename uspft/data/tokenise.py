@@ -16,6 +16,7 @@ from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.conversations import as_given
 from uspft.data.faults import SampleFault, wrong_key
+from uspft.data.known_fields import NOT_TRAINED
 from uspft.data.records import Record
 from uspft.data.rendering import Rendered, render
 from uspft.data.templates import own_template, template_notes, template_of, template_problems
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from uspft.config.recipe import DataBlock
-
-NOT_TRAINED = -100
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,11 @@ class TextTokeniser:
         if "messages" in formats:
             found += template_problems(self.template, self.backend, own=self._own)
         return found
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return self.template is not None
 
     def notes(self, formats: Set[str]) -> list[str]:
         """Return a line for each thing to know of the chat template, where it is used."""

@@ -7,20 +7,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from uspft.data.faults import SampleFault
+from uspft.data.known_fields import CONTENT, LIKELY, ROLE, ROLES
 from uspft.data.opened import A_MARK
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "function")
-"""The roles that templates know; each template decides which of them it takes."""
-LIKELY = {
-    **dict.fromkeys(("human", "prompter", "customer", "User", "Human"), "user"),
-    **dict.fromkeys(("gpt", "bot", "model", "ai", "agent", "Assistant", "AI"), "assistant"),
-}
-"""What roles of other names most likely mean."""
-OFTEN = {
-    "role": ("from", "speaker", "author", "who", "sender", "user_type", "name"),
-    "content": ("value", "text", "message", "utterance", "body", "said"),
-}
-"""What the keys of a turn are often called by others."""
+_OFTEN = {key.name: key.often for key in (ROLE, CONTENT)}
 _RENDERING = {
     "self",
     "messages",
@@ -141,7 +131,7 @@ def _check_turn(here: str, turn: Any) -> None:
 
 def _name_here(key: str, turn: dict[str, Any]) -> str:
     names = [name for name in turn if isinstance(name, str)]
-    often = [name for name in names if name.lower() in OFTEN[key]]
+    often = [name for name in names if name.lower() in _OFTEN[key]]
     near = [*often, *get_close_matches(key, names, 1)]
     return near[0] if near else "its name here"
 

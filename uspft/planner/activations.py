@@ -27,15 +27,6 @@ from uspft.planner.tape import Backward, Gradients, Storage, Tape, Tensor
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The experts of a layer."""
-
-    number: int
-    met: int
-    """How many of them a token meets."""
-
-
-@dataclass(frozen=True)
 class LayerSizes:
     """A layer as a rank has it."""
 
@@ -49,7 +40,6 @@ class LayerSizes:
     """Whether those have different tokens between blocks."""
     normed_heads: bool = False
     qkv_bias: bool = False
-    experts: Experts | None = None
     trained: frozenset[str] = frozenset()
     """The names inside a layer of modules whose weights train."""
     adapted: frozenset[str] = frozenset()
@@ -181,9 +171,7 @@ class Layer:
     def _mlp(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
         inner = enter(tape, s, x)
-        if s.experts:
-            made = self._routed(inner)
-        elif s.tile and s.tile < s.sharing.tokens:
+        if s.tile and s.tile < s.sharing.tokens:
             share = s.tile / s.sharing.tokens
             trains = any(name.startswith("mlp.") for name in s.trained | s.adapted)
             made = tiled(
@@ -199,20 +187,17 @@ class Layer:
         return self._leave(made)
 
     def _dense(self, x: Tensor) -> Tensor:
-        s, name = self.sizes, "mlp."
+        s = self.sizes
         return self._project(
             multiplied(
                 self.tape,
-                bent(self.tape, self._project(x, f"{name}gate_proj", s.hidden, s.inner)),
-                self._project(x, f"{name}up_proj", s.hidden, s.inner),
+                bent(self.tape, self._project(x, "mlp.gate_proj", s.hidden, s.inner)),
+                self._project(x, "mlp.up_proj", s.hidden, s.inner),
             ),
-            f"{name}down_proj",
+            "mlp.down_proj",
             s.inner,
             s.hidden,
         )
-
-    def _routed(self, x: Tensor) -> Tensor:
-        return x
 
 
 def enter(tape: Tape, sizes: LayerSizes, x: Tensor) -> Tensor:

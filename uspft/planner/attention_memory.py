@@ -30,7 +30,6 @@ class Sharing:
     ring: int = 1
     way: Way = RING
     window: Window | None = None
-    sinks: bool = False
 
     @property
     def widest(self) -> tuple[int, int]:

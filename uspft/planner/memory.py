@@ -73,8 +73,6 @@ class Options:
     loss_tile: int | None = 1024
     """Tokens; None for all at once."""
     mlp_tile: int | None = None
-    slices: tuple[int, ...] = (1, 1, 1, 1)
-    """Of each product on a mesh."""
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
     """Regular expressions over parameter names."""
@@ -271,7 +269,6 @@ def _layers(
             layout.ring,
             way,
             seen,
-            sinks=shape.model_type == "gpt_oss",
         )
         found.append(
             LayerSizes(
@@ -342,7 +339,7 @@ def row_memory(
             shape,
             layout,
             length,
-            options=replace(options, algorithm=row.name, micro_batch=rows, use_seq_parallel=True),
+            options=replace(options, algorithm=row.name, micro_batch=rows),
         ).activation_bytes
         for rows in (1, 2)
     )

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from uspft.families import FAMILIES, ModelShape
-from uspft.families.projections import FUSED, NORMED_HEADS
+from uspft.families.projections import NORMED_HEADS
 from uspft.planner.products import ProductShape, head_projection, layer_projections
 
 if TYPE_CHECKING:
@@ -142,8 +142,3 @@ def counts_of(shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[s
     sizes += [adapter[name] for one in set(layers) for name in one.adapters]
     sizes += [head] * any(tables)
     return Counts(every, trained, max(sizes, default=0), of_layer + adapters, head)
-
-
-def is_fused(shape: ModelShape) -> bool:
-    """Tell whether a layer has its projections in one matrix."""
-    return FAMILIES[shape.model_type].projections is FUSED

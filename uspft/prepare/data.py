@@ -80,8 +80,8 @@ def _tell(what: str, folder: Path, screen: Console, mix_of: Path | None = None) 
     """
     report = read_report(folder)
     mix = read_report(mix_of).get("mix", ()) if mix_of else ()
-    for shape in report.get("shapes", ()):
-        screen.print(f"{what}: {shape}", markup=False)
+    for line in (*report.get("shapes", ()), *report.get("unused", ())):
+        screen.print(f"{what}: {line}", markup=False)
     count = report["samples"]
     screen.print(
         f"{what}: {count:,} sample{'s' * (count != 1)}, {report['tokens']:,} tokens, "

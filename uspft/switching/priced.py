@@ -110,6 +110,7 @@ def priced(
     """
     (row, layout, algorithm), whole = way, Segments.single(length)
     shape = replace(setting.step, row=whole, rows=1)
+    options = replace(setting.options, use_seq_parallel=shape.use_seq_parallel)
     short, long = (
         row_time(shape, layout, algorithm, setting.hardware, one) for one in (typical, whole)
     )
@@ -120,7 +121,7 @@ def priced(
         (_pairs(typical), _pairs(whole)),
         (short.row, long.row),
         max(short.beside, long.beside),
-        row_memory(setting.options, setting.step.model, row, layout, length)[0],
+        row_memory(options, setting.step.model, row, layout, length)[0],
     )
 
 

@@ -72,7 +72,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             batches = run.loader.batches(step)
             guards.rows(step, batches)
             rate = learning_rate(step, steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
-            result = _step(run, step, batches, (rate, stop()))
+            result = _step(run, step, batches, rate, stop=stop())
             guards.first_loss(step, result.loss)
             if step == run.first_step + 1:
                 set_deadline(deadline(recipe.launch.timeout_minutes))
@@ -87,7 +87,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                     with _writing(f"the record of step {step}"):
                         journal.write(record)
                 display.step(record)
-            stopped = _finish(run, evaluation, (step, display), stop, stopped=result.stop)
+            stopped = _finish(run, step, evaluation, display, stop, stopped=result.stop)
             if stopped and step < steps:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
         if evaluation.exports_here(step):
@@ -119,20 +119,19 @@ def _tracked(run: Run, journal: Journal, display: RunDisplay) -> Iterator[None]:
 
 def _finish(
     run: Run,
+    step: int,
     evaluation: Evaluation,
-    shown: tuple[int, RunDisplay],
+    display: RunDisplay,
     stop: Callable[[], bool],
     *,
     stopped: bool,
 ) -> bool:
     """Save and evaluate after a step, where that is due; collective.
 
-    shown: the step, and where is said what is waited for. stopped: whether the run was asked to
-    stop, which is saved too. Returns whether it has been by
-    now.
+    display: where is said what is waited for. stopped: whether the run was asked to stop, which is
+    saved too. Returns whether it has been by now.
     """
-    (step, display), block = shown, run.job.recipe.checkpoint
-    last = step == run.job.steps
+    block, last = run.job.recipe.checkpoint, step == run.job.steps
     every = block.every_steps
     saved = bool(every and (step % every == 0 or last)) or stopped
     if saved:
@@ -174,9 +173,7 @@ def _writing(what: str) -> Iterator[None]:
         raise RunFailed(f"{what} cannot be written ({why}); make room there") from error
 
 
-def _step(
-    run: Run, step: int, batches: list[Batch], rate_and_stop: tuple[float, bool]
-) -> StepResult:
+def _step(run: Run, step: int, batches: list[Batch], rate: float, *, stop: bool) -> StepResult:
     """Run one step of the engine.
 
     Raises RunFailed with the step, its rows and what to try, where the loss or gradient norm is not
@@ -185,7 +182,7 @@ def _step(
     rows = run.loader.rows_of(step)
     where = f"step {step}, {run.loader.counts} {rows.start} to {rows.stop - 1}"
     try:
-        return run.engine.step(batches, *rate_and_stop)
+        return run.engine.step(batches, rate, stop)
     except NotFinite as error:
         raise NotFinite(f"{where}: {error}; nothing was updated; {FOR_NOT_FINITE}") from None
     except torch.OutOfMemoryError as error:

@@ -1,13 +1,17 @@
-"""The order in which a shift's transfers are started."""
+"""The order in which a shift's transfers are started; whatever is started is waited for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from uspft.comm import Group, collectives
+from tests.support.ranks import spawn
+from uspft.comm import Group, Move, collectives, shift, start_gather, start_sum_parts, sum_over
 
 
 @pytest.mark.parametrize(
@@ -37,3 +41,89 @@ def test_gloo_hears_of_all_receives_before_anything_leaves(
     moves = [collectives.Move(x, x, 1), collectives.Move(x[:0], x[:0], 1)]
     collectives.shift([*moves, collectives.Move(x, x, 2)], Group(None, (10, 11, 12), 0), "ring")
     assert log == started
+
+
+def shifted(x: torch.Tensor, group: Group, kind: str) -> Callable[[], object]:
+    """Both ways round the ring, as one function that waits."""
+    moves = [Move(x, torch.zeros_like(x), offset) for offset in (1, -1)]
+    waits = shift(moves, group, kind)
+    return lambda: [wait() for wait in waits]
+
+
+STARTS = {"shift": shifted, "gather": start_gather, "sum of parts": start_sum_parts}
+"""All that `uspft.comm` starts and does not wait for itself."""
+
+
+class Works:
+    """What stands for torch.distributed: operations that note how often each was waited for."""
+
+    isend, irecv = "isend", "irecv"
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+
+    def P2POp(self, *operation: Any, **more: Any) -> object:
+        return operation
+
+    def started(self, *given: Any, **more: Any) -> Any:
+        number = len(self.waited)
+        self.waited.append(0)
+
+        def wait() -> None:
+            self.waited[number] += 1
+
+        return SimpleNamespace(wait=wait)
+
+    def batch_isend_irecv(self, operations: list[object]) -> list[Any]:
+        return [self.started() for _ in operations]
+
+    all_gather_into_tensor = reduce_scatter_tensor = started
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", STARTS)
+def test_the_books_are_open_until_all_that_was_started_was_waited_for(
+    name: str, ranks: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = Works()
+    monkeypatch.setattr(collectives, "dist", works)
+    group, x = Group(None, tuple(range(ranks)), 1), torch.zeros(6, device=device)
+
+    for waits in (True, False):
+        works.waited.clear()
+        wait = STARTS[name](x, group, "tensor")
+        assert works.waited and not any(works.waited), f"{name} waits before it is asked to"
+        if waits:
+            wait()
+            left = [n for n, count in enumerate(works.waited) if count != 1]
+            assert not left, f"of {name}, operations {left} of {len(works.waited)} not waited for"
+            assert group.books.close()
+        else:
+            del wait
+            with pytest.raises(RuntimeError, match=r"not waited for: .*tensor.*, on rank 1"):
+                group.books.close()
+            group.books.close()  # it was told
+
+
+def hasty(rank: int, name: str) -> tuple[str, float]:
+    """What the books of a rank say where the first of two uses what comes before it is there."""
+    group = Group(dist.group.WORLD, (0, 1), rank)
+    for _ in range(2):
+        wait = STARTS[name](torch.full((1 << 16,), float(rank)), group, "ring")
+        if rank:
+            wait()
+        del wait
+        summed = sum_over(torch.ones(3), group, "tensor")
+    try:
+        group.books.close()
+        return "", float(summed.sum())
+    except RuntimeError as error:
+        return str(error), float(summed.sum())
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_skipped_wait_is_an_error_that_names_it_and_no_hang(name: str) -> None:
+    (told, summed), other = spawn(2, hasty, name)
+    assert summed == 6.0 and other == ("", 6.0)
+    assert "not waited for: " in told and "ring from rank 1 and to rank 1, on rank 0" in told

@@ -92,6 +92,20 @@ def test_the_command_says_it_by_its_exit_code(
     assert verdict is None or "7 layouts" in out
 
 
+def test_the_yardstick_is_one_process_and_no_layout(
+    written: Path, verify: Callable[..., Any]
+) -> None:
+    """Layouts that all answer the same are wrong together."""
+    code, verdict, _ = verify([result(loss=2.1)] * 7, [])
+    assert (code, verdict) == (1, "differs")
+    found = json.loads((written.parent / "out/verify/verify.json").read_text())
+    assert found["one_process"]["losses"] == REFERENCE.losses == [2.0]
+    assert len(found["layouts"]) == 7
+    for one in found["layouts"]:
+        assert one["losses"] == [2.1] and one["verdict"] == "DIFFERS"
+        assert one["wrong"] == ["loss off by 5.0e-02"]
+
+
 @pytest.mark.parametrize("tail", [True, False])
 def test_strategies_that_auto_chose_are_the_first_layout(
     tail: bool, ranks_answer: list[Result], written: Path, capsys: pytest.CaptureFixture[str]

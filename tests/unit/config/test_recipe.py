@@ -129,12 +129,12 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 87
+    assert len(keys) == len(set(keys)) == 88
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 11,
         "model.adapter": 5,
-        "data": 14,
+        "data": 15,
         "data.train[]": 8,
         "data.eval[]": 8,
         "parallel_config": 17,

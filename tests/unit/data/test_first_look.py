@@ -34,7 +34,7 @@ def test_the_first_records_of_each_file_are_looked_at(tmp_path: Path) -> None:
     assert first_look(block(pair), None, None).shapes == [
         f"{pair}: question and answer: question, answer"
     ]
-    *_, hint = first_look(block(pair, chat), None, None).shapes
+    (hint,) = first_look(block(pair, chat), None, None).notes
     assert hint.endswith("as plain text; data.format: messages puts them into the template too")
     tokenized = write_lines(tmp_path / "c.jsonl", [{"input_ids": [1, 2]}])
     assert first_look(block(tokenized), None, 10).left_out == []

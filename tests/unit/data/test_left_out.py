@@ -20,6 +20,7 @@ def only(condition: str) -> str:
     return f"{{%- for m in messages if {condition} -%}}{SAID}{{%- endfor -%}}"
 
 
+KNOWN_OF_IT = ("written", "manner", "arguments")
 KNOWN = only("m.role in ('system', 'user', 'assistant')")
 FIRST = "{%- for m in messages -%}{%- if m.role != 'system' or loop.first -%}"
 FIRST += SAID + "{%- endif -%}{%- endfor -%}"
@@ -29,7 +30,7 @@ FIRST += SAID + "{%- endif -%}{%- endfor -%}"
 def checked(source: str, *turns: dict[str, Any], **more: Any) -> int:
     """How many texts are rendered of a conversation once its template is known, if it is taken."""
     template = ChatTemplate(source, {}, ENDS)
-    _ = template.written, template.manner
+    _ = template.written, template.manner, template.arguments
     written = []
 
     class Counted(ChatTemplate):
@@ -38,7 +39,7 @@ def checked(source: str, *turns: dict[str, Any], **more: Any) -> int:
             return template.write(*turns, **more)
 
     counted = Counted(source, {}, ENDS)
-    counted.__dict__.update(written=template.written, manner=template.manner)
+    counted.__dict__.update({name: vars(template)[name] for name in KNOWN_OF_IT})
     render({"messages": list(turns), **more}, counted, "all")
     return len(written)
 

@@ -10,7 +10,8 @@ import pytest
 from tests.support.data_cases import CHAT, SAMPLES, TOKENIZER, block, faults_of, write_lines
 from uspft.data import DataError, fates, prepare, read_report
 from uspft.data.conversations import Naming
-from uspft.data.records import FIELDS, Record, first_record, read
+from uspft.data.known_fields import FORMATS
+from uspft.data.records import Record, first_record, read
 from uspft.data.sources import SourceFile, list_files
 
 GOOD: dict[str, Any] = {
@@ -133,7 +134,7 @@ def test_every_format_is_known_by_its_first_record(tmp_path: Path) -> None:
         assert format_of(path) == known
         (sample,) = read(*_read_arguments(path))
         assert isinstance(sample, Record) and sample.fields == record and sample.line == 1
-    assert set(GOOD) == set(FIELDS)
+    assert set(GOOD) == set(FORMATS)
 
 
 @pytest.mark.parametrize("record", [{"a": 1}, {}, {"text": "a", "input_ids": [1]}])
@@ -227,7 +228,7 @@ def test_the_shipped_samples_are_good() -> None:
         found[file.path.name] = format_of(file.path)
     assert found == {
         "document.txt": "text",
-        **{f"{name}.jsonl": name for name in FIELDS},
+        **{f"{name}.jsonl": name for name in FORMATS},
     }
 
 
@@ -243,7 +244,9 @@ def test_shapes_that_are_mixed_in_one_file_are_named(tmp_path: Path) -> None:
     turns = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
     write_lines(path, [pair, turns])
     (line,) = faults_of(tmp_path, block(path))
-    assert line.startswith(f"{path}:2: the prompt and completion are lists of turns, where the ")
+    assert line.startswith(
+        f"{path}:2: the prompt and completion are turns of a conversation, where the "
+    )
     assert line.endswith("; write data.format: messages, or put each into a file of its own")
 
 

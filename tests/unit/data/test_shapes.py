@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests.support.data_cases import TOKENIZER, block, source, write_lines
-from uspft.config.inputs import RECORD
 from uspft.data import Corpus, prepare
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.records import Record, read
-from uspft.data.shapes import NAMES, columns
+from uspft.data.shapes import columns
 from uspft.data.sources import SourceFile
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -172,7 +171,7 @@ NEAR: list[tuple[Any, dict[str, Any], str]] = [
     (
         {"id": "1", "system_prompt": "a", "question": "b", "response": "c"},
         {},
-        "mean question and answer, write data.fields: {answer: response, system: system_prompt}",
+        "mean question and answer, write data.fields: {answer: response}",
     ),
     ({"user": "a", "assistant": "b"}, {}, "data.fields: {prompt: user, completion: assistant}"),
     ({"problem": "a", "solution": "b"}, {}, "data.fields: {question: problem, answer: solution}"),
@@ -212,6 +211,8 @@ NEAR: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ({"dialog": [USER]}, {"messages": "dialogue"}, "names dialogue, and there is no such field"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, {}, "trains on preferences; for the chosen"),
+    ({"chosen": "a", "rejected": "b"}, {}, "answers alone write data.fields: {text: chosen}"),
+    ({**PAIR, "chosen": "b"}, {}, "answers alone write data.fields: {chosen: null}"),
     (USER, {}, 'if they are turns, write {"messages": [...]}, with all of a conversation in it'),
     (
         {"system": "a", "conversations": [{"from": "system", "value": "b"}]},
@@ -245,12 +246,10 @@ def test_two_shapes_in_one_file(tmp_path: Path) -> None:
     turns = {"prompt": [USER], "completion": [ANSWER]}
     _, bad = found(tmp_path, [PAIR, turns], Naming())
     alike = "write data.format: messages, or put each into a file of its own"
-    lists = (
-        f"the prompt and completion are lists of turns, where the file began with texts; {alike}"
-    )
-    assert isinstance(bad, BadRecord) and bad.what == lists
+    told = "the prompt and completion are turns of a conversation, where the file began with texts"
+    assert isinstance(bad, BadRecord) and bad.what == f"{told}; {alike}"
     _, bad = found(tmp_path, [turns, PAIR], Naming())
-    assert isinstance(bad, BadRecord) and "are texts, where the file began with lists" in bad.what
+    assert isinstance(bad, BadRecord) and "are texts, where the file began with turns" in bad.what
     assert all(
         isinstance(one, Record) for one in found(tmp_path, [PAIR, turns], Naming("messages"))
     )
@@ -262,10 +261,6 @@ def test_the_columns_that_a_table_is_read_by() -> None:
     assert columns(["labels", "input_ids"], Naming("auto", {"labels": None})) == ["input_ids"]
     with pytest.raises(SampleFault, match=r"question, answers; name them in data.fields"):
         columns(["question", "answers"], Naming())
-
-
-def test_every_field_may_be_mapped() -> None:
-    assert set(RECORD) == set(NAMES)
 
 
 def test_a_sources_own_names_win(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_a_tokenizer_s_own_template_calls_the_roles_may_be_text(tmp_path: P
     assert trained == "Hello<|endoftext|>"
     note = "the chat template's <|user|>, <|assistant|> are text: the tokenizer has no such tokens"
     data = DataBlock(train=str(path), sequence_length=64)
-    assert note in first_look(data, str(own), 8192).shapes
+    assert note in first_look(data, str(own), 8192).notes
     jinja = tmp_path / "olmo2.jinja"
     jinja.write_text(olmo2)
     (line,) = faults_of(tmp_path, block(path, chat_template=str(jinja)))
@@ -129,7 +129,7 @@ def test_what_to_know_of_a_template_is_told(tmp_path: Path, source: str, note: s
     data = DataBlock(train=str(path), sequence_length=64, chat_template=str(jinja))
     report = read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))
     looked = first_look(data, str(TOKENIZER), 8192)
-    for found in (report["shapes"], looked.shapes):
+    for found in (report["shapes"], looked.shapes + looked.notes):
         assert len(found) == (2 if note else 1) and (note or "") in found[-1]
 
 

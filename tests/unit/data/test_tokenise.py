@@ -196,7 +196,7 @@ def test_rules_for_overlong_samples(
     assert note.startswith("2 samples longer than a row") and f"overlong: {overlong}" in note
     assert report == {
         **dict.fromkeys(("bad", "dropped", "truncated", "split", "without_targets"), 0),
-        **{"read": len(LONG), "skipped": skipped, "untrained": [], "mix": []},
+        **{"read": len(LONG), "skipped": skipped, "untrained": [], "mix": [], "unused": []},
         "samples": len(lengths),
         "tokens": sum(lengths),
         "target_tokens": targets,

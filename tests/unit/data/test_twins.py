@@ -12,10 +12,10 @@ from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, UNMARKED
 from tests.support.data_cases import TOKENIZER
 from uspft.data import twins
 from uspft.data.chat_template import ChatTemplate
+from uspft.data.known_fields import ROLES
 from uspft.data.rendering import render
 from uspft.data.tokenise import TextTokeniser
 from uspft.data.twins import digest, edited, models, twin_of
-from uspft.data.values import ROLES
 
 SOURCE = UNMARKED["chatml"]
 ANSWER = "{{ m.content or '' }}"
@@ -30,6 +30,7 @@ class Once(ChatTemplate):
     """A template of which all is known, and that is not to be rendered as it is."""
 
     written = frozenset(ROLES)
+    arguments = frozenset({dict})
 
     def write(self, *_: Any, **__: Any) -> str:
         raise AssertionError("rendered without marks")

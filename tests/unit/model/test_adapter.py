@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import inject_adapter_in_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.dropout import written_out_mask
+from uspft.config.lora import AdapterBlock
 from uspft.model import dropout
-from uspft.model.adapter import AdapterStart, merged
+from uspft.model.adapter import AdapterStart, lora_config, merged
 from uspft.model.dropout import TokenDropout, token_words
 from uspft.parameters.part import Part
 
@@ -170,3 +172,22 @@ def test_an_adapter_starts_as_pefts_does() -> None:
 def test_without_an_adapter_merging_hands_on_what_there_is() -> None:
     held = {"b": torch.ones(2), "a": torch.zeros(2)}
     assert [name for name, _ in merged(held, held.__getitem__, None)] == ["b", "a"]
+
+
+@pytest.mark.parametrize("alpha", [6.0, 1.0])
+def test_merging_scales_by_alpha_over_rank(alpha: float) -> None:
+    """As peft does; with an alpha that is the rank nothing would show."""
+    block = AdapterBlock(rank=4, alpha=alpha)
+    linear = torch.nn.ModuleDict({"down_proj": torch.nn.Linear(8, 5, bias=False)})
+    before = linear["down_proj"].weight.detach().clone()
+    theirs = inject_adapter_in_model(lora_config(block, ["down_proj"]), linear)
+    held = {
+        "down_proj.weight": before,
+        "down_proj.lora_A.weight": theirs["down_proj"].lora_A["default"].weight.detach(),
+        "down_proj.lora_B.weight": theirs["down_proj"].lora_B["default"].weight.detach(),
+    }
+    held["down_proj.lora_B.weight"].normal_()
+    ((name, value),) = merged(held, held.__getitem__, block)
+    theirs["down_proj"].merge()
+    assert name == "down_proj.weight" and not torch.allclose(value, before, atol=1e-2)
+    torch.testing.assert_close(value, theirs["down_proj"].base_layer.weight.detach())

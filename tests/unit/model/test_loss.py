@@ -54,6 +54,23 @@ def test_what_is_frozen_costs_no_gradient_and_changes_no_other(frozen: tuple[str
         torch.testing.assert_close(some[name], every[name])
 
 
+@pytest.mark.parametrize("tile", [None, 3])
+@pytest.mark.parametrize("tokens", [5, 0])
+def test_without_a_chosen_row_the_loss_is_0_and_so_is_every_gradient(
+    tile: int | None, tokens: int
+) -> None:
+    """As on a rank whose tokens are all of the prompt, which must take part in the backward."""
+    head = Head(torch.nn.Linear(8, 13), tile)
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    labels, none = torch.full((tokens,), -100), torch.tensor([], dtype=torch.int64)
+    loss = head(hidden, labels, none, 0.3)
+    assert loss == 0 and loss.dtype == torch.float32
+    loss.backward()
+    assert head.bias is not None
+    for value in (hidden, head.weight, head.bias):
+        assert value.grad is not None and torch.equal(value.grad, torch.zeros_like(value))
+
+
 class Calls(TorchDispatchMode):
     """The names of the operations that ran inside."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,3 +137,21 @@ def test_an_empty_tensor_is_kept_too() -> None:
     with shelf.together():
         item = shelf.keep(torch.ones(0, 4))
     assert shelf.get(item).shape == (0, 4)
+
+
+def test_a_shelf_holds_nothing_that_its_user_has_let_go_of() -> None:
+    """Else all that layers keep would stay on the host until the last of them has used its own."""
+    shelf, x = HostShelf(CPU), torch.ones(3)
+    with shelf.together():
+        kept = shelf.keep(x)
+    given = shelf.input(x)
+    parcels = [weakref.ref(item.parcel) for item in (kept, given)]
+    gc.disable()
+    try:
+        for item in (kept, given):
+            assert torch.equal(shelf.get(item), x)
+        assert [parcel() is None for parcel in parcels] == [False, False]
+        del item, kept, given
+        assert [parcel() for parcel in parcels] == [None, None]
+    finally:
+        gc.enable()

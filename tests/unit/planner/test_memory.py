@@ -216,3 +216,66 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     other = replace(shape, model_type="granite")
     assert memory_of(other, Layout(), 4096).unpredicted == ("layers of granite",)
     assert unpredicted(shape, Layout(pipeline=2), 4096) == ("stages of layers",)
+
+
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+WIDTHS: dict[str, dict[str, Any]] = {
+    "7B": {
+        **{"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000},
+        **{**HEADS, "num_key_value_heads": 32},
+    },
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, **HEADS},
+    "70B": {
+        **{"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256},
+        **{**HEADS, "num_attention_heads": 64},
+    },
+}
+WIDE = [
+    ("7B", "ring 4", "none, tiles", "all"),
+    ("8B", "ulysses 4", "nothing", "all"),
+    ("8B", "planned 4", "offload", "no mlp"),
+    ("70B", "tensor, tokens", "attention", "lora"),
+    ("70B", "tensor, ring", "exchange", "all"),
+]
+
+
+def counted_wide(rank: int) -> list[int]:
+    torch.distributed.destroy_process_group()
+    found = []
+    for width, place, saving, trained in WIDE:
+        config = config_of("llama", "bfloat16", WIDTHS[width])
+        layout, algorithm, options = LAYOUTS[place]
+        memory, row = MemoryBlock(**SAVING[saving]), TOKENS * layout.context
+        one = count(config, row, memory, layout, algorithm, trained=TRAINED[trained], **options)
+        found.append(one.most_bytes["all"])
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return found
+
+
+def test_two_layers_of_real_widths_are_predicted_within_one_percent() -> None:
+    off, llama = {}, hub("meta-llama/Llama-3.1-8B")
+    for (width, place, saving, trained), one in zip(WIDE, spawn(1, counted_wide)[0], strict=True):
+        sizes = WIDTHS[width]
+        shape = replace(
+            llama,
+            layers=2,
+            hidden_size=sizes["hidden_size"],
+            intermediate_size=sizes["intermediate_size"],
+            vocab_size=sizes["vocab_size"],
+            heads=sizes["num_attention_heads"],
+            kv_heads=sizes["num_key_value_heads"],
+        )
+        layout, algorithm, options = LAYOUTS[place]
+        want = predicted(
+            shape,
+            layout,
+            TOKENS * layout.context,
+            MemoryBlock(**SAVING[saving]),
+            algorithm,
+            trained=TRAINED[trained],
+            **options,
+        )
+        if abs(want.activation_bytes / one - 1) > 0.01:
+            off[width, place, saving, trained] = want.activation_bytes / one
+    assert off == {}

@@ -145,3 +145,22 @@ def test_an_exchange_computes_while_keys_and_gradients_are_on_their_way(
             number = max(n for n, call in enumerate(backward.calls) if call.at < transfer.started)
             assert transfer.peer in backward.sources[number]
             assert transfer.ended > backward.calls[-1].at
+
+
+FETCHED_AGAIN = [(name, ranks, options) for name, ranks, options, _ in EXCHANGES if options]
+
+
+@pytest.mark.parametrize(("name", "ranks", "options"), FETCHED_AGAIN)
+def test_keys_that_were_attended_to_are_let_go_of(
+    name: str, ranks: int, options: dict[str, int | bool], on_wire: None
+) -> None:
+    """Unless the backward pass wants them: else a rank would end up with the whole row's."""
+    for forward, backward in attend(name, ranks, **options)[0]:
+        for done in (forward, backward):
+            left = [
+                [t for t in alive if done.call_of(t) < number]
+                for number, alive in enumerate(done.alive)
+            ]
+            kept = bool(options["keep"]) and done is forward
+            assert any(left) == kept, (done.index, left)
+        assert forward.alive[0] == forward.keys, "all are on their way while own keys are used"

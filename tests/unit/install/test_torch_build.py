@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.house.sandbox import install, make_sandbox, path_without_python
+from tests.support.sandbox import install, make_sandbox, path_without_python
 
 INDEX = f"{install.TORCH_INDEX}/"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hangs import HANG_SECONDS
-from tests.unit.house.sandbox import Sandbox, make_sandbox, path_without_python
+from tests.support.sandbox import Sandbox, make_sandbox, path_without_python
 
 VERBS = (
     "train check plan preprocess inspect verify export chat convert calibrate report recipes"

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from tests.support.hangs import HANG_SECONDS
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load() -> ModuleType:

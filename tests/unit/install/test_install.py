@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.hangs import HANG_SECONDS
-from tests.unit.house.sandbox import ROOT, Sandbox, install, make_sandbox, path_without_python
+from tests.support.sandbox import ROOT, Sandbox, install, make_sandbox, path_without_python
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ def test_an_installation_from_nothing(installed: Sandbox, tmp_path: Path) -> Non
     # Nothing to do: no Python is looked for.
     done = installed.run("train", "a.yaml", PATH=str(path_without_python(tmp_path / "bin")))
     assert done.returncode == 0 and done.stderr == ""
-    command = subprocess.run([venv / "bin/uspft", "plan"], stdout=-1, text=True, check=True)
+    words, own = [venv / "bin/uspft", "plan"], installed.environment()
+    command = subprocess.run(words, env=own, stdout=-1, text=True, check=True)
     assert '"plan"' in command.stdout
 
 

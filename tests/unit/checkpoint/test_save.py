@@ -1,0 +1,91 @@
+"""What a checkpoint and an export of a live engine hold: each parameter once, or nothing new."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.support.models import make_documents, make_model
+from tests.support.ranks import spawn
+from tests.support.runs import close, prepared, small_recipe
+from uspft.__main__ import main
+from uspft.checkpoint.folder import CheckpointError, newest
+from uspft.checkpoint.save import save_checkpoint
+
+RANKS = 2
+
+
+def work(rank: int, folder: Path, data: Path) -> str:
+    """Train a step and export it; then save a checkpoint of which a part goes before it is named.
+
+    Returns what rank 0 is told of that one.
+    """
+    from uspft.training.loop import train
+
+    recipe = small_recipe(
+        folder / "model",
+        data,
+        32,
+        training={"steps": 1},
+        parallel_config={"context_parallel": RANKS, "context_parallel_algo": "ring_cp"},
+        checkpoint={"every_steps": 1},
+        export={"huggingface": True},
+    )
+    run = prepared(recipe, folder / "out")
+    train(run, lambda: False)
+
+    def loses(aside: Path) -> dict[str, Any]:
+        (aside / "part-00001-00000.safetensors").unlink()
+        return run.job.identity
+
+    told = ""
+    try:
+        save_checkpoint(run.engine, folder / "out", 2, 9, loses)
+    except CheckpointError as error:
+        told = str(error)
+        dist.barrier()  # the last of those in there, which it has not come to
+    close(run)
+    return told
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("saved")
+    make_model(folder / "model", "qwen3", heads=4, kv_heads=2)
+    data = make_documents(folder / "d.jsonl", [30, 32], masked=[0.0]).path
+    return folder, spawn(RANKS, work, folder, data)
+
+
+def test_a_part_that_is_not_there_is_an_error_and_latest_stays(
+    saved: tuple[Path, list[str]],
+) -> None:
+    folder, told = saved
+    checkpoints = folder / "out/checkpoints"
+    assert "lacks part-00001-00000.safetensors: output_dir must lie on a file system" in told[0]
+    assert told[1] == ""
+    assert (checkpoints / "latest").read_text() == "step-00000001\n"
+    assert not (checkpoints / "step-00000002").exists()
+    found = newest(folder / "out")
+    assert found.checkpoint and found.checkpoint.step == 1 and found.damaged == []
+
+
+def test_a_tied_head_is_written_once(saved: tuple[Path, list[str]]) -> None:
+    """By a run, into its checkpoint and its export, and by the command."""
+    folder, _ = saved
+    want = set(load_file(folder / "model/model.safetensors"))
+    assert "model.embed_tokens.weight" in want and "lm_head.weight" not in want
+    assert json.loads((folder / "model/config.json").read_text())["tie_word_embeddings"]
+    state = json.loads((folder / "out/checkpoints/step-00000001/state.json").read_text())
+    kinds = ("weight", "exp_avg", "exp_avg_sq")
+    assert set(state["files"]) == {f"{kind}/{name}" for kind in kinds for name in want}
+    assert main(["export", str(folder / "out"), f"to={folder / 'again'}"]) == 0
+    for place in (folder / "out/hf", folder / "again"):
+        assert json.loads((place / "config.json").read_text())["tie_word_embeddings"]
+        with safe_open(place / "model.safetensors", "pt") as held:
+            assert sorted(held.keys()) == sorted(want), place

@@ -1,0 +1,118 @@
+"""Arguments of calls, an object or OpenAI's JSON text, are written once by every template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.support.chat_templates import ENDS, UNMARKED, turn
+from tests.support.data_cases import TOKENIZER, block, faults_of, write_lines
+from tests.support.originals import original
+from uspft.data import Corpus, prepare
+from uspft.data.chat_template import ChatTemplate
+from uspft.data.faults import SampleFault
+from uspft.data.rendering import render
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
+OBJECT, TEXT = {"at": "the moon"}, '{"at":"the moon"}'
+ONCE, TWICE = '{"at": "the moon"}', '\\"at\\"'
+ASKED, SEEN, ANSWER = turn("user", "Look"), turn("tool", "A moon."), turn("assistant", "A moon.")
+
+# By template: what it writes once.
+READS = {
+    "llama3_1": {dict},
+    "qwen2_5": {dict},
+    "qwen3": {dict, str},
+    "gptoss": {dict},
+    "glm4moe": {dict},
+    "deepseekv3": {str},
+    "deepseek_r1_distill": {str},
+    "phi3": set(),
+}
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(original(name), SPECIAL, (*ENDS, "<｜end▁of▁sentence｜>"))
+
+
+def called(arguments: Any, content: Any = "") -> list[dict[str, Any]]:
+    """A question, and an answer with a call."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look"}}
+    call["function"]["arguments"] = arguments  # type: ignore[index]
+    return [ASKED, {"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+def text_of(own: ChatTemplate, arguments: Any, content: Any = "") -> str:
+    return render({"messages": called(arguments, content)}, own, "all").text
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_template_reads_is_seen_by_rendering(name: str) -> None:
+    assert template(name).arguments == READS[name]
+
+
+@pytest.mark.parametrize("name", [name for name, reads in READS.items() if reads == {dict}])
+def test_a_json_text_is_parsed_for_a_template_that_writes_objects(name: str) -> None:
+    own = template(name)
+    text = text_of(own, TEXT)
+    assert text == text_of(own, OBJECT) and TWICE not in text and "the moon" in text
+    try:
+        assert TWICE in own.write(called(TEXT))  # the control: as it is handed on otherwise
+    except SampleFault:
+        assert name in ("glm4moe", "llama3_1")
+    assert text_of(own, "") == text_of(own, "{}") == text_of(own, {})
+    with pytest.raises(SampleFault) as caught:
+        text_of(own, "at the moon")
+    assert str(caught.value) == (
+        "messages[1].tool_calls[0].arguments is a string, and no JSON; "
+        "the chat template writes an object: write one"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, reads in READS.items() if reads == {str}])
+def test_an_object_is_json_for_a_template_that_writes_text(name: str) -> None:
+    own = template(name)
+    assert ONCE in text_of(own, OBJECT, None) and TEXT in text_of(own, TEXT, None)
+    try:
+        assert ONCE not in own.write(called(OBJECT, None))  # the control
+    except SampleFault as fault:
+        assert "refuses it" in str(fault)
+
+
+def test_a_template_that_writes_both_gets_what_there_is() -> None:
+    assert TEXT in text_of(template("qwen3"), TEXT) and ONCE in text_of(template("qwen3"), OBJECT)
+
+
+@pytest.mark.parametrize("key", ["tool_calls", "function_call", "ShareGPT"])
+def test_calls_in_other_words_train_alike(tmp_path: Path, key: str) -> None:
+    """Through the reading of records: OpenAI's older key, ShareGPT's role."""
+    function = {"name": "look", "arguments": TEXT}
+    told = f'{{"name": "look", "arguments": {ONCE}}}'
+    words: dict[str, dict[str, Any]] = {
+        "tool_calls": {"tool_calls": [{"type": "function", "function": function}]},
+        "function_call": {"function_call": function},
+        "ShareGPT": {
+            "role": "function_call",
+            "content": told,
+        },
+    }
+    source = tmp_path / "a.jinja"
+    source.write_text(UNMARKED["chatml"])
+    said = {"role": "assistant", "content": None, **words[key]}
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": [ASKED, said, SEEN, ANSWER]}])
+    data = block(path, chat_template=str(source))
+    sample = Corpus.open(prepare(data, str(TOKENIZER), 8192, tmp_path / "c")).sample(0)
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    trained = tokenizer.decode(sample.ids[sample.labels != -100].tolist())
+    assert trained == f"<tool_call>look{ONCE}</tool_call><|im_end|>A moon.<|im_end|>"
+
+
+def test_arguments_that_are_no_json_are_named(tmp_path: Path) -> None:
+    source = tmp_path / "a.jinja"
+    source.write_text(UNMARKED["chatml"])
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": [*called("at it"), SEEN, ANSWER]}])
+    (line,) = faults_of(tmp_path, block(path, chat_template=str(source)))
+    assert line.startswith(f"{path}:1: messages[1].tool_calls[0].arguments is a string, and no ")

@@ -1,0 +1,60 @@
+"""docs/coming-from.md says of each known field what the code does with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from uspft.config.inputs import LEFT_ALONE, RECORD
+from uspft.data import reference
+from uspft.data.known_fields import (
+    FIELDS,
+    FORMATS,
+    NAMES,
+    REFUSED,
+    REFUSED_KEYS,
+    SHAPES,
+    TURN_KEYS,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    command = [sys.executable, "-m", "uspft.data.reference", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    assert f"`{' '.join(['.venv/bin/python', *command[1:3]])}`" in reference.PAGE.read_text()
+
+
+def test_a_changed_table_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    copy = tmp_path / "coming-from.md"
+    copy.write_text(reference.PAGE.read_text())
+    monkeypatch.setattr(reference, "PAGE", copy)
+    assert reference.main(["--check"]) == 0
+    changed = (replace(FIELDS[0], becomes="something else"), *FIELDS[1:])
+    monkeypatch.setattr(reference, "FIELDS", changed)
+    assert reference.main(["--check"]) == 1 and str(copy) in capsys.readouterr().err
+    assert reference.main([]) == 0 and "something else" in copy.read_text()
+    with pytest.raises(ValueError, match="has no lines <!-- made: data -->"):
+        reference.page("# A page\n")
+
+
+def test_every_name_has_its_place_in_the_table() -> None:
+    table = reference.table()
+    every = [*FIELDS, *REFUSED, *TURN_KEYS, *REFUSED_KEYS]
+    assert all(f"`{name}`" in table for one in every for name in (one.name, *one.also))
+    assert len(every) >= 38
+    assert {name for shape in SHAPES for name in shape.needs + shape.may} == set(NAMES)
+    assert {name for form in FORMATS.values() for names in form for name in names} < set(NAMES)
+
+
+def test_the_recipe_may_map_or_leave_alone_the_same_names() -> None:
+    assert set(RECORD) == set(NAMES)
+    assert set(LEFT_ALONE) == {one.name for one in REFUSED}

@@ -1,0 +1,86 @@
+"""Make the table of docs/coming-from.md that says what becomes of the fields of others' data.
+
+    .venv/bin/python -m uspft.data.reference [--check]
+
+With --check it writes nothing, and ends with 1 where the page has another table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from uspft.config.reference import put
+from uspft.data.known_fields import (
+    FIELDS,
+    MASKS,
+    PROTOCOL,
+    REFUSED,
+    REFUSED_KEYS,
+    TURN,
+    TURN_KEYS,
+    KnownField,
+    Refused,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+_HEAD = "| field | of | data of | what becomes of it |\n| --- | --- | --- | --- |\n"
+_HELD = KnownField("", "handed to the chat template; many need none of them", TURN, also=PROTOCOL)
+_REST = (
+    KnownField("any other", "told as not used (`data.unused_fields`)"),
+    KnownField(
+        "any other", "handed to the chat template; where it reads none, told as not used", TURN
+    ),
+)
+
+
+def table() -> str:
+    """Return the table: one line for each field, and for fields of which the same is said."""
+    every = (*FIELDS, *MASKS, *REFUSED, *TURN_KEYS, *REFUSED_KEYS, _HELD, *_REST)
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    tools: dict[tuple[str, str, str], list[str]] = {}
+    for one in every:
+        what = tuple(_said(one))
+        key = (one.of, what[0], what[1])
+        lines.setdefault(key, []).extend(name for name in (one.name, *one.also) if name)
+        tools.setdefault(key, []).extend(t for some in one.tools for t in some.split(", "))
+    return _HEAD + "".join(
+        f"| {', '.join(map(_code, names))} | {of} | {', '.join(dict.fromkeys(tools[key]))} "
+        f"| {'; '.join(filter(None, (becomes, remedy)))} |\n"
+        for key, names in lines.items()
+        for of, becomes, remedy in [key]
+    )
+
+
+def _said(one: KnownField) -> Iterator[str]:
+    """Yield what becomes of a field, and where a sample is refused with it, the remedy."""
+    yield one.becomes
+    if isinstance(one, Refused):
+        yield one.remedy.format(name="…").replace("{…: null}", "`{…: null}`")
+    else:
+        yield ""
+
+
+def _code(name: str) -> str:
+    return name if " " in name else f"`{name}`"
+
+
+def page(text: str) -> str:
+    """Return the page with the table of now. Raises ValueError where its place is not marked."""
+    return put(text, "data", table())
+
+
+def main(words: Sequence[str]) -> int:
+    text = PAGE.read_text(encoding="utf-8")
+    made = page(text)
+    if words == ["--check"]:
+        if made != text:
+            print(f"{PAGE}: not what the code says; run this without --check", file=sys.stderr)
+        return int(made != text)
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
