@@ -14,7 +14,7 @@ from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_b
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.in_flight import Way, Window
 from uspft.planner.products import head_projection
-from uspft.planner.state import Zero, state_of
+from uspft.planner.state import State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
@@ -161,6 +161,17 @@ def memory_of(
     shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
 ) -> Memory:
     """Return what a rank needs for rows of so many tokens."""
+    state = state_in(shape, layout, options)
+    device, waits = activations_in(shape, layout, row_tokens, options)
+    return Memory(
+        {name: int(size) for name, size in (state.device | device).items()},
+        int(sum(state.host.values()) + waits),
+        unpredicted(shape, layout, row_tokens, options=options),
+    )
+
+
+def state_in(shape: ModelShape, layout: Layout, options: Options) -> State:
+    """Return the bytes of weights, gradients and the optimizer, whatever the rows."""
     counts = counts_of(shape, layout.mesh_columns, options.lora, options.freeze)
     if layout.mesh_rows > 1:
         counts = counts.divided(layout.mesh_rows)
@@ -174,13 +185,7 @@ def memory_of(
         optimizer_away=options.offload_optimizer,
         weights_away=options.offload_weights,
     )
-    state = state_of(zero, counts)
-    device, waits = _activations(shape, layout, row_tokens, options)
-    return Memory(
-        {name: int(size) for name, size in (state.device | device).items()},
-        int(sum(state.host.values()) + waits),
-        unpredicted(shape, layout, row_tokens, options=options),
-    )
+    return state_of(zero, counts)
 
 
 def unpredicted(
@@ -195,10 +200,13 @@ def unpredicted(
     return tuple(what for what, here in found.items() if here)
 
 
-def _activations(
+def activations_in(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options
 ) -> tuple[dict[str, float], float]:
-    """Return the bytes of activations by part at their peak, and those that wait on the host."""
+    """Return the bytes of activations by part at their peak, and those that wait on the host.
+
+    Neither the replicas nor ZeRO's stage change them.
+    """
     kinds = _layers(shape, layout, row_tokens, options)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.

@@ -24,7 +24,7 @@ from uspft.planner.products import layer_projections
 if TYPE_CHECKING:
     from uspft.config import Finding, Recipe
     from uspft.families import ModelShape
-    from uspft.planner.hardware import Hardware
+    from uspft.planner.machine import Hardware
 
 
 def settled_memory(

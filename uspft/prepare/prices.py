@@ -11,7 +11,8 @@ from uspft.layout import Layout, layout_of
 from uspft.planner.memory import options_of, row_memory
 from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.prepare.examine import Examined
-from uspft.prepare.make_plan import hardware_of, matrices_of, step_of
+from uspft.prepare.make_plan import hardware_of, step_of
+from uspft.prepare.step import matrices_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 

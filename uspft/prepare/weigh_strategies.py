@@ -19,8 +19,9 @@ from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.layout_findings import run_findings
-from uspft.prepare.make_plan import hardware_of, matrices_of, step_of
+from uspft.prepare.make_plan import hardware_of, step_of
 from uspft.prepare.memory_need import exchange_findings
+from uspft.prepare.step import matrices_of
 from uspft.sequence import of_recipe
 from uspft.switching.choice import SwitchingChoice, beside_static, choose
 from uspft.switching.drawn_steps import DrawnSteps

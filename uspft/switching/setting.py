@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.memory import Options
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import pytest
 from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.row_time import micro_step_seconds
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choice import AS_FAST, SwitchingChoice, beside_static, choose
 from uspft.switching.drawn_steps import DrawnSteps, lower_bounds, pairs_of
