@@ -6,8 +6,8 @@ other_fields, misnamed, conversations (what is made of them, what is refused) �
 (checked) → rendering (a conversation as text: twins, turns, left_out) → tokenise, chat (ids
 and labels) → reading (all of it, on threads or in processes) → cache_key, cache (once, in a folder;
 evaluation: each set in its own; holdout; cleaning; required: what all must have) → corpus → packing
-→ stream (rows) → loader (each rank's share). serving: the template that goes with the trained
-model.
+→ stream (rows) → loader (each rank's share; eval_rows: those of evaluation sets). serving: the
+template that goes with the trained model.
 """
 
 from uspft.data.cache import formats_of, prepare, prepared
