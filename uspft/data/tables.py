@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uspft.data.faults import SampleFault
+from uspft.data.hub import HubSplit
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
+
+    from uspft.data.sources import SourceFile
 
 RECORDS, BYTES = 256, 1 << 19
 """Records and bytes that columns have at most, unless one record is larger."""
@@ -139,3 +142,46 @@ def _stream(batch: pa.RecordBatch) -> bytes:
         stream.write_batch(batch)
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+def with_values(content: SourceFile | HubSplit, names: Sequence[str]) -> tuple[str, ...]:
+    """Return which columns of a table hold a value other than null.
+
+    Only what tells that is read: statistics of a Parquet file, the lengths of Arrow's columns.
+    """
+    if not names:
+        return ()
+    if isinstance(content, HubSplit):
+        nulls = {name: content.dataset.data.column(name).null_count for name in names}
+        return tuple(name for name in names if nulls[name] < len(content.dataset.data))
+    empty = (_empty_in_parquet if content.kind == "parquet" else _empty_in_arrow)(content, names)
+    return tuple(name for name in names if name not in empty)
+
+
+def _empty_in_parquet(file: SourceFile, names: Sequence[str]) -> set[str]:
+    """Return the columns that a Parquet file says to hold nothing but null."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    meta = pq.read_metadata(file.path)
+    schema, filled = meta.schema.to_arrow_schema(), set[str]()
+    untyped = {name for name in names if pa.types.is_null(schema.field(name).type)}
+    for group in map(meta.row_group, range(meta.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            stats: Any = column.statistics
+            known = stats is not None and stats.has_null_count
+            if not known or stats.null_count < column.num_values:
+                filled.add(column.path_in_schema.partition(".")[0])
+    return set(names) - (filled - untyped)
+
+
+def _empty_in_arrow(file: SourceFile, names: Sequence[str]) -> set[str]:
+    import pyarrow as pa
+
+    empty = set(names)
+    with pa.memory_map(str(file.path)) as source:
+        for batch in opened_arrow(source)[1]:
+            empty -= {name for name in empty if batch.column(name).null_count < batch.num_rows}
+            if not empty:
+                break
+    return empty
