@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from uspft import __version__
 from uspft.config import Recipe, as_tree, dump, load
+from uspft.config.problems import RunFailed
 from uspft.lease import Lease
 
 LOCAL = (
@@ -117,6 +118,18 @@ class Job:
         versions = [__version__, version("numpy")]
         whole = json.dumps([tree, data, self.steps, resumed, versions], default=str)
         return int.from_bytes(hashlib.blake2b(whole.encode(), digest_size=6).digest(), "little")
+
+    def require_same(self, fingerprints: Sequence[str]) -> None:
+        """Require that every rank has the same job. fingerprints: of each rank's, in hexadecimal.
+
+        Raises RunFailed: hosts may differ in files, overrides or versions.
+        """
+        if len(set(fingerprints)) > 1:
+            raise RunFailed(
+                f"this host and another run different things (here {self.fingerprint():x}): "
+                f"recipe, overrides, data ({self.corpus.name}), steps ({self.steps}) or "
+                f"checkpoint ({self.resume_from}) differ"
+            )
 
     def write(self, folder: Path) -> None:
         (folder / "recipe.yaml").write_text(dump(self.recipe))

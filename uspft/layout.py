@@ -19,15 +19,22 @@ AXES = ("mesh_columns", "ulysses", "ring", "data", "pipeline")
 
 The axis with the most traffic thus gets neighbouring ranks (USP, tip 7).
 """
-HELD = ("mesh_columns", "mesh_rows", "copies", "pipeline")
+HELD = ("mesh_columns", "mesh_rows", "experts", "alike", "pipeline")
 """The axes of what ranks hold of the parameters, the fastest-varying first.
 
-The rows of a mesh are the first of the ranks that share a row of tokens; copies hold the same.
+The rows of a mesh are the first of the ranks that share a row of tokens; the ranks along alike hold
+the same of every parameter, those along experts the same of all but experts.
 """
 MESH = HELD[:2]
 """The axes along which ranks hold parts of one matrix."""
-COPIES = HELD[2:3]
-"""The axis along which ranks hold the same part of every parameter, which ZeRO divides."""
+COPIES = HELD[2:4]
+"""The axes along which ranks hold the same of every parameter but experts, which ZeRO divides."""
+EXPERTS = HELD[2:3]
+"""The axis along which ranks divide experts."""
+ALIKE = HELD[3:4]
+"""The axis along which ranks hold the same experts too."""
+STAGES = HELD[4:5]
+"""The axis along which ranks hold different parameters."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,16 @@ class Layout:
     mesh_rows: int = 1
     blocks: bool = False
     """Whether matrices lie on one mesh row in blocks too, as on a mesh of several."""
+    experts: int = 1
+    """The number of ranks, of those that hold the same otherwise, that divide experts."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError where mesh rows are not among the ranks that share a row."""
+        """Raise ValueError where mesh rows are not among the ranks that share a row, or where the
+        ranks that hold the same are not whole sets of those that divide experts."""
         if self.context % self.mesh_rows:
             raise ValueError(f"{self.mesh_rows} mesh rows do not divide {self.context} ranks")
+        if self.copies % self.experts:
+            raise ValueError(f"experts over {self.experts} do not divide {self.copies} copies")
 
     @property
     def ranks(self) -> int:
@@ -60,8 +72,13 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """The number of ranks that hold the same part of every parameter."""
+        """The number of ranks that hold the same part of every parameter but experts."""
         return self.context // self.mesh_rows * self.data
+
+    @property
+    def alike(self) -> int:
+        """The number of ranks that hold the same part of experts too."""
+        return self.copies // self.experts
 
     @property
     def tensor(self) -> int:
@@ -89,6 +106,12 @@ class Layout:
             for axis, degree in zip(axes, self._degrees(axes), strict=True):
                 left, place[axis] = divmod(left, degree)
         return place
+
+    def apart(self, axis: str) -> tuple[int, int]:
+        """Return by how many two neighbours along an axis differ in rank, and the axis's degree."""
+        every = AXES if axis in AXES else HELD
+        *within, degree = self._degrees(every[: every.index(axis) + 1])
+        return prod(within), degree
 
     def groups(self, axes: Collection[str]) -> list[list[int]]:
         """Return every set of ranks that differ only along `axes`, each in rank order.
@@ -121,6 +144,7 @@ class Layout:
             (f"{row_of(algorithm, self.ring).short}{self.ring}", self.ring),
             (f"data{self.data}", self.data),
             (f"pipeline{self.pipeline}", self.pipeline),
+            (f"experts{self.experts}", self.experts),
         ]
         return "-".join(part for part, degree in parts if degree > 1) or "single"
 
@@ -172,6 +196,13 @@ def context_degrees(parallel: Degrees) -> tuple[int, int]:
         ulysses = gcd(ulysses, ranks)
     row = row_of(parallel.context_parallel_algo, ranks)
     return row.degrees(ranks, ulysses)
+
+
+def settled_layout(parallel: Degrees) -> Layout:
+    """Return the layout of a resolved `parallel_config`, whose degrees fit together."""
+    layout = layout_of(parallel, None)
+    assert isinstance(layout, Layout)
+    return layout
 
 
 def layout_of(parallel: Degrees, ranks: int | None) -> Layout | Finding:

@@ -34,6 +34,16 @@ class Mesh:
     context: Group = field(metadata={"axes": ("ulysses", "ring")})
     """The ranks that share a row."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts the tokens that it sees, which no other rank then does.
+
+        Of the ranks that see the same it is the first, and of those of the last stage, whose loss
+        these tokens give.
+        """
+        place = self.layout.coordinates(self.rank)
+        return place["mesh_columns"] == 0 and place["pipeline"] == self.layout.pipeline - 1
+
 
 class Groups:
     """The process groups of this process: one for each set of members, whatever layouts share it.

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from uspft.comm import Books
-from uspft.config.algorithms import AlgorithmRow
-from uspft.kernels import Kernel
-from uspft.layout import Layout
+from uspft.comm import Books, said_by_all
+from uspft.config.algorithms import AlgorithmRow, row_of
+from uspft.config.strategies import layouts_of
+from uspft.kernels import Kernel, believed_kernel
+from uspft.layout import Layout, settled_layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Attend, Rule, Share, Split
+from uspft.sequence import Algorithm, Attend, Heads, Rule, Share, Split, of_recipe
+from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Order
-from uspft.tensor import TensorAlgorithm
+from uspft.tensor import TensorAlgorithm, tensor_algorithm
+
+if TYPE_CHECKING:
+    from uspft.config import Recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +81,44 @@ class World:
         """
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside)
         return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
+
+
+def live_worlds(
+    recipe: Recipe,
+    heads: Heads,
+    window: int | None,
+    softcap: float | None,
+    device: torch.device,
+    groups: Groups,
+) -> tuple[list[World], list[str]]:
+    """Make the layout of each of a recipe's strategies live, or the one that there is; collective.
+
+    heads: the model's. window: the sliding window that all its layers have, if any. softcap: the
+    bound of its attention's scores, if any. Returns the worlds with a line for each attention
+    kernel that was tried first, and refused.
+    """
+    every = [(one, settled_layout(one.parallel_config)) for one in layouts_of(recipe)]
+    wish, dtype = recipe.model.attention, getattr(torch, recipe.model.dtype)
+    shapes = sorted({shape for _, layout in every for shape in head_shapes(heads, layout)})
+    kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
+    worlds = []
+    for one, layout in every:
+        row = row_of(one.parallel_config.context_parallel_algo, layout.context)
+        tensor = tensor_algorithm(one.parallel_config, layout)
+        named = row, of_recipe(one, layout, window), tensor
+        worlds.append(make_world(layout, named, kernel, device, groups))
+    return worlds, refused
+
+
+def head_shapes(heads: Heads, layout: Layout) -> list[Heads]:
+    """Return the heads of the attention calls that ranks make, each combination once.
+
+    heads: the model's. Every rank tries kernels on all of them, so that all ranks choose the same
+    kernel.
+    """
+    query, kv, dim = heads.on(layout.mesh_columns)
+    calls = split_heads(query, kv, layout.ulysses).calls(query // kv)
+    return [Heads(query, kv, dim) for query, kv in sorted(calls)]
 
 
 def make_world(

@@ -140,7 +140,8 @@ def _ours(config: Any, setting: Setting, ids: Tensor, weights: dict[str, Tensor]
         "loss_tile_tokens": setting.tokens // ranks,
     }
     module = module_of(deepcopy(config), MemoryBlock.model_validate(options))
-    module.model.load_state_dict(weights)
+    parts: Any = module.parts
+    parts.model.load_state_dict(weights)
     world = world_of(Layout(ulysses=ranks), "ulysses_cp", torch.device("cpu"), TorchCpu())
     share = world.share([Segments.single(setting.tokens)])
     held = torch.cat([torch.arange(start, stop) for start, stop in share.held])
@@ -157,7 +158,7 @@ def _ours(config: Any, setting: Setting, ids: Tensor, weights: dict[str, Tensor]
         len(held),
         (0,),
     )
-    return Racer(module, lambda: module(batch, 1 / setting.tokens).sum())
+    return Racer(module, lambda: module(batch, (1 / setting.tokens,)).sum())
 
 
 if __name__ == "__main__":

@@ -125,12 +125,12 @@ def is_look_up(name: str, want: Reference) -> bool:
 FAULTS: dict[str, tuple[Case, str, Callable[..., Any]]] = {
     "what each rank computes whole is counted by all": (
         Case("llama", 1, "zero1", trains="norms"),
-        "uspft.engine.replicas.copies",
+        "uspft.parameters.counting.divisor",
         lambda *_, **__: 1,
     ),
     "pieces are divided by the ranks": (
         Case("llama", 1, "zero2", tokens=True, trains="norms"),
-        "uspft.engine.replicas.copies",
+        "uspft.parameters.counting.divisor",
         lambda shards, name, degree, **_: degree // shards.layout.tensor,
     ),
     "ranks use the same part": (

@@ -37,11 +37,11 @@ def work(
     rank: int, folder: Path, data: Documents, cases: list[tuple[str, str]], endless: bool
 ) -> dict[Any, Any]:
     """endless: as if rows went on after the last epoch."""
-    from uspft import assemble
     from uspft.data.loader import StepLoader
+    from uspft.switching import dealing
 
     if endless:
-        assemble.StepLoader = lambda *a, **k: StepLoader(*a, **{**k, "last_row": None})  # type: ignore[attr-defined,misc,assignment]
+        dealing.StepLoader = lambda *a, **k: StepLoader(*a, **{**k, "last_row": None})  # type: ignore[attr-defined,misc,assignment]
     found = {}
     for layout, zero in cases:
         recipe = small_recipe(

@@ -22,8 +22,8 @@ from tests.support.models import Documents, mismatch
 from tests.support.ranks import spawn
 from tests.support.runs import close, held, prepared, run_recipe
 from tests.support.tensor import MODELS, Case, make_setting, recipe
+from uspft.parameters import counting
 from uspft.parameters.part import Part
-from uspft.parameters.shards import Shards
 from uspft.tensor import flows
 from uspft.tensor.meshslice import MeshSlice
 
@@ -93,9 +93,9 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
         made = own(self, x, weights, grid, *others)
         return tuple(y * (1.001 if grid.columns.index else 1.0) for y in made)
 
-    faults: dict[str, tuple[type[Any], str, Callable[..., Any]]] = {
-        "a piece is not summed": (Shards, "is_piece", lambda self, name: False),
-        "a replica counts twice": (Shards, "is_first", lambda self, name, rank: True),
+    faults: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "a piece is not summed": (counting, "summed_over", lambda holders, name: None),
+        "a replica counts twice": (counting, "is_counted", lambda shards, name, rank: True),
         "columns are not summed": (MeshSlice, "leave", lambda self, x, group: x.chunk(2, -1)[0]),
         "one column is a little off": (MeshSlice, "inward", short),
     }
@@ -228,7 +228,7 @@ def in_bfloat16(rank: int, folder: Path, data: Data) -> list[Any]:
         (case, run_recipe(recipe(case, folder, data, **blocks), folder / case.zero))
         for case in every
     ]
-    with replaced(Shards, "is_first", lambda self, name, rank: True):
+    with replaced(counting, "is_counted", lambda shards, name, rank: True):
         case = replace(every[1], mesh=(4, 1))
         found.append((None, run_recipe(recipe(case, folder, data, **blocks), folder / "twice")))
     return found

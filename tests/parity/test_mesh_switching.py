@@ -172,7 +172,7 @@ QUERIES = MatrixSplit(COLUMNS, (64,), (8,))
 FAULTS: dict[str, tuple[Case, str, Callable[..., Any]]] = {
     "what mesh ranks compute of whole parameters is divided": (
         Case("mesh: whole", "zero1", "qwen3"),
-        "uspft.engine.replicas.copies",
+        "uspft.parameters.counting.divisor",
         lambda shards, name, degree, **_: degree if "norm" in name else 1,
     ),
     "mesh rows use the first block": (

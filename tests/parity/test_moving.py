@@ -144,7 +144,7 @@ FAULTS: dict[str, tuple[Moving, str, Callable[..., Any]]] = {
     ),
     PADDING: (
         Moving("llama"),
-        "uspft.model.causal.CausalLoss._place_padding",
+        "uspft.model.causal.CausalModel._place_padding",
         lambda *_: None,
     ),
     "sums are not brought to the next layout": (

@@ -210,7 +210,7 @@ def kept(rank: int, folder: Path, data: Documents) -> Any:
             patch.setattr(ByOwners, "fetch", see)
             run.engine.step(run.batches(0), RATE, stop=False)
             with run.engine.evaluating():
-                run.engine.loss_sum(run.batches(0)[0])
+                run.engine.terms(run.batches(0)[0])
         found[fault].append(all(ref.expired() for ref in refs))
         found[fault].append(all(not p.numel() for p in run.engine.named.values()))
         run.engine.close()

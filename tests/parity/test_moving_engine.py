@@ -38,9 +38,11 @@ TWO = Layout(mesh_columns=2, data=2)
     [
         ("float16", [Shards(TWO)], "float32 or bfloat16, not float16"),
         ("float32", [Shards(Layout(ring=4, mesh_rows=4))], "to or from a mesh: mesh4x1-ring4"),
+        ("float32", [Shards(Layout(data=2, pipeline=2))], "are divided: data2-pipeline2"),
+        ("float32", [Shards(Layout(data=4, experts=2))], "are divided: data4-experts2"),
         (
             "float32",
-            [Shards(TWO), Shards(replace(TWO, ring=2, data=1), pieces=frozenset({"norm"}))],
+            [Shards(TWO), Shards(replace(TWO, ring=2, data=1), splits_tokens=True)],
             "with tensor degree 2 some have use_seq_parallel, not all",
         ),
     ],
@@ -78,7 +80,7 @@ def behaves(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
         engine.step([SimpleNamespace(world=world)], RATE, stop=False)
     found["unknown"] = str(unknown.value)
     with engine.evaluating():
-        sums = [(batch.world.mesh.columns.index, engine.loss_sum(batch)) for batch in batches]
+        sums = [(batch.world.mesh.columns.index, engine.terms(batch)["loss"]) for batch in batches]
         assert not engine.module.training
     once = sum(value for index, value in sums if index == 0)
     (loss,) = total([once], engine.holders.everyone, engine.device)

@@ -76,7 +76,7 @@ def on_four(rank: int, folder: Path) -> dict[str, Any]:
                 export_folder(tensors, torch.float32, describe_export, folder / f"{zero} hf")
         found[zero] = {
             "numbers": [(result.loss, result.grad_norm) for result in results],
-            "targets": [result.targets for result in results],
+            "targets": [result.counts["target_tokens"] for result in results],
             "first": gradients
             and {name: value / (0.1 * clipped) for name, value in gradients.items()},
             "end": weights,

@@ -35,8 +35,9 @@ from tests.support.tensor import (
     recipe,
 )
 from uspft.comm import Group
+from uspft.parameters import counting
 from uspft.parameters.part import Part
-from uspft.parameters.shards import Holders, Shards
+from uspft.parameters.shards import Holders
 from uspft.tensor.megatron import Megatron
 
 pytestmark = pytest.mark.timeout(900)
@@ -113,7 +114,7 @@ def test_a_split_model_trains_as_one_process(
 def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
     """Runs of one step in which a fault is made, or that compute in bfloat16; and FUSED."""
     found, short = {}, {"training": {"steps": 1}}
-    faults: dict[str, tuple[Case, type[Any], str, Any]] = {
+    faults: dict[str, tuple[Case, Any, str, Any]] = {
         "a piece is not summed": (
             TOKENS,
             Holders,
@@ -122,9 +123,9 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
         ),
         "a replica counts twice": (
             Case("llama", (4, 1), "zero1", False, False),
-            Shards,
-            "is_first",
-            lambda self, name, rank: True,
+            counting,
+            "is_counted",
+            lambda shards, name, rank: True,
         ),
         "parts are not summed": (PLAIN, Megatron, "leave", lambda self, x, group: x),
         "gradients are not summed": (PLAIN, Megatron, "enter", lambda self, x, tokens, group: x),
@@ -135,8 +136,8 @@ def broken(rank: int, folder: Path, data: Data) -> dict[str, Any]:
             found[name] = case, run_recipe(runs, folder / f"broken-{number}")
     for number, (name, case) in enumerate(ROUNDED.items()):
         runs = recipe(case, folder, data, model={"dtype": "bfloat16"}, **short)
-        counts = (lambda self, name, rank: True) if name == TWICE else Shards.is_first
-        with replaced(Shards, "is_first", counts):
+        counts = (lambda shards, name, rank: True) if name == TWICE else counting.is_counted
+        with replaced(counting, "is_counted", counts):
             found[name] = case, run_recipe(runs, folder / f"rounded-{number}")
     for name, case in FUSED.items():
         found[name] = case, run_recipe(recipe(case, folder, data), folder / name)
@@ -156,7 +157,7 @@ FUSED = {
 
 
 @contextmanager
-def replaced(owner: type[Any], name: str, other: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
     own = getattr(owner, name)
     setattr(owner, name, other)
     yield

@@ -45,7 +45,7 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
                 {
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
-                    "target_tokens": result.targets,
+                    "target_tokens": result.counts["target_tokens"],
                     "learning_rate": 1e-3,
                 }
             )

@@ -28,6 +28,7 @@ from tests.support.degrees import (
 from tests.support.models import Documents
 from tests.support.runs import GROUPS, held, job_of, small_recipe
 from uspft.config.algorithms import CONTEXT, WHOLE
+from uspft.config.objectives import CAUSAL
 from uspft.kernels.capped import TorchCapped
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
@@ -107,7 +108,7 @@ class Started:
         return {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "target_tokens": result.targets,
+            "target_tokens": result.counts["target_tokens"],
             "learning_rate": RATE,
             "seconds": result.seconds,
             "switch_seconds": result.switch_seconds,
@@ -137,12 +138,13 @@ def started(
     from uspft.data import training_rows
     from uspft.data.loader import EMPTY, StepLoader
     from uspft.model.build import empty_model
-    from uspft.model.causal import CausalLoss
+    from uspft.model.causal import CausalModel
     from uspft.model.hf_config import model_config
     from uspft.model.parallel import shards_of, split_model
     from uspft.model.recompute import recompute_layers
     from uspft.model.trained import choose_trained
-    from uspft.parameters.fill import fill
+    from uspft.objective import TrainedModel, make_objective
+    from uspft.parameters.fill import fill, shapes_of
     from uspft.parameters.shards import Holders
     from uspft.switching.moving import MovingEngine
 
@@ -160,13 +162,15 @@ def started(
     every = [shards_of(model, world.layout, splits_tokens=case.tokens) for world, _ in worlds]
     home = max(every, key=lambda shards: shards.layout.tensor)
     rank = worlds[0][0].mesh.rank
-    holders = Holders.of(home, rank, GROUPS)
+    holders = Holders.of(home, rank, GROUPS, shapes_of(model))
     fill(model, dtype, weights_of(block, job.recipe.seed, model, checkpoint), holders)
     split_model(model, holders, moves=True)
     model.train()
     recompute = recompute_layers(model, job.here.memory)
     engine = MovingEngine(
-        CausalLoss(model, None, None, recompute),
+        TrainedModel(
+            CausalModel(model, None, None, recompute), make_objective(CAUSAL.name, config)
+        ),
         job.here,
         holders,
         every,

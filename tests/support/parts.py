@@ -16,6 +16,7 @@ from uspft.comm import Books, Group
 from uspft.config.recipe import Recipe
 from uspft.layout import Layout
 from uspft.mesh import Groups, make_mesh
+from uspft.objective.causal import LOSS
 from uspft.parameters.shards import Holders, MatrixSplit, Shards
 from uspft.tensor.megatron import Megatron
 
@@ -40,7 +41,7 @@ FOUR, LAST = Layout(mesh_columns=2, data=2), {"step": STEPS, "rate": 1e-2}
 
 
 def shards(layout: Layout) -> Shards:
-    return Shards(layout, SPLITS, PIECES, inside=PIECES)
+    return Shards(layout, SPLITS, inside=PIECES)
 
 
 class _Enter(torch.autograd.Function):
@@ -87,7 +88,7 @@ class Net(nn.Module):
     """A column-split, a fused, a row-split, a replicated parameter, and one whose replicas compute
     a piece of its gradient each."""
 
-    routed = False
+    objective = SimpleNamespace(terms=(LOSS,))
 
     def __init__(self, tensor: Group) -> None:
         super().__init__()
@@ -95,15 +96,14 @@ class Net(nn.Module):
         for name, shape in SHAPES.items():
             self.add_module(name.removesuffix(".weight"), Weight(shape))
 
-    def forward(self, batch: Any, scale: float, router_scale: float | None = None) -> Tensor:
+    def forward(self, batch: Any, scales: tuple[float]) -> Tensor:
         ours = {name: module.weight for name, module in self.named_children()}
         h = _Enter.apply(batch.x * ours["norm"], self._tensor)
         by_head = (h @ ours["up"].T).view(len(h), -1, len(ours["per_head"]))
         up = (by_head * ours["per_head"]).flatten(1)
         gate, value, *plain = (h @ ours["gates"].T).chunk(5, dim=1)
         out = _Leave.apply((up + sum(plain) + F.silu(gate) * value) @ ours["down"].T, self._tensor)
-        loss = (out - batch.y).pow(2).sum() * scale
-        return torch.stack([loss, torch.zeros_like(loss)])
+        return (out - batch.y).pow(2).sum()[None] * scales[0]
 
     def named(self) -> dict[str, nn.Parameter]:
         return dict(self.named_parameters())
@@ -162,7 +162,7 @@ def alive(zero: str, layout: Layout, groups: Groups, source: Any, runner: Any = 
 
     prepare_deepspeed()
     mesh = make_mesh(layout, groups, Books())
-    holders = Holders.of(shards(layout), mesh.rank, groups)
+    holders = Holders.of(shards(layout), mesh.rank, groups, SHAPES)
     module = Net(holders.tensor)
     fill(module, torch.float32, source, holders, partitioner(recipe(zero), holders))
     passes, device = 4 // holders.zero.size, torch.device("cpu")
@@ -193,7 +193,7 @@ def one_process(
     for number in steps:
         optimizer.zero_grad()
         pairs = rows(number)
-        losses = [net(SimpleNamespace(x=x, y=y), 1 / (4 * TOKENS))[0] for x, y in pairs]
+        losses = [net(SimpleNamespace(x=x, y=y), (1 / (4 * TOKENS),))[0] for x, y in pairs]
         loss = torch.stack(losses).sum()
         loss.backward()
         first = first or {name: p.grad.clone() for name, p in named.items() if p.grad is not None}

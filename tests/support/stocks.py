@@ -38,11 +38,11 @@ LAYOUTS = {
 
 
 def shards(layout: Layout) -> Shards:
-    return mesh_shards(layout) if layout.is_mesh else Shards(layout, SPLITS, frozenset({"shared"}))
+    return mesh_shards(layout) if layout.is_mesh else Shards(layout, SPLITS)
 
 
 def mesh_shards(layout: Layout) -> Shards:
-    return Shards(layout, SPLITS, frozenset({"shared"}), ROWS)
+    return Shards(layout, SPLITS, ROWS)
 
 
 def some_shapes(dice: random.Random) -> dict[str, tuple[int, ...]]:

@@ -11,10 +11,14 @@ import pytest
 from tests.support.kernel_sources import STALE, fake_sources, probe_on_cpu
 from tests.support.kernels import FLOAT, GPU, HEADS
 from tests.support.ranks import spawn
-from uspft.assemble import head_shapes, said_by_all, same_job
+from uspft.comm import said_by_all
 from uspft.config.problems import RunFailed
+from uspft.job import Job
 from uspft.kernels import believed_kernel, choose
 from uspft.layout import Layout
+from uspft.model.hf_config import heads_of
+from uspft.sequence import Heads
+from uspft.world import head_shapes
 
 
 def choosing(rank: int) -> list[Any]:
@@ -35,9 +39,8 @@ def choosing(rank: int) -> list[Any]:
         told = f"{type(error).__name__}: {error}"
     job: Any = SimpleNamespace(fingerprint=lambda: rank, corpus=Path(), steps=1, resume_from=None)
     with pytest.raises(RunFailed, match=f"run different things .here {rank}"):
-        same_job(job)
-    job.fingerprint = lambda: 1
-    same_job(job)
+        Job.require_same(job, said_by_all(f"{rank:x}"))
+    Job.require_same(job, said_by_all("1"))
     return [kernel.name, tried, refused, told]
 
 
@@ -72,6 +75,7 @@ def test_what_is_probed_are_the_calls_that_ranks_make(
     config = SimpleNamespace(
         num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=None, hidden_size=72
     )
-    shapes = head_shapes(config, Layout(ulysses=ulysses, ring=2))
+    assert heads_of(config) == (*heads, 72 // heads[0])
+    shapes = head_shapes(Heads(*heads, 72 // heads[0]), Layout(ulysses=ulysses, ring=2))
     assert {(query, kv) for query, kv, _ in shapes} == calls and len(shapes) == len(calls)
     assert {dim for _, _, dim in shapes} == {72 // heads[0]}

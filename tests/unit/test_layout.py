@@ -23,7 +23,8 @@ def test_neighbours_share_the_axis_with_the_most_traffic() -> None:
         assert [place[axis] for axis in AXES] == digits
     uneven = Layout(ulysses=2, ring=3, data=4)
     place = {"ulysses": 1, "ring": 2, "data": 3, "pipeline": 0}
-    assert uneven.coordinates(23) == {"mesh_columns": 0, "mesh_rows": 0, "copies": 23, **place}
+    held = {"mesh_columns": 0, "mesh_rows": 0, "experts": 0, "alike": 23}
+    assert uneven.coordinates(23) == {**held, **place}
 
 
 def test_the_rows_of_a_mesh_are_among_the_ranks_that_share_a_row() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-KINDS = ("all_to_all", "ring", "gather", "tensor", "pipeline", "switch", "router")
+KINDS = ("all_to_all", "ring", "gather", "tensor", "pipeline", "switch", "router", "objective")
 
 
 class Books:

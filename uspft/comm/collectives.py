@@ -216,6 +216,13 @@ def largest(values: Sequence[float], group: Group, device: torch.device) -> list
     return _reduce(values, group, device, dist.ReduceOp.MAX)
 
 
+def said_by_all(mine: str) -> list[str]:
+    """Return what each rank of the default group says, in rank order; collective."""
+    said = [""] * dist.get_world_size()
+    dist.all_gather_object(said, mine)
+    return said
+
+
 def _all_reduce(x: Tensor, group: Group, kind: str, op: dist.ReduceOp.RedOpType) -> Tensor:
     if group.size > 1:
         others = group.size - 1

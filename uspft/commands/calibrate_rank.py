@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from uspft.calibration.sweeps import SIZES, Bench, measure
+from uspft.comm import said_by_all
 from uspft.commands.joining import joined
 from uspft.commands.shared import ranks_of_host
 from uspft.config import Recipe, load
@@ -31,7 +32,7 @@ def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
         bench = Bench(device, dtype, Groups(), here, SIZES[device.type])
         heads, softcap = _heads(recipe)
         kernel, _ = believed_kernel(
-            recipe.model.attention, [heads], dtype, device, softcap, said_by_all=_said_by_all
+            recipe.model.attention, [heads], dtype, device, softcap, said_by_all=said_by_all
         )
         points = measure(bench, kernel, heads)
         if dist.get_rank() == 0:
@@ -46,9 +47,3 @@ def _heads(recipe: Recipe) -> tuple[tuple[int, int, int], float | None]:
     if not isinstance(shape, ModelShape):
         return UNKNOWN_HEADS, None
     return (shape.heads, shape.kv_heads, shape.head_dim), shape.raw.get("attn_logit_softcapping")
-
-
-def _said_by_all(mine: str) -> list[str]:
-    every: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every

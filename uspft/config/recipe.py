@@ -23,6 +23,7 @@ from uspft.config.fields import (
     RecipeBlock,
 )
 from uspft.config.inputs import DataBlock, ModelBlock, Source
+from uspft.config.objectives import CAUSAL, OBJECTIVES
 from uspft.config.tracking import MLFLOW, WANDB
 
 __all__ = [
@@ -45,6 +46,19 @@ __all__ = [
 _is = PlainValidator
 _NONE = (None,)
 _zero = Described(zero_fields, "a mapping", described(table(ZERO)).schema)
+
+
+def _objective() -> Described:
+    """Return a check for a name in the table of objectives.
+
+    The check reads the table each time it is asked, so that a row added since counts too.
+    """
+    now = described(choice(*OBJECTIVES))
+
+    def check(value: Any) -> Any:
+        return choice(*OBJECTIVES)(value)
+
+    return Described(check, now.wanted, now.schema)
 
 
 class DeepSpeedBlock(RecipeBlock):
@@ -118,6 +132,8 @@ class TrainingBlock(RecipeBlock):
     """Number of rows that the ranks of one data-parallel replica take through one forward."""
     max_grad_norm: Annotated[float, _is(real(above=0))] = 1.0
     """Largest norm of the gradients of all parameters together; they are clipped to it."""
+    objective: Annotated[str, _is(_objective())] = CAUSAL.name
+    """What a step minimises; `causal`, the cross-entropy of each next token, is the only one."""
     eval_every_steps: CountOrNone = None
     """Number of steps between evaluations; the last step has one too; null leaves only that one."""
     patience: CountOrNone = None

@@ -7,8 +7,8 @@ separated, tables) → samples (what each is from here on: Record, Rendered, Sam
 its text; of conversations by chat_template, twins, turns, left_out) → tokenise, chat (a Sample: ids
 and labels) → reading, workers (all of it, on threads or in processes) → cache_key, cache (once, in
 a folder; evaluation: each set in its own; holdout; required: what all must have) → corpus → packing
-→ stream (rows) → loader (each rank's share). serving: the template that goes with the trained
-model.
+→ stream (rows) → loader (each rank's share; eval_rows: those of evaluation sets). serving: the
+template that goes with the trained model.
 """
 
 from uspft.data.cache import (

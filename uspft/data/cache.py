@@ -1,4 +1,7 @@
-"""Tokenised data is made once and kept, in a folder named after all that changes the tokens."""
+"""Tokenised data is made once and kept, in a folder named after all that changes the tokens.
+
+Below: how much is kept, and how it is deleted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The "model parallel unit" that tells DeepSpeed which ranks hold parts of one matrix.
+"""The "model parallel unit" that tells DeepSpeed which ranks hold different parts of the model.
 
 It also tells which ranks hold the same part.
 """
@@ -6,6 +6,8 @@ It also tells which ranks hold the same part.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from uspft.parameters import counting
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -20,16 +22,16 @@ class Mpu:
     """
 
     def __init__(self, holders: Holders) -> None:
-        self._tensor, self._zero = holders.tensor, holders.zero
+        self._model, self._zero = counting.norm_group(holders), holders.zero
 
     def get_model_parallel_rank(self) -> int:
-        return self._tensor.index
+        return self._model.index
 
     def get_model_parallel_world_size(self) -> int:
-        return self._tensor.size
+        return self._model.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._tensor.handle
+        return self._model.handle
 
     def get_data_parallel_rank(self) -> int:
         return self._zero.index
@@ -45,8 +47,8 @@ class Mpu:
 
 
 def mpu_of(holders: Holders) -> Mpu | None:
-    """Return the unit for DeepSpeed, or None where every rank holds everything.
+    """Return the unit for DeepSpeed, or None where every rank holds everything but experts.
 
     DeepSpeed then uses its own group of all ranks.
     """
-    return Mpu(holders) if holders.tensor.size > 1 else None
+    return Mpu(holders) if counting.norm_group(holders).size > 1 else None

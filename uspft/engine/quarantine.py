@@ -1,15 +1,25 @@
-"""The means to use DeepSpeed 0.19 on a machine without a compiler, and without its chatter.
+"""The means to use DeepSpeed 0.19 without a compiler or its chatter, and where ranks hold different
+parameters.
 
 On CPU its init compiles a shared-memory collective that training never uses (40 s, and a crash
 where there is no compiler). Every ZeRO engine imports its Muon optimizer, which no recipe can name,
 and with it torch's whole compiler (2 s of CPU a rank). It also logs at INFO. Upstream range:
-deepspeed >= 0.19, < 0.20. tests/unit/engine/test_quarantine.py fails when upstream changes.
+deepspeed >= 0.19, < 0.20. tests/unit/engine/test_quarantine.py fails when upstream changes, and so
+does tests/parity/test_holders.py for what ranks with different parameters need.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from uspft.comm import Group
 
 
 def prepare_deepspeed(*, talks: bool = False) -> None:
@@ -56,3 +66,62 @@ def forget_mpu() -> None:
     from deepspeed.utils import groups
 
     groups.mpu = None
+
+
+def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device) -> None:
+    """Have a ZeRO optimizer sum the norm once a step over the ranks that hold the model's parts.
+
+    DeepSpeed 0.19 does so once for each group of parameters (stages 1 and 2) or sub-group (stage 3)
+    of this rank: where another rank has another number of them, it waits for ever.
+    """
+    reduce = optimizer._model_parallel_all_reduce
+
+    def not_the_norm(tensor: torch.Tensor, op: Any) -> None:
+        if not str(op).endswith("SUM"):  # DeepSpeed's enumeration is not torch's
+            reduce(tensor=tensor, op=op)
+
+    def over_model(norms: list[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of all ranks from those of this one, -1 where not finite: then inf."""
+        every = torch.stack([norm.float().reshape(()) for norm in norms])
+        here = torch.where(every < 0, torch.inf, every).square().sum()
+        squares = here.to(device)
+        dist.all_reduce(squares, group=group.handle)
+        return squares.sqrt().to(here.device)
+
+    optimizer._model_parallel_all_reduce = not_the_norm
+    if stage == 3:
+        of_groups = optimizer._get_norm_groups
+        optimizer._get_norm_groups = lambda: [over_model(of_groups())]
+    else:
+        here = optimizer.scaled_global_norm
+        optimizer.scaled_global_norm = lambda norm_type=2: over_model([here(norm_type)])
+
+
+def compare_traces_within(optimizer: Any, group: Group) -> None:
+    """Have ZeRO-3 compare the order of modules among the ranks that hold the same parameters alone.
+
+    DeepSpeed 0.19 compares it over all ranks, and refuses ranks that run other modules.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator as module
+
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    plain, everywhere = coordinator.reset_step, module.assert_ints_same_as_other_ranks
+
+    def reset_step() -> None:
+        module.assert_ints_same_as_other_ranks = partial(_require_same, group)
+        try:
+            plain()
+        finally:
+            module.assert_ints_same_as_other_ranks = everywhere
+
+    coordinator.reset_step = reset_step
+
+
+def _require_same(group: Group, numbers: list[int]) -> None:
+    """Require that all ranks of a group have the same numbers; collective. Raises RuntimeError."""
+    every: list[Any] = [numbers]
+    if group.size > 1:
+        every = [None] * group.size
+        dist.all_gather_object(every, numbers, group=group.handle)
+    if any(one != every[0] for one in every):
+        raise RuntimeError("ranks that hold the same parameters run modules in different orders")

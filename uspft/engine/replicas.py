@@ -1,7 +1,6 @@
 """The gradients of parameters that several tensor ranks hold, made one inside the backward pass.
 
-DeepSpeed averages over the ranks that hold the same part of every parameter. What else is to be
-summed is summed here, and what several ranks have computed whole is divided by their number.
+How often each is counted, parameters/counting.py says.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from uspft.comm import sum_over
-from uspft.parameters.used import copies
+from uspft.parameters import counting
 
 if TYPE_CHECKING:
     from uspft.comm import Group
@@ -31,13 +30,16 @@ class Replicas:
         self.world: World | None = None
         self._shards = shards = holders.shards
         self._hooks: list[Any] = []
-        divided = {*shards.splits, *shards.inside}
         for name, parameter in named.items():
-            if holders.tensor.size > 1 and shards.is_first(name, holders.rank):
+            if counting.norm_group(holders).size > 1 and counting.is_counted(
+                shards, name, holders.rank
+            ):
                 parameter.model_parallel = True  # type: ignore[attr-defined]
-            same = holders.replicas(name) if shards.is_piece(name) else None
-            whole = bool(shards.splits) and name not in divided
-            if parameter.requires_grad and (same or whole):
+            same = counting.summed_over(holders, name)
+            several = bool(shards.splits) and not counting.makes_pieces(
+                shards, name, splits_tokens=False
+            )
+            if parameter.requires_grad and (same or several):
                 hook = self._hook(name, same)
                 self._hooks.append(parameter.register_hook(hook))
 
@@ -45,17 +47,17 @@ class Replicas:
         """Return the hook of a parameter. same: the ranks whose gradients are summed, if any."""
 
         def count_once(gradient: Tensor) -> Tensor:
-            over = self._copies(name)
+            over = self._divisor(name)
             gradient = gradient / over if over > 1 else gradient
             return sum_over(gradient.clone(), same, "tensor") if same else gradient
 
         return count_once
 
-    def _copies(self, name: str) -> int:
+    def _divisor(self, name: str) -> int:
         assert self.world
         rows, layout = self.world.tensor, self.world.layout
         splits_tokens = rows.splits_tokens or layout.is_mesh
-        return copies(self._shards, name, rows.degree, splits_tokens=splits_tokens)
+        return counting.divisor(self._shards, name, rows.degree, splits_tokens=splits_tokens)
 
     def close(self) -> None:
         """Remove the hooks."""

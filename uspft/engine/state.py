@@ -8,33 +8,70 @@ want them, each value at most once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from uspft.parameters.part import Part, as_slices
 
 if TYPE_CHECKING:
-    from uspft.engine.step import Engine
+    from uspft.parameters.shards import Holders
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
+GRADIENT = "gradient"
+"""What else may be asked for, between a step's last backward pass and its update: what is summed
+over all ranks and micro-batches, before it is clipped."""
 BATCH_BYTES = 1 << 28
 """How many bytes `gather` has under way at one time, to all ranks together."""
 
 Interval = tuple[int, int]
 
 
+class Keeper(Protocol):
+    """What keeps weights and Adam's moments: an engine, of which no more is asked here."""
+
+    holders: Holders
+    """Who holds the parameters between steps."""
+    device: torch.device
+
+    @property
+    def named(self) -> Mapping[str, nn.Parameter]:
+        """Every parameter by its Hugging Face name; what is here of its values may change."""
+        ...
+
+    @property
+    def adam(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def fragments(self) -> Fragments:
+        """The table of which rank keeps which values; collective at its first use."""
+        ...
+
+    def part_of(self, name: str) -> Part:
+        """Return the part of a parameter that this rank, with those of `zero_of` it, holds."""
+        ...
+
+    def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
+        """Return (start, flat values) of what this rank keeps of its part of a parameter.
+
+        It is the whole part where each rank that holds the part keeps all of it. Nothing is moved.
+        A frozen parameter has its weight alone, in the compute type. kind: one of `KINDS`, or
+        `GRADIENT`.
+        """
+        ...
+
+
 class Wanted(NamedTuple):
     """A parameter's float32 values that a rank is to have.
 
-    kind: one of `KINDS`, for the master weight or an Adam moment. part: which of the values. to:
-    the rank.
+    kind: one of `KINDS`, for the master weight or an Adam moment, or `GRADIENT`. part: which of the
+    values. to: the rank.
     """
 
     kind: str
@@ -49,7 +86,7 @@ class Fragments:
     All ranks are asked once, when it is made; collective.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Keeper) -> None:
         own: dict[str, Interval] = {}
         for name in engine.named:
             start, values = engine.fragment(name, "weight")
@@ -81,7 +118,7 @@ class Fragments:
         return found
 
 
-def gather(engine: Engine, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Tensor]]:
+def gather(engine: Keeper, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Tensor]]:
     """Yield each part that this rank wants, float32 on the engine's device, in order; collective.
 
     Every rank calls it with the same list and takes all that comes. Parts come in batches of at
@@ -99,7 +136,7 @@ def gather(engine: Engine, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, T
 
 @contextmanager
 def on_first_rank(
-    engine: Engine, names: Sequence[str], kind: str = "weight"
+    engine: Keeper, names: Sequence[str], kind: str = "weight"
 ) -> Iterator[Callable[[str], Tensor] | None]:
     """Yield on the first rank a function that reads whole float32 values; collective.
 
@@ -129,7 +166,7 @@ def _numbered(wanted: Iterable[Wanted]) -> Iterator[tuple[int, Wanted]]:
         yield number, one
 
 
-def _exchange(engine: Engine, items: Sequence[Wanted]) -> dict[int, list[tuple[int, Tensor]]]:
+def _exchange(engine: Keeper, items: Sequence[Wanted]) -> dict[int, list[tuple[int, Tensor]]]:
     """Exchange the values of one batch over all ranks.
 
     Returns, for each item that this rank wants, by its number, each source in turn with the flat
@@ -165,7 +202,7 @@ def _exchange(engine: Engine, items: Sequence[Wanted]) -> dict[int, list[tuple[i
 
 
 def _all_to_all(
-    leaving: Sequence[Sequence[Tensor]], coming: Sequence[int], engine: Engine
+    leaving: Sequence[Sequence[Tensor]], coming: Sequence[int], engine: Keeper
 ) -> list[Tensor]:
     """Send each rank its pieces, and return the float32 values that came from each rank."""
     group, device = engine.holders.everyone, engine.device
@@ -179,7 +216,7 @@ def _all_to_all(
     return list(out.split(list(coming)))
 
 
-def _assembled(engine: Engine, one: Wanted, came: Sequence[tuple[int, Tensor]]) -> Tensor:
+def _assembled(engine: Keeper, one: Wanted, came: Sequence[tuple[int, Tensor]]) -> Tensor:
     """Assemble a wanted part from what its sources sent."""
     shards = engine.holders.shards
     whole = one.part
@@ -196,13 +233,13 @@ def _assembled(engine: Engine, one: Wanted, came: Sequence[tuple[int, Tensor]]) 
     return out
 
 
-def adam_steps(engine: Engine) -> int:
+def adam_steps(engine: Keeper) -> int:
     """Return how many updates Adam's bias correction has counted."""
     counts = {int(state["step"]) for state in engine.adam.state.values() if "step" in state}
     return counts.pop() if counts else 0
 
 
-def set_adam_steps(engine: Engine, steps: int) -> None:
+def set_adam_steps(engine: Keeper, steps: int) -> None:
     for state in engine.adam.state.values():
         count: Any = state["step"]
         if isinstance(count, torch.Tensor):

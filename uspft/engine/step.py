@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from uspft.comm import total
 from uspft.config.problems import RunFailed
+from uspft.engine.state import Keeper
+from uspft.objective.objective import Objective, Scales
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.comm import Group
-    from uspft.engine.state import Fragments
-    from uspft.parameters.part import Part
-    from uspft.parameters.shards import Holders
 
 
 class NotFinite(RunFailed):
@@ -32,29 +31,24 @@ class NotFinite(RunFailed):
 class StepResult:
     """The result of one step, over all its micro-batches and ranks."""
 
-    loss: float
-    """The mean over the step's targets."""
+    means: Mapping[str, float]
+    """Each of the objective's terms by name, the loss first."""
+    counts: Mapping[str, int]
+    """What they are means over, by name: first what the loss is the mean over."""
     grad_norm: float
     """The norm of the whole gradient before clipping."""
-    targets: int
-    """How many tokens with a target the step has."""
     stop: bool
     """Whether a rank asked to stop."""
-    skipped: bool
+    skipped: bool = False
     """Whether float16 skipped the update."""
-    router_loss: float | None = None
-    """The routers' mean loss over the step's rows, or None where none is computed."""
     seconds: tuple[float, ...] = ()
     """What each of this rank's micro-batches took, on the device's clock where it has one."""
     switch_seconds: float = 0.0
     """What it took beside them to move weights and gradients from layout to layout."""
 
-
-class Scales(NamedTuple):
-    """The factors of the loss sums of a micro-batch; router is None where routers have no loss."""
-
-    loss: float
-    router: float | None = None
+    @property
+    def loss(self) -> float:
+        return next(iter(self.means.values()))
 
 
 class Laps:
@@ -85,11 +79,10 @@ class Laps:
 class LossModule(Protocol):
     """The module that an engine trains: an nn.Module that is one function of a micro-batch."""
 
-    routed: bool
-    """Whether the model has routers with a loss of their own."""
+    objective: Objective
 
-    def __call__(self, batch: Batch, scale: float, router_scale: float | None = None) -> Tensor:
-        """Return [2]: the loss summed over this rank's targets, and the routers', both scaled."""
+    def __call__(self, batch: Batch, scales: Scales) -> Tensor:
+        """Return this rank's part of each of the objective's terms times its scale, [terms]."""
         ...
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -97,42 +90,17 @@ class LossModule(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """What trains a module: it holds the weights and Adam's states, and takes steps."""
+class Engine(Keeper, Protocol):
+    """What trains a module: it keeps the weights and Adam's states, and takes steps."""
 
     module: LossModule
-    holders: Holders
-    """Who holds the parameters between steps."""
-    device: torch.device
     stage: int
     """The ZeRO stage."""
-    named: dict[str, nn.Parameter]
-    """Every parameter by its Hugging Face name; what is here of its values may change."""
     laps: Laps
     """The clock of the step's micro-batches."""
 
-    @property
-    def adam(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def fragments(self) -> Fragments:
-        """The table of which rank keeps which values; collective at its first use."""
-        ...
-
     def trained(self) -> dict[str, nn.Parameter]:
         """Return every parameter that trains, by its Hugging Face name."""
-        ...
-
-    def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `holders.zero`, holds."""
-        ...
-
-    def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        """Return (start, flat values) of what this rank keeps of its part of a parameter.
-
-        It is the whole part where each rank that holds the part keeps all of it. Nothing is moved.
-        A frozen parameter has its weight alone, in the compute type.
-        """
         ...
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
@@ -146,15 +114,22 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        stop: bool,
+        look: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
-        Raises NotFinite before anything is updated.
+        look: called when gradients are complete, and before they are clipped; it may read them as
+        `GRADIENT`. Raises NotFinite before anything is updated.
         """
         ...
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
+        """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
         ...
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
@@ -171,8 +146,9 @@ class Engine(Protocol):
         """
         ...
 
-    def loss_sum(self, batch: Batch) -> float:
-        """Return the cross-entropy summed over this rank's targets, in `evaluating`; collective."""
+    def terms(self, batch: Batch) -> dict[str, float]:
+        """Return this rank's part of each term of a micro-batch that evaluation tells, by name, in
+        `evaluating`; collective."""
         ...
 
     def close(self) -> None:
@@ -180,16 +156,70 @@ class Engine(Protocol):
         ...
 
 
-def counted(batches: Sequence[Batch], everyone: Group, device: torch.device) -> tuple[float, float]:
-    """Return how many target tokens and rows a step has, each counted once; collective."""
-    targets = rows = 0
+def counts_here(objective: Objective, batch: Batch) -> dict[str, int]:
+    """Return this rank's part of a micro-batch's counts, by the divisors' names.
+
+    The parts of all ranks add up: tensor ranks see the same tokens, and ranks that share rows count
+    their own tokens, but the same rows and documents.
+    """
+    mesh = batch.world.mesh
+    first = mesh.counts, mesh.counts and mesh.context.index == 0
+    divisors = {term.per.name: term.per for term in objective.terms}
+    return {
+        name: divisor.of(batch) if first[not divisor.by_token] else 0
+        for name, divisor in divisors.items()
+    }
+
+
+def counted(
+    objective: Objective, batches: Sequence[Batch], everyone: Group, device: torch.device
+) -> dict[str, int]:
+    """Return how many of what its objective counts a step has, each once; collective."""
+    sums = dict.fromkeys((term.per.name for term in objective.terms), 0)
     for batch in batches:
-        mesh = batch.world.mesh
-        if mesh.columns.index == 0:
-            targets += batch.targets
-            rows += sum(index >= 0 for index in batch.rows) if mesh.context.index == 0 else 0
-    all_targets, all_rows = total([targets, rows], everyone, device)
-    return all_targets, all_rows
+        for name, count in counts_here(objective, batch).items():
+            sums[name] += count
+    every = total(list(sums.values()), everyone, device)
+    return {name: int(count) for name, count in zip(sums, every, strict=True)}
+
+
+def scales_of(objective: Objective, counts: Mapping[str, int], times: int = 1) -> Scales:
+    """Return the factor of each term that makes it a mean over the step.
+
+    times: over how many ranks the engine averages gradients.
+    """
+    return tuple(times / max(counts[term.per.name], 1) for term in objective.terms)
+
+
+def evaluated(objective: Objective, forward: Callable[[Scales], Tensor]) -> dict[str, float]:
+    """Return what a forward pass gives of the terms that evaluation tells, by name.
+
+    forward: takes the micro-batch forward with these scales, and returns its terms.
+    """
+    told = [term.evaluated for term in objective.terms]
+    values = forward(tuple(1.0 if wanted else None for wanted in told)).tolist()
+    named = zip((term.name for term in objective.terms), values, told, strict=True)
+    return {name: value for name, value, wanted in named if wanted}
+
+
+def means_of(
+    objective: Objective,
+    sums: Tensor,
+    stop: bool,
+    everyone: Group,
+    device: torch.device,
+    *,
+    times: int = 1,
+) -> tuple[dict[str, float], bool]:
+    """Return each term's mean over the step by name, and whether a rank asked to stop; collective.
+
+    sums: what a `Runner` returned. times: as of `scales_of`. Raises NotFinite for the loss.
+    """
+    *totals, stops = total([*sums.tolist(), float(stop)], everyone, device)
+    names = [term.name for term in objective.terms]
+    means = {name: value / times for name, value in zip(names, totals, strict=True)}
+    require_finite(names[0], means[names[0]])
+    return means, stops > 0
 
 
 def require_finite(what: str, value: float) -> None:
@@ -201,17 +231,17 @@ def require_finite(what: str, value: float) -> None:
 Runner = Callable[["Engine", Sequence["Batch"], Scales], Tensor]
 """A function that takes a step's micro-batches forward and backward.
 
-It returns the losses summed over those whose first tensor rank this is, [2] float64.
+It returns the terms summed over those whose tokens this rank counts, [terms] float64.
 """
 
 
 def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
     """Run one micro-batch after another, each forward and at once backward, as a `Runner` does."""
-    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
-        losses = engine.forward(batch, scales)
-        if batch.world.mesh.columns.index == 0:  # the others have the same tokens
-            sums += losses.detach()
-        engine.backward(losses.sum(), batch, last=number == len(batches))
+        terms = engine.forward(batch, scales)
+        if batch.world.mesh.counts:  # the others have the same tokens
+            sums += terms.detach()
+        engine.backward(terms.sum(), batch, last=number == len(batches))
         engine.laps.mark()
     return sums

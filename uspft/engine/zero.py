@@ -1,11 +1,11 @@
 """An engine that hides ZeRO 0 to 3 behind one step with the loss and gradients of one process.
 
-A step has a beginning (which counts targets and rows over all ranks), a runner over micro-batches,
-and an end (norm, checks, update). The engine scales the loss itself: each rank's loss is (sum over
-its target tokens) × Z ÷ (target tokens of the step, over all micro-batches and ranks), where Z
-ranks hold the same part of every parameter and DeepSpeed averages gradients over them at every
-stage. Sequence parallelism stays hidden from DeepSpeed, whose own scale for it depends on the
-stage. The routers' loss likewise is each rank's parts of its rows' losses × Z ÷ rows of the step.
+A step has a beginning (which counts over all ranks what the objective's terms are divided by), a
+runner over micro-batches, and an end (norm, checks, update). The engine scales the loss itself: of
+each term a rank has (its part) × Z ÷ (the count of the step, over all micro-batches and ranks; of
+the cross-entropy, target tokens), where DeepSpeed averages gradients over Z ranks at every stage
+(parameters/counting.py). Sequence parallelism stays hidden from DeepSpeed, whose own scale for it
+depends on the stage.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import cached_property
+from functools import cached_property, partial
 from io import StringIO
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -25,26 +24,31 @@ from torch import Tensor, nn
 from uspft.comm import total
 from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
+from uspft.engine.expert_sets import ExpertSets, mark_for_partition
 from uspft.engine.leaves import gather_at_once
 from uspft.engine.mpu import mpu_of
-from uspft.engine.partitions import fragment, write_fragment
-from uspft.engine.quarantine import forget_mpu
+from uspft.engine.partitions import Partitions
+from uspft.engine.quarantine import compare_traces_within, forget_mpu, sum_norm_once
 from uspft.engine.replicas import Replicas
 from uspft.engine.state import Fragments
 from uspft.engine.step import (
     Laps,
     LossModule,
     Runner,
-    Scales,
     StepResult,
     counted,
+    evaluated,
     in_turn,
+    means_of,
     require_finite,
+    scales_of,
 )
+from uspft.parameters import counting
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
+    from uspft.objective import Scales
     from uspft.parameters.fill import Partition
     from uspft.parameters.part import Part
     from uspft.parameters.shards import Holders
@@ -53,7 +57,7 @@ if TYPE_CHECKING:
 def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
     """Return the function that partitions filled parameters under ZeRO-3; None at other stages.
 
-    They are partitioned over the ranks that hold the same part.
+    Each is partitioned over the ranks that hold the same part of it.
     """
     config = deepspeed_config(recipe, holders.zero.size, passes=1)
     if config["zero_optimization"]["stage"] != 3:
@@ -61,8 +65,9 @@ def partitioner(recipe: Recipe, holders: Holders) -> Partition | None:
     mpu = mpu_of(holders)
     group = {"mpu": mpu, "data_parallel_group": holders.zero.handle} if mpu else {}
 
-    def partition(parameters: list[nn.Parameter]) -> None:
-        module = nn.ParameterList(parameters)
+    def partition(parameters: dict[str, nn.Parameter]) -> None:
+        mark_for_partition(parameters, holders)
+        module = nn.ParameterList(parameters.values())
         deepspeed.zero.Init(module=module, config_dict_or_path=config, **group)
 
     return partition
@@ -89,10 +94,13 @@ class ZeroEngine:
         """The clock of the step's micro-batches."""
         self.named = module.named()
         """Every parameter by its Hugging Face name, kept because a walk over the whole module for
-        each parameter would take too long."""
-        self._parameters = list(self.named.values())
-        self._replicas = Replicas(self.named, holders)
+        each parameter would take too long. What this rank holds nothing of has no elements here."""
+        here = {name: p for name, p in self.named.items() if holders.holds(name)}
+        self._parameters = list(here.values())
+        self._replicas = Replicas(here, holders)
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
+        self._experts = ExpertSets(here, holders, self.stage)
+        self._experts.set_apart(module, optimizer)  # type: ignore[arg-type]
         gather_at_once(module)  # type: ignore[arg-type]
         with redirect_stdout(StringIO()):  # it prints memory tables past its logger
             self.deepspeed, *_ = deepspeed.initialize(
@@ -101,25 +109,17 @@ class ZeroEngine:
                 config=deepspeed_config(recipe, holders.zero.size, passes),
                 mpu=mpu_of(holders),
             )
+        if self.stage and holders.shards.layout.pipeline > 1:
+            group = counting.norm_group(holders)
+            sum_norm_once(self.deepspeed.optimizer, self.stage, group, device)
+            if self.stage == 3:
+                compare_traces_within(self.deepspeed.optimizer, holders.zero)
         self._require_float32_buffers()
-        self.masters = self._masters()
+        self._partitions = Partitions(self.deepspeed.optimizer, self.adam, self.stage)
         if self.stage < 3:
             # DeepSpeed finds moments by parameter only for those groups that have them after the
             # first group's first step (stages 1 and 2, 0.19.8).
             start_moments(self.adam)
-
-    def _masters(self) -> dict[int, nn.Parameter]:
-        """Return what AdamW holds for each parameter at stage 0, by the parameter's id.
-
-        It is the parameter itself or its float32 copy. Empty at other stages.
-        """
-        optimizer: Any = self.deepspeed.optimizer
-        if self.stage > 0:
-            return {}
-        if optimizer is self.adam:
-            return {id(p): p for p in self._parameters if p.requires_grad}
-        pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
-        return {id(half): full for half, full in pairs}
 
     def _require_float32_buffers(self) -> None:
         """Require that DeepSpeed has rounded no buffer. Raises RuntimeError.
@@ -142,16 +142,14 @@ class ZeroEngine:
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `holders.zero`, holds."""
-        held = self.named[name]
-        size = tuple(getattr(held, "ds_shape", held.shape))
-        return self.holders.part(name, self.holders.shards.whole_shape(name, size))
+        """Return the part of a parameter that this rank, with those of `zero_of` it, holds."""
+        return self.holders.part(name)
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
-        return fragment(self, self.named[name], kind)
+        return self._partitions.fragment(self.named[name], kind)
 
     def write_fragment(self, name: str, kind: str, read: Callable[[int, int], Tensor]) -> None:
-        write_fragment(self, self.named[name], kind, read)
+        self._partitions.write(self.named[name], kind, read)
 
     def make_moments(self, empty: Batch) -> None:
         """Make Adam's states, by a step over one batch without targets, at learning rate 0.
@@ -165,29 +163,35 @@ class ZeroEngine:
         """The table of which rank keeps which values; collective at its first use."""
         return Fragments(self)
 
-    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        stop: bool,
+        look: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
-        Raises NotFinite before anything is updated.
+        look: called when gradients are complete, and before they are clipped. Raises NotFinite
+        before anything is updated.
         """
-        targets, scales = self._begin(batches)
+        counts, scales = self._begin(batches)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         self.laps = Laps(self.device)
         sums = self._runner(self, batches, scales)
-        return self._end(sums, targets, stop)
+        return self._end(sums, counts, stop, look or (lambda: None))
 
-    def _begin(self, batches: Sequence[Batch]) -> tuple[int, Scales]:
-        """Return (target tokens of the step, scales), where each row and token counts once."""
-        all_targets, all_rows = counted(batches, self.holders.everyone, self.device)
-        replicas = self.holders.zero.size
-        router = replicas / max(all_rows, 1.0) if self.module.routed else None
-        return int(all_targets), Scales(replicas / max(all_targets, 1.0), router)
+    def _begin(self, batches: Sequence[Batch]) -> tuple[dict[str, int], Scales]:
+        """Return (what the step's terms are divided by, their scales)."""
+        objective = self.module.objective
+        counts = counted(objective, batches, self.holders.everyone, self.device)
+        return counts, scales_of(objective, counts, counting.averaged(self.holders))
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
-        losses: Tensor = self.deepspeed(batch, *scales)
-        return losses
+        """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
+        terms: Tensor = self.deepspeed(batch, scales)
+        return terms
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss. last: whether it ends the step."""
@@ -198,15 +202,16 @@ class ZeroEngine:
         if not last:
             self.deepspeed.step()
 
-    def _end(self, sums: Tensor, targets: int, stop: bool) -> StepResult:
+    def _end(
+        self, sums: Tensor, counts: dict[str, int], stop: bool, look: Callable[[], None]
+    ) -> StepResult:
         """Check loss and gradient norm, update the weights, return the result. Raises NotFinite."""
-        *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
-        mean, router = (value / self.holders.zero.size for value in totals)
-        require_finite("loss", mean)
+        objective, everyone = self.module.objective, self.holders.everyone
+        times = counting.averaged(self.holders)
+        means, stops = means_of(objective, sums, stop, everyone, self.device, times=times)
+        look()
         grad_norm, skipped = self._update()
-        router_loss = router if self.module.routed else None
-        seconds = self.laps.seconds()
-        return StepResult(mean, grad_norm, targets, stops > 0, skipped, router_loss, seconds)
+        return StepResult(means, counts, grad_norm, stops, skipped, self.laps.seconds())
 
     def _update(self) -> tuple[float, bool]:
         """Update the weights; return (norm before clipping, whether float16 skipped the update)."""
@@ -238,12 +243,13 @@ class ZeroEngine:
         norms = [
             torch.linalg.vector_norm(p.grad, dtype=torch.float64)
             for name, p in self.named.items()
-            if p.grad is not None and holders.shards.is_first(name, holders.rank)
+            if p.grad is not None and counting.is_counted(holders.shards, name, holders.rank)
         ]
         norm = float(torch.stack(norms).norm()) if norms else 0.0
-        if holders.tensor.size == 1:
+        group = counting.norm_group(holders)
+        if group.size == 1:
             return norm
-        (squares,) = total([norm * norm], holders.tensor, self.device)
+        (squares,) = total([norm * norm], group, self.device)
         return math.sqrt(squares)
 
     @contextmanager
@@ -261,15 +267,16 @@ class ZeroEngine:
             # Under ZeRO-3 the last pass has fetched weights for a backward that does not come.
             self.deepspeed.empty_partition_cache()
 
-    def loss_sum(self, batch: Batch) -> float:
-        """Return the cross-entropy summed over this rank's targets, in `evaluating`; collective."""
-        return float(self.deepspeed(batch, 1.0)[0])
+    def terms(self, batch: Batch) -> dict[str, float]:
+        """Return this rank's part of each term that evaluation tells; collective."""
+        return evaluated(self.module.objective, partial(self.forward, batch))
 
     def close(self) -> None:
         """Remove what DeepSpeed has hooked into the module, and what it keeps for the process."""
         self._replicas.close()
         self.deepspeed.destroy()
         forget_mpu()
+        self._experts.close()
 
 
 def _by_decay(parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

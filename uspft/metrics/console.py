@@ -98,11 +98,15 @@ class RunDisplay:
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Show an evaluation's record in one line, with the best so far where that is another."""
-        loss, perplexity = (_shown(record[f"eval_{name}"]) for name in ("loss", "perplexity"))
+        loss = _shown(record["eval_loss"])
         sets = record.get("eval_sets", {})
         parts = [f"{title} {_shown(one['loss'])}" for title, one in sets.items()]
         each = f"  ({', '.join(parts)})" if parts else ""
-        line = f"evaluation after step {record['step']}: loss {loss}  perplexity {perplexity}"
+        line = f"evaluation after step {record['step']}: loss {loss}"
+        if "eval_perplexity" in record:
+            line += f"  perplexity {_shown(record['eval_perplexity'])}"
+        if "eval_target_tokens" in record:
+            line += f"  {record['eval_target_tokens']:,} tokens"
         first = self._best.step is None
         best = self._best = self._best.after(record)
         known = best.step is not None
@@ -112,7 +116,7 @@ class RunDisplay:
             so_far = f"  best {at}" if best.since else "  best so far"
         self._evaluated = f"eval loss {loss} after step {record['step']}"
         self._evaluated += f", best {at}" if known else ""
-        self.say(f"{line}  {record['eval_target_tokens']:,} tokens{each}{so_far}")
+        self.say(f"{line}{each}{so_far}")
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a training step's record."""

@@ -1,10 +1,9 @@
-"""A causal language model and its loss as the one module that the engine trains."""
+"""A causal language model as the three functions of which an objective or a stage is made."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from uspft.layout import Layout
@@ -14,7 +13,6 @@ from uspft.model.loss import Head, Logits, Vocabulary
 from uspft.model.offload import HostShelf
 from uspft.model.parallel import vocabulary_of
 from uspft.model.recompute import Recompute
-from uspft.model.router import router_loss
 from uspft.parameters.names import plain_name
 
 if TYPE_CHECKING:
@@ -25,8 +23,28 @@ ALONE = Layout()
 """The layout of one rank, which holds all of every matrix."""
 
 
-class CausalLoss(nn.Module):
-    """A Hugging Face causal language model with its loss, over this rank's share of the tokens."""
+class ForwardPass(NamedTuple):
+    """One forward pass over a micro-batch, as `CausalModel.begin` begins it."""
+
+    batch: Batch
+    bound: Bound
+    vocabulary: Vocabulary | None
+    """The part of the vocabulary that this rank's tensor ranks give it; None: all of it."""
+
+
+class Layered(NamedTuple):
+    """What the layers make of a micro-batch."""
+
+    hidden: Tensor
+    """The last layer's output after the final norm, [1, T', d]; split as between blocks."""
+    router_logits: tuple[Tensor, ...]
+    """Of each layer with experts, where they are asked for."""
+
+
+class CausalModel(nn.Module):
+    """A Hugging Face causal language model over this rank's share of the tokens, as three functions
+    that can be called apart: `embedding`, `layers` and `head`, each of a pass that `begin` began.
+    """
 
     def __init__(
         self,
@@ -45,47 +63,22 @@ class CausalLoss(nn.Module):
         self.model, self._held, self._recompute = model, held, recompute
         self._padding: int | None = model.get_input_embeddings().padding_idx if not held else None
         self._offload = offload
-        self.head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
-        self.routed: bool = getattr(model.config, "output_router_logits", False)
+        self._head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
 
-    def forward(self, batch: Batch, scale: float, router_scale: float | None = None) -> Tensor:
-        """Return this rank's two losses, [2].
-
-        They are the sum of the cross-entropy over this rank's target tokens, times scale, and this
-        rank's part of the routers' loss summed over rows, times router_scale; 0 where that is None.
-        """
-        wanted: dict[str, Any] = {}
-        if self.routed:
-            wanted["output_router_logits"] = router_scale is not None
+    def begin(self, batch: Batch) -> ForwardPass:
+        """Begin a forward pass over a micro-batch; what is kept for its backward is its own."""
         recompute = self._recompute if self.training else None
         shelf = HostShelf(batch.input_ids.device) if recompute and self._offload else None
         bound = Bound(batch.world, batch.share, batch.tokens, recompute=recompute, shelf=shelf)
         vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
         if not self._held:
             self._place_padding(vocabulary)
-        # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
-        # since ranks with rows of other layouts fetch together with this one.
-        found = self.model.base_model(
-            # No name holds it here: where it waits on the host, the loss has its memory.
-            inputs_embeds=self._embedded(batch, vocabulary, bound),
-            position_ids=batch.position_ids,
-            use_cache=False,
-            uspft=bound,
-            **wanted,
-        )
-        hidden = bound.enter(found.last_hidden_state)[0]
-        config, held = self.model.config, self._held
-        on_mesh = batch.world.layout.is_mesh
-        whole = (lambda w: whole_table(w, bound, config, held)) if on_mesh else None
-        loss: Tensor = self.head(
-            hidden, batch.labels, batch.chosen, scale, vocabulary=vocabulary, whole=whole
-        )
-        if router_scale is None:
-            return torch.stack([loss, torch.zeros_like(loss)])
-        return torch.stack([loss, self._router_loss(found.router_logits, batch, router_scale)])
+        return ForwardPass(batch, bound, vocabulary)
 
-    def _embedded(self, batch: Batch, vocabulary: Vocabulary | None, bound: Bound) -> Tensor:
-        """Return what the first layer takes, of tokens and of the table's rows that are here."""
+    def embedding(self, of: ForwardPass) -> Tensor:
+        """Return what the first layer takes, [1, T', d], of the tokens and of the table's rows that
+        are here."""
+        batch, bound, vocabulary = of
         embedding = self.model.get_input_embeddings()
         of_call = (bound,) if isinstance(embedding, SplitEmbedding) else ()
         if vocabulary is None:
@@ -95,6 +88,44 @@ class CausalLoss(nn.Module):
         own: Tensor = embedding(places + vocabulary.offset, *of_call)
         return bound.leave(own.masked_fill(others[..., None], 0.0))
 
+    def layers(self, of: ForwardPass, x: Tensor, *, routers: bool = False) -> Layered:
+        """Take all layers and the final norm.
+
+        x: what `embedding` returns; no caller should hold it by a name, since where it waits on the
+        host, the head has its memory. routers: whether the logits of experts' routers are wanted.
+        """
+        # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
+        # since ranks with rows of other layouts fetch together with this one.
+        config_asks = getattr(self.model.config, "output_router_logits", False)
+        found = self.model.base_model(
+            inputs_embeds=x,
+            position_ids=of.batch.position_ids,
+            use_cache=False,
+            uspft=of.bound,
+            **({"output_router_logits": routers} if routers or config_asks else {}),
+        )
+        return Layered(found.last_hidden_state, found.router_logits if routers else ())
+
+    def head(self, of: ForwardPass, hidden: Tensor, scale: float | None) -> Tensor:
+        """Return the cross-entropy summed over this rank's targets, times scale; where that is
+        None, each target's, [C].
+
+        hidden: that of `layers`.
+        """
+        batch, bound, vocabulary = of
+        config, held = self.model.config, self._held
+        on_mesh = batch.world.layout.is_mesh
+        whole = (lambda w: whole_table(w, bound, config, held)) if on_mesh else None
+        found: Tensor = self._head(
+            bound.enter(hidden)[0],
+            batch.labels,
+            batch.chosen,
+            scale,
+            vocabulary=vocabulary,
+            whole=whole,
+        )
+        return found
+
     def _place_padding(self, vocabulary: Vocabulary | None) -> None:
         """Tell the embedding which of its rows in this call, if any, is the padding token's, which
         has no gradient."""
@@ -102,12 +133,6 @@ class CausalLoss(nn.Module):
         if here and padding is not None:
             padding = padding - here[0] if 0 <= padding - here[0] < here[1] else None
         self.model.get_input_embeddings().padding_idx = padding
-
-    def _router_loss(self, logits: tuple[Tensor, ...], batch: Batch, scale: float) -> Tensor:
-        config, rows = self.model.config, len(batch.rows)
-        top_k, group = config.num_experts_per_tok, batch.world.mesh.context
-        part = router_loss(logits, batch.row_of, rows, top_k, group)
-        return part * (config.router_aux_loss_coef * scale)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return every parameter once, by its Hugging Face name."""

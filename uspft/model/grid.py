@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 def shards_of(model: Any, layout: Layout, *, tensor_of_rows: int = 1) -> Shards:
     """Return who holds what of a model on meta under a layout.
 
-    Each of the ranks that hold the same has a piece of its gradient. Raises RuntimeError for a
-    parameter of which the family's table says nothing, and where tensor_of_rows asks for rows that
-    divide matrices over more ranks than the layout.
+    Raises RuntimeError for a parameter of which the family's table says nothing, and where
+    tensor_of_rows asks for rows that divide matrices over more ranks than the layout.
     """
     if tensor_of_rows > layout.tensor:
         raise RuntimeError("matrices on a mesh serve rows of one mesh")
@@ -62,9 +61,8 @@ def shards_of(model: Any, layout: Layout, *, tensor_of_rows: int = 1) -> Shards:
             columns[name], over_rows = _splits(model.config, found, adapter[:1] or kind)
             if over_rows and parameter.ndim > 1:
                 rows[name] = over_rows
-    held = Shards(layout, columns, row_splits=rows)
-    several = frozenset(name for name in every if len(held.replicas(name)) < layout.tensor)
-    return Shards(layout, columns, several, rows, inside=several)
+    inside = frozenset(every.keys() - columns.keys())
+    return Shards(layout, columns, rows, inside=inside, splits_tokens=True)
 
 
 def _splits(

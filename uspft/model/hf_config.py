@@ -13,6 +13,7 @@ from uspft.config.checks import closest
 from uspft.config.problems import Fault, said
 from uspft.families.table import FAMILIES
 from uspft.model.positions import scale_positions, settle_positions
+from uspft.sequence import Heads
 
 if TYPE_CHECKING:
     from uspft.config.recipe import ModelBlock
@@ -81,6 +82,24 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     if not types:
         return (window,) * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def heads_of(config: Any) -> Heads:
+    """Return the heads of a model's attention."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Heads(config.num_attention_heads, config.num_key_value_heads, dim)
+
+
+def shared_window(config: Any) -> int | None:
+    """Return the sliding window that all layers have, or None where there is no such."""
+    windows = set(layer_windows(config))
+    return windows.pop() if len(windows) == 1 else None
+
+
+def softcap_of(config: Any) -> float | None:
+    """Return the bound of a model's attention scores, where it has one."""
+    found: float | None = getattr(config, "attn_logit_softcapping", None)
+    return found
 
 
 def _override(config: Any, field: str, value: Any) -> tuple[str, str] | None:

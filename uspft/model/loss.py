@@ -97,18 +97,21 @@ class Head(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         chosen: Tensor,
-        scale: float,
+        scale: float | None,
         *,
         vocabulary: Vocabulary | None = None,
         whole: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the summed cross-entropy of all tokens that have a target, times scale.
+        """Return the summed cross-entropy of all tokens that have a target, times scale; where
+        scale is None each token's own, [T].
 
-        hidden [T', d]; labels [T'] int64; chosen [T] int64: which of the T' tokens have a target
-        (were it found on the device, the host would wait for the whole forward pass). The result is
-        float32, or float64 for float64; without a target it is 0, still attached to the graph.
-        vocabulary: this rank's part, where ranks divide it; the gradient of hidden is then a piece,
-        to be summed over them. whole: gives all features of the weight, where this rank holds some.
+        The sum's gradients come with it, since they only wait for one factor; where each token will
+        have a factor of its own, the backward makes all logits again. hidden [T', d]; labels [T']
+        int64; chosen [T] int64: which of the T' tokens have a target (were it found on the device,
+        the host would wait for the whole forward pass). The result is float32, or float64 for
+        float64; without a target the sum is 0, still attached to the graph. vocabulary: this rank's
+        part, where ranks divide it; the gradient of hidden is then a piece, to be summed over them.
+        whole: gives all features of the weight, where this rank holds some.
         """
         rows = hidden.index_select(0, chosen)
         weight, bias = self.weight, self.bias
@@ -116,20 +119,71 @@ class Head(nn.Module):
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         if whole:
             weight = whole(weight)
-        how = How(scale, self.tile or max(1, len(rows)), self.logits, vocabulary)
-        loss: Tensor = _TiledCrossEntropy.apply(
-            rows, weight, bias, labels.index_select(0, chosen), how
-        )
+        how = How(self.tile or max(1, len(rows)), self.logits, vocabulary)
+        own = labels.index_select(0, chosen)
+        loss: Tensor
+        if scale is None:
+            loss = _TokenCrossEntropy.apply(rows, weight, bias, own, how)
+        else:
+            loss = _TiledCrossEntropy.apply(rows, weight, bias, own, how, scale)
         return loss
 
 
 class How(NamedTuple):
-    """What the loss takes beside tensors."""
+    """What the loss takes beside tensors and its scale."""
 
-    scale: float
     tile: int
     form: Logits
     vocabulary: Vocabulary | None
+
+    def here(self, weight: Tensor) -> tuple[int, int]:
+        """Return the first of the rows of the head's weight that make logits here, and how many
+        do."""
+        found = self.vocabulary
+        return (found.offset, found.rows) if found else (0, len(weight))
+
+    def own(self, target: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of the targets' logits, [t, 1], and 0 for each that another rank has,
+        else 1."""
+        own = target[:, None]
+        hit = logits.new_ones(own.shape)
+        if self.vocabulary:
+            own, others = self.vocabulary.local(own)
+            hit.masked_fill_(others, 0.0)
+        return own, hit
+
+    def logits(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the logits of a tile's rows, [t, V], in float32 or wider."""
+        products = nn.functional.linear(part, weight, bias)
+        return self.form.apply(products.to(torch.promote_types(part.dtype, torch.float32)))
+
+
+class _Softmax(NamedTuple):
+    """What a tile's cross-entropy is made of, each [t, 1]."""
+
+    own: Tensor
+    hit: Tensor
+    """As of `How.own`."""
+    total: Tensor
+    """The sum of the exponentials."""
+    log_total: Tensor
+    """The logarithm of the sum of the exponentials of logits as they were."""
+    chosen: Tensor
+    """The target's logit."""
+
+    @classmethod
+    def of(cls, logits: Tensor, target: Tensor, how: How) -> _Softmax:
+        """Work it out over the whole vocabulary; makes the logits exponentials, in place."""
+        group = how.vocabulary.group if how.vocabulary else None
+        most = logits.amax(-1, keepdim=True)
+        own, hit = how.own(target, logits)
+        if group:
+            max_over(most, group, "tensor")
+        chosen = logits.gather(1, own) * hit
+        total = logits.sub_(most).exp_().sum(-1, keepdim=True)
+        if group:
+            total, chosen = sum_over(torch.stack([total, chosen]), group, "tensor")
+        return cls(own, hit, total, most + total.log(), chosen)
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
@@ -143,34 +197,24 @@ class _TiledCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         how: How,
+        scale: float,
     ) -> Tensor:
-        scale, tile, form, vocabulary = how
-        here = (vocabulary.offset, vocabulary.rows) if vocabulary else (0, len(weight))
+        here, form = how.here(weight), how.form
         wide = torch.promote_types(rows.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=rows.device)
         needed = ctx.needs_input_grad[:3]
         grads = Gradients((rows, weight, bias), needed, wide, here) if any(needed) else None
         weight, bias = weight.narrow(0, *here), None if bias is None else bias.narrow(0, *here)
-        for start in range(0, len(rows), tile):
-            part, target = rows[start : start + tile], labels[start : start + tile]
-            logits = form.apply(nn.functional.linear(part, weight, bias).to(wide))
+        for start in range(0, len(rows), how.tile):
+            part, target = rows[start : start + how.tile], labels[start : start + how.tile]
+            logits = how.logits(part, weight, bias)
             bend = form.slope(logits) if grads else 1.0
-            own, most = target[:, None], logits.amax(-1, keepdim=True)
-            hit = logits.new_ones(own.shape)  # 0 where another rank has the target's logit
-            if vocabulary:
-                own, others = vocabulary.local(own)
-                hit.masked_fill_(others, 0.0)
-                max_over(most, vocabulary.group, "tensor")
-            chosen = logits.gather(1, own) * hit
-            exps = logits.sub_(most).exp_()
-            total = exps.sum(-1, keepdim=True)
-            if vocabulary:
-                total, chosen = sum_over(torch.stack([total, chosen]), vocabulary.group, "tensor")
-            loss += (most + total.log() - chosen).sum()
+            found = _Softmax.of(logits, target, how)
+            loss += (found.log_total - found.chosen).sum()
             if grads:
                 # Scaled before it is rounded: a rounded scale would shift every gradient alike.
-                slope = exps.mul_(scale / total)
-                slope.scatter_add_(1, own, hit.mul_(-scale))
+                slope = logits.mul_(scale / found.total)
+                slope.scatter_add_(1, found.own, found.hit.mul_(-scale))
                 if form != PLAIN:
                     slope.mul_(bend)
                 grads.add(start, part, slope.to(rows.dtype))
@@ -182,7 +226,57 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         found = (g if g is None else g.mul(factor.to(g.dtype)) for g in ctx.saved_tensors)
-        return *found, None, None
+        return *found, None, None, None
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    """The cross-entropy of each token by tiles, whose logits the backward makes again: until then
+    tokens have no factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        how: How,
+    ) -> Tensor:
+        here = how.here(weight)
+        used, shift = weight.narrow(0, *here), None if bias is None else bias.narrow(0, *here)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        log_totals = torch.empty(len(rows), dtype=wide, device=rows.device)
+        losses = torch.empty_like(log_totals)
+        for start in range(0, len(rows), how.tile):
+            span = slice(start, start + how.tile)
+            found = _Softmax.of(how.logits(rows[span], used, shift), labels[span], how)
+            log_totals[span] = found.log_total[:, 0]
+            losses[span] = (found.log_total - found.chosen)[:, 0]
+        ctx.save_for_backward(rows, weight, bias, labels, log_totals)
+        ctx.how = how
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factors: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, bias, labels, log_totals = ctx.saved_tensors
+        how: How = ctx.how
+        here = how.here(weight)
+        needed = ctx.needs_input_grad[:3]
+        grads = Gradients((rows, weight, bias), needed, log_totals.dtype, here)
+        weight, bias = weight.narrow(0, *here), None if bias is None else bias.narrow(0, *here)
+        for start in range(0, len(rows), how.tile):
+            span = slice(start, start + how.tile)
+            part, factor = rows[span], factors[span, None]
+            logits = how.logits(part, weight, bias)
+            bend = how.form.slope(logits)
+            own, hit = how.own(labels[span], logits)
+            slope = logits.sub_(log_totals[span, None]).exp_().mul_(factor)
+            slope.scatter_add_(1, own, hit.mul_(-factor))
+            if how.form != PLAIN:
+                slope.mul_(bend)
+            grads.add(start, part, slope.to(rows.dtype))
+        return *grads.result(), None, None
 
 
 class Gradients:

@@ -43,16 +43,14 @@ def shards_of(
 ) -> Shards:
     """Return who holds what of a model on meta under a layout.
 
-    splits_tokens: whether tensor ranks see different tokens between blocks, so that what is whole
-    there has a piece of its gradient on each. tensor_of_rows: the largest tensor degree of rows,
-    where some divide matrices over more ranks than the layout. Raises RuntimeError for a parameter
-    inside a block of which the family's table says nothing.
+    splits_tokens: whether tensor ranks see different tokens between blocks. tensor_of_rows: the
+    largest tensor degree of rows, where some divide matrices over more ranks than the layout.
+    Raises RuntimeError for a parameter inside a block of which the family's table says nothing.
     """
     if max(layout.tensor, tensor_of_rows) == 1:
         return Shards(layout)
     inside = {name.partition(".")[0] for name in table_of(model) if "." in name}
     splits: dict[str, MatrixSplit] = {}
-    pieces: set[str] = set()
     whole_inside: set[str] = set()
     for name in places(model):
         owner, _, kind = name.rpartition(".")
@@ -64,13 +62,9 @@ def shards_of(
         along = _dim(found, kind, adapter) if found else None
         if found and along is not None:
             splits[name] = split_along(model.config, found, along)
-            shared = min(splits[name].units) < layout.tensor
-        else:
-            shared = found is not None or splits_tokens
-            whole_inside |= {name} if found else set()
-        if shared:
-            pieces.add(name)
-    return Shards(layout, splits, frozenset(pieces), inside=frozenset(whole_inside))
+        elif found:
+            whole_inside.add(name)
+    return Shards(layout, splits, inside=frozenset(whole_inside), splits_tokens=splits_tokens)
 
 
 class _Block(NamedTuple):
@@ -117,7 +111,7 @@ def projection_of(model: Any, owner: str) -> Projection | None:
 
 def _dim(found: Projection, kind: str, adapter: str) -> int | None:
     """Return the dimension along which a parameter of a projection is divided; None where it is
-    whole, and every rank computes a piece of its gradient.
+    whole.
 
     kind: weight or bias. adapter: A or B for those of an adapter, whose product is divided as the
     weight beside it.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.parameters.names import plain_name
-from uspft.parameters.part import Part
+from uspft.parameters.part import Part, Shape
 
 if TYPE_CHECKING:
     from uspft.parameters.shards import Holders
@@ -22,8 +22,11 @@ BATCH_BYTES = 1 << 28
 A larger parameter is whole alone.
 """
 
-Partition = Callable[[list[nn.Parameter]], None]
-"""A function that is called with filled parameters and takes their memory away (ZeRO-3)."""
+Partition = Callable[[dict[str, nn.Parameter]], None]
+"""A function that is called with filled parameters, by name, and takes their memory away (ZeRO-3).
+
+Those of which this rank holds nothing are not among them.
+"""
 
 
 def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
@@ -39,6 +42,11 @@ def places(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[tuple[nn.Modu
     return {name: (parameter, owners) for name, parameter, owners in found.values()}
 
 
+def shapes_of(model: nn.Module) -> dict[str, Shape]:
+    """Return the whole shape of every parameter of a model on meta, by its name in files."""
+    return {name: tuple(parameter.shape) for name, (parameter, _) in places(model).items()}
+
+
 def fill(
     model: nn.Module,
     dtype: torch.dtype,
@@ -51,20 +59,21 @@ def fill(
     Values are read on one of the ranks that hold a part; the others' parameters are left for the
     engine's broadcast. partition: None leaves parameters whole. Raises WeightsError.
     """
-    pending: list[nn.Parameter] = []
+    pending: dict[str, nn.Parameter] = {}
     for name, (empty, owners) in places(model).items():
-        part = holders.part(name, empty.shape)
-        if holders.zero.index:
+        part = holders.part(name)
+        if holders.zero_of(name).index or not part.count:
             values = torch.empty(part.size, dtype=dtype)
         else:
             values = _read(name, part, source, holders).to(dtype).contiguous()
         parameter = nn.Parameter(values, empty.requires_grad)
         for module, attribute in owners:
             setattr(module, attribute, parameter)
-        pending.append(parameter)
-        if partition and _bytes(pending) >= BATCH_BYTES:
+        if part.count:
+            pending[name] = parameter
+        if partition and _bytes(pending.values()) >= BATCH_BYTES:
             partition(pending)
-            pending = []
+            pending = {}
     if partition and pending:
         partition(pending)
 

@@ -31,6 +31,8 @@ def piece_of(size: Sequence[int], index: int, owners: int) -> Range:
 def owned(shards: Shards, name: str, shape: Sequence[int], rank: int) -> tuple[Part, Range]:
     """Return the part that a rank holds of a parameter, and the elements of it that it owns."""
     part = shards.part(name, shape, rank)
+    if not part.count:
+        return part, (0, 0)
     holders = shards.parts(name, shape)[part]
     return part, piece_of(part.size, holders.index(rank), len(holders))
 

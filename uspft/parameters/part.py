@@ -33,6 +33,16 @@ class Part:
         """Return the part that is all of a parameter of this shape."""
         return cls(tuple(shape), tuple(((0, size),) for size in shape))
 
+    @classmethod
+    def nothing(cls, shape: Sequence[int]) -> Part:
+        """Return the part that has no element of a parameter of this shape.
+
+        Raises ValueError for a number, which cannot be left out.
+        """
+        if not shape:
+            raise ValueError("a parameter of one number is held whole")
+        return cls(tuple(shape), ((),) * len(shape))
+
     @property
     def is_whole(self) -> bool:
         return self == Part.whole(self.shape)
@@ -51,6 +61,8 @@ class Part:
         """Cut the part out of a whole tensor; nothing is copied where the part is all of it."""
         if self.is_whole:
             return whole
+        if not self.count:
+            return whole.new_empty(self.size)
         for dim, ranges in enumerate(self.ranges):
             pieces = [whole.narrow(dim, a, b - a) for a, b in ranges]
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from uspft.comm import Books, Group
-from uspft.layout import COPIES, MESH, Layout
+from uspft.layout import ALIKE, COPIES, EXPERTS, MESH, STAGES, Layout
 from uspft.parameters.part import Part, Shape
 from uspft.tensor.parts import Range, part_index, part_range
 
@@ -59,65 +59,75 @@ class MatrixSplit:
 
 @dataclass(frozen=True)
 class Shards:
-    """The parts of every parameter under one layout, by its name in Hugging Face files."""
+    """The parts of every parameter under one layout, by its name in Hugging Face files.
+
+    Names and shapes are the same on every rank; of some parameters a rank may hold nothing.
+    """
 
     layout: Layout
     splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
     """The parameters that are divided over mesh columns."""
-    pieces: frozenset[str] = frozenset()
-    """The parameters of whose gradient each rank that holds the same part computes a piece; of the
-    rest each computes all."""
     row_splits: Mapping[str, MatrixSplit] = field(default_factory=dict)
     """The parameters that are divided over mesh rows, too or alone."""
+    experts: Mapping[str, MatrixSplit] = field(default_factory=dict)
+    """The parameters that are divided over the ranks that divide experts, too or alone."""
+    stages: Mapping[str, int] = field(default_factory=dict)
+    """By name the stage whose ranks hold a parameter, of all where there are several stages."""
     inside: frozenset[str] = frozenset()
-    """Those not divided of which ranks compute pieces however rows are split, such as what is whole
-    between a block's matrices."""
+    """Those not divided that stand inside a block, such as what is whole between its matrices: of
+    their gradients tensor ranks compute pieces, however rows are split."""
+    splits_tokens: bool = False
+    """Whether the layout's tensor ranks see different tokens between blocks."""
+
+    def holds(self, name: str, rank: int) -> bool:
+        """Return whether a rank holds any of a parameter."""
+        if self.layout.pipeline == 1:
+            return True
+        return rank // (self.layout.ranks // self.layout.pipeline) == self.stages[name]
 
     def part(self, name: str, shape: Sequence[int], rank: int) -> Part:
         """Return what a rank holds of a parameter, whose whole shape this is."""
-        return self._part(name, tuple(shape), self.tensor_index(rank))
+        if not self.holds(name, rank):
+            return Part.nothing(shape)
+        return self._part(name, tuple(shape), rank % len(self._ranks))
 
-    def _part(self, name: str, shape: Shape, index: int) -> Part:
+    def _part(self, name: str, shape: Shape, place: int) -> Part:
         whole = Part.whole(shape)
-        for split, ranges in self._cuts(name, index):
+        for split, ranges in self._cuts(name, place):
             split.require(shape)
             along = (*whole.ranges[: split.dim], ranges, *whole.ranges[split.dim + 1 :])
             whole = Part(shape, along)
         return whole
 
-    def _cuts(self, name: str, index: int) -> Iterator[tuple[MatrixSplit, tuple[Range, ...]]]:
-        """Yield how a parameter is divided, with what a tensor index has along each dimension."""
+    def _cuts(self, name: str, place: int) -> Iterator[tuple[MatrixSplit, tuple[Range, ...]]]:
+        """Yield how a parameter is divided, with what a place has along each dimension.
+
+        place: among mesh columns, mesh rows and the ranks that divide experts.
+        """
+        expert, index = divmod(place, self.layout.tensor)
         row, column = divmod(index, self.layout.mesh_columns)
-        for splits, place, degree in (
+        for splits, at, degree in (
             (self.splits, column, self.layout.mesh_columns),
             (self.row_splits, row, self.layout.mesh_rows),
+            (self.experts, expert, self.layout.experts),
         ):
             split = splits.get(name)
             if split and degree > 1:
-                yield split, split.ranges_of(place, degree)
+                yield split, split.ranges_of(at, degree)
 
     def parts(self, name: str, shape: Sequence[int]) -> dict[Part, list[int]]:
         """Return every part of a parameter, and the ranks that hold it, in rank order."""
         found: dict[Part, list[int]] = {}
-        for index, ranks in enumerate(self._ranks):
-            found.setdefault(self._part(name, tuple(shape), index), []).extend(ranks)
+        for place, ranks in enumerate(self._ranks):
+            here = [rank for rank in ranks if self.holds(name, rank)]
+            found.setdefault(self._part(name, tuple(shape), place), []).extend(here)
         return {part: sorted(ranks) for part, ranks in found.items()}
-
-    def whole_shape(self, name: str, held: Sequence[int]) -> Shape:
-        """Return a parameter's whole shape, from that of a part."""
-        shape = list(held)
-        for splits in (self.splits, self.row_splits):
-            if split := splits.get(name):
-                shape[split.dim] = sum(split.stacked)
-        return tuple(shape)
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
-        """The ranks of each tensor index."""
-        found: list[list[int]] = [[] for _ in range(self.layout.tensor)]
-        for rank in range(self.layout.ranks):
-            found[self.tensor_index(rank)].append(rank)
-        return found
+        """The ranks of each place."""
+        places = self.layout.tensor * self.layout.experts
+        return [list(range(place, self.layout.ranks, places)) for place in range(places)]
 
     def tensor_index(self, rank: int) -> int:
         """Return a rank's place among those that hold the parts of one matrix."""
@@ -131,14 +141,6 @@ class Shards:
             found.setdefault(held, []).append(index)
         return tuple(map(tuple, found.values()))
 
-    def is_first(self, name: str, rank: int) -> bool:
-        """Return whether no tensor rank before this one holds the same part: it is counted here."""
-        return self.tensor_index(rank) in {same[0] for same in self.replicas(name)}
-
-    def is_piece(self, name: str) -> bool:
-        """Return whether the gradients of the tensor ranks with the same part add up to its."""
-        return name in self.pieces and self.layout.tensor > 1
-
 
 @dataclass(frozen=True)
 class Holders:
@@ -146,37 +148,58 @@ class Holders:
 
     shards: Shards
     rank: int
+    shapes: Mapping[str, Shape]
+    """The whole shape of every parameter of the model, whether this rank holds any of it or not."""
     everyone: Group
     """The group of all ranks."""
     zero: Group
-    """The ranks that hold the same part of every parameter; DeepSpeed divides it among them."""
+    """The ranks that hold the same part of every parameter but experts, which ZeRO divides."""
+    alike: Group
+    """The ranks that hold the same part of experts, which ZeRO divides among these."""
+    experts: Group
+    """The ranks that divide experts."""
     tensor: Group
     """The ranks that hold the parts of one matrix."""
-
+    model: Group
+    """The ranks that together hold each part of every parameter, but of experts."""
     same: Mapping[tuple[tuple[int, ...], ...], Group]
     """By the sets of tensor indices that hold the same part of a parameter, this rank's group."""
 
     @classmethod
-    def of(cls, shards: Shards, rank: int, groups: Groups) -> Holders:
-        """Return the groups of a layout's holders; collective."""
+    def of(cls, shards: Shards, rank: int, groups: Groups, shapes: Mapping[str, Shape]) -> Holders:
+        """Return the groups of a layout's holders; collective. shapes: of the whole model."""
         layout, books = shards.layout, Books()
         everyone = groups.of([range(layout.ranks)], rank, books)
-        if layout.tensor == 1:
-            return cls(shards, rank, everyone, everyone, Group(None, (rank,), 0, books), {})
-        # DeepSpeed wants a handle, also where nobody else holds the same.
-        zero = groups.of(layout.groups((*COPIES, "pipeline")), rank, books, alone=True)
-        every = layout.groups(MESH)
-        found = {}
-        for sets in sorted({shards.replicas(name) for name in shards.pieces}):
-            members = [[ranks[index] for index in same] for ranks in every for same in sets]
-            found[sets] = groups.of(members, rank, books)
-        return cls(shards, rank, everyone, zero, groups.of(every, rank, books), found)
+        # DeepSpeed wants handles, also where nobody else holds the same.
+        zero = alike = everyone
+        if layout.tensor * layout.pipeline > 1:
+            zero = alike = groups.of(layout.groups(COPIES), rank, books, alone=True)
+        if layout.experts > 1:
+            alike = groups.of(layout.groups(ALIKE), rank, books, alone=True)
+        tensors = layout.groups(MESH)
+        same = {}
+        for sets in sorted({shards.replicas(name) for name in shapes}):
+            members = [[ranks[index] for index in one] for ranks in tensors for one in sets]
+            same[sets] = groups.of(members, rank, books)
+        tensor = groups.of(tensors, rank, books)
+        model = groups.of(layout.groups((*MESH, *STAGES)), rank, books)
+        experts = groups.of(layout.groups(EXPERTS), rank, books)
+        found = (everyone, zero, alike, experts, tensor, model)
+        return cls(shards, rank, shapes, *found, same)
 
-    def part(self, name: str, shape: Sequence[int]) -> Part:
-        """Return what this rank holds of a parameter, whose whole shape this is."""
-        return self.shards.part(name, shape, self.rank)
+    def part(self, name: str) -> Part:
+        """Return what this rank holds of a parameter."""
+        return self.shards.part(name, self.shapes[name], self.rank)
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank holds any of a parameter."""
+        return self.shards.holds(name, self.rank)
+
+    def zero_of(self, name: str) -> Group:
+        """Return the ranks that hold the same part of a parameter as this one, which ZeRO divides
+        among them."""
+        return self.alike if name in self.shards.experts else self.zero
 
     def replicas(self, name: str) -> Group:
-        """Return the tensor ranks that hold the same part of a parameter whose gradients are
-        pieces."""
+        """Return the tensor ranks that hold the same part of a parameter as this one."""
         return self.same[self.shards.replicas(name)]

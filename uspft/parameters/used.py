@@ -53,23 +53,3 @@ def outside(held: Shards, degree: int) -> str | None:
             if sum(stop - start for ((start, stop),), _ in used.meets(mine)) < used.count:
                 return name
     return None
-
-
-def copies(shards: Shards, name: str, degree: int, *, splits_tokens: bool) -> int:
-    """Return how often the gradient of rows is in the sum over the ranks that hold a parameter.
-
-    degree: over how many ranks the rows divide matrices. splits_tokens: whether those see different
-    tokens between blocks. Each then computes a part or a piece of a gradient, as of all that is
-    divided or inside a block; else all, which is summed over the ranks that hold the same part of
-    every parameter, and over the other holders too where their own layout makes pieces. Raises
-    ValueError where rows make pieces that nobody sums.
-    """
-    held = shards.layout.tensor
-    if name in shards.splits or name in shards.inside:
-        return 1
-    summed_by_all = held == 1 or shards.is_piece(name)
-    if splits_tokens and not summed_by_all:
-        raise ValueError(f"rows split tokens, and the layout that holds {name} does not")
-    if splits_tokens:
-        return 1
-    return degree if shards.is_piece(name) else degree // held

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 
 from uspft.config.algorithms import ON_A_MESH, row_of
-from uspft.config.strategies import row_lengths
-from uspft.data.loader import EMPTY, RowLoader, Size, StepRows
-from uspft.data.stream import Row, RowStream, empty_row
+from uspft.config.strategies import row_lengths, strategies_of
+from uspft.data.loader import EMPTY, RowLoader, Size, StepLoader, StepRows
+from uspft.data.stream import Row, RowStream, empty_row, training_rows
 from uspft.sequence import make_algorithm
 from uspft.switching.buckets import rows_of_samples
 from uspft.switching.micro_steps import Limits, MicroStep, RankGroup, RowWork
@@ -192,6 +192,38 @@ class SwitchingLoader(RowLoader):
 def _renumbered(groups: MicroStep, numbers: Sequence[int]) -> MicroStep:
     """Return the groups of some rows, whose numbers among them are given, in terms of all rows."""
     return tuple(replace(one, rows=tuple(numbers[row] for row in one.rows)) for one in groups)
+
+
+def training_loader(
+    job: Job,
+    worlds: Sequence[World],
+    holders: Sequence[World],
+    groups: Groups,
+    orders: Orders | None = None,
+) -> RowLoader:
+    """Return the loader of the training rows, which end with the last epoch or step; collective.
+
+    worlds: of each strategy, or of the one layout. holders: of them, those under which ranks hold
+    the parameters, in the order of their tensor degrees; several where weights move. orders: where
+    token orders are found; None: in this process.
+    """
+    recipe, data, training = job.recipe, job.recipe.data, job.recipe.training
+    switches = bool(strategies_of(recipe))
+    stream = training_rows(data, job.corpus, recipe.seed, one_document=switches)
+    each = training.global_batch_size
+    last = stream.rows_in(training.epochs) if training.epochs else job.steps * each
+    if switches:
+        of_step = StepRows(each, last)
+        return switching_loader(job, stream, of_step, (worlds, holders), groups, orders=orders)
+    return StepLoader(
+        stream,
+        worlds[0],
+        row_tokens=data.sequence_length,
+        rows_per_step=each,
+        rows_per_batch=training.micro_batch_size,
+        last_row=last,
+        orders=orders,
+    )
 
 
 def switching_loader(

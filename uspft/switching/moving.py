@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from uspft.comm import total
@@ -27,18 +28,21 @@ from uspft.engine.state import Fragments
 from uspft.engine.step import (
     Laps,
     LossModule,
-    Scales,
     StepResult,
     counted,
+    evaluated,
     in_turn,
-    require_finite,
+    means_of,
+    scales_of,
 )
+from uspft.parameters import counting
 from uspft.switching.owners import Owners
 from uspft.switching.routes import ByOwners, Route, Straight, Switches, holds
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.config import Recipe
+    from uspft.objective import Scales
     from uspft.parameters.part import Part
     from uspft.parameters.shards import Holders, Shards
 
@@ -70,16 +74,19 @@ class MovingEngine:
         holders: of that layout. every: who holds what under each of the layouts. hosts: a number of
         each rank's host; None for one host. once_into_hosts: as of `plan_moves`. straight: whether
         weights go straight from layout to layout. Raises ValueError for float16, which needs a loss
-        scale, for meshes, on which a model computes with the blocks of one, and for layouts of one
-        degree of which some split tokens.
+        scale, for meshes, on which a model computes with the blocks of one, for stages and divided
+        experts, and for layouts of one degree of which some split tokens.
         """
         if recipe.model.dtype == "float16":
             raise ValueError("weights that move are float32 or bfloat16, not float16")
         if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
+        if apart := [s.layout.name() for s in every if s.layout.pipeline * s.layout.experts > 1]:
+            told = f"weights do not move where stages or experts are divided: {', '.join(apart)}"
+            raise ValueError(told)
         self._every = {holds(shards.layout): shards for shards in every}
         for shards in every:
-            if self._every[holds(shards.layout)].pieces != shards.pieces:
+            if self._every[holds(shards.layout)].splits_tokens != shards.splits_tokens:
                 twice = f"tensor degree {shards.layout.tensor}"
                 raise ValueError(f"of the layouts with {twice} some have use_seq_parallel, not all")
         self.module, self.holders, self.device = module, holders, device
@@ -119,8 +126,8 @@ class MovingEngine:
         return {name: p for name, p in self.named.items() if p.requires_grad}
 
     def part_of(self, name: str) -> Part:
-        """Return the part of a parameter that this rank, with those of `holders.zero`, owns."""
-        return self.holders.part(name, self.owners.shapes[name])
+        """Return the part of a parameter that this rank, with those of `zero_of` it, owns."""
+        return self.holders.part(name)
 
     def fragment(self, name: str, kind: str) -> tuple[int, Tensor]:
         return self.owners.fragment(name, kind)
@@ -138,18 +145,26 @@ class MovingEngine:
         """The table of which rank keeps which values; collective at its first use."""
         return Fragments(self)
 
-    def step(self, batches: Sequence[Batch], learning_rate: float, stop: bool) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        stop: bool,
+        look: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
         All ranks must have micro-batches in the same layouts, or in layouts under which ranks hold
-        the same. Raises NotFinite before anything is updated.
+        the same. look: called when gradients are complete, and before they are clipped. Raises
+        NotFinite before anything is updated.
         """
         turns = self._turns(batches)
-        targets, rows = counted(batches, self.holders.everyone, self.device)
-        scales = Scales(1 / max(targets, 1.0), 1 / max(rows, 1.0) if self.module.routed else None)
+        objective, everyone = self.module.objective, self.holders.everyone
+        counts = counted(objective, batches, everyone, self.device)
+        scales = scales_of(objective, counts)
         self.owners.begin(learning_rate)
         self._route.begin()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(scales), dtype=torch.float64, device=self.device)
         self.laps, order = Laps(self.device), list[int]()  # what each lap is of
         for shards, own in turns:
             with self._training(shards):
@@ -157,10 +172,10 @@ class MovingEngine:
                 sums += in_turn(self, [batches[number] for number in own], scales)
             self.laps.mark()
             order += [SWITCH, *own, SWITCH]
-        *totals, stops = total([*sums.tolist(), float(stop)], self.holders.everyone, self.device)
-        mean, router = totals
-        require_finite("loss", mean)
+        means, stops = means_of(objective, sums, stop, everyone, self.device)
         self._route.finish()
+        if look:
+            look()
         norm = self.owners.update()
         self.laps.mark()
         self._route.updated()
@@ -169,9 +184,7 @@ class MovingEngine:
         for of, seconds in zip([*order, UPDATE, SWITCH], self.laps.seconds(), strict=True):
             took[of] += seconds
         each = tuple(took[number] for number in range(len(batches)))
-        router_loss = router if self.module.routed else None
-        said = mean, norm, int(targets), stops > 0, False, router_loss
-        return StepResult(*said, seconds=each, switch_seconds=took[SWITCH])
+        return StepResult(means, counts, norm, stops, seconds=each, switch_seconds=took[SWITCH])
 
     def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[int]]]:
         """Return the numbers of each layout's micro-batches, the least sharded first; collective.
@@ -205,7 +218,9 @@ class MovingEngine:
         for name in self.owners.trained:
             part = self._part(shards, name)
             place = sums[at : at + part.count].view(part.size)
-            self._sums[name] = place, 1 / _times(shards, name, self.holders.rank)
+            degree, split = shards.layout.tensor, shards.splits_tokens
+            times = counting.times(shards, name, degree, splits_tokens=split)
+            self._sums[name] = place, 1 / times
             at += part.count
         try:
             yield
@@ -236,8 +251,8 @@ class MovingEngine:
         self._sums.clear()
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        """Return [2]: this rank's losses of a micro-batch, scaled, with a graph."""
-        return self.module(batch, *scales)
+        """Return [terms]: this rank's terms of a micro-batch, scaled, with a graph."""
+        return self.module(batch, scales)
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss, and add them up."""
@@ -258,13 +273,13 @@ class MovingEngine:
             self._net.train()
             self.holders.everyone.books.close()  # what came for this is of no training step
 
-    def loss_sum(self, batch: Batch) -> float:
-        """Return the cross-entropy summed over this rank's targets, in `evaluating`; collective."""
+    def terms(self, batch: Batch) -> dict[str, float]:
+        """Return this rank's part of each term that evaluation tells; collective."""
         shards = self._every[holds(batch.world.layout)]
         if self._here is not shards:
             self._release()
             self._bind(shards)
-        return float(self.module(batch, 1.0)[0])
+        return evaluated(self.module.objective, partial(self.forward, batch))
 
     def close(self) -> None:
         """Remove what the engine has hooked into the module."""
@@ -272,12 +287,8 @@ class MovingEngine:
             hook.remove()
 
 
-def _times(shards: Shards, name: str, rank: int) -> int:
-    """Return how often a gradient is in the sum over all ranks that hold the same part.
-
-    Each of the tensor ranks among them computes all of it, or a piece.
-    """
-    if shards.is_piece(name):
-        return 1
-    index = shards.tensor_index(rank)
-    return next(len(same) for same in shards.replicas(name) if index in same)
+def hosts_of_ranks(recipe: Recipe) -> list[int]:
+    """Return the number of the host that each rank is on."""
+    each = recipe.launch.processes
+    assert isinstance(each, int)  # settled before ranks start
+    return [rank // each for rank in range(dist.get_world_size())]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from uspft.comm import total
 from uspft.engine.adam import adamw, start_moments
+from uspft.engine.state import GRADIENT
 from uspft.engine.step import require_finite
 from uspft.parameters.owned import owned
 
@@ -51,9 +52,7 @@ class Owners:
         self._everyone, self._device = holders.everyone, device
         self._dtype = getattr(torch, recipe.model.dtype)
         self._max_norm = recipe.training.max_grad_norm
-        self.shapes: dict[str, Shape] = {
-            name: shards.whole_shape(name, tuple(named[name].shape)) for name in _in_order(named)
-        }
+        self.shapes: dict[str, Shape] = {name: holders.shapes[name] for name in _in_order(named)}
         """The whole shape of every parameter, in the order in which they lie."""
         self.trained = {name: None for name in self.shapes if named[name].requires_grad}
         """The names of those that train, in order."""
@@ -98,6 +97,8 @@ class Owners:
             if kind != "weight":
                 raise RuntimeError(f"{name} is frozen and has no {kind}")
             held, at = self._frozen, at - len(self.masters)
+        elif kind == GRADIENT:
+            held = self.gradients
         elif kind != "weight":
             plain = len(self.shapes[name]) <= 1
             held = self.adam.state[self._groups[plain]][kind]

@@ -1,37 +1,44 @@
-"""Evaluation: the loss of whole data sets in the layout of training, whose state it leaves as it
-was."""
+"""Evaluation: an objective's terms over whole data sets in the layout of training, whose state it
+leaves as it was."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from uspft.comm import total
+from uspft.engine.step import counts_here
 
 if TYPE_CHECKING:
-    from uspft.assemble import EvalSet
+    from uspft.data.eval_rows import EvalSet
     from uspft.engine.step import Engine
+    from uspft.objective import Objective
 
 
 @dataclass(frozen=True)
 class Score:
-    """The cross-entropy of target tokens summed over rows and ranks, and their number."""
+    """An objective's terms summed over rows and ranks, and what they are summed over, by name."""
 
-    loss_sum: float = 0.0
-    targets: int = 0
+    sums: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Score) -> Score:
-        return Score(self.loss_sum + other.loss_sum, self.targets + other.targets)
+        return Score(_added(self.sums, other.sums), _added(self.counts, other.counts))
 
-    @property
-    def loss(self) -> float:
-        return self.loss_sum / self.targets
+    def told(self, objective: Objective) -> dict[str, float]:
+        """Return what is told of it: each term's mean, what is derived from them, and counts."""
+        means, counts = dict[str, float](), dict[str, int]()
+        for term in objective.terms:
+            if term.evaluated:
+                counts[term.per.name] = count = self.counts[term.per.name]
+                means[term.name] = self.sums[term.name] / count if count else math.nan
+        return {**means, **objective.derived(means), **counts}
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one.get(name, 0) + value for name, value in other.items()}
 
 
 def evaluate(
@@ -61,33 +68,34 @@ def _score(engine: Engine, one: EvalSet, stop: Callable[[], bool]) -> Score | No
         if number == 1:
             one.loader.require_same_rows([batch])
             one.loader.require_shares([batch])
-        loss, first = engine.loss_sum(batch), batch.world.mesh.columns.index == 0
-        here = [loss if first else 0.0, batch.targets if first else 0, float(stop())]
-        loss_sum, targets, stops = total(here, everyone, device)
+        terms, counts = engine.terms(batch), counts_here(engine.module.objective, batch)
+        if not batch.world.mesh.counts:  # another rank has the same tokens
+            terms = dict.fromkeys(terms, 0.0)
+        here = [*terms.values(), *counts.values(), float(stop())]
+        *every, stops = total(here, everyone, device)
         if stops:
             return None
-        score += Score(loss_sum, int(targets))
+        of_terms, of_counts = every[: len(terms)], map(int, every[len(terms) :])
+        score += Score(
+            dict(zip(terms, of_terms, strict=True)), dict(zip(counts, of_counts, strict=True))
+        )
     return score
 
 
-def record_of(step: int, scores: dict[str, Score], seconds: float) -> dict[str, Any]:
+def record_of(
+    step: int, scores: dict[str, Score], seconds: float, objective: Objective
+) -> dict[str, Any]:
     """Return the line of metrics.jsonl for an evaluation; where there are several sets, each also
     stands in it by itself."""
-    whole = sum(scores.values(), Score())
+    whole = sum(scores.values(), Score()).told(objective)
     record: dict[str, Any] = {
         "step": step,
-        "eval_loss": _finite(whole.loss),
-        "eval_perplexity": _finite(whole.perplexity),
-        "eval_target_tokens": whole.targets,
+        **{f"eval_{name}": _finite(value) for name, value in whole.items()},
         "eval_seconds": seconds,
     }
     if len(scores) > 1:
         record["eval_sets"] = {
-            title: {
-                "loss": _finite(score.loss),
-                "perplexity": _finite(score.perplexity),
-                "target_tokens": score.targets,
-            }
+            title: {name: _finite(value) for name, value in score.told(objective).items()}
             for title, score in scores.items()
         }
     return record

@@ -63,7 +63,8 @@ class Evaluation:
             self._display.say(f"the evaluation after step {step} was stopped")
             return False
         if self._speaks:
-            record = record_of(step, scores, time.perf_counter() - started)
+            objective = run.engine.module.objective
+            record = record_of(step, scores, time.perf_counter() - started, objective)
             self._best = self._best.after(record)
             self._journal.write(record)
             self._display.evaluation(record)

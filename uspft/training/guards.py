@@ -3,7 +3,6 @@ printed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -50,8 +49,9 @@ class Guards:
         trained model's is above it."""
         if step == 1:
             random = self._run.job.recipe.model.config is not None
-            warning = first_loss_warning(loss, self._run.config.vocab_size, random=random)
-            if warning:
+            vocabulary = self._run.config.vocab_size
+            guess = self._run.engine.module.objective.loss_of_guessing(vocabulary)
+            if guess and (warning := first_loss_warning(loss, guess, vocabulary, random=random)):
                 self._say(warning)
 
     def _require_partitions(self) -> None:
@@ -65,11 +65,14 @@ class Guards:
         holders = self._run.engine.holders
         whole = kept = 0
         for name, parameter in self._run.engine.named.items():
+            whole += prod(holders.shapes[name]) * parameter.element_size()
+            if not holders.holds(name):
+                continue
             part: Any = getattr(parameter, "ds_tensor", None)
             count = getattr(parameter, "ds_numel", parameter.numel())
-            if part is None or (parameter.numel() == count > small and holders.zero.size > 1):
+            gathered = parameter.numel() == count > small and holders.zero_of(name).size > 1
+            if part is None or gathered:
                 raise RuntimeError(f"{name} is whole on rank {world.mesh.rank} under ZeRO-3")
-            whole += prod(self._run.engine.part_of(name).shape) * part.element_size()
             kept += part.numel() * part.element_size()
         most, least = largest([kept, -kept], holders.everyone, world.device)
         self._say(
@@ -77,12 +80,11 @@ class Guards:
         )
 
 
-def first_loss_warning(loss: float, vocabulary: int, *, random: bool) -> str | None:
+def first_loss_warning(loss: float, guess: float, vocabulary: int, *, random: bool) -> str | None:
     """Return what a first loss far from the expected one may mean, or None where it is near.
 
-    loss: in nats per token. random: whether the model starts from random weights.
+    guess: the loss of a model that guesses. random: whether the model starts from random weights.
     """
-    guess = math.log(vocabulary)
     facts = f"the first loss is {loss:.2f}; guessing among {vocabulary:,} tokens gives {guess:.2f}"
     if random and abs(loss - guess) > MAX_OFF_GUESSING * guess:
         return (

@@ -15,7 +15,7 @@ import torch
 from uspft.comm import KINDS, largest, total
 from uspft.metrics import peak_memory_bytes
 from uspft.model.build import parameter_count
-from uspft.model.hf_config import layer_windows
+from uspft.model.hf_config import heads_of, layer_windows
 from uspft.planner.flops import peak_flops, step_flops
 from uspft.sequence import Heads
 from uspft.sequence.rows.heads import split_heads
@@ -60,12 +60,13 @@ class Meter:
         )
         sizes = self._run.loader.sizes(step)
         rows, row_tokens = (sum(parts) for parts in zip(*sizes, strict=True))
+        (_, *others), (counter, *_) = result.means, result.counts
         record = {
             "loss": result.loss,
             "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
             "rows": rows,
             "tokens": row_tokens,
-            "target_tokens": result.targets,
+            counter: result.counts[counter],
             "step_seconds": seconds,
             "tokens_per_second": row_tokens / seconds,
             "mfu": self._mfu(row_tokens, pairs, seconds),
@@ -80,8 +81,7 @@ class Meter:
             record["strategies"] = self._strategies(worlds, took, pages, sizes)
         if result.switch_seconds:
             record["switch_seconds"] = result.switch_seconds
-        if result.router_loss is not None:
-            record["router_loss"] = result.router_loss
+        record |= {name: result.means[name] for name in others}
         return record | ({"skipped": True} if result.skipped else {})
 
     def _worlds(self, batches: Sequence[Batch]) -> Sequence[World]:
@@ -122,16 +122,14 @@ class Meter:
             count * batch.share.with_window(window).area / layers
             for window, count in self._windows.items()
         )
-        config = self._run.config
-        every = Heads(config.num_attention_heads, config.num_key_value_heads, 1)
-        return pairs * share_of_heads(every, batch.world)
+        return pairs * share_of_heads(heads_of(self._run.config), batch.world)
 
     def _mfu(self, tokens: int, pairs: float, seconds: float) -> float | None:
         if self._peak is None:
             return None
         config = self._run.config
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, config.num_attention_heads, dim)
+        heads = heads_of(config)
+        shape = config.num_hidden_layers, heads.query, heads.dim
         flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
         return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from uspft.engine.state import on_first_rank
+from uspft.engine.state import GRADIENT, on_first_rank
 from uspft.verify.result import Difference, group_of
 
 if TYPE_CHECKING:
-    from uspft.config import Recipe
     from uspft.engine.step import Engine
 
 FLOOR = 1e-3
@@ -24,20 +23,14 @@ See = Callable[[str, Tensor], None]
 """A function that is called with each parameter's name and gradient."""
 
 
-def gradients(engine: Engine, recipe: Recipe, norm: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield each trained parameter's whole gradient of the first step, before clipping, on the
-    first rank; collective.
-
-    After that step Adam's first moment is (1 − β1) × the clipped gradient, and it is read as
-    checkpoints read it. norm: the gradient norm of that step.
-    """
-    clipped = min(1.0, recipe.training.max_grad_norm / (norm + 1e-6))
-    factor = 1.0 / ((1.0 - recipe.optimizer.betas[0]) * clipped)
+def show_gradients(engine: Engine, see: See) -> None:
+    """Call `see` on the first rank with every gradient of a step, whole, before it is clipped;
+    collective, and where an engine's step lets one look."""
     trained = list(engine.trained())
-    with on_first_rank(engine, trained, "exp_avg") as read:
+    with on_first_rank(engine, trained, GRADIENT) as read:
         if read:
             for name in trained:
-                yield name, read(name) * factor
+                see(name, read(name))
 
 
 class GradientWriter:

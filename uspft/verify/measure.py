@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from uspft.assemble import Run, assemble
 from uspft.comm import largest
 from uspft.engine.step import NotFinite
 from uspft.training.learning_rate import learning_rate
-from uspft.verify.gradients import See, gradients
+from uspft.verify.gradients import See, show_gradients
 from uspft.verify.inject import EVERYWHERE, FAULTS
 from uspft.verify.result import Measured
 from uspft.verify.under_way import weights_under_way
@@ -46,17 +47,15 @@ def measure(
         if fault:
             batches = _broken(run, batches, fault)
         rate = learning_rate(step, job.steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
+        look = partial(show_gradients, run.engine, see) if step == 1 else None
         try:
-            result = run.engine.step(batches, rate, stop=False)
+            result = run.engine.step(batches, rate, False, look)
         except NotFinite as error:
             found.stopped = f"step {step}: {error}"
             break
         found.losses.append(result.loss)
         found.grad_norms.append(result.grad_norm)
-        found.targets.append(result.targets)
-        if step == 1:
-            for name, gradient in gradients(run.engine, recipe, result.grad_norm):
-                see(name, gradient)
+        found.targets.append(next(iter(result.counts.values())))
     run.loader.close()
     run.engine.close()
     run.world.books.close()

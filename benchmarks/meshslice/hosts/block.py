@@ -25,7 +25,7 @@ from uspft.mesh import Groups
 from uspft.model import grid, parallel
 from uspft.model.attention import Bound
 from uspft.model.build import empty_model
-from uspft.parameters.fill import fill
+from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.parameters.source import RandomWeights
 from uspft.segments import Segments
@@ -141,7 +141,8 @@ def _model(setting: Setting, layout: Layout, groups: Groups) -> Any:
     model = empty_model(config, torch.float32)
     on_mesh = layout.is_mesh
     flat = None if on_mesh else parallel.shards_of(model, layout, splits_tokens=True)
-    holders = Holders.of(flat or grid.shards_of(model, layout), dist.get_rank(), groups)
+    shards = flat or grid.shards_of(model, layout)
+    holders = Holders.of(shards, dist.get_rank(), groups, shapes_of(model))
     fill(model, torch.float32, RandomWeights(model, 1, config.initializer_range), holders)
     (grid if on_mesh else parallel).split_model(model, holders)
     return model.train()

@@ -77,6 +77,7 @@ training:
   global_batch_size: 32
   micro_batch_size: 1
   max_grad_norm: 1.0
+  objective: causal
   eval_every_steps: null
   patience: null
   eval_micro_batch_size: null
@@ -129,7 +130,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 88
+    assert len(keys) == len(set(keys)) == 89
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 11,
@@ -150,7 +151,7 @@ def test_the_contract_has_this_many_keys() -> None:
         "deepspeed.zero_optimization.leaf_module": 3,
         "optimizer": 5,
         "lr_schedule": 4,
-        "training": 9,
+        "training": 10,
         "memory": 6,
         "checkpoint": 4,
         "export": 1,

@@ -36,6 +36,61 @@ def test_loss_and_gradients_are_those_of_autograd(form: Logits, tile: int | None
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tile", [None, 3])
+def test_each_tokens_loss_and_its_gradients_are_those_of_autograd(
+    form: Logits, tile: int | None
+) -> None:
+    """Of a function of the losses that is no sum, so that each token has a factor of its own."""
+    torch.manual_seed(0)
+    projection = torch.nn.Linear(8, 13).double()
+    hidden = torch.randn(10, 8, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 13, (10,))
+    inputs = [hidden, projection.weight, projection.bias]
+    chosen = torch.tensor([1, 2, 3, 5, 6, 7, 9])
+    got = Head(projection, tile, form)(hidden, labels, chosen, None)
+    logits = projection(hidden) * form.scale
+    if form.cap is not None:
+        logits = form.cap * torch.tanh(logits / form.cap)
+    want = F.cross_entropy(logits, labels, reduction="none")[chosen]
+    torch.testing.assert_close(got, want)
+    for ours, theirs in zip(
+        torch.autograd.grad(got.square().prod(), inputs),
+        torch.autograd.grad(want.square().prod(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation made inside, but for those of a weight."""
+
+    def __init__(self, weight: int) -> None:
+        super().__init__()
+        self.weight, self.count = weight, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(one, torch.Tensor) and one.numel() != self.weight:
+                self.count = max(self.count, one.numel())
+        return found
+
+
+@pytest.mark.parametrize("scale", [0.3, None])
+def test_logits_are_never_whole(scale: float | None) -> None:
+    tokens, wide, vocabulary, tile = 40, 8, 130, 4
+    head = Head(torch.nn.Linear(wide, vocabulary, bias=False), tile)
+    hidden = torch.randn(tokens, wide, requires_grad=True)
+    every = torch.arange(tokens)
+    with Largest(head.weight.numel()) as largest:
+        head(hidden, every, every, scale).square().sum().backward()
+    assert largest.count == tile * vocabulary > hidden.numel()
+    with Largest(head.weight.numel()) as largest:
+        F.cross_entropy(hidden @ head.weight.t(), every).backward()
+    assert largest.count == tokens * vocabulary
+
+
 @pytest.mark.parametrize("frozen", [("weight", "bias"), ("bias",), ("hidden", "bias")])
 def test_what_is_frozen_costs_no_gradient_and_changes_no_other(frozen: tuple[str, ...]) -> None:
     found = []

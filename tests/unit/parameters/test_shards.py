@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from uspft.layout import Layout
+from uspft.parameters.counting import is_counted, is_summed
+from uspft.parameters.owned import owned, owned_parts
 from uspft.parameters.part import Part, as_slices, flat_boxes
 from uspft.parameters.shards import MatrixSplit, Shards
 
@@ -59,7 +61,6 @@ def test_a_fused_matrix_is_split_matrix_by_matrix() -> None:
     assert rows[0] == rows[2] == ((0, 4), (8, 10), (12, 14))
     assert rows[1] == rows[3] == ((4, 8), (10, 12), (14, 16))
     assert [ranks for ranks in held.parts("qkv", (16, 3)).values()] == [[0, 2], [1, 3]]
-    assert held.whole_shape("qkv", (8, 3)) == (16, 3)
     assert list(held.parts("norm", (3,)).values()) == [[0, 1, 2, 3]]
     with pytest.raises(ValueError, match=r"\(15, 3\) does not have \(16,\) along 0"):
         Shards(layout, {"odd": MatrixSplit(0, (16,))}).part("odd", (15, 3), 0)
@@ -70,7 +71,6 @@ def test_what_does_not_divide_is_split_unevenly_and_units_stay_whole() -> None:
     held = Shards(four, {"head": MatrixSplit(0, (10,)), "kv": MatrixSplit(0, (6,), (2,))})
     rows = [held.part("head", (10, 3), rank).ranges[0][0] for rank in range(4)]
     assert sorted(rows) == [(0, 2), (2, 5), (5, 7), (7, 10)] and rows[1] == (5, 7)
-    assert held.whole_shape("head", (2, 3)) == (10, 3)
     assert [held.part("kv", (6,), rank).ranges[0][0] for rank in range(4)] == [
         (0, 3),
         (3, 6),
@@ -78,15 +78,47 @@ def test_what_does_not_divide_is_split_unevenly_and_units_stay_whole() -> None:
         (3, 6),
     ]
     assert held.replicas("kv") == ((0, 2), (1, 3)) and held.replicas("norm") == ((0, 1, 2, 3),)
-    assert [held.is_first("kv", rank) for rank in range(4)] == [True, True, False, False]
+    assert [is_counted(held, "kv", rank) for rank in range(4)] == [True, True, False, False]
 
 
 def test_replicas_and_pieces_are_known() -> None:
+    inside, splits = frozenset({"per_head"}), {"up": MatrixSplit(0, (4,))}
+    held = Shards(Layout(mesh_columns=2, data=2), splits, inside=inside)
+    assert [is_counted(held, "up", rank) for rank in range(4)] == [True] * 4
+    assert [is_counted(held, "norm", rank) for rank in range(4)] == [True, False, True, False]
+    assert is_summed(held, "per_head") and not is_summed(held, "norm")
+    alone = Shards(Layout(data=4), splits, inside=inside)
+    assert alone.part("up", (4, 4), 3).is_whole and not is_summed(alone, "per_head")
+
+
+def test_a_rank_may_hold_nothing_of_a_parameter() -> None:
+    """Tensor 2 and two ranks that hold the same, in two stages; of experts each has one."""
+    layout = Layout(mesh_columns=2, data=2, pipeline=2, experts=2)
     held = Shards(
-        Layout(mesh_columns=2, data=2), {"up": MatrixSplit(0, (4,))}, frozenset({"per_head"})
+        layout,
+        {"up": MatrixSplit(0, (4,))},
+        experts={"experts": MatrixSplit(0, (2,), in_order=True)},
+        stages={"norm": 0, "up": 1, "experts": 1},
     )
-    assert [held.is_first("up", rank) for rank in range(4)] == [True] * 4
-    assert [held.is_first("norm", rank) for rank in range(4)] == [True, False, True, False]
-    assert held.is_piece("per_head") and not held.is_piece("norm")
-    alone = Shards(Layout(data=4), {"up": MatrixSplit(0, (4,))}, frozenset({"per_head"}))
-    assert alone.part("up", (4, 4), 3).is_whole and not alone.is_piece("per_head")
+    sizes = [held.part("up", (4, 3), rank).size for rank in range(8)]
+    assert sizes == [(0, 0)] * 4 + [(2, 3)] * 4
+    assert list(held.parts("up", (4, 3)).values()) == [[4, 6], [5, 7]]
+    assert list(held.parts("norm", (3,)).values()) == [[0, 1, 2, 3]]
+    assert list(held.parts("experts", (2, 3)).values()) == [[4, 5], [6, 7]]
+    assert [is_counted(held, "norm", rank) for rank in range(8)] == [True, False] * 2 + [False] * 4
+    assert owned(held, "up", (4, 3), 1) == (Part.nothing((4, 3)), (0, 0))
+    assert [len(parts) for parts in owned_parts(held, "norm", (8,))] == [1] * 4 + [0] * 4
+    nothing = held.part("up", (4, 3), 0)
+    assert nothing.count == 0 and nothing.cut(torch.ones(4, 3)).shape == (0, 0)
+    assert list(nothing.meets(Part.whole((4, 3)))) == []
+    with pytest.raises(ValueError, match="one number is held whole"):
+        Part.nothing(())
+
+
+def test_experts_divide_those_that_hold_the_same() -> None:
+    layout = Layout(mesh_columns=2, data=4, experts=2)
+    assert (layout.copies, layout.alike, layout.name()) == (4, 2, "tensor2-data4-experts2")
+    assert sorted(layout.groups(("experts",))) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert sorted(layout.groups(("alike",))) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    with pytest.raises(ValueError, match="over 4 do not divide 2 copies"):
+        Layout(mesh_columns=2, data=2, experts=4)

@@ -19,7 +19,7 @@ from uspft.model.build import empty_model, parameter_count
 from uspft.model.fit import require_fit
 from uspft.model.hf_config import layer_windows, model_config
 from uspft.parameters.experts import as_files
-from uspft.parameters.fill import fill
+from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders, Shards
 from uspft.parameters.source import FolderWeights, RandomWeights, WeightsError
@@ -55,7 +55,7 @@ def test_random_weights_start_as_transformers_start(folder: Path) -> None:
     config = model_config(block(folder), 64)
     theirs = AutoModelForCausalLM.from_config(config)
     ours = empty_model(config, torch.float32)
-    holders = Holders.of(Shards(Layout()), 0, Groups())
+    holders = Holders.of(Shards(Layout()), 0, Groups(), shapes_of(ours))
     fill(ours, torch.float32, RandomWeights(ours, 0, 0.02), holders)
     for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         near = max(0.004, 0.08 / one.numel() ** 0.5)  # of a few numbers, four standard errors

@@ -20,12 +20,24 @@ from uspft.job import Job
 from uspft.metrics import Journal, RunDisplay
 from uspft.model import loss
 from uspft.model.loss import Head
+from uspft.objective.causal import Causal
 from uspft.prepare.invocation import Invocation
-from uspft.training.evaluate import Score, record_of
+from uspft.training.evaluate import Score
+from uspft.training.evaluate import record_of as evaluation_record
 
 HERE = Invocation("")
 
-SCORES = {"a.jsonl": Score(30.0, 10), "b.jsonl": Score(4.0, 30)}
+
+def score(loss: float, targets: int) -> Score:
+    return Score({"loss": loss}, {"target_tokens": targets})
+
+
+SCORES = {"a.jsonl": score(30.0, 10), "b.jsonl": score(4.0, 30)}
+CAUSAL = Causal(object())
+
+
+def record_of(step: int, scores: dict[str, Score], seconds: float) -> dict[str, Any]:
+    return evaluation_record(step, scores, seconds, CAUSAL)
 
 
 def test_sets_count_by_their_targets() -> None:
@@ -47,16 +59,21 @@ def test_sets_count_by_their_targets() -> None:
 
 @pytest.mark.parametrize("total", [math.nan, math.inf, 1e6])
 def test_what_is_not_finite_is_null(total: float) -> None:
-    record = record_of(1, {"a": Score(total, 2)}, 0.0)
+    record = record_of(1, {"a": score(total, 2)}, 0.0)
     assert record["eval_loss"] == (5e5 if total == 1e6 else None)
     assert record["eval_perplexity"] is None
     json.dumps(record, allow_nan=False)
 
 
+def test_a_set_without_anything_that_is_counted_has_no_loss() -> None:
+    record = record_of(1, {"a": score(0.0, 0)}, 0.0)
+    assert record["eval_loss"] is None and record["eval_target_tokens"] == 0
+
+
 def test_it_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with RunDisplay(9, 0, speaks=True) as display:
         display.evaluation(record_of(7, SCORES, 1.5))
-        display.evaluation(record_of(8, {"a": Score(math.nan, 1_000)}, 1.5))
+        display.evaluation(record_of(8, {"a": score(math.nan, 1_000)}, 1.5))
     assert capsys.readouterr().out.splitlines() == [
         "evaluation after step 7: loss 0.8500  perplexity 2.3396  40 tokens"
         "  (a.jsonl 3.0000, b.jsonl 0.1333)",
@@ -94,11 +111,11 @@ def test_the_summary_tells_both_kinds_of_loss_apart(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "metrics.jsonl")
     for step, (trained, evaluated) in enumerate([(5.0, 40.0), (4.0, math.nan), (3.0, 20.0)], 1):
         journal.write({"step": step, "loss": trained})
-        journal.write(record_of(step, {"a": Score(evaluated, 10)}, 0.0))
+        journal.write(record_of(step, {"a": score(evaluated, 10)}, 0.0))
     said = summary(recipe(tmp_path, eval="x"), Path("r.yaml"), [], HERE, chats=False).splitlines()
     assert said[0].startswith("done: loss 5.000 → 3.000 ")
     assert said[1] == "evaluation: loss 4.000 → 2.000"
-    journal.write(record_of(4, {"a": Score(35.0, 10)}, 0.0))
+    journal.write(record_of(4, {"a": score(35.0, 10)}, 0.0))
     said = summary(recipe(tmp_path, eval="x"), Path("r.yaml"), [], HERE, chats=False).splitlines()
     assert said[1] == "evaluation: loss 4.000 → 3.500, best 2.000 after step 3"
     without = summary(recipe(tmp_path), Path("r.yaml"), [], HERE, chats=False).splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from uspft.training.guards import each, first_loss_warning
@@ -20,7 +22,7 @@ from uspft.training.guards import each, first_loss_warning
     ],
 )
 def test_the_first_loss(loss: float, random: bool, said: str | None) -> None:
-    warning = first_loss_warning(loss, 8192, random=random)
+    warning = first_loss_warning(loss, math.log(8192), 8192, random=random)
     assert (warning is None) == (said is None)
     if warning and said:
         assert said in warning and f"{loss:.2f}" in warning and "9.01" in warning

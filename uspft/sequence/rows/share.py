@@ -74,6 +74,16 @@ class Share:
         found: Made = self._made[key]
         return found
 
+    @cached_property
+    def document_of(self) -> NDArray[np.int64]:
+        """The index in `documents` of each of this rank's tokens, in its order; -1 for padding."""
+        bounds = np.array(self.documents, np.int64).reshape(-1, 2)
+        places = np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in self.held)])
+        found = np.searchsorted(bounds[:, 0], places, side="right") - 1
+        inside = found >= 0
+        inside[inside] = places[inside] < bounds[found[inside], 1]
+        return np.where(inside, found, -1)
+
     def with_window(self, window: int | None) -> Share:
         """Return the share of the same tokens under a sliding window."""
         if window == self.window:

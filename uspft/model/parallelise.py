@@ -1,0 +1,55 @@
+"""What is done to a model before its engine is made: its matrices divided, and its memory saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from uspft.model import grid, parallel
+from uspft.model.offload import offload_inputs
+from uspft.model.recompute import Recompute, recompute_layers
+from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from uspft.config.recipe import MemoryBlock
+    from uspft.parameters.shards import Holders, Shards
+    from uspft.world import World
+
+
+def shards_under(model: Any, world: World, *, tensor_of_rows: int) -> Shards:
+    """Return who holds what of a model on meta under a layout.
+
+    tensor_of_rows: the largest tensor degree of rows that use parts of it.
+    """
+    layout, tokens = world.layout, world.tensor.splits_tokens
+    if layout.is_mesh:
+        return grid.shards_of(model, layout, tensor_of_rows=tensor_of_rows)
+    return parallel.shards_of(model, layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows)
+
+
+def divide_matrices(
+    model: Any, worlds: Sequence[World], holders: Holders, *, moves: bool = False
+) -> None:
+    """Make a model that is filled with this rank's parts compute with them.
+
+    worlds: the layouts of its rows. moves: whether what is held changes, to be what each call's
+    rows use.
+    """
+    if any(world.layout.is_mesh for world in worlds):
+        grid.split_model(model, holders)
+    else:
+        parallel.split_model(model, holders, moves=moves)
+
+
+def save_memory(model: Any, block: MemoryBlock) -> tuple[Recompute | None, bool]:
+    """Make a model's layers keep less, as the recipe says.
+
+    Returns what of attention they make again, and whether what they keep waits on the host.
+    """
+    recompute, offload = recompute_layers(model, block), block.offload_activations == "cpu"
+    if offload:
+        offload_inputs(model)
+    if tile := mlp_tile_tokens(block.mlp_tile_tokens, inner_features(model.config)):
+        work_in_tiles(model, tile)
+    return recompute, offload

@@ -1,0 +1,55 @@
+"""The cross-entropy of each next token, and beside it the load-balancing loss of routers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from uspft.model.router import router_loss
+from uspft.objective.objective import ROWS, TARGETS, Scales, Term
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from uspft.batch import Batch
+    from uspft.model.causal import CausalModel, Layered
+
+LOSS = Term("loss", TARGETS)
+ROUTERS = Term("router_loss", ROWS, evaluated=False)
+
+
+class Causal:
+    """The mean cross-entropy over a step's targets; of models whose config asks for it
+    (`output_router_logits`), plus the mean over its rows of the routers' loss."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        routed = getattr(config, "output_router_logits", False)
+        self.terms = (LOSS, ROUTERS) if routed else (LOSS,)
+
+    def __call__(self, model: CausalModel, batch: Batch, scales: Scales) -> Tensor:
+        scale, *of_routers = scales
+        call = model.begin(batch)
+        found = model.layers(call, model.embedding(call), routers=of_routers not in ([], [None]))
+        loss = model.head(call, found.hidden, scale)
+        balance = [
+            torch.zeros_like(loss) if factor is None else self._balance(found, batch, factor)
+            for factor in of_routers
+        ]
+        return torch.stack([loss, *balance])
+
+    def _balance(self, found: Layered, batch: Batch, scale: float) -> Tensor:
+        config, rows = self._config, len(batch.rows)
+        top_k, group = config.num_experts_per_tok, batch.world.mesh.context
+        part = router_loss(found.router_logits, batch.row_of, rows, top_k, group)
+        return part * (config.router_aux_loss_coef * scale)
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        loss = means["loss"]
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    def loss_of_guessing(self, vocabulary: int) -> float | None:
+        return math.log(vocabulary)
