@@ -11,10 +11,10 @@ from functools import partial
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
-from uspft.data.objects import Entry, pieces, unpacked
+from uspft.data.objects import pieces
 from uspft.data.records import Reader
 from uspft.data.rendering import render
-from uspft.data.samples import Record, Sample
+from uspft.data.samples import Entry, Record, Sample
 from uspft.data.sources import SourceFile
 from uspft.data.tables import Columns, parquet_bytes
 from uspft.data.tokenise import TextTokeniser, given, require_vocabulary
@@ -93,7 +93,7 @@ class Bundle:
 
     def add(self, reader: Reader, item: Entry | Columns | BadRecord) -> None:
         if isinstance(item, Columns) and not reader.settled:
-            for entry in unpacked(item):
+            for entry in item.entries():
                 self.add(reader, entry)
             return
         count = item.count if isinstance(item, Columns) else 1
@@ -107,7 +107,7 @@ class Bundle:
         return [
             _sample(reader, one, encoder)
             for reader, item in self.items
-            for one in (unpacked(item) if isinstance(item, Columns) else (item,))
+            for one in (item.entries() if isinstance(item, Columns) else (item,))
         ]
 
 

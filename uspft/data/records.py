@@ -12,9 +12,9 @@ from uspft.data.encoding import NotUtf8
 from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
 from uspft.data.known_fields import FORMATS, RecordShape
-from uspft.data.objects import Entry, objects
+from uspft.data.objects import fields_of, objects
 from uspft.data.other_fields import Others, left_alone, others_of
-from uspft.data.samples import Origin, Record
+from uspft.data.samples import Entry, Origin, Record
 from uspft.data.shapes import columns, described, formed, recognised, renamed, require_shape
 from uspft.data.sources import SourceFile
 from uspft.data.tables import with_values
@@ -58,7 +58,7 @@ class Reader:
         origin = Origin(self._number, item.line, item.number)
         try:
             if self._text:
-                return Record("text", checked(item.fields, "text"), origin, "text")
+                return Record("text", checked(fields_of(item), "text"), origin, "text")
             return self._shaped(item, origin)
         except SampleFault as fault:
             self._shape = self._shape if self.settled else None
@@ -72,7 +72,7 @@ class Reader:
         return BadRecord(origin.place(self.shown), what, origin.file)
 
     def _shaped(self, item: Entry, origin: Origin) -> Record:
-        own, asked = item.fields, self._asked
+        own, asked = fields_of(item), self._asked
         fields = renamed(own, asked)
         shape = self._shape = self._shape or recognised(fields, asked)
         names = frozenset(fields)

@@ -1,8 +1,8 @@
-"""What a sample is on its way from a file to a corpus: a record, then text, then tokens.
+"""What a sample is on its way from a file to a corpus: an object, a record, text, and tokens.
 
-Record (`records`: read and checked) → Rendered (`rendering`: as text, with what trains) → Sample
-(`tokenise`: ids and labels), which goes into a corpus and comes out of it. A record that holds
-token ids is a Sample without a text.
+Entry (`objects`: as its file holds it) → Record (`records`: checked, under our names) → Rendered
+(`rendering`: as text, with what trains) → Sample (`tokenise`: ids and labels), which goes into a
+corpus and comes out of it. A record that holds token ids is a Sample without a text.
 """
 
 from __future__ import annotations
@@ -31,6 +31,18 @@ class Origin(NamedTuple):
     def place(self, shown: str) -> str:
         """Return the place as faults name it. shown: the file's or split's name."""
         return place(shown, self.line, self.number)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sample as its file holds it: an object, with its line and number as of Origin."""
+
+    line: int
+    content: dict[str, Any] | bytes
+    """The object, or the line of JSON that holds it: whoever makes tokens of it reads it."""
+    size: int
+    """Bytes of the file, about; 1 in a hub data set."""
+    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uspft.data.faults import SampleFault
+from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.hub import HubSplit
+from uspft.data.samples import Entry
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
@@ -32,8 +33,15 @@ class Columns:
     size: int
     stream: bytes
 
-    def records(self) -> list[dict[str, Any] | SampleFault]:
-        """Return the records, each a SampleFault where Python has no such value."""
+    def entries(self) -> Iterator[Entry | BadRecord]:
+        """Yield the records, or what is wrong with one of which Python has no value."""
+        for line, fields in enumerate(self._records(), self.first):
+            if isinstance(fields, SampleFault):
+                yield BadRecord(place(self.shown, line), str(fields))
+            else:
+                yield Entry(line, fields, self.size)
+
+    def _records(self) -> list[dict[str, Any] | SampleFault]:
         import pyarrow as pa
 
         with pa.ipc.open_stream(self.stream) as stream:
