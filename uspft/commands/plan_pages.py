@@ -12,7 +12,7 @@ from uspft.config.algorithms import AUTO
 from uspft.metrics import as_size
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import options_of
+from uspft.planner.memory import Options, options_of
 from uspft.planner.rank import Ranked, Ranking, longest_under
 
 GIB = 1 << 30
@@ -52,7 +52,7 @@ def layouts_table(
     ]
     for one in every:
         mfu = one.mfu(hardware)
-        longest = longest_under(one.step.model, one.way, hardware, options)
+        longest = longest_of(one, hardware, options)
         rows.append(
             [
                 one.name + " (the recipe's)" * one.own,
@@ -65,6 +65,13 @@ def layouts_table(
             ]
         )
     return aligned(rows)
+
+
+def longest_of(one: Ranked, hardware: Hardware, options: Options) -> int | None:
+    """Return the longest row in tokens that fits a card; None where the memory is not known."""
+    if one.memory.unpredicted:
+        return None
+    return longest_under(one.step.model, one.way, hardware, options)
 
 
 def beside(one: Ranked, order: Ranking, ties: set[str]) -> str:
@@ -131,7 +138,7 @@ def as_data(
     layouts = []
     for one in every:
         block = as_tree(in_recipe(recipe, one.way).parallel_config)
-        longest = longest_under(one.step.model, one.way, hardware, options)
+        longest = longest_of(one, hardware, options)
         parts = {
             name: sum(p.seconds - p.hidden for p in one.time.parts if p.name == name)
             for name in dict.fromkeys(part.name for part in one.time.parts)

@@ -15,7 +15,15 @@ from uspft.data.known_fields import FORMATS, RecordShape
 from uspft.data.objects import fields_of, objects
 from uspft.data.other_fields import Others, left_alone, others_of
 from uspft.data.samples import Entry, Origin, Record
-from uspft.data.shapes import columns, described, formed, recognised, renamed, require_shape
+from uspft.data.shapes import (
+    columns,
+    described,
+    formed,
+    own_name,
+    recognised,
+    renamed,
+    require_shape,
+)
 from uspft.data.sources import SourceFile
 from uspft.data.tables import with_values
 from uspft.data.values import CHECKS
@@ -84,7 +92,8 @@ class Reader:
         form, made = formed(fields, shape, asked)
         if self.settled and form != self._format:
             raise SampleFault(_unlike(form, shape))
-        words, unused = "", others.unused_in(fields)
+        words = ""
+        unused = tuple(own_name(name, own, asked) for name in others.unused_in(fields))
         if not self.settled:
             words, unused = described(shape, own, asked), unused + self._unread
         led = bool(made.get("led"))
