@@ -77,6 +77,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         f"{NO_SHAPE}input, preferred_output, non_preferred_output; nothing here trains on "
         f"preferences; {CHOSEN}{{output: preferred_output}}",
     ),
+    "more beside the turns of a question": (
+        {"input": {"messages": [ASKED], "metadata": {"a": "b"}}, "output": [ANSWER]},
+        "input.metadata is there, and of such an object messages and tools are taken; take it out",
+    ),
     "preferences, the other way around": (
         {"prompt": "Hi", "response_chosen": "Hello", "response_rejected": "Go away"},
         f"{NO_SHAPE}prompt, response_chosen, response_rejected; nothing here trains on "
@@ -122,8 +126,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a history of messages": (
         {**CHAT, "history": [["Hi", "Hello"]]},
-        "history is there beside messages; write data.fields: {history: null} to take messages, or "
-        "{messages: history}",
+        "history is there beside messages; write data.fields: {history: null} to take messages "
+        "alone",
     ),
     "system messages under two names": (
         {**ALPACA, "system": "Be brief.", "system_prompt": "Be long."},

@@ -258,9 +258,7 @@ REFUSED = (
             why=f"is there beside {other}",
             remedy="write data.fields: {{{name}: null}} to take "
             + other
-            + ", or {{"
-            + other
-            + ": {name}}}",
+            + (", or {{" + other + ": {name}}}" if name != "history" else " alone"),
             beside=beside,
             twice=other,
         )

@@ -211,12 +211,22 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
 
 
 def _opened(fields: Fields, first: str) -> Fields:
-    """Return a pair whose prompt is turns, where OpenAI's preferences have them in an object."""
+    """Return a pair whose prompt is turns, where OpenAI's preferences have them in an object.
+
+    Raises SampleFault where the object says something else too.
+    """
     prompt = fields[first]
     if not (isinstance(prompt, dict) and isinstance(prompt.get("messages"), list)):
         return fields
-    tools = {"tools": prompt["tools"]} if prompt.get("tools") else {}
-    return {**tools, **fields, first: prompt["messages"]}
+    found = {**fields, first: prompt["messages"]}
+    for name, value in prompt.items():
+        if name in ("messages", "parallel_tool_calls") or is_empty(value):
+            continue
+        if name != "tools" or not is_empty(fields.get("tools")):
+            what = f"{first}.{name} is there, and of such an object messages and tools are taken"
+            raise SampleFault(f"{what}; take it out")
+        found[name] = value
+    return found
 
 
 def _talk(fields: Fields, turns: list[Any], asked: Naming) -> tuple[str, Fields]:
