@@ -97,7 +97,7 @@ class ZeroEngine:
         each parameter would take too long. What this rank holds nothing of has no elements here."""
         here = {name: p for name, p in self.named.items() if holders.holds(name)}
         self._parameters = list(here.values())
-        self._replicas = Replicas(here, holders)
+        self.replicas = Replicas(here, holders)
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
         self._experts = ExpertSets(here, holders, self.stage)
         self._experts.set_apart(module, optimizer)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss. last: whether it ends the step."""
-        self._replicas.world = batch.world
+        self.replicas.world = batch.world
         # Set each time, since steps may differ in how many micro-batches they have.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
@@ -273,7 +273,7 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Remove what DeepSpeed has hooked into the module, and what it keeps for the process."""
-        self._replicas.close()
+        self.replicas.close()
         self.deepspeed.destroy()
         forget_mpu()
         self._experts.close()
