@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.chat_templates import CONVERSATIONS, ENDS
+from tests.support.chat_templates import CONVERSATIONS, ENDS, render
 from tests.support.originals import DOWNLOADED, original
 from tests.support.shapes_of_chat import SHAPES
 from uspft.data import twins
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import Rendered, render
+from uspft.data.samples import Rendered
 from uspft.data.turns import turn_spans
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}

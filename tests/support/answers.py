@@ -13,7 +13,8 @@ import transformers
 
 from tests.support.launch import ROOT
 from tests.support.models import ARCHITECTURES
-from uspft.data.records import Record
+from uspft.data.reading import Encoder
+from uspft.data.samples import Origin, Record
 from uspft.data.tokenise import TextTokeniser
 
 ASKED = {"role": "user", "content": "Who are you?"}
@@ -52,7 +53,9 @@ def base_model(folder: Path, kind: str) -> Path:
 def says(net: Any, tokeniser: TextTokeniser) -> None:
     """Make a model answer with ANSWER: after each of its tokens the next one, all else near 0."""
     answered = {"messages": [ASKED, {"role": "assistant", "content": ANSWER}]}
-    sample = tokeniser.tokens(tokeniser.rendered(Record(1, "messages", answered, 0)))
+    sample = Encoder(tokeniser, net.config.vocab_size).sample(
+        Record("messages", answered, Origin(0, 1))
+    )
     trained = int((sample.labels != -100).argmax())
     tokens = sample.ids[trained - 1 : -1].tolist()
     assert len(set(tokens)) == len(tokens) > 5

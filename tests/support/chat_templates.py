@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from uspft.data import rendering
+from uspft.data.chat_template import ChatTemplate
+from uspft.data.samples import Origin, Record, Rendered
+
 _OPEN, _CLOSE = "{%- generation -%}", "{%- endgeneration -%}"
 _START = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 _OTHER = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
@@ -164,3 +168,8 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
         ]
     },
 }
+
+
+def render(fields: dict[str, Any], template: ChatTemplate, train_on: str) -> Rendered:
+    """A conversation as text, with the spans that train."""
+    return rendering.render(Record("messages", fields, Origin(0, 1)), template, train_on)

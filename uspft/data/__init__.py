@@ -1,17 +1,25 @@
 """Training and evaluation data: files are found, tokenised, packed into rows, and streamed.
 
 Reading order: sources (which files) → opened (their bytes) → objects (what is in them: arrays,
-separated, tables) → known_fields (every name that is known, and what becomes of it) → shapes,
-other_fields, misnamed, conversations (what is made of them, what is refused) → records, values
-(checked) → rendering (a conversation as text: twins, turns, left_out) → tokenise, chat (ids
-and labels) → reading (all of it, on threads or in processes) → cache_key, cache (once, in a folder;
-evaluation: each set in its own; holdout; cleaning; required: what all must have) → corpus → packing
+separated, tables) → samples (what each is from here on: Record, Rendered, Sample) → known_fields
+(every name that is known, and what becomes of it) → shapes, other_fields, misnamed, conversations
+(what is made of them, what is refused) → records, values (a Record: checked) → rendering (Rendered:
+its text; of conversations by chat_template, twins, turns, left_out) → tokenise, chat (a Sample: ids
+and labels) → reading, workers (all of it, on threads or in processes) → cache_key, cache (once, in
+a folder; evaluation: each set in its own; holdout; required: what all must have) → corpus → packing
 → stream (rows) → loader (each rank's share; eval_rows: those of evaluation sets). serving: the
 template that goes with the trained model.
 """
 
-from uspft.data.cache import formats_of, prepare, prepared
-from uspft.data.cleaning import CacheSize, corpora_in, empty, holding
+from uspft.data.cache import (
+    CacheSize,
+    corpora_in,
+    empty,
+    formats_of,
+    holding,
+    prepare,
+    prepared,
+)
 from uspft.data.corpus import Corpus, read_report
 from uspft.data.counts import fates
 from uspft.data.evaluation import prepare_sets

@@ -1,4 +1,7 @@
-"""Tokenised data is made once and kept, in a folder named after all that changes the tokens."""
+"""Tokenised data is made once and kept, in a folder named after all that changes the tokens.
+
+Below: how much is kept, and how it is deleted.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.data.cache_key import cache_key
 from uspft.data.conversations import Naming
 from uspft.data.corpus import META, REPORT, Corpus, CorpusWriter, SourceSpan, read_report
 from uspft.data.counts import Counts
-from uspft.data.faults import BadRecord, DataError, Faults, place, wrong_key
+from uspft.data.faults import BadRecord, DataError, Faults, wrong_key
 from uspft.data.hub import load_saved, load_split
 from uspft.data.mixing import Taken, mixed
 from uspft.data.reading import Encoder, SourcePart
-from uspft.data.records import Record, first_record, pair_notes
+from uspft.data.records import first_record, pair_notes
 from uspft.data.required import (
     overlong,
     require_answers,
@@ -33,6 +36,7 @@ from uspft.data.required import (
     require_used,
     unused_lines,
 )
+from uspft.data.samples import Record
 from uspft.data.sources import is_hub_id, is_saved, left_out, list_files, source_problems
 from uspft.data.tokenise import load_tokeniser
 from uspft.data.workers import Workers, processes_for, tokenised
@@ -43,7 +47,8 @@ if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock, Source
 
 
-PARTIAL = re.compile(r"\.[0-9a-f]{24}\.[0-9a-f]{32}(\.partial)?")
+_WHOLE = re.compile(r"[0-9a-f]{24}")
+_PARTIAL = re.compile(r"\.[0-9a-f]{24}\.[0-9a-f]{32}(\.partial)?")
 """The name of a folder that a corpus is written in before it is complete."""
 
 
@@ -207,7 +212,7 @@ def _partial(folder: Path) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.iterdir():
-        if PARTIAL.fullmatch(left.name) and is_abandoned(left):
+        if _PARTIAL.fullmatch(left.name) and is_abandoned(left):
             shutil.rmtree(left, ignore_errors=True)
     around = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -230,33 +235,33 @@ def _write(
     ends = [0] * len(data.train)
     done, total = 0, sum(part.size for part in reading.parts)
     with CorpusWriter(aside) as writer:
-        for batch in tokenised(reading.parts, reading.encoder, reading.workers, taken.full):
-            for sample in batch.samples:
-                source = reading.parts[sample.part].source
+        for samples, size in tokenised(reading.parts, reading.encoder, reading.workers, taken.full):
+            for sample in samples:
+                file = sample.file if isinstance(sample, BadRecord) else sample.origin.file
+                source, shown = reading.parts[file].source, reading.parts[file].content.shown
                 if source in taken.full:
                     continue
                 if isinstance(sample, BadRecord):
                     faults.add(sample.where, sample.what)
                     counts.skip()
                     continue
-                if not taken.fits(source, sample.tokens, data):
+                if not taken.fits(source, sample, data):
                     continue
                 unused[source].update(dict.fromkeys(sample.unused))
                 idle = counts.without_targets
-                kept = counts.kept(sample.tokens, data.overlong, data.sequence_length)
-                shown = reading.parts[sample.part].content.shown
-                where = place(shown, sample.line, sample.number)
+                kept = counts.kept(sample, data.overlong, data.sequence_length)
+                where = sample.origin.place(shown)
                 if sample.lost:
                     left.add(where, sample.lost)
                 if counts.without_targets > idle:
                     untrained.add(where, "no token of it trains")
                 if kept is None:
-                    left.add(where, overlong(len(sample.tokens.ids), data))
+                    left.add(where, overlong(len(sample.ids), data))
                 else:
-                    writer.add(kept, sample.part, sample.line, sample.number)
+                    writer.add(kept)
                     taken.add(source, len(kept.ids))
                     ends[source] = len(writer)
-            done += batch.size
+            done += size
             progress(done, total)
         if data.on_bad_sample == "error":
             faults.raise_any()
@@ -290,3 +295,41 @@ def _silent(done: int, total: int) -> None:
 
 def _nobody_waits(line: str) -> None:
     """Do nothing: the folder's name is new, so that no one else can hold it."""
+
+
+class CacheSize(NamedTuple):
+    """How many corpora there are, how many bytes they take, and how many of them are unfinished."""
+
+    corpora: int
+    bytes: int
+    unfinished: int = 0
+
+
+def corpora_in(cache_dir: Path) -> list[Path]:
+    """Return the folders of the corpora in a cache, sorted."""
+    if not cache_dir.is_dir():
+        return []
+    named = (path for path in cache_dir.iterdir() if _WHOLE.fullmatch(path.name))
+    return sorted(path for path in named if (path / META).is_file())
+
+
+def holding(folders: list[Path]) -> CacheSize:
+    """Return how much these corpora are."""
+    files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
+    unfinished = sum(bool(_PARTIAL.fullmatch(folder.name)) for folder in folders)
+    return CacheSize(len(folders), sum(file.stat().st_size for file in files), unfinished)
+
+
+def empty(cache_dir: Path) -> CacheSize:
+    """Delete the corpora of a cache, and what killed processes left; return how much that was.
+
+    What is being written now stays, and so does what is no corpus. A run that has a corpus open
+    goes on with it. Raises OSError.
+    """
+    folders = corpora_in(cache_dir)
+    left = list(cache_dir.iterdir()) if cache_dir.is_dir() else []
+    folders += [path for path in left if _PARTIAL.fullmatch(path.name) and is_abandoned(path)]
+    found = holding(folders)
+    for folder in folders:
+        shutil.rmtree(folder)
+    return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from uspft.data.faults import DataError
 from uspft.data.hub import HubSplit
 from uspft.data.reading import SourcePart
-from uspft.data.records import Record
+from uspft.data.samples import Record
 from uspft.data.tokenise import TextTokeniser
 
 if TYPE_CHECKING:

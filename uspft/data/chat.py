@@ -13,7 +13,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.pre_tokenizers import ByteLevel as Alphabet
 
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import Rendered
+from uspft.data.samples import Rendered
 from uspft.data.turns import Spans
 
 _LEADS = ("\n", ".", "a")

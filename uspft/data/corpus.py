@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from uspft.data.faults import DataError, place
-from uspft.data.tokenise import Tokens
+from uspft.data.faults import DataError
+from uspft.data.samples import Origin, Sample
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,8 +34,7 @@ class Corpus:
 
     tokens, labels: int32, mapped and read-only; labels are not shifted, and -100 marks what is not
     trained, which the first token of each sample never is. offsets: int64, one more than there are
-    samples. origins: int64 [samples, 3], the number of the file and the line of each sample, and of
-    one of a JSON array which element it is, counted from 1, else 0.
+    samples. origins: int64 [samples, 3], the Origin of each.
     """
 
     tokens: NDArray[np.int32]
@@ -78,13 +77,14 @@ class Corpus:
 
     def origin(self, sample: int) -> str:
         """Return the place that a sample was read from, as faults of the data name it."""
-        file, line, number = self.origins[sample].tolist()
-        return place(self.files[file], line, number)
+        origin = Origin(*self.origins[sample].tolist())
+        return origin.place(self.files[origin.file])
 
-    def sample(self, index: int) -> Tokens:
-        """Return the ids and unshifted labels of one sample."""
+    def sample(self, index: int) -> Sample:
+        """Return one sample."""
         first, stop = self.offsets[index : index + 2].tolist()
-        return Tokens(self.tokens[first:stop], self.labels[first:stop])
+        origin = Origin(*self.origins[index].tolist())
+        return Sample(self.tokens[first:stop], self.labels[first:stop], origin)
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -130,10 +130,10 @@ class CorpusWriter:
     def __len__(self) -> int:
         return self._samples
 
-    def add(self, sample: Tokens, file: int, line: int, number: int = 0) -> None:
+    def add(self, sample: Sample) -> None:
         self._samples += 1
         self._end += len(sample.ids)
-        index = np.array([self._end, file, line, number], np.int64)
+        index = np.array([self._end, *sample.origin], np.int64)
         written: list[NDArray[Any]] = [sample.ids, sample.labels, index[:1], index[1:]]
         for to, values in zip(self._files, written, strict=True):
             to.write(values.tobytes())

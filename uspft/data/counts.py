@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from uspft.data.tokenise import NOT_TRAINED, Tokens
+from uspft.data.known_fields import NOT_TRAINED
+from uspft.data.samples import Sample
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Counts:
         """Count one sample that cannot be used."""
         self.read, self.bad = self.read + 1, self.bad + 1
 
-    def kept(self, sample: Tokens, overlong: str, row: int) -> Tokens | None:
+    def kept(self, sample: Sample, overlong: str, row: int) -> Sample | None:
         """Count one sample and return what `overlong` leaves of it, or None where it is dropped.
 
         overlong: the recipe's rule for samples of more than `row` tokens.
@@ -48,7 +49,7 @@ class Counts:
             return None
         if long and overlong == "truncate":
             self.truncated += 1
-            sample = Tokens(sample.ids[:row], sample.labels[:row])
+            sample = replace(sample, ids=sample.ids[:row], labels=sample.labels[:row])
         targets = int(np.count_nonzero(sample.labels != NOT_TRAINED))
         if long and overlong == "split":
             self.split += 1

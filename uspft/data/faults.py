@@ -35,12 +35,12 @@ class BadRecord:
     """A record that cannot be used, its place, and what is wrong with it.
 
     where: 'FILE:LINE', or the file alone where no line is at fault. what: 'what is wrong; remedy'.
-    part: the number of the file or split among all that are read.
+    file: the number of the file or split among all that are read.
     """
 
     where: str
     what: str
-    part: int = 0
+    file: int = 0
 
 
 def place(shown: str, line: int, number: int = 0) -> str:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from uspft.data.cache import parts_of
 from uspft.data.counts import Counts, total
 from uspft.data.evaluation import of_set
-from uspft.data.faults import BadRecord, DataError, Faults, SampleFault, place
+from uspft.data.faults import BadRecord, DataError, Faults, SampleFault
 from uspft.data.reading import Encoder, SourcePart
-from uspft.data.records import Record, pair_notes, read
+from uspft.data.records import pair_notes, read
 from uspft.data.required import (
     refused,
     require_answers,
@@ -21,6 +21,7 @@ from uspft.data.required import (
     require_used,
     unused_lines,
 )
+from uspft.data.samples import Record
 from uspft.data.sources import STDLIB, SourceFile, is_hub_id, left_out
 from uspft.data.tokenise import TextTokeniser, load_tokeniser
 
@@ -148,23 +149,24 @@ def _seen(
             faults.add(item.where, item.what)
             seen.counts.skip()
             continue
-        seen.unused.update(dict.fromkeys(encoder.unused(item) if encoder else item.unused))
         if encoder is None:
+            seen.unused.update(dict.fromkeys(item.unused))
             seen.counts.samples += 1
             continue
-        where = place(part.content.shown, item.line, item.number)
+        where = item.origin.place(part.content.shown)
         try:
-            tokens = encoder.tokens(item)
+            sample = encoder.sample(item)
         except SampleFault as fault:
             faults.add(where, str(fault))
             seen.counts.skip()
             continue
-        seen.lengths.append(len(tokens.ids))
-        if len(tokens.ids) > data.sequence_length:
-            seen.long.append((where, len(tokens.ids)))
-        if what := encoder.lost(item):
-            lost.add(where, what)
-        seen.counts.kept(tokens, data.overlong, data.sequence_length)
+        seen.unused.update(dict.fromkeys(sample.unused))
+        seen.lengths.append(len(sample.ids))
+        if len(sample.ids) > data.sequence_length:
+            seen.long.append((where, len(sample.ids)))
+        if sample.lost:
+            lost.add(where, sample.lost)
+        seen.counts.kept(sample, data.overlong, data.sequence_length)
     return seen
 
 

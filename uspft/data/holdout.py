@@ -69,10 +69,10 @@ def _copy(
     counts = Counts(truncated=whole.get("truncated", 0), bad=lost["bad"], dropped=lost["dropped"])
     lengths = []
     with made_aside(place) as aside, CorpusWriter(aside) as writer:
-        for index, origin in zip(samples, corpus.origins[samples].tolist(), strict=True):
+        for index in samples:
             sample = counts.kept(corpus.sample(int(index)), corpus.overlong, data.sequence_length)
             assert sample is not None  # what is dropped was dropped before
-            writer.add(sample, *origin)
+            writer.add(sample)
             lengths.append(len(sample.ids))
         if not counts.target_tokens:
             what = f"leaves {len(samples):,} samples without a trained token on one side"

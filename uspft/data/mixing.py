@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uspft.data.faults import wrong_key
-from uspft.data.tokenise import Tokens
+from uspft.data.samples import Sample
 
 if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock, Source
@@ -59,7 +59,7 @@ class Taken:
         self.tokens = [0] * len(sources)
         self.full: set[int] = set()
 
-    def fits(self, source: int, sample: Tokens, data: DataBlock) -> bool:
+    def fits(self, source: int, sample: Sample, data: DataBlock) -> bool:
         """Tell whether a sample is within max_tokens; if not, its source is full.
 
         Raises DataError where not even the first sample is within max_tokens.

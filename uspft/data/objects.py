@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import IO, Any
 
 from uspft.data.arrays import PIECE, ArrayText, BrokenArray
@@ -13,6 +12,7 @@ from uspft.data.encoding import NotUtf8, not_utf8
 from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.hub import HubSplit
 from uspft.data.opened import A_MARK, BOM, nul, opened, other_kind
+from uspft.data.samples import Entry
 from uspft.data.separated import rows
 from uspft.data.sources import SourceFile
 from uspft.data.tables import Columns, tables
@@ -28,42 +28,13 @@ Chosen = Callable[[list[str]], list[str]]
 """From the columns of a table, those that are read; raises SampleFault."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One object, with its place.
-
-    line: counted from 1; in a table, the number of the record. size: bytes of the file, about.
-    number: which element of a JSON array it is, counted from 1; 0 elsewhere.
-    """
-
-    line: int
-    content: dict[str, Any] | bytes
-    """The object, or the line of JSON that holds it: whoever makes tokens of it reads it."""
-    size: int
-    number: int = 0
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The object itself. Raises SampleFault where its line holds none."""
-        return parsed(self.content) if isinstance(self.content, bytes) else self.content
-
-
 def objects(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | BadRecord]:
     """Yield the objects of a file or split in order, with a BadRecord for each fault."""
     for item in pieces(content, chosen):
         if isinstance(item, Columns):
-            yield from unpacked(item)
+            yield from item.entries()
         else:
             yield item
-
-
-def unpacked(columns: Columns) -> Iterator[Entry | BadRecord]:
-    """Yield the records of columns as objects, or what is wrong with one that is none."""
-    for number, fields in enumerate(columns.records(), columns.first):
-        if isinstance(fields, SampleFault):
-            yield BadRecord(place(columns.shown, number), str(fields))
-        else:
-            yield Entry(number, fields, columns.size)
 
 
 def pieces(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | Columns | BadRecord]:
@@ -102,8 +73,10 @@ def _found(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
         yield from tables(content.path, content.kind, content.shown, chosen)
     elif not content.library and (other := other_kind(content)):
         yield BadRecord(content.shown, other)
+    elif content.kind in ("csv", "tsv"):
+        yield from rows(content, LONGEST_LINE)
     else:
-        yield from {"text": _text, "csv": _rows, "tsv": _rows}.get(content.kind, _json)(content)
+        yield from (_text if content.kind == "text" else _json)(content)
 
 
 def _text(file: SourceFile) -> Iterator[Entry | BadRecord]:
@@ -190,8 +163,11 @@ def _lines(handle: IO[bytes]) -> Iterator[bytes]:
         yield raw
 
 
-def parsed(raw: bytes) -> dict[str, Any]:
-    """Return the object that a line of JSON holds. Raises SampleFault."""
+def fields_of(entry: Entry) -> dict[str, Any]:
+    """Return the object itself. Raises SampleFault where its line of JSON holds none."""
+    raw = entry.content
+    if isinstance(raw, dict):
+        return raw
     if raw.startswith(BOM):
         raise SampleFault(f"{A_MARK} begins the line, as where files were joined; take it out")
     try:
@@ -241,12 +217,3 @@ def _array(file: SourceFile) -> Iterator[Entry | BadRecord]:
             what, _, remedy = not_utf8(file, bytes(error.object), error.start).partition("; ")
             what = f"{what}: nothing from here on is read; {remedy}"
             yield BadRecord(place(file.shown, array.line, array.number), what)
-
-
-def _rows(file: SourceFile) -> Iterator[Entry | BadRecord]:
-    """Yield the rows of CSV or TSV by the names in its first line; every value is text."""
-    for line, found, size in rows(file, LONGEST_LINE):
-        if isinstance(found, SampleFault):
-            yield BadRecord(place(file.shown, line), str(found))
-        else:
-            yield Entry(line, found, size)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Set
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from uspft.data.conversations import Naming
-from uspft.data.faults import BadRecord, SampleFault, place
+from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
-from uspft.data.left_out import lost_thoughts, unread
-from uspft.data.objects import Entry, pieces, unpacked
-from uspft.data.records import Reader, Record
+from uspft.data.objects import pieces
+from uspft.data.records import Reader
+from uspft.data.rendering import render
+from uspft.data.samples import Entry, Record, Sample
 from uspft.data.sources import SourceFile
 from uspft.data.tables import Columns, parquet_bytes
-from uspft.data.tokenise import TextTokeniser, Tokens, given_tokens, require_vocabulary
+from uspft.data.tokenise import TextTokeniser, given, require_vocabulary
 
 _BATCH_SIZE = 1 << 19  # bytes of files; one worker's work
 BATCH_RECORDS = 512
@@ -49,21 +50,6 @@ class SourcePart:
         return self.size * (SHRINKS if self.content.packed else 1)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One tokenised sample, with the number of the part and the line that it comes from."""
-
-    part: int
-    line: int
-    tokens: Tokens
-    lost: str = ""
-    """What the chat template leaves out of it; empty where that is nothing."""
-    number: int = 0
-    """Which element of a JSON array it is, counted from 1; 0 elsewhere."""
-    unused: tuple[str, ...] = ()
-    """The fields that nothing uses, of its record and of its turns."""
-
-
 class Encoder:
     """The step from records to tokens; tokenized records need no tokenizer. Threads may share it.
 
@@ -79,109 +65,73 @@ class Encoder:
     def __reduce__(self) -> tuple[type[Encoder], tuple[TextTokeniser | None, int]]:
         return Encoder, (self.tokeniser, self._vocab_size)
 
-    def tokens(self, record: Record) -> Tokens:
-        """Return a record's ids, which are below vocab_size, and labels. Raises SampleFault."""
+    def sample(self, record: Record) -> Sample:
+        """Return a record as tokens, whose ids are below vocab_size. Raises SampleFault."""
         if record.format == "tokenized":
-            return given_tokens(record, self._vocab_size)
+            return given(record, self._vocab_size)
         if self.tokeniser is None:
             raise SampleFault("its format needs a tokenizer; set model.tokenizer")
         with self._rendering if record.format == "messages" else nullcontext():
-            rendered = self.tokeniser.rendered(record)
-        tokens = self.tokeniser.tokens(rendered)
-        require_vocabulary(tokens, self._vocab_size)
-        return tokens
-
-    def lost(self, record: Record) -> str:
-        """Return what the chat template leaves out of a record that is used all the same."""
-        template = self.tokeniser.template if self.tokeniser else None
-        if template is None or record.format != "messages":
-            return ""
-        with self._rendering:
-            return lost_thoughts(record.fields["messages"], template)
-
-    def unused(self, record: Record) -> tuple[str, ...]:
-        """Return the fields of a record that nothing uses, and keys of turns that no template
-        reads."""
-        template = self.tokeniser.template if self.tokeniser else None
-        if template is None or record.format != "messages":
-            return record.unused
-        with self._rendering:
-            return (*record.unused, *unread(record.fields["messages"], template))
-
-
-@dataclass
-class Portion:
-    """Samples and faults in reading order; size is the bytes or hub records that they came from."""
-
-    samples: list[Sample | BadRecord]
-    size: int
+            rendered = render(record, self.tokeniser.template, self.tokeniser.train_on)
+        sample = self.tokeniser.sample(rendered)
+        require_vocabulary(sample, self._vocab_size)
+        return sample
 
 
 @dataclass
 class Bundle:
-    """Some objects in reading order, each with the number of its part, and readers by part.
+    """Some objects in reading order, each with the reader of its file or split.
 
-    An object is a record already where it had to tell what all of its part look like. Those of a
+    An object is a record already where it had to tell what all of its file look like. Those of a
     table are unpacked by who makes samples of them.
     """
 
-    items: list[tuple[int, Entry | Columns | Record | BadRecord]] = field(default_factory=list)
-    readers: dict[int, Reader] = field(default_factory=dict)
+    items: list[tuple[Reader, Entry | Columns | Record | BadRecord]] = field(default_factory=list)
     size: int = 0
+    """The bytes or hub records that they are."""
     count: int = 0
 
-    def add(self, part: int, item: Entry | Columns | BadRecord, reader: Reader) -> None:
-        self.readers[part] = reader
-        if isinstance(item, Columns):
-            if not reader.settled:
-                for entry in unpacked(item):
-                    self.add(part, entry, reader)
-                return
-            self.size += item.size * item.count
-            self.count += item.count
-            self.items.append((part, item))
+    def add(self, reader: Reader, item: Entry | Columns | BadRecord) -> None:
+        if isinstance(item, Columns) and not reader.settled:
+            for entry in item.entries():
+                self.add(reader, entry)
             return
-        self.size += item.size if isinstance(item, Entry) else 0
-        self.count += 1
-        self.items.append((part, item if reader.settled else reader.record(item)))
+        count = item.count if isinstance(item, Columns) else 1
+        self.size += 0 if isinstance(item, BadRecord) else item.size * count
+        self.count += count
+        kept = item if isinstance(item, Columns) or reader.settled else reader.record(item)
+        self.items.append((reader, kept))
 
-    def encoded(self, encoder: Encoder) -> Portion:
+    def samples(self, encoder: Encoder) -> list[Sample | BadRecord]:
         """Return the samples that the objects are, and what is wrong with those that are none."""
-        samples = [self._sample(part, item, encoder) for part, item in self._unpacked()]
-        return Portion(samples, self.size)
+        return [
+            _sample(reader, one, encoder)
+            for reader, item in self.items
+            for one in (item.entries() if isinstance(item, Columns) else (item,))
+        ]
 
-    def _unpacked(self) -> Iterator[tuple[int, Entry | Record | BadRecord]]:
-        for part, item in self.items:
-            if isinstance(item, Columns):
-                yield from ((part, entry) for entry in unpacked(item))
-            else:
-                yield part, item
 
-    def _sample(
-        self, part: int, item: Entry | Record | BadRecord, encoder: Encoder
-    ) -> Sample | BadRecord:
-        reader = self.readers[part]
-        record = item if isinstance(item, Record) else reader.record(item)
-        if isinstance(record, BadRecord):
-            return replace(record, part=part)
-        try:
-            tokens, lost = encoder.tokens(record), encoder.lost(record)
-            unused = encoder.unused(record)
-        except SampleFault as fault:
-            where = place(reader.shown, record.line, record.number)
-            return BadRecord(where, str(fault), part)
-        return Sample(part, record.line, tokens, lost, record.number, unused)
+def _sample(
+    reader: Reader, item: Entry | Record | BadRecord, encoder: Encoder
+) -> Sample | BadRecord:
+    record = item if isinstance(item, Record) else reader.record(item)
+    if isinstance(record, BadRecord):
+        return record
+    try:
+        return encoder.sample(record)
+    except SampleFault as fault:
+        return reader.refused(record.origin, str(fault))
 
 
 def bundles(parts: list[SourcePart], full: Set[int]) -> Iterator[Bundle]:
     """Yield the objects of all parts in order, in bundles; those of full sources are left out."""
     bundle = Bundle()
     for number, part in enumerate(parts):
-        reader = Reader(part.content, part.asked)
+        reader = Reader(part.content, part.asked, number)
         for item in pieces(part.content, partial(reader.columns, part.content)):
             if part.source in full:
                 break
-            bundle.add(number, item, reader)
+            bundle.add(reader, item)
             if bundle.size >= _BATCH_SIZE or bundle.count >= BATCH_RECORDS:
                 yield bundle
                 bundle = Bundle()

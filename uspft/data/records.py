@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from uspft.data.conversations import Naming, as_given
 from uspft.data.encoding import NotUtf8
-from uspft.data.faults import BadRecord, SampleFault, place
+from uspft.data.faults import BadRecord, SampleFault
 from uspft.data.hub import HubSplit
 from uspft.data.known_fields import FORMATS, RecordShape
-from uspft.data.objects import Entry, objects
+from uspft.data.objects import fields_of, objects
 from uspft.data.other_fields import Others, left_alone, others_of
+from uspft.data.samples import Entry, Origin, Record
 from uspft.data.shapes import (
     columns,
     described,
@@ -24,28 +25,8 @@ from uspft.data.shapes import (
     require_shape,
 )
 from uspft.data.sources import SourceFile
-from uspft.data.unread import with_values
+from uspft.data.tables import with_values
 from uspft.data.values import CHECKS
-
-
-@dataclass(frozen=True)
-class Record:
-    """One sample as it was read: its fields are checked for names and types, not yet for token ids.
-
-    line counts from 1; in a table it is the number of the record. shape: what the first record of
-    its file looks like, in words.
-    """
-
-    line: int
-    format: str
-    fields: dict[str, Any]
-    size: int  # bytes in the file; 1 for a hub record
-    shape: str = ""
-    led: bool = False  # whether its turns are led by a system field of its own
-    unused: tuple[str, ...] = ()
-    """Fields of it that nothing uses; of a table's first record, the columns too that are not
-    read."""
-    number: int = 0  # which element of a JSON array it is; 0 elsewhere
 
 
 class Reader:
@@ -55,9 +36,10 @@ class Reader:
     decided (`settled`), records may be made in any order, by copies in other processes too.
     """
 
-    def __init__(self, content: SourceFile | HubSplit, asked: Naming) -> None:
+    def __init__(self, content: SourceFile | HubSplit, asked: Naming, number: int = 0) -> None:
+        """number: that of the file or split among all that are read."""
         self.shown = content.shown
-        self._asked = asked
+        self._asked, self._number = asked, number
         self._file = content if isinstance(content, SourceFile) else None
         self._text = self._file is not None and self._file.kind == "text"
         self._shape: RecordShape | None = None
@@ -80,20 +62,25 @@ class Reader:
     def record(self, item: Entry | BadRecord) -> Record | BadRecord:
         """Return the record that an object is, or what is wrong with it."""
         if isinstance(item, BadRecord):
-            return item
+            return replace(item, file=self._number)
+        origin = Origin(self._number, item.line, item.number)
         try:
             if self._text:
-                return Record(item.line, "text", checked(item.fields, "text"), item.size, "text")
-            return replace(self._shaped(item), number=item.number)
+                return Record("text", checked(fields_of(item), "text"), origin, "text")
+            return self._shaped(item, origin)
         except SampleFault as fault:
             self._shape = self._shape if self.settled else None
             told = str(fault)
             if isinstance(fault, NotUtf8) and self._file:
                 told = fault.told(self._file)
-            return BadRecord(place(self.shown, item.line, item.number), told)
+            return self.refused(origin, told)
 
-    def _shaped(self, item: Entry) -> Record:
-        own, asked = item.fields, self._asked
+    def refused(self, origin: Origin, what: str) -> BadRecord:
+        """Return the fault of a record that was read there."""
+        return BadRecord(origin.place(self.shown), what, origin.file)
+
+    def _shaped(self, item: Entry, origin: Origin) -> Record:
+        own, asked = fields_of(item), self._asked
         fields = renamed(own, asked)
         shape = self._shape = self._shape or recognised(fields, asked)
         names = frozenset(fields)
@@ -103,17 +90,16 @@ class Reader:
             others = self._others[names] = others_of(fields, shape, asked)
         others.require_none(fields, own)
         form, made = formed(fields, shape, asked)
-        led = bool(made.get("led"))
+        if self.settled and form != self._format:
+            raise SampleFault(_unlike(form, shape))
+        words = ""
         unused = tuple(own_name(name, own, asked) for name in others.unused_in(fields))
-        if self.settled:
-            if form != self._format:
-                raise SampleFault(_unlike(form, shape))
-            return Record(item.line, form, checked(made, form), item.size, led=led, unused=unused)
-        words = described(shape, own, asked)
-        unused += self._unread
-        first = Record(item.line, form, checked(made, form), item.size, words, led, unused)
+        if not self.settled:
+            words, unused = described(shape, own, asked), unused + self._unread
+        led = bool(made.get("led"))
+        record = Record(form, checked(made, form), origin, words, led, unused)
         self._format = form
-        return first
+        return record
 
 
 def _unlike(form: str, shape: RecordShape) -> str:

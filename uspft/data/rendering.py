@@ -1,4 +1,4 @@
-"""Conversations as text, with the spans that train, through the tokenizer's own chat template.
+"""Records as text, with the spans that train; conversations through the tokenizer's chat template.
 
 A template may mark the assistant's part with {% generation %} … {% endgeneration %}; of those that
 do not, known ones have a twin that does (`twins`), and of others rendering with and without each
@@ -8,35 +8,49 @@ turn tells the part (`turns`). The text is never searched for answers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from uspft.data.chat_template import ChatTemplate
+from uspft.data.conversations import as_given
 from uspft.data.faults import SampleFault
-from uspft.data.left_out import require_answers, require_turns
+from uspft.data.left_out import lost_thoughts, require_answers, require_turns, unread
+from uspft.data.samples import Record, Rendered
 from uspft.data.turns import Spans, Turn, Untold, all_but, turn_spans
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as text, with the spans that train.
+def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rendered:
+    """Return a record as text, with the spans that train; it holds no token ids.
 
-    A span is [start, stop) in characters; spans rise and do not touch.
+    template: that of conversations. train_on: assistant, last or all; a turn's own weight wins.
+    Threads must not render conversations at once, since transformers keeps track of the marks in an
+    object that calls share. Raises SampleFault where the template refuses a conversation or leaves
+    a turn out, or where the spans do not hold the assistant's text.
     """
+    fields, unused, lost = record.fields, record.unused, ""
+    if record.format == "text":
+        text, spans = fields["text"], [(0, len(fields["text"]))]
+    elif record.format == "prompt_completion":
+        text, cut = fields["prompt"] + fields["completion"], len(fields["prompt"])
+        spans = [*([(0, cut)] if train_on == "all" else []), (cut, len(text))]
+    else:
+        assert template  # `TextTokeniser.problems` asks for one
+        try:
+            text, spans = _conversation(fields, template, train_on)
+        except SampleFault as fault:
+            raise SampleFault(as_given(str(fault), record.led)) from fault
+        unused += unread(fields["messages"], template)
+        lost = lost_thoughts(fields["messages"], template)
+    return Rendered(text, spans, record.format, record.origin, unused, lost)
 
-    text: str
-    spans: Spans
 
+def _conversation(
+    fields: dict[str, Any], template: ChatTemplate, train_on: str
+) -> tuple[str, Spans]:
+    """Return the text of a conversation, and the spans that train.
 
-def render(fields: Mapping[str, Any], template: ChatTemplate, train_on: str) -> Rendered:
-    """Render a conversation through the chat template, with the spans that train.
-
-    fields: messages, and where the record has them, tools and chat_template_kwargs. train_on:
-    assistant, last or all; a turn's own weight wins. Threads must not call this, since transformers
-    keeps track of the marks in an object that calls share. Raises SampleFault where the template
-    refuses the conversation or leaves a turn out, or where the spans do not hold the assistant's
-    text.
+    fields: messages, and where the record has them, tools and chat_template_kwargs.
     """
     turns = [_handed(turn, template, i) for i, turn in enumerate(fields["messages"])]
     answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -57,7 +71,7 @@ def render(fields: Mapping[str, Any], template: ChatTemplate, train_on: str) -> 
         text, spans = _unmarked(turns, answers, asked, template, more)
     require_turns(turns, text, template, more)
     spans = joined(spans)
-    return Rendered(text, all_but(spans, text) if train_on == "all" else spans)
+    return text, all_but(spans, text) if train_on == "all" else spans
 
 
 def _handed(turn: Turn, template: ChatTemplate, i: int) -> Turn:

@@ -8,20 +8,19 @@ from collections.abc import Iterator
 from typing import IO
 
 from uspft.data.encoding import not_utf8
-from uspft.data.faults import SampleFault
+from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.opened import A_MARK, BOM, nul, opened
+from uspft.data.samples import Entry
 from uspft.data.sources import SourceFile
 
 _APART = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
 _OTHER = {";": "", "|": "", "\t": "call it .tsv", ",": "call it .csv"}
 """What else columns may stand apart by, and what to do where it is that."""
 _REST = "nothing from here on is read"
-NamedRow = tuple[int, dict[str, str] | SampleFault, int]
-"""A line, the row by its names or what is wrong with it, and its bytes in the file."""
 
 
-def rows(file: SourceFile, longest: int) -> Iterator[NamedRow]:
-    """Yield the rows of a file in order; every value is text.
+def rows(file: SourceFile, longest: int) -> Iterator[Entry | BadRecord]:
+    """Yield the rows of a file in order, by the names in its first line; every value is text.
 
     longest: the bytes of the longest line and the characters of the longest value.
     """
@@ -41,17 +40,22 @@ def rows(file: SourceFile, longest: int) -> Iterator[NamedRow]:
                 if names is None and row:
                     names = _names(row, wrong, file.kind)
                 elif wrong:
-                    yield line, wrong, size
+                    yield _bad(file, line, wrong)
                 elif names and row and len(row) != len(names):
-                    yield start, _uneven(row, names, start, end), size
+                    yield _bad(file, start, _uneven(row, names, start, end))
                 elif names and row:
-                    yield end, dict(zip(names, row, strict=True)), size
+                    yield Entry(end, dict(zip(names, row, strict=True)), size)
                 start = end + 1
         except SampleFault as fault:
-            yield start, fault, 0
+            yield _bad(file, start, fault)
         except csv.Error as error:
             line, wrong = lines.taken()
-            yield (line, _told(wrong, ""), 0) if wrong else (start, _unread(error, longest), 0)
+            found = (line, _told(wrong, "")) if wrong else (start, _unread(error, longest))
+            yield _bad(file, *found)
+
+
+def _bad(file: SourceFile, line: int, fault: SampleFault) -> BadRecord:
+    return BadRecord(place(file.shown, line), str(fault))
 
 
 class _Lines:

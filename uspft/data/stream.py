@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from uspft.data.corpus import Corpus
+from uspft.data.known_fields import NOT_TRAINED
 from uspft.data.packing import Packing, pack_rows
-from uspft.data.tokenise import NOT_TRAINED
 from uspft.segments import Segments
 
 if TYPE_CHECKING:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from uspft.data.faults import SampleFault
+from uspft.data.faults import BadRecord, SampleFault, place
+from uspft.data.hub import HubSplit
+from uspft.data.samples import Entry
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
+
+    from uspft.data.sources import SourceFile
 
 RECORDS, BYTES = 256, 1 << 19
 """Records and bytes that columns have at most, unless one record is larger."""
@@ -29,8 +33,15 @@ class Columns:
     size: int
     stream: bytes
 
-    def records(self) -> list[dict[str, Any] | SampleFault]:
-        """Return the records, each a SampleFault where Python has no such value."""
+    def entries(self) -> Iterator[Entry | BadRecord]:
+        """Yield the records, or what is wrong with one of which Python has no value."""
+        for line, fields in enumerate(self._records(), self.first):
+            if isinstance(fields, SampleFault):
+                yield BadRecord(place(self.shown, line), str(fields))
+            else:
+                yield Entry(line, fields, self.size)
+
+    def _records(self) -> list[dict[str, Any] | SampleFault]:
         import pyarrow as pa
 
         with pa.ipc.open_stream(self.stream) as stream:
@@ -139,3 +150,46 @@ def _stream(batch: pa.RecordBatch) -> bytes:
         stream.write_batch(batch)
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+def with_values(content: SourceFile | HubSplit, names: Sequence[str]) -> tuple[str, ...]:
+    """Return which columns of a table hold a value other than null.
+
+    Only what tells that is read: statistics of a Parquet file, the lengths of Arrow's columns.
+    """
+    if not names:
+        return ()
+    if isinstance(content, HubSplit):
+        nulls = {name: content.dataset.data.column(name).null_count for name in names}
+        return tuple(name for name in names if nulls[name] < len(content.dataset.data))
+    empty = (_empty_in_parquet if content.kind == "parquet" else _empty_in_arrow)(content, names)
+    return tuple(name for name in names if name not in empty)
+
+
+def _empty_in_parquet(file: SourceFile, names: Sequence[str]) -> set[str]:
+    """Return the columns that a Parquet file says to hold nothing but null."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    meta = pq.read_metadata(file.path)
+    schema, filled = meta.schema.to_arrow_schema(), set[str]()
+    untyped = {name for name in names if pa.types.is_null(schema.field(name).type)}
+    for group in map(meta.row_group, range(meta.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            stats: Any = column.statistics
+            known = stats is not None and stats.has_null_count
+            if not known or stats.null_count < column.num_values:
+                filled.add(column.path_in_schema.partition(".")[0])
+    return set(names) - (filled - untyped)
+
+
+def _empty_in_arrow(file: SourceFile, names: Sequence[str]) -> set[str]:
+    import pyarrow as pa
+
+    empty = set(names)
+    with pa.memory_map(str(file.path)) as source:
+        for batch in opened_arrow(source)[1]:
+            empty -= {name for name in empty if batch.column(name).null_count < batch.num_rows}
+            if not empty:
+                break
+    return empty

@@ -1,9 +1,8 @@
-"""Token ids and labels from records, with the special tokens that each format asks for."""
+"""Token ids and labels of samples, with the special tokens that each format asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Set
 from datetime import date
 from hashlib import blake2b
 from importlib.metadata import version
@@ -14,29 +13,14 @@ import numpy as np
 from uspft.config.problems import Finding
 from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.chat_template import ChatTemplate
-from uspft.data.conversations import as_given
 from uspft.data.faults import SampleFault, wrong_key
 from uspft.data.known_fields import NOT_TRAINED
-from uspft.data.records import Record
-from uspft.data.rendering import Rendered, render
+from uspft.data.samples import Record, Rendered, Sample
 from uspft.data.templates import own_template, template_notes, template_of, template_problems
 from uspft.data.tokenizer_files import read_tokenizer
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from uspft.config.recipe import DataBlock
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The token ids and labels of one sample, as int32 arrays of one length.
-
-    labels are not shifted; -100 marks a token that is not trained.
-    """
-
-    ids: NDArray[np.int32]
-    labels: NDArray[np.int32]
 
 
 class TextTokeniser:
@@ -50,7 +34,7 @@ class TextTokeniser:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.eos: int | None = tokenizer.eos_token_id
-        self._train_on = "assistant" if train_on == "completion" else train_on
+        self.train_on = "assistant" if train_on == "completion" else train_on
         self._special = {
             name: str(token)
             for name, token in tokenizer.special_tokens_map.items()
@@ -70,7 +54,7 @@ class TextTokeniser:
         template = (self.template.twin or self.template).source if self.template else None
         parts = (self.backend.to_str(), str(template), str(self.eos), versions)
         # As "True" and "False", so that data tokenised before there was `last` keeps its name.
-        trains = {"all": "True", "assistant": "False"}.get(self._train_on, self._train_on)
+        trains = {"all": "True", "assistant": "False"}.get(self.train_on, self.train_on)
         named = [*parts, str(sorted(self._special.items())), trains]
         if self.template and self.template.writes_today:
             named.append(date.today().isoformat())
@@ -105,66 +89,39 @@ class TextTokeniser:
             return []
         return template_notes(self.template, self.backend)
 
-    def rendered(self, record: Record) -> Record | Rendered:
-        """Render a conversation as text; return any other record as it is. Raises SampleFault.
-
-        Only one thread may do this.
-        """
-        if record.format != "messages":
-            return record
-        assert self.template  # `problems` asks for one
-        try:
-            return render(record.fields, self.template, self._train_on)
-        except SampleFault as fault:
-            raise SampleFault(as_given(str(fault), record.led)) from fault
-
-    def tokens(self, sample: Record | Rendered) -> Tokens:
-        """Return the ids and labels of one sample. Raises SampleFault."""
-        if isinstance(sample, Rendered):
-            return self._conversation(sample)
-        if sample.format == "text":
-            ids = self._ids(sample.fields["text"], special=True)
+    def sample(self, rendered: Rendered) -> Sample:
+        """Return the ids and labels of what was rendered. Raises SampleFault."""
+        text, spans = rendered.text, rendered.spans
+        if rendered.format == "messages":
+            if self.train_on == "all" and spans == [(0, len(text))]:
+                ids = self._ids(text, special=False)
+                ranges = [(0, len(ids))]
+            else:
+                ids, ranges = tokenise_spans(self.backend, rendered, self._bytes)
+        elif rendered.format == "text":
+            ids = self._ids(text, special=True)
             ids = ids if self._adds_eos else [*ids, self.eos]
-            return made_tokens(ids, ids)
-        prompt = self._ids(sample.fields["prompt"], special=True)
-        if self._adds_eos:
-            prompt = prompt[:-1]
-        completion = [*self._ids(sample.fields["completion"], special=False), self.eos]
-        start = prompt if self._train_on == "all" else [NOT_TRAINED] * len(prompt)
-        return made_tokens(prompt + completion, start + completion)
-
-    def _conversation(self, sample: Rendered) -> Tokens:
-        if self._train_on == "all" and sample.spans == [(0, len(sample.text))]:
-            ids = self._ids(sample.text, special=False)
-            return made_tokens(ids, ids)
-        ids, ranges = tokenise_spans(self.backend, sample, self._bytes)
-        return made_tokens(ids, ranges=ranges)
+            ranges = [(0, len(ids))]
+        else:
+            cut = spans[-1][0]  # apart, as inference tokenises the prompt alone
+            prompt = self._ids(text[:cut], special=True)
+            if self._adds_eos:
+                prompt = prompt[:-1]
+            ids = [*prompt, *self._ids(text[cut:], special=False), self.eos]
+            ranges = [(len(prompt) if len(spans) == 1 else 0, len(ids))]
+        found = np.array(ids, np.int32)
+        labels = np.full_like(found, NOT_TRAINED)
+        for first, stop in ranges:
+            labels[first:stop] = found[first:stop]
+        return _begun(Sample(found, labels, rendered.origin, rendered.unused, rendered.lost))
 
     def _ids(self, text: str, special: bool) -> list[Any]:
         # A batch of one: unlike `encode`, it lets other threads run meanwhile.
         return self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
 
-def made_tokens(
-    ids: list[int], labels: list[int] | None = None, ranges: Sequence[tuple[int, int]] = ()
-) -> Tokens:
-    """Return Tokens with a masked first label: nothing before a document predicts its first token.
-
-    ranges: [first, stop) of the tokens that train, where there are no labels. Raises SampleFault
-    where there are no ids.
-    """
-    if not ids:
-        raise SampleFault("an empty sample (no tokens); remove the record")
-    found = np.array(ids, np.int32)
-    targets = np.full_like(found, NOT_TRAINED) if labels is None else np.array(labels, np.int32)
-    for first, stop in ranges:
-        targets[first:stop] = found[first:stop]
-    targets[0] = NOT_TRAINED
-    return Tokens(found, targets)
-
-
-def given_tokens(record: Record, vocab_size: int) -> Tokens:
-    """Return the ids and labels that a tokenized record itself holds; labels default to the ids.
+def given(record: Record, vocab_size: int) -> Sample:
+    """Return the sample that a tokenized record itself holds; labels default to the ids.
 
     Raises SampleFault where one of them is outside the vocabulary.
     """
@@ -177,12 +134,22 @@ def given_tokens(record: Record, vocab_size: int) -> Tokens:
     for label in labels:
         if label != NOT_TRAINED and not 0 <= label < vocab_size:
             raise SampleFault(f"labels holds {label}; write -100 or an id in {allowed}")
-    return made_tokens(ids, labels)
+    arrays = np.array(ids, np.int32), np.array(labels, np.int32)
+    return _begun(Sample(*arrays, record.origin, record.unused))
 
 
-def require_vocabulary(tokens: Tokens, vocab_size: int) -> None:
-    """Check that the model has every id of `tokens`. Raises SampleFault where it has not."""
-    largest = int(tokens.ids.max())
+def _begun(sample: Sample) -> Sample:
+    """Return a sample whose first label is masked: nothing before a document predicts its first
+    token. Raises SampleFault where it has no token."""
+    if not len(sample.ids):
+        raise SampleFault("an empty sample (no tokens); remove the record")
+    sample.labels[0] = NOT_TRAINED
+    return sample
+
+
+def require_vocabulary(sample: Sample, vocab_size: int) -> None:
+    """Check that the model has every id of a sample. Raises SampleFault where it has not."""
+    largest = int(sample.ids.max())
     if largest >= vocab_size:
         what = f"the tokenizer gives id {largest}, the model has {vocab_size}"
         raise SampleFault(f"{what}; set model.tokenizer to the model's own")

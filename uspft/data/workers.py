@@ -19,7 +19,9 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 from uspft.config.problems import RunFailed
-from uspft.data.reading import Bundle, Encoder, Portion, SourcePart, bundles
+from uspft.data.faults import BadRecord
+from uspft.data.reading import Bundle, Encoder, SourcePart, bundles
+from uspft.data.samples import Sample
 
 WORTH_PROCESSES = 1 << 24
 """Bytes of data from which on processes work in place of threads: their imports take 1.5 s."""
@@ -52,24 +54,30 @@ def processes_for(parts: list[SourcePart], workers: int) -> Iterator[Workers | N
 
 def tokenised(
     parts: list[SourcePart], encoder: Encoder, workers: int | Workers, full: Set[int]
-) -> Iterator[Portion]:
-    """Yield the samples of all parts in order, whatever the workers.
+) -> Iterator[tuple[list[Sample | BadRecord], int]]:
+    """Yield the samples of all parts in order, whatever the workers, some at a time, with the bytes
+    or hub records that these were.
 
     workers: processes, or a number of threads; the caller's thread reads files and no more. full:
     the sources of which no more is wanted; what was read ahead of them comes all the same. Only a
     few bundles are in memory at a time. Raises RunFailed where a process is killed.
     """
-    pending: deque[Future[Portion]] = deque()
+    pending: deque[tuple[Future[list[Sample | BadRecord]], int]] = deque()
     threads = workers if isinstance(workers, int) else workers.count
-    make = Bundle.encoded if isinstance(workers, int) else workers.ask
+    make = Bundle.samples if isinstance(workers, int) else workers.ask
+
+    def made() -> tuple[list[Sample | BadRecord], int]:
+        making, size = pending.popleft()
+        return making.result(), size
+
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
         try:
             for bundle in bundles(parts, full):
-                pending.append(pool.submit(make, bundle, encoder))
+                pending.append((pool.submit(make, bundle, encoder), bundle.size))
                 if len(pending) > 2 * threads:
-                    yield pending.popleft().result()
+                    yield made()
             while pending:
-                yield pending.popleft().result()
+                yield made()
         finally:
             if isinstance(workers, Workers):  # or the pool would wait for what they still do
                 workers.end()
@@ -102,7 +110,7 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
-    def ask(self, bundle: Bundle, encoder: Encoder) -> Portion:
+    def ask(self, bundle: Bundle, encoder: Encoder) -> list[Sample | BadRecord]:
         """Return the samples of a bundle. Raises RunFailed where the process is killed.
 
         encoder: the same for all bundles.
@@ -111,12 +119,12 @@ class Workers:
         try:
             process = process or self._start(encoder)
             process.line.send(bundle)
-            portion: Portion = process.line.recv()
+            samples: list[Sample | BadRecord] = process.line.recv()
         except (EOFError, OSError) as error:
             raise self._gone(process) from error
         finally:  # a dead one too, by which whoever asks next sees that it is
             self._free.put(process)
-        return portion
+        return samples
 
     def _start(self, encoder: Encoder) -> _Process:
         with self._one_asks:
@@ -223,6 +231,6 @@ def work(line: int) -> None:
             encoder: Encoder = connection.recv()
             while True:
                 bundle: Bundle = connection.recv()
-                connection.send(bundle.encoded(encoder))
+                connection.send(bundle.samples(encoder))
         except (EOFError, OSError):
             return  # whoever asked is gone

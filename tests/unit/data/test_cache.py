@@ -25,7 +25,8 @@ from tests.support.data_cases import (
 )
 from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT
-from uspft.data import Corpus, DataError, cache, prepare
+from uspft.data import Corpus, DataError, cache, corpora_in, empty, holding, prepare
+from uspft.lease import Lease
 
 
 def test_the_number_of_workers_changes_nothing(
@@ -210,3 +211,27 @@ def test_a_damaged_corpus_is_refused(tmp_path: Path) -> None:
         Corpus.open(folder)
     with pytest.raises(DataError, match="delete the folder"):
         Corpus.open(tmp_path / "nowhere")
+
+
+def test_what_is_no_corpus_stays(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    assert empty(cache) == (0, 0, 0) and not cache.exists()
+    folders = [
+        prepare(block(write_lengths(tmp_path / f"{n}.jsonl", [n])), None, 9999, cache)
+        for n in (3, 5)
+    ]
+    theirs = [cache / "notes.txt", cache / ("a" * 24), cache / ".mine.partial"]
+    theirs[0].write_text("mine")
+    for folder in theirs[1:]:
+        folder.mkdir()
+    live = cache / f".{'b' * 24}.{'c' * 32}.partial"
+    Lease.take(live, print)
+    killed = cache / f".{'d' * 24}.{'e' * 32}.partial"
+    (killed / ("d" * 24)).mkdir(parents=True)
+    (killed / ("d" * 24) / "tokens.int32").write_bytes(bytes(100))
+    os.utime(killed, (0, 0))
+    assert corpora_in(cache) == sorted(folders)
+    size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+    assert holding(folders) == (2, size, 0) and size > 8 * 4 * 2
+    assert empty(cache) == (3, size + 100, 1)
+    assert sorted(cache.iterdir()) == sorted([*theirs, live])

@@ -19,13 +19,13 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.support.chat_templates import render as render_fields
 from tests.support.data_cases import SAMPLES, TEMPLATES, TOKENIZER, block, write_lines
 from uspft.data import Corpus, DataError, prepare
 from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import Rendered
-from uspft.data.rendering import render as render_fields
+from uspft.data.samples import Origin, Rendered
 from uspft.prepare.new_tokens import with_tokens
 
 CHATML = (TEMPLATES / "chatml.jinja").read_text()
@@ -234,7 +234,7 @@ def test_the_whole_texts_tokens_are_kept_where_they_fit(trim: bool) -> None:
     no_offsets = SimpleNamespace(encode_batch_fast=backend.encode_batch_fast)
     assert tokenise_spans(no_offsets, rendered, TokenBytes.of(backend)) == (ids, ranges)
     # A space that ends where an answer starts: trimmed offsets leave nothing of it.
-    rendered = Rendered("a bc", [(2, 4)])
+    rendered = Rendered("a bc", [(2, 4)], "messages", Origin(0, 1))
     assert (backend.encode("a ").offsets[-1] == (2, 2)) == trim
     backend.add_tokens([AddedToken("bc", normalized=False)])
     ids, ((first, stop),) = tokenise_spans(backend, rendered)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.support.chat_templates import ENDS, UNMARKED, turn
+from tests.support.chat_templates import ENDS, UNMARKED, render, turn
 from tests.support.data_cases import TOKENIZER, block, faults_of, write_lines
 from tests.support.originals import original
 from uspft.data import Corpus, prepare
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import render
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
 OBJECT, TEXT = {"at": "the moon"}, '{"at":"the moon"}'

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.data_cases import CHAT, TOKENIZER, write_lines
 from uspft.config.recipe import DataBlock
-from uspft.data import DataError, first_look
+from uspft.data import DataError, first_look, prepare, read_report
 from uspft.data.first_look import RECORDS
 from uspft.data.sources import STDLIB
 
@@ -113,3 +113,15 @@ def test_what_was_not_seen_whole_is_let_through(tmp_path: Path) -> None:
         assert skipped == f"{empty}: holds no sample; give it data, or leave it out"
         with pytest.raises(DataError, match=r"a\.jsonl: holds no sample; give it data"):
             first_look(block(*train), None, 10)
+
+
+def test_fields_of_samples_that_are_skipped_are_not_told(tmp_path: Path) -> None:
+    """As the report does not tell them, which is made of what trains."""
+    beyond = {"input_ids": [99, 99], "note": "x"}
+    path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, beyond])
+    data = block(path, on_bad_sample="skip", unused_fields="error")
+    assert first_look(data, None, 10).notes == []
+    folder = prepare(data, None, 10, tmp_path / "cache")
+    assert read_report(folder)["unused"] == [] and read_report(folder)["bad"] == 1
+    with pytest.raises(DataError, match=r"a\.jsonl: not used: note; take them out"):
+        first_look(data, None, 100)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.chat_templates import CONVERSATIONS, ENDS, UNMARKED, turn
+from tests.support.chat_templates import CONVERSATIONS, ENDS, UNMARKED, render, turn
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import render
 
 ASKED = [turn("user", "What is 6 * 7?"), turn("assistant", "Let me look.")]
 SAID = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
@@ -20,7 +19,7 @@ def only(condition: str) -> str:
     return f"{{%- for m in messages if {condition} -%}}{SAID}{{%- endfor -%}}"
 
 
-KNOWN_OF_IT = ("written", "manner", "arguments")
+KNOWN_OF_IT = ("written", "manner", "arguments", "writes_thoughts")
 KNOWN = only("m.role in ('system', 'user', 'assistant')")
 FIRST = "{%- for m in messages -%}{%- if m.role != 'system' or loop.first -%}"
 FIRST += SAID + "{%- endif -%}{%- endfor -%}"
@@ -30,7 +29,7 @@ FIRST += SAID + "{%- endif -%}{%- endfor -%}"
 def checked(source: str, *turns: dict[str, Any], **more: Any) -> int:
     """How many texts are rendered of a conversation once its template is known, if it is taken."""
     template = ChatTemplate(source, {}, ENDS)
-    _ = template.written, template.manner, template.arguments
+    _ = template.written, template.manner, template.arguments, template.writes_thoughts
     written = []
 
     class Counted(ChatTemplate):

@@ -19,7 +19,7 @@ from uspft.config.recipe import DataBlock
 from uspft.data import Corpus, DataError, arrays, first_look, objects, prepare, read_report
 from uspft.data.encoding import NotUtf8
 from uspft.data.faults import BadRecord, SampleFault, place
-from uspft.data.objects import Entry
+from uspft.data.samples import Entry
 from uspft.data.sources import SourceFile, list_files
 
 ROWS = [{"prompt": f'a {i},\n"b"', "completion": "漢字 🙂", "id": str(i)} for i in range(600)]
@@ -79,7 +79,7 @@ def _parsed(file: SourceFile, item: Entry | BadRecord) -> Entry | BadRecord:
     if isinstance(item, BadRecord):
         return item
     try:
-        return Entry(item.line, item.fields, item.size, item.number)
+        return Entry(item.line, objects.fields_of(item), item.size, item.number)
     except NotUtf8 as fault:
         return BadRecord(place(file.shown, item.line, item.number), fault.told(file))
     except SampleFault as fault:
@@ -96,7 +96,7 @@ def test_every_kind_of_file_holds_the_same(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(FILES[name]())
     found = read(path)
-    assert [item.fields for item in found if isinstance(item, Entry)] == ROWS
+    assert [item.content for item in found if isinstance(item, Entry)] == ROWS
     assert len(found) == len(ROWS)
     sizes = sum(item.size for item in found if isinstance(item, Entry))
     assert sizes <= path.stat().st_size
@@ -110,7 +110,7 @@ def test_columns_are_chosen_and_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(FILES[name]())
         (file,) = list_files(str(tmp_path / name), "auto")
         first = next(iter(objects.objects(file, lambda names: names[1:2])))
-        assert isinstance(first, Entry) and first.fields == {"completion": "漢字 🙂"}
+        assert isinstance(first, Entry) and first.content == {"completion": "漢字 🙂"}
         assert list(objects.objects(file, refused)) == [BadRecord(file.shown, "no; nothing")]
 
 
@@ -251,7 +251,12 @@ def test_arrays_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.Monk
     for ascii in (True, False):
         path.write_text("\ufeff \n" + json.dumps(odd, indent=3, ensure_ascii=ascii) + "\n\n")
         found = [item for item in read(path) if isinstance(item, Entry)]
-        assert [item.fields for item in found] == odd and [i.line for i in found] == [3, 11, 14, 15]
+        assert [item.content for item in found] == odd and [i.line for i in found] == [
+            3,
+            11,
+            14,
+            15,
+        ]
     whole = path.read_bytes()
     path.write_bytes(whole.replace("é".encode(), b"\xe9"))
     first, bad = read(path)
@@ -299,7 +304,7 @@ def test_bare_lists_of_turns_are_conversations(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         found = read(tmp_path / name)
-        assert [item.fields for item in found if isinstance(item, Entry)] == records, name
+        assert [item.content for item in found if isinstance(item, Entry)] == records, name
         assert len(found) == 4, name
 
 
@@ -399,7 +404,7 @@ def test_a_text_that_is_too_long_is_no_sample(
     monkeypatch.setattr(objects, "LONGEST_TEXT", 100)
     path = tmp_path / "a.txt"
     path.write_text("b" * 100)  # longer than a line may be
-    assert [item.fields for item in read(path) if isinstance(item, Entry)] == [{"text": "b" * 100}]
+    assert [item.content for item in read(path) if isinstance(item, Entry)] == [{"text": "b" * 100}]
     for packed in ("", ".gz"):
         path = tmp_path / f"a.txt{packed}"
         path.write_bytes(gzip.compress(b"b" * 101) if packed else b"b" * 101)

@@ -11,7 +11,8 @@ from tests.support.data_cases import CHAT, SAMPLES, TOKENIZER, block, faults_of,
 from uspft.data import DataError, fates, prepare, read_report
 from uspft.data.conversations import Naming
 from uspft.data.known_fields import FORMATS
-from uspft.data.records import Record, first_record, read
+from uspft.data.records import first_record, read
+from uspft.data.samples import Record
 from uspft.data.sources import SourceFile, list_files
 
 GOOD: dict[str, Any] = {
@@ -133,7 +134,7 @@ def test_every_format_is_known_by_its_first_record(tmp_path: Path) -> None:
         path = write_lines(tmp_path / f"{known}.jsonl", [record])
         assert format_of(path) == known
         (sample,) = read(*_read_arguments(path))
-        assert isinstance(sample, Record) and sample.fields == record and sample.line == 1
+        assert isinstance(sample, Record) and sample.fields == record and sample.origin.line == 1
     assert set(GOOD) == set(FORMATS)
 
 
@@ -175,7 +176,7 @@ def test_columns_that_a_format_does_not_use_are_left_alone(tmp_path: Path) -> No
 def test_blank_lines_pass(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["", GOOD["text"], "", " \t", GOOD["text"], ""])
     found = list(read(*_read_arguments(path)))
-    assert [item.line for item in found if isinstance(item, Record)] == [2, 5]
+    assert [item.origin.line for item in found if isinstance(item, Record)] == [2, 5]
     assert len(found) == 2
 
 

@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, TOOLS, UNMARKED, call, turn
+from tests.support.chat_templates import (
+    CONVERSATIONS,
+    ENDS,
+    MARKED,
+    TOOLS,
+    UNMARKED,
+    call,
+    render,
+    turn,
+)
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
-from uspft.data.rendering import render
 
 BOTH = pytest.mark.parametrize("source", [MARKED["chatml"], UNMARKED["chatml"]], ids=["m", "u"])
 TURNS = CONVERSATIONS["answers"]["messages"]

@@ -10,7 +10,7 @@ import pytest
 
 from uspft.data import objects
 from uspft.data.faults import BadRecord
-from uspft.data.objects import Entry
+from uspft.data.samples import Entry
 from uspft.data.sources import list_files
 
 

@@ -11,7 +11,8 @@ from tests.support.data_cases import TOKENIZER, block, source, write_lines
 from uspft.data import Corpus, prepare
 from uspft.data.conversations import Naming
 from uspft.data.faults import BadRecord, SampleFault
-from uspft.data.records import Record, read
+from uspft.data.records import read
+from uspft.data.samples import Record
 from uspft.data.shapes import columns
 from uspft.data.sources import SourceFile
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.support.chat_templates import ENDS, MARKED, UNMARKED
+from tests.support.chat_templates import ENDS, MARKED, UNMARKED, render
 from tests.support.data_cases import (
     CHAT,
     TOKENIZER,
@@ -23,7 +23,7 @@ from uspft.data import first_look, prepare, read_report
 from uspft.data.chat import TokenBytes, tokenise_spans
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.corpus import Corpus
-from uspft.data.rendering import Rendered, render
+from uspft.data.samples import Origin, Rendered
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,9 @@ def test_a_setting_may_have_any_other_name(source: str) -> None:
 def test_a_span_that_is_longer_than_its_text_ends_with_it() -> None:
     backend = AutoTokenizer.from_pretrained(TOKENIZER).backend_tokenizer
     known = TokenBytes.of(backend)
-    ids, ranges = tokenise_spans(backend, Rendered("Hello", [(0, 9)]), known)
+    ids, ranges = tokenise_spans(
+        backend, Rendered("Hello", [(0, 9)], "messages", Origin(0, 1)), known
+    )
     assert ranges == [(0, len(ids))] and backend.decode(ids) == "Hello"
 
 

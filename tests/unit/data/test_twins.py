@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, UNMARKED
+from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, UNMARKED, render
 from tests.support.data_cases import TOKENIZER
 from uspft.data import twins
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.known_fields import ROLES
-from uspft.data.rendering import render
 from uspft.data.tokenise import TextTokeniser
 from uspft.data.twins import digest, edited, models, twin_of
 

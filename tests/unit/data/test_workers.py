@@ -53,8 +53,8 @@ def test_processes_make_what_threads_make(
     tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here: list[Columns] = []
-    records = Columns.records
-    monkeypatch.setattr(Columns, "records", lambda own: here.append(own) or records(own))
+    entries = Columns.entries
+    monkeypatch.setattr(Columns, "entries", lambda own: here.append(own) or entries(own))
     lines = [CHAT, {"messages": LONG}, *BAD] * 6
     path = write_lines(tmp_path / "a.jsonl", lines)
     text = tmp_path / "t.txt"

@@ -1,0 +1,96 @@
+"""What a sample is on its way from a file to a corpus: an object, a record, text, and tokens.
+
+Entry (`objects`: as its file holds it) → Record (`records`: checked, under our names) → Rendered
+(`rendering`: as text, with what trains) → Sample (`tokenise`: ids and labels), which goes into a
+corpus and comes out of it. A record that holds token ids is a Sample without a text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from uspft.data.faults import place
+from uspft.data.turns import Spans
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Origin(NamedTuple):
+    """Where a sample was read, as a corpus keeps it."""
+
+    file: int
+    """The number of its file or split among all that are read."""
+    line: int
+    """The line, counted from 1; in a table, the number of the record."""
+    number: int = 0
+    """Which element of a JSON array it is, counted from 1; 0 elsewhere."""
+
+    def place(self, shown: str) -> str:
+        """Return the place as faults name it. shown: the file's or split's name."""
+        return place(shown, self.line, self.number)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sample as its file holds it: an object, with its line and number as of Origin."""
+
+    line: int
+    content: dict[str, Any] | bytes
+    """The object, or the line of JSON that holds it: whoever makes tokens of it reads it."""
+    size: int
+    """Bytes of the file, about; 1 in a hub data set."""
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """A sample as it was read: fields are checked for names and types, not yet for token ids."""
+
+    format: str
+    fields: dict[str, Any]
+    """The fields of its format, under our names."""
+    origin: Origin
+    shape: str = ""
+    """What the first record of a file looks like, in words; empty for the others."""
+    led: bool = False
+    """Whether its turns are led by a system field of its own."""
+    unused: tuple[str, ...] = ()
+    """Fields of it that nothing uses; of a table's first record, the columns too that are not
+    read."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A sample as text, with the spans of it that train.
+
+    A span is [start, stop) in characters; spans rise. Those of a conversation do not touch, and the
+    last one of a pair is its completion.
+    """
+
+    text: str
+    spans: Spans
+    format: str
+    """The record's, by which it is tokenised."""
+    origin: Origin
+    unused: tuple[str, ...] = ()
+    """Fields that nothing uses, of its record and of its turns."""
+    lost: str = ""
+    """What the chat template leaves out of it; empty where that is nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A sample as tokens: ids and labels, int32 arrays of one length.
+
+    labels are not shifted; -100 marks a token that is not trained, which the first never is.
+    """
+
+    ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    origin: Origin
+    unused: tuple[str, ...] = ()
+    """As of Rendered; a report tells of both, and the corpus holds neither."""
+    lost: str = ""
