@@ -34,7 +34,7 @@ SENTENCES = {
     (
         "docs/planning.md",
         "over 1.10 ×",
-    ): "which pairs count, as benchmarks/planning/judge.py has it",
+    ): "which pairs count, by benchmarks/planning/judge.py",
     ("docs/planning.md", "within 12 %"): "what the planner calls a tie on shipped figures",
     ("docs/planning.md", "within 5 %"): "what the planner calls a tie on measured figures",
     ("docs/verify.md", "3 % too many"): "what `--inject scale` does",
