@@ -97,6 +97,17 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
         optimizer.scaled_global_norm = lambda norm_type=2: over_model([here(norm_type)])
 
 
+def begin_accumulation(optimizer: Any) -> None:
+    """Have ZeRO-3 add up all gradients of a step, from nothing.
+
+    DeepSpeed 0.19 has the first backward pass take the place of the last step's gradients; one of
+    a stage alone leaves those of this rank's other stages, to which their own are then added.
+    """
+    optimizer.micro_step_id = 1
+    if (buffer := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
+        buffer.zero_()
+
+
 def compare_traces_within(optimizer: Any, group: Group) -> None:
     """Have ZeRO-3 compare the order of modules among the ranks that hold the same parameters alone.
 
@@ -118,7 +129,12 @@ def compare_traces_within(optimizer: Any, group: Group) -> None:
 
 
 def _require_same(group: Group, numbers: list[int]) -> None:
-    """Require that all ranks of a group have the same numbers; collective. Raises RuntimeError."""
+    """Require that all ranks of a group have the same numbers, from the smallest on; collective.
+
+    DeepSpeed numbers all modules of a process: another engine before this one may have had other
+    stages on these ranks. Raises RuntimeError.
+    """
+    numbers = [number - min(numbers) for number in numbers]
     every: list[Any] = [numbers]
     if group.size > 1:
         every = [None] * group.size
