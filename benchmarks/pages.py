@@ -27,6 +27,7 @@ from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
 from benchmarks.meshslice.hosts import report as meshslice_hosts
 from benchmarks.orders import figures as orders
+from benchmarks.planning import report as planning
 from benchmarks.step import figures as step
 from benchmarks.switching import report as switching
 from benchmarks.switching.simulation import report as simulation
@@ -41,6 +42,7 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "meshslice": meshslice.figures,
     "meshslice-hosts": meshslice_hosts.figures,
     "orders": orders.figures,
+    "planning": planning.figures,
     "step": step.figures,
     "switching": switching.figures,
     "switching-simulation": simulation.figures,

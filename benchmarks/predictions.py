@@ -17,12 +17,11 @@ from uspft.config import Recipe, load
 from uspft.config.algorithms import row_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout, layout_of
-from uspft.planner.alternatives import alternatives
-from uspft.planner.hardware import read_hardware
-from uspft.planner.need import longest_row, need_of
+from uspft.planner.machine import read_hardware
+from uspft.planner.memory import longest_row, memory_of, options_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import CONFIGS
-from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
+from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, ranking_of, step_of
 from uspft.prepare.memory_need import settled_memory
 from uspft.segments import Segments
 from uspft.sequence import Heads, make_algorithm
@@ -110,8 +109,8 @@ def _predicted(recipe: str, card: str, *words: str) -> tuple[float, Layout]:
 def _whole(card: str) -> float:
     """Return the predicted seconds of the recipe's step where nothing is split but the rows."""
     found = _examined(TENSOR, card)
-    every = alternatives(step_of(found), found.layout.ranks, hardware_of(found, 1))
-    return next(one.time.seconds for one in every if one.layout.data == one.layout.ranks)
+    every = ranking_of(found, step_of(found), hardware_of(found, 1)).layouts
+    return next(one.seconds for one in every if one.layout.data == one.layout.ranks)
 
 
 @cache
@@ -158,18 +157,16 @@ class Rows:
     @property
     def longest(self) -> int:
         """The tokens of the longest row."""
-        found = longest_row(self.recipe, self.shape, self.layout, CARD)
+        options = options_of(self.recipe, self.layout)
+        found = longest_row(self.shape, self.layout, CARD, options=options)
         assert found
         return found
 
     @property
     def host_bytes(self) -> float:
         """What a rank of the longest row has in the host's memory."""
-        data = self.recipe.data.model_copy(update={"sequence_length": self.longest})
-        longest = self.recipe.model_copy(update={"data": data})
-        need = need_of(longest, self.shape, self.layout)
-        assert need
-        return need.host_bytes
+        options = options_of(self.recipe, self.layout)
+        return memory_of(self.shape, self.layout, self.longest, options=options).host_bytes
 
 
 def tolerances() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -41,3 +41,32 @@ class Block(NamedTuple):
 def area(blocks: Iterable[Block]) -> int:
     """Count the pairs of a query and a key that it sees, over all blocks."""
     return sum(block.area for block in blocks)
+
+
+def in_calls(blocks: Sequence[Block], tokens: int) -> list[list[Block]]:
+    """Return the blocks of each call of a kernel that takes one mask: a call for each mask, and for
+    each full block that would have too many keys copied. tokens: how many keys there are.
+
+    Full blocks of a call have together no more keys than there are, and each of the longest blocks
+    is alone, whose keys are read in place: runs of one document's queries see the same keys, each
+    run more of them, so copies of all would grow with the number of runs.
+    """
+    full, *others = ([b for b in blocks if b.mask is mask] for mask in Mask)
+    lengths = [b.k1 - b.k0 for b in full]
+    together, alone = sum(lengths), set()
+    for number in sorted(range(len(full)), key=lengths.__getitem__, reverse=True):
+        if together > tokens:
+            together -= lengths[number]
+            alone.add(number)
+    rest = [block for number, block in enumerate(full) if number not in alone]
+    groups = [rest, *([full[number]] for number in sorted(alone)), *others]
+    return [group for group in groups if group]
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return ranges of tokens with neighbours that follow one another joined."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        follows = runs and runs[-1][1] == start
+        runs.append((runs.pop()[0], stop) if follows else (start, stop))
+    return tuple(runs)

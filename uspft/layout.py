@@ -107,6 +107,12 @@ class Layout:
                 left, place[axis] = divmod(left, degree)
         return place
 
+    def apart(self, axis: str) -> tuple[int, int]:
+        """Return by how many two neighbours along an axis differ in rank, and the axis's degree."""
+        every = AXES if axis in AXES else HELD
+        *within, degree = self._degrees(every[: every.index(axis) + 1])
+        return prod(within), degree
+
     def groups(self, axes: Collection[str]) -> list[list[int]]:
         """Return every set of ranks that differ only along `axes`, each in rank order.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,13 @@ from benchmarks.memory.count import count
 from benchmarks.memory.measured import Counted
 from benchmarks.memory.options import MODEL, ours
 from benchmarks.memory.peers import count_alst, count_plain
+from benchmarks.memory.predicted import predicted
 from benchmarks.memory.report import ALST, ALST_OFFLOADED, CASES, OURS_OFFLOADED, figures
 from uspft.config import load
-from uspft.config.algorithms import row_of
 from uspft.config.inputs import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.activations import activations
-from uspft.planner.need import state_bytes
+from uspft.planner.memory import memory_of, options_of
 from uspft.planner.products import parameters_of
 from uspft.prepare.invocation import CONFIGS
 
@@ -101,10 +101,8 @@ def measured(shape: ModelShape, tokens: int, ranks: int) -> dict[str, Any]:
             every_tile=False,
         )
         add(name, how, 4)
-        row = row_of(algorithm if ranks > 1 else None, layout.context)
-        predicted = activations(shape, layout, tokens // ranks, memory, row)
-        assert predicted
-        found[name]["predicted_bytes"] = predicted.peak_bytes
+        need = predicted(shape, layout, tokens, memory, algorithm)
+        found[name]["predicted_bytes"] = need.activation_bytes
     return found
 
 
@@ -122,7 +120,9 @@ def state(shape: ModelShape, ranks: int, *, offloads: bool, gradient_bytes: int)
     recipe = load(RECIPE).recipe
     block = recipe.deepspeed.model_copy(update={"zero_optimization": zero})
     layout = LAYOUTS[ranks][1]
-    device, host = state_bytes(recipe.model_copy(update={"deepspeed": block}), shape, layout)
+    options = options_of(recipe.model_copy(update={"deepspeed": block}), layout)
+    need = memory_of(shape, layout, 1024, options=replace(options, offload_activations=False))
+    device, host = float(need.state_bytes), float(need.host_bytes)
     outside, layer = parameters_of(shape)
     less = 4 - gradient_bytes
     sums = less * (outside + shape.layers * layer) / ranks

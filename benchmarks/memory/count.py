@@ -6,37 +6,47 @@ returns: what one needs beside that is to be measured on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.memory.livebytes import LiveBytes
 from benchmarks.memory.measured import Counted, measure, one_of
 from uspft.batch import Batch
 from uspft.config import ParallelBlock
 from uspft.config.algorithms import row_of
+from uspft.config.inputs import ModelBlock
 from uspft.config.objectives import CAUSAL
 from uspft.config.recipe import MemoryBlock
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
 from uspft.mesh import Groups
+from uspft.model import grid
+from uspft.model import parallel as parallel_model
 from uspft.model.causal import CausalModel
+from uspft.model.hf_config import layer_windows
 from uspft.model.loss import tile_tokens
 from uspft.model.offload import Copies
-from uspft.model.parallelise import save_memory
+from uspft.model.parallelise import save_memory, shards_under
 from uspft.model.tiles import TiledCall
+from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
+from uspft.parameters.fill import places, shapes_of
+from uspft.parameters.shards import Holders
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world
 
 ALL_TILES = TiledCall.spans
+CONFIG = Path("config.json")
+"""Stands for the model's config where a recipe would name one; it is not read."""
 
 
 def returns() -> VarlenKernel:
@@ -64,6 +74,8 @@ def count(
     *,
     fake: bool = True,
     every_tile: bool = True,
+    parallel: Mapping[str, Any] | None = None,
+    trained: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Counted:
     """Count one row of one document as that of the ranks holds it which has the most.
@@ -72,34 +84,56 @@ def count(
     config: of transformers, with the compute type. tokens: of the whole row. fake: on meta tensors,
     which need neither memory nor much time; else on real ones, into which nothing arrives.
     every_tile: whether all tiles of MLPs and norms run; else the first two and the last, between
-    which each has the bytes of the one before it. options: of the algorithm.
+    which each has the bytes of the one before it. parallel: what a recipe's `parallel_config` says
+    of how matrices are split. trained: `adapter` and `freeze` of a recipe's `model`. options: of
+    the algorithm.
     """
     device = torch.device("meta" if fake else "cpu")
     layout = layout or Layout()
     found = []
-    for rank in range(0, layout.ranks, layout.ranks // layout.ring):
+    windows = set(layer_windows(config))
+    if len(windows) == 1:  # tokens are then in an order made for it, as a run's are
+        options["window"] = windows.pop()
+    for rank in range(0, layout.ranks, layout.mesh_columns * layout.ulysses):
         with one_of(layout.ranks, rank):
-            world = world_of(layout, algorithm, device, returns(), **options)
+            groups = Groups()
+            world = world_of(
+                layout, algorithm, device, returns(), parallel, groups=groups, **options
+            )
             with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
-                found.append(count_here(config, tokens, memory, world))
+                found.append(count_here(config, tokens, memory, world, groups, trained))
     return max(found, key=lambda counted: counted.most_bytes["all"])
 
 
 def world_of(
-    layout: Layout, algorithm: str, device: torch.device, kernel: Kernel, **options: Any
+    layout: Layout,
+    algorithm: str,
+    device: torch.device,
+    kernel: Kernel,
+    parallel: Mapping[str, Any] | None = None,
+    *,
+    groups: Groups | None = None,
+    **options: Any,
 ) -> World:
-    """Make a layout live with an algorithm that shares rows. options: the algorithm's own."""
+    """Make a layout live with an algorithm that shares rows. parallel, options: as of `count`."""
     row = row_of(algorithm, layout.context)
-    parallel = ParallelBlock(model_parallel=layout.tensor)
+    block = ParallelBlock(model_parallel=layout.tensor, **(parallel or {}))
     made = make_algorithm(row, layout.ulysses, layout.ring, keep=False, **options)
-    named = row, made, tensor_algorithm(parallel, layout)
-    return make_world(layout, named, kernel, device, Groups())
+    named = row, made, tensor_algorithm(block, layout)
+    return make_world(layout, named, kernel, device, groups or Groups())
 
 
-def count_here(config: Any, tokens: int, memory: MemoryBlock, world: World) -> Counted:
+def count_here(
+    config: Any,
+    tokens: int,
+    memory: MemoryBlock,
+    world: World,
+    groups: Groups | None = None,
+    trained: Mapping[str, Any] | None = None,
+) -> Counted:
     """Count one row of one document as this rank holds it, in the world that is up."""
     share = world.share([Segments.single(tokens)])
-    module = module_of(config, memory)
+    module = module_of(config, memory, world, groups or Groups(), trained)
     batch = _batch(world, share)
     counting = LiveBytes()
     with patch.object(Copies, "to_host", _apart(counting)):
@@ -124,8 +158,15 @@ def _apart(counting: LiveBytes) -> Any:
     return to_host
 
 
-def module_of(config: Any, memory: MemoryBlock) -> TrainedModel:
-    """Return a model of random weights with its loss, which saves memory as a recipe says."""
+def module_of(
+    config: Any,
+    memory: MemoryBlock,
+    world: World | None = None,
+    groups: Groups | None = None,
+    trained: Mapping[str, Any] | None = None,
+) -> TrainedModel:
+    """Return a model of random weights with its loss, which saves memory as a recipe says, and of
+    whose matrices a rank of a world holds its parts."""
     from transformers import AutoModelForCausalLM
 
     from uspft.model.attention import NAME
@@ -133,10 +174,27 @@ def module_of(config: Any, memory: MemoryBlock) -> TrainedModel:
     model = AutoModelForCausalLM.from_config(
         config, dtype=config.dtype, attn_implementation=NAME
     ).train()
+    choose_trained(model, ModelBlock(config=CONFIG, **(trained or {})), 0)
+    model.to(config.dtype)  # adapters too
+    held = Layout()
+    if world and groups and world.layout.tensor > 1:
+        held = world.layout
+        shards = shards_under(model, world, tensor_of_rows=1)
+        _split(model, Holders.of(shards, 0, groups, shapes_of(model)))
     recompute, offload = save_memory(model, memory)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
-    parts = CausalModel(model, loss, recompute=recompute, offload=offload)
+    parts = CausalModel(model, loss, held, recompute, offload=offload)
     return TrainedModel(parts, make_objective(CAUSAL.name, config)).train()
+
+
+def _split(model: Any, holders: Holders) -> None:
+    """Leave a rank its parts of a model's matrices, and make it compute with them."""
+    for name, (whole, owners) in places(model).items():
+        size = holders.part(name).size
+        part = nn.Parameter(whole.new_empty(size), whole.requires_grad)
+        for module, attribute in owners:
+            setattr(module, attribute, part)
+    (grid if holders.shards.layout.is_mesh else parallel_model).split_model(model, holders)
 
 
 def _batch(world: World, share: Any) -> Batch:

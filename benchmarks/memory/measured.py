@@ -66,7 +66,8 @@ def measure(
         layer.register_forward_hook(look)
     counting.ignore(module.parameters())
     for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(_let_go)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_let_go)
     with counting:
         with counting.during("forward"):
             loss = loss_of()

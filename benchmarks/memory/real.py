@@ -22,14 +22,13 @@ from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.memory.count import count
 from benchmarks.memory.options import MODEL, ours
 from benchmarks.memory.peers import count_alst
+from benchmarks.memory.predicted import predicted
 from benchmarks.memory.real_rank import Setting
 from benchmarks.memory.report import ALST, ALST_OFFLOADED, REAL, real_table
-from uspft.config.algorithms import row_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.activations import activations
 from uspft.prepare.invocation import CONFIGS
 
 RANKS = 2
@@ -79,11 +78,10 @@ def _faked(
         found[name] = {"fake_bytes": fake.most_bytes["all"]}
     for name, memory in options.items():
         fake = count(config, tokens, memory, layout)
-        predicted = activations(shape, layout, tokens // RANKS, memory, row_of("ulysses_cp", RANKS))
-        assert predicted
+        need = predicted(shape, layout, tokens, memory, "ulysses_cp")
         found[name] = {
             "fake_bytes": fake.most_bytes["all"],
-            "predicted_bytes": int(predicted.peak_bytes),
+            "predicted_bytes": need.activation_bytes,
         }
     return found
 

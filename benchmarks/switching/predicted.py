@@ -11,10 +11,11 @@ from benchmarks.switching.setting import HOSTS
 from uspft.config.algorithms import row_of
 from uspft.config.strategies import row_lengths, strategies_of, under
 from uspft.layout import Layout, layout_of
-from uspft.planner.hardware import read_hardware
-from uspft.planner.room import USABLE_SHARE
+from uspft.planner.machine import read_hardware
+from uspft.planner.memory import USABLE_SHARE
 from uspft.prepare.examine import Examined
-from uspft.prepare.make_plan import matrices_of, step_of
+from uspft.prepare.make_plan import step_of
+from uspft.prepare.step import matrices_of
 from uspft.sequence import of_recipe
 from uspft.switching.choice import SwitchingChoice, choose
 from uspft.switching.drawn_steps import DrawnSteps

@@ -60,7 +60,11 @@ def test_a_wrong_set(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None
     bad = ground.folder / "bad.jsonl"
     bad.write_text("")
     ground.write({"data.eval": ["good.jsonl", "bad.jsonl"]})
-    ground.call(capsys).about("data.eval[1]", "bad.jsonl", "no sample is left", "give it data")
+    assert ground.call(capsys).lines == [
+        "bad.jsonl: holds no sample; give it data, or leave it out"
+    ]
+    ground.write({"data.eval": ["good.jsonl", "bad.jsonl"], "data.on_bad_sample": "skip"})
+    ground.call(capsys).about("data.eval[1]", "bad.jsonl", "no sample is left", "mend the records")
     bad.write_text(json.dumps({"input_ids": [5, 6], "labels": [-100, -100]}) + "\n")
     ground.write({"data.eval": "bad.jsonl"})
     ground.call(capsys).about("data.eval", "no token of any sample is trained", "check the labels")

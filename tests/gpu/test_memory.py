@@ -11,7 +11,7 @@ import pytest
 from tests.support.gpu import Row, needs, steps_of
 from tests.support.models import make_documents
 from uspft.model.hf_config import model_config
-from uspft.planner.memory import sizes_of
+from uspft.prepare.depth import sizes_of
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import CONFIGS
 
@@ -46,6 +46,7 @@ def formula(recipe: Path) -> int:
     examined = examine(recipe, [], 1, 1, trains=False)
     found = examined.recipe
     config = model_config(found.model, found.data.sequence_length)
+    assert examined.shape
     return sizes_of(found, config, examined.shape, with_plain=False).need_bytes(LAYERS)
 
 

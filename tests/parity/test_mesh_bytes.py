@@ -17,7 +17,7 @@ from uspft.config.recipe import ModelBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.planner.mesh_step import mesh_parts
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 
 Data = dict[bool, Documents]

@@ -121,20 +121,20 @@ def once_fetched(fetch: Callable[..., Any]) -> Callable[..., Any]:
     return stale
 
 
-def piece_for_whole(shards: Any, name: str, rank: int) -> int:
-    return sum(len(same) for same in shards.replicas(name) if shards.tensor_index(rank) in same)
+def piece_for_whole(shards: Any, name: str, degree: int, *, splits_tokens: bool) -> int:
+    return len(shards.replicas(name)[0])
 
 
 PADDING = "the padding token is where it was"
 FAULTS: dict[str, tuple[Moving, str, Callable[..., Any]]] = {
     "what each rank computes whole is counted by all": (
         Moving("llama", trains="norms"),
-        "uspft.switching.moving._times",
-        lambda *_: 1,
+        "uspft.parameters.counting.times",
+        lambda *_, **_given: 1,
     ),
     "pieces are divided by the ranks": (
         Moving("llama", tokens=True, trains="norms"),
-        "uspft.switching.moving._times",
+        "uspft.parameters.counting.times",
         piece_for_whole,
     ),
     "weights are those of the step before": (

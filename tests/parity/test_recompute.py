@@ -64,7 +64,7 @@ def letting_go(rank: int, folder: Path, data: Documents, keeps: bool) -> dict[st
         run = prepared(recipe, folder / f"{name}-{keeps}-inputs")
         inputs.clear()
         (batch,) = run.loader.batches(1)
-        loss = run.engine.deepspeed(batch, 1.0)
+        loss = run.engine.deepspeed(batch, (1.0,))
         gc.collect()
         found[name] = [bool(storage.expired()) for storage in inputs]
         del loss

@@ -19,7 +19,7 @@ from tests.support.runs import run_recipe, small_recipe
 from uspft.config.recipe import MemoryBlock, Recipe
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.need import state_bytes
+from uspft.planner.memory import memory_of, options_of
 from uspft.prepare.invocation import CONFIGS
 
 ROW = 4  # few tokens: activations are hardly seen
@@ -122,7 +122,9 @@ def test_state_is_predicted_within_two_percent(tmp_path: Path) -> None:
         recipe = recipe.model_copy(update={"memory": memory})
         shape = read_shape(recipe.model, CONFIGS)
         assert isinstance(shape, ModelShape)
-        predicted = sum(state_bytes(recipe, shape, Layout(data=2)))
+        layout = Layout(data=2)
+        need = memory_of(shape, layout, ROW, options=options_of(recipe, layout))
+        predicted = need.state_bytes + need.host_bytes
         if abs(predicted / counted[name] - 1) > 0.02:
             off[name] = predicted / counted[name]
     assert off == {}

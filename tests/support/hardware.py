@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from uspft.planner.hardware import Hardware, read_hardware
+from uspft.planner.machine import Hardware, read_hardware
 from uspft.prepare.cluster import shipped
 
 H100 = read_hardware(shipped()["h100"])

@@ -17,7 +17,10 @@ from tests.support.launch import write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import VOCABULARY, job_of, small_recipe
-from uspft.planner.memory import USABLE_SHARE, sizes_of
+from uspft.families import ModelShape, read_shape
+from uspft.planner.memory import USABLE_SHARE
+from uspft.prepare.depth import sizes_of
+from uspft.prepare.invocation import CONFIGS
 from uspft.verify.gradients import GradientFile
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import GRADIENTS
@@ -108,9 +111,10 @@ def holds_one_layer() -> None:
     from uspft.model.hf_config import model_config
 
     def pretended(recipe: Any) -> int:
-        sizes = sizes_of(
-            recipe, model_config(recipe.model, recipe.data.sequence_length), with_plain=True
-        )
+        config = model_config(recipe.model, recipe.data.sequence_length)
+        shape = read_shape(recipe.model, CONFIGS)
+        assert isinstance(shape, ModelShape)
+        sizes = sizes_of(recipe, config, shape, with_plain=True)
         return int(sizes.need_bytes(1) / USABLE_SHARE) + 1
 
     preparing.memory_here = pretended

@@ -12,9 +12,9 @@ from uspft import __version__
 from uspft.calibration.points import LinkPoint, Points
 from uspft.config import as_tree
 from uspft.planner.flops import PEAK_BF16, device_of
-from uspft.planner.hardware import Hardware
 from uspft.planner.least_squares import Fit, fit_seconds
 from uspft.planner.links import COLLECTIVES
+from uspft.planner.machine import Hardware
 
 
 class FittedLine(NamedTuple):
@@ -172,6 +172,12 @@ def _links(where: str, points: Sequence[LinkPoint], lines: list[FittedLine]) -> 
             "hop_seconds": _round(line.hop),
             "bytes_per_second": _round(line.rate),
         }
+        sizes = sorted({one.ranks for one in alone})
+        if kind == "all_to_all" and where == "inside" and len(sizes) > 1:
+            found[kind]["by_ranks"] = {
+                str(ranks): _rate_of([one for one in alone if one.ranks == ranks], lines)
+                for ranks in sizes
+            }
     shared = [one for one in points if one.senders > 1]
     if shared:
         senders = shared[0].senders
@@ -182,13 +188,26 @@ def _links(where: str, points: Sequence[LinkPoint], lines: list[FittedLine]) -> 
     return {**found["all_gather"], **found}
 
 
+def _rate_of(points: Sequence[LinkPoint], lines: list[FittedLine]) -> float:
+    """Return the bytes per second of a rank in groups of one size, all groups of a host at once."""
+    causes = [(1.0, one.of_bytes) for one in points]
+    name = f"{points[0].kind} of {points[0].ranks}"
+    lines.append(FittedLine.of(name, "GB/s", causes, [one.seconds for one in points]))
+    return _round(lines[-1].rate)
+
+
 def _line(what: str, points: Sequence[LinkPoint]) -> FittedLine:
     seconds = [one.seconds for one in points]
     return FittedLine.of(what, "GB/s", [one.causes for one in points], seconds)
 
 
-def _kept(tree: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in tree.items() if value is not None}
+def _kept(tree: dict[Any, Any]) -> dict[str, Any]:
+    """Return what a file says: its keys are strings, and null is left out."""
+    return {
+        str(key): _kept(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if value is not None
+    }
 
 
 def _round(value: float) -> float:

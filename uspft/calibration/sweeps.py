@@ -164,13 +164,14 @@ def _attention(
 
 
 def _links(bench: Bench, hosts: int) -> Iterator[LinkPoint]:
-    """Yield the times of groups of two ranks and of all inside a host, and between hosts of one
-    rank of each, alone and then all at once.
+    """Yield the times of groups of two, four and so on and of all ranks inside a host, and between
+    hosts of one rank of each, alone and then all at once.
 
     The groups of a host work at the same time, as they do in a step.
     """
     here, world = bench.ranks_per_host, bench.world
-    for width in sorted({2, here}) if here > 1 else ():
+    widths = {1 << n for n in range(1, here.bit_length())} | {here}
+    for width in sorted(widths) if here > 1 else ():
         if here % width == 0:
             every = [range(first, first + width) for first in range(0, world, width)]
             yield from _collectives(bench, every, "inside")

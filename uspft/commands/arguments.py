@@ -35,7 +35,8 @@ OF_OUTPUT = ("export", "chat")
 LATER = ("convert", "report")
 USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} check RECIPE.yaml [--ranks N] [key.path=value ...]
-       {0} plan RECIPE.yaml [--ranks N] [--hardware NAME_OR_FILE] [key.path=value ...]
+       {0} plan RECIPE.yaml [--ranks N] [--hardware NAME_OR_FILE] [--json] [--top N]
+            [--only WAYS] [--take N -o FILE] [key.path=value ...]
        {0} preprocess RECIPE.yaml [--ranks N] [--clean] [key.path=value ...]
        {0} inspect RECIPE.yaml [--ranks N] [--rows N] [--html FILE] [key.path=value ...]
        {0} verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
@@ -109,10 +110,17 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
         # Importing torch._dynamo makes its cache folder, and these make none.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     if verb == "plan":
-        from uspft.commands.plan import plan
+        from uspft.commands.plan import PlanAsked, plan
 
-        named = options.get("--hardware")
-        return lambda: plan(target, overrides, place, named)
+        wanted = PlanAsked(
+            options.get("--hardware"),
+            _whole("--top", options),
+            tuple(word for word in options.get("--only", "").split(",") if word),
+            "--json" in options,
+            _whole("--take", options),
+            _file("-o", options),
+        )
+        return lambda: plan(target, overrides, place, wanted)
     return partial(_run_of(verb), target, overrides, place)
 
 
@@ -133,12 +141,12 @@ def _run_of(verb: str) -> Callable[[Path, Sequence[str], Invocation], int]:
 
 OPTIONS = {
     "check": ("--ranks",),
-    "plan": ("--ranks", "--hardware"),
+    "plan": ("--ranks", "--hardware", "--json", "--top", "--only", "--take", "-o"),
     "preprocess": ("--ranks", "--clean"),
     "inspect": ("--ranks", "--rows", "--html"),
     "verify": ("--steps", "--inject", "--all"),
 }
-FLAGS = ("--all", "--clean")
+FLAGS = ("--all", "--clean", "--json")
 HOSTFILE = "--hostfile"
 INSTEAD = {
     "--ranks": "launch.processes=N",

@@ -15,7 +15,7 @@ from uspft.commands.starting import start_ranks
 from uspft.config import InputError, dump
 from uspft.config.problems import COMMAND_LINE
 from uspft.durable import write_text
-from uspft.planner.hardware import read_hardware
+from uspft.planner.machine import read_hardware
 from uspft.prepare.cluster import STANDS_IN, shipped
 from uspft.prepare.examine import examine
 from uspft.prepare.gpus import require_here

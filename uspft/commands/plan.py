@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from uspft.commands.aligned import aligned
-from uspft.commands.plan_memory import Beside, beside, memory_table, memory_unknown
+from uspft.commands.plan_pages import (
+    LEGEND,
+    as_data,
+    layouts_table,
+    left_out_lines,
+    machine_line,
+    parts_table,
+    shown,
+)
 from uspft.commands.plan_switching import switching_lines
+from uspft.config import dump
+from uspft.config.algorithms import CONTEXT
+from uspft.config.checks import closest
+from uspft.config.problems import UsageError
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.layout import Layout
-from uspft.metrics import as_size
-from uspft.planner.alternatives import Prediction, alternatives
-from uspft.planner.hardware import Hardware
+from uspft.planner.layouts import in_recipe
+from uspft.planner.machine import Hardware
 from uspft.planner.mesh_tuner import Tuning
-from uspft.planner.steps import StepShape
-from uspft.planner.time import NOT_PREDICTED
+from uspft.planner.rank import Ranked, Ranking
+from uspft.planner.step import NOT_PREDICTED
+from uspft.planner.step_shape import StepShape
 from uspft.prepare.data import tokenizer_here
+from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
-from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
+from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
 from uspft.prepare.weigh_strategies import has_strategies, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
-COLUMNS = (
-    ("products", ("products",)),
-    ("attention", ("attention",)),
-    ("rest", ("elementwise", "update")),
-    ("all-to-all", ("all_to_all",)),
-    ("keys", ("ring", "gather")),
-    ("tensor", ("tensor",)),
-    ("ZeRO", ("gradients", "weights")),
-)
-"""Head of a column, and the parts of a step that it adds up."""
-LEGEND = (
-    "seconds: products, attention and the rest (norms, loss, update) compute; all-to-all, keys, "
-    "tensor and ZeRO move; hidden passes behind computing and is not in the step"
-)
-MEMORY_LEGEND = (
-    "memory: with the recipe's keys of memory, without what attention kernels allocate inside"
-)
+ONLY = ("tensor", "mesh", "ulysses", *dict.fromkeys(row.short for row in CONTEXT.values()), "data")
+"""Words of `--only`: ways to split a step."""
+TOP = 24
+"""Layouts that are printed where `--top` does not say how many."""
 
 MESH_LEGEND = (
     "seconds of the matrices, and of what the mesh moves for them, in one forward and backward; "
@@ -48,11 +50,39 @@ MESH_LEGEND = (
 )
 
 
-def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str | None) -> int:
-    """Print the prediction, and write nothing. Raises RecipeError.
+@dataclass(frozen=True)
+class PlanAsked:
+    """The options of the command `plan`."""
 
-    named: the hardware that stands in for the recipe's, or None.
-    """
+    hardware: str | None = None
+    """The hardware that stands in for the recipe's."""
+    top: int | None = None
+    only: tuple[str, ...] = ()
+    as_json: bool = False
+    take: int | None = None
+    """Which layout, from 1, is written as a recipe."""
+    file: Path | None = None
+    """Where it is written."""
+
+    def require_known(self) -> None:
+        """Check that words go together. Raises UsageError."""
+        for word in self.only:
+            if word not in ONLY:
+                near = closest(word, ONLY)
+                remedy = f"did you mean `{near}`?" if near else f"write some of {', '.join(ONLY)}"
+                raise UsageError("--only", f"`{word}` is no way to split a step", remedy)
+        if (self.take is None) != (self.file is None):
+            given, other = ("--take", "-o FILE") if self.file is None else ("-o", "--take N")
+            raise UsageError(given, f"goes with {other}", f"write {other} too")
+        if self.file and self.file.exists():
+            raise UsageError("-o", f"`{self.file}` is there already", "name another file")
+
+
+def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanAsked) -> int:
+    """Print the prediction, and write nothing but the recipe that is asked for. Raises RecipeError
+    and UsageError."""
+    asked.require_known()
+    named = asked.hardware
     words = [*overrides, f"launch.hardware={named}"] if named is not None else overrides
     hosts = planned_hosts(place.environment)
     found = examine_for_plan(target, words, hosts, place.ranks)
@@ -63,34 +93,60 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, named: str |
                 look = first_look(recipe.data, tokenizer, sizes.vocab_size)
             found = weighed_here(found, place, look.lengths)
         step = step_of(found)
-    print(f"layout: {found.sentence}")
-    if found.why_strategies:
-        print(f"strategies: {found.why_strategies}")
-    for line in found.strategies:
-        print(f"strategy: {line}")
-    print(f"hardware: {found.hardware}")
     if has_strategies(found):
-        print(_several(found.known.weighed))
+        print("\n".join([*found.settled, _several(found.known.weighed)]))
         return 0
     hardware = hardware_of(found, hosts)
-    own = own_layout(found, step, hardware)
-    others = [one for one in alternatives(step, own.layout.ranks, hardware) if one.name != own.name]
-    print(_step(step))
-    print(_parts(own))
-    print()
-    if tuning := found.tuning:
-        print(_meshes(tuning, own.layout))
-        print()
-    every = beside(found.recipe, step.model, hardware, own, others)
-    print(_table(step, hardware, every))
-    print(LEGEND)
-    if memory := memory_table(found.recipe, step.model, hardware, every):
-        print(f"\n{memory}\n{MEMORY_LEGEND}\n")
-    doubts = _doubts(found.recipe.model.dtype, hardware)
-    doubts += memory_unknown(found.recipe, step.model, every)
-    for line in (*doubts, *NOT_PREDICTED):
-        print(f"not predicted: {line}")
+    order = ranking_of(found, step, hardware)
+    every = shown(order, asked.top or TOP, asked.only)
+    if asked.as_json:
+        whole = shown(order, asked.top, asked.only)
+        print(json.dumps(as_data(order, whole, found.recipe, hardware, found.hardware), indent=1))
+    else:
+        print("\n".join(_page(found, step, order, every, hardware)))
+    if asked.take is not None and asked.file is not None:
+        _take(found, order, asked.take, asked.file)
     return 0
+
+
+def _page(
+    found: Examined, step: StepShape, order: Ranking, every: Sequence[Ranked], hardware: Hardware
+) -> Iterator[str]:
+    """Yield what a person reads."""
+    yield f"layout: {found.sentence}"
+    yield f"hardware: {found.hardware}"
+    yield machine_line(hardware)
+    yield f"{_step(step)}\n"
+    if tuning := found.tuning:
+        yield f"{_meshes(tuning, found.layout)}\n"
+    yield layouts_table(order, every, found.recipe, hardware)
+    if more := len(order.layouts) - len(every):
+        yield f"and {more} more (--top N)"
+    yield LEGEND
+    yield from left_out_lines(order.left_out)
+    first, own = order.layouts[0], next(one for one in order.layouts if one.own)
+    for one in dict.fromkeys((id(first), id(own))):
+        yield f"\n{parts_table(first if one == id(first) else own)}"
+    yield ""
+    unknown = dict.fromkeys(what for one in every for what in one.memory.unpredicted)
+    doubts = _doubts(found.recipe.model.dtype, hardware)
+    doubts += [f"memory with {' or with '.join(unknown)}"] if unknown else []
+    for line in (*doubts, *NOT_PREDICTED):
+        yield f"not predicted: {line}"
+
+
+def _take(found: Examined, order: Ranking, number: int, file: Path) -> None:
+    """Write the recipe of a layout. Raises UsageError where there is no such one, or the file
+    cannot be written."""
+    if number > len(order.layouts):
+        what = f"is {number}, and there are {len(order.layouts)} layouts"
+        raise UsageError("--take", what, "write a number of the table")
+    recipe = in_recipe(found.loaded.recipe, order.layouts[number - 1].way)
+    try:
+        file.write_text(dump(recipe), "utf-8")
+    except OSError as error:
+        raise UsageError("-o", f"`{file}` cannot be written: {error.strerror}", "") from error
+    print(f"written: {order.layouts[number - 1].name} to {file}")
 
 
 def _several(weighed: Weighed | None) -> str:
@@ -115,21 +171,6 @@ def _doubts(dtype: str, hardware: Hardware) -> list[str]:
     return [] if measured == dtype else [f"{dtype}: the products' figures are those of {measured}"]
 
 
-def _parts(own: Prediction) -> str:
-    """Return the recipe's own step, part by part."""
-    names = list(dict.fromkeys(part.name for part in own.time.parts))
-    rows = [[f"by part ({own.name})", "seconds", "hidden", "bytes"]]
-    for name in names:
-        parts = [part for part in own.time.parts if part.name == name]
-        seconds, hidden = sum(p.seconds for p in parts), sum(p.hidden for p in parts)
-        moved = own.time.bytes_of(name)
-        if seconds:
-            cells = [_seconds(seconds), _seconds(hidden), as_size(int(moved)) if moved else "–"]
-            rows.append([name.replace("_", "-"), *cells])
-    rows.append(["step", _seconds(own.time.seconds), _seconds(own.time.hidden), ""])
-    return aligned(rows)
-
-
 def _meshes(found: Tuning, own: Layout) -> str:
     """Return a line for each mesh of the recipe's tensor ranks, and what speaks against others."""
     rows = [["mesh (rows × columns)", "seconds", "in one slice", *PRODUCTS]]
@@ -141,27 +182,6 @@ def _meshes(found: Tuning, own: Layout) -> str:
     lines = [aligned(rows), MESH_LEGEND]
     lines += [f"no mesh: {why}" for why in found.refused]
     return "\n".join([*lines, *(f"not by the rule: {what}" for what in found.not_kept)])
-
-
-def _table(step: StepShape, hardware: Hardware, layouts: Sequence[Beside]) -> str:
-    """Return a line for each layout, the recipe's own first, without columns that are empty."""
-    every = [layout.time for layout in layouts]
-    columns = [c for c in COLUMNS if any(one.time.of(*c[1]) for one in every)]
-    heads = ["layout", "step", *(head for head, _ in columns), "hidden", "tokens/s a rank", "MFU"]
-    rows = [heads]
-    for layout, one in zip(layouts, every, strict=True):
-        mfu = one.mfu(step, hardware)
-        rows.append(
-            [
-                layout.name,
-                _seconds(one.time.seconds),
-                *(_seconds(one.time.of(*names)) for _, names in columns),
-                _seconds(one.time.hidden),
-                f"{one.tokens_per_second_per_rank(step):,.0f}",
-                "–" if mfu is None else f"{mfu:.2f}",
-            ]
-        )
-    return aligned(rows)
 
 
 def _seconds(value: float) -> str:

@@ -47,7 +47,7 @@ class AlgorithmRow:
     options: Mapping[str, str] = field(default_factory=dict)
     """The keys of `parallel_config` that it alone has, each with the field of its class."""
     automatic: bool = False
-    """Whether `auto` may choose it."""
+    """Whether `auto` takes it of equals: it sends no keys that nobody needs."""
     all_at_once: bool = False
     """Whether all keys of a row come to each rank at once."""
     what: str = ""

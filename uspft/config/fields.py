@@ -35,6 +35,17 @@ class RecipeBlock(BaseModel):
     )
 
 
+_INSTEAD = {
+    "model": "write the folder or hub id as `model.name_or_path`",
+    "data": "write the file or folder as `data.train`",
+    "deepspeed": "write `deepspeed.zero_optimization.stage` and the like below it; "
+    "no file of DeepSpeed's settings is read",
+    "optimizer": "leave it out, or write its keys below it; `optimizer.type` is adamw alone",
+    "lr_schedule": "write it as `lr_schedule.type`",
+}
+"""A block for which other tools have one value → what to write instead."""
+
+
 def findings_of(error: ValidationError) -> list[Finding]:
     """Return pydantic's errors as findings."""
     findings: list[Finding] = []
@@ -49,7 +60,8 @@ def findings_of(error: ValidationError) -> list[Finding]:
             findings.append((at, f"unknown key `{one['loc'][-1]}`", "leave it out"))
         else:
             what = f"expected a mapping of keys, got {shown(one['input'])}"
-            findings.append((at, what, "indent its keys below it, or leave it out"))
+            other = "indent its keys below it, or leave it out"
+            findings.append((at, what, _INSTEAD.get(at, other)))
     return findings
 
 

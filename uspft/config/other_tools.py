@@ -77,7 +77,8 @@ class OtherTools:
         return next((row for row in rows if _holds(row, value)), None)
 
     def _inside(self, key: str, value: Any) -> TheirKey | None:
-        ends = [row for row in self.keys if row.key.endswith(f".{key}") and _holds(row, value)]
+        rows = (row for row in self.keys if row.tools)  # what people write means it there alone
+        ends = [row for row in rows if row.key.endswith(f".{key}") and _holds(row, value)]
         return ends[0] if len({row.key for row in ends}) == 1 else None
 
 

@@ -14,7 +14,15 @@ from uspft.data.hub import HubSplit
 from uspft.data.known_fields import FORMATS, RecordShape
 from uspft.data.objects import Entry, objects
 from uspft.data.other_fields import Others, left_alone, others_of
-from uspft.data.shapes import columns, described, formed, recognised, renamed, require_shape
+from uspft.data.shapes import (
+    columns,
+    described,
+    formed,
+    own_name,
+    recognised,
+    renamed,
+    require_shape,
+)
 from uspft.data.sources import SourceFile
 from uspft.data.unread import with_values
 from uspft.data.values import CHECKS
@@ -95,7 +103,8 @@ class Reader:
             others = self._others[names] = others_of(fields, shape, asked)
         others.require_none(fields, own)
         form, made = formed(fields, shape, asked)
-        led, unused = bool(made.get("led")), others.unused_in(fields)
+        led = bool(made.get("led"))
+        unused = tuple(own_name(name, own, asked) for name in others.unused_in(fields))
         if self.settled:
             if form != self._format:
                 raise SampleFault(_unlike(form, shape))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from uspft.blocks import Block, Mask
+from uspft.blocks import Block, Mask, in_calls, joined
 from uspft.kernels.kernel import BlockOutput, Gradient
 
 TokenRange = tuple[int, int]
@@ -119,33 +119,14 @@ def calls(blocks: tuple[Block, ...], tokens: int, device: torch.device) -> list[
     tokens: how many k has. The result is cached, since every layer of a step asks for the same
     calls in each stage of its ring.
     """
-    full, *others = ([b for b in blocks if b.mask is mask] for mask in Mask)
-    groups = [*_full_calls(full, tokens), *others]
-    return [_call(group, device) for group in groups if group]
-
-
-def _full_calls(blocks: list[Block], tokens: int) -> list[list[Block]]:
-    """Return the full blocks of each call: together no more keys than there are, and each of the
-    longest blocks alone, whose keys are read in place.
-
-    Runs of one document's queries see the same keys, each run more of them, so copies of all would
-    grow with the number of runs.
-    """
-    lengths = [b.k1 - b.k0 for b in blocks]
-    together, alone = sum(lengths), set()
-    for number in sorted(range(len(blocks)), key=lengths.__getitem__, reverse=True):
-        if together > tokens:
-            together -= lengths[number]
-            alone.add(number)
-    rest = [block for number, block in enumerate(blocks) if number not in alone]
-    return [rest, *([blocks[number]] for number in sorted(alone))]
+    return [_call(group, device) for group in in_calls(blocks, tokens)]
 
 
 def _call(blocks: Sequence[Block], device: torch.device) -> _Call:
     turned = blocks[0].mask is Mask.FLIPPED
     causal = blocks[0].mask is not Mask.FULL
     ranges = [(b.q0, b.q1) for b in blocks], [(b.k0, b.k1) for b in blocks]
-    q, k = (Side(_joined(side), turned) for side in ranges)
+    q, k = (Side(joined(side), turned) for side in ranges)
     lengths = [[b - a for a, b in (reversed(side) if turned else side)] for side in ranges]
     cu = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in lengths]
     cu_q, cu_k = (put(side, device) for side in cu)
@@ -160,14 +141,6 @@ def _order(side: Side, device: torch.device) -> Tensor:
     as long as its side."""
     order = torch.cat([torch.arange(*run, dtype=torch.int32) for run in side.runs])
     return put(order.flip(0) if side.turned else order, device)
-
-
-def _joined(ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
-    runs: list[TokenRange] = []
-    for start, stop in ranges:
-        follows = runs and runs[-1][1] == start
-        runs.append((runs.pop()[0], stop) if follows else (start, stop))
-    return tuple(runs)
 
 
 def put(x: Tensor, device: torch.device) -> Tensor:

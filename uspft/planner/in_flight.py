@@ -1,152 +1,277 @@
-"""What attention whose keys come from other ranks has in its backward, beside what was saved.
+"""The most that attention's backward has alive where a rank's tokens are several blocks, or keys
+come from other ranks.
 
-It is walked through as sequence/exchange.py and sequence/ring.py go, for one causal document dealt
-out in zigzag, which needs the most keys: of each rank those that travel, gradients on their way
-home, and sums in float32. Sizes are numbers of elements in 16 bits.
+It goes as sequence/ring.py, sequence/exchange.py and kernels/varlen.py go, for one causal document
+in the order in which an algorithm deals tokens out, on a tape. Sizes are bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
-from uspft.blocks import Block
+from uspft.blocks import Block, Mask, in_calls, joined
+from uspft.planner.tape import Storage, Tape
 from uspft.segments import Segments
 from uspft.sequence.rows.order import balanced
-from uspft.sequence.rows.parcels import Exchange
+from uspft.sequence.rows.parcels import Arrival, Exchange
 from uspft.sequence.rows.share import Share, everyones
-from uspft.sequence.rows.spans import Span, tokens_in
+from uspft.sequence.rows.spans import tokens_in
 
 CHUNK_TOKENS = 12
 """How many tokens a chunk of the row has that is walked through: as many as pieces divide."""
+PIECE_TOKENS = 1024
+"""The fewest tokens of a piece of planned_cp's exchange (Planned.piece_tokens)."""
 
 
-class Alive:
-    """How much is there, and the most there was."""
+class Way(NamedTuple):
+    """How keys come."""
 
-    def __init__(self) -> None:
-        self.now = self.most = 0.0
+    stages: int | None
+    """Those of an exchange, 0 where each other rank's keys come by themselves, in pieces where
+    ranks are few; None: keys go round a ring."""
+    trimmed: bool = True
+    """Whether needed keys alone come."""
 
-    def come(self, *sizes: float) -> None:
-        self.now += sum(sizes)
-        self.most = max(self.most, self.now)
 
-    def go(self, *sizes: float) -> None:
-        self.now -= sum(sizes)
+RING = Way(None)
+
+
+class TokenBytes(NamedTuple):
+    """The bytes of a token."""
+
+    query: float
+    pair: float
+    """Of its key and its value together."""
+    lse: float
+    wide: int
+    """How many times larger a sum in float32 is than what it sums."""
+
+
+class Window(NamedTuple):
+    """A sliding window shorter than the row."""
+
+    keys: int
+    row_tokens: int
+    everywhere: bool
+    """Whether all layers have it, so that tokens are in an order that is made for it."""
 
 
 @lru_cache(maxsize=256)
-def backward_elements(ring: int, query: int, pair: int, stages: int | None) -> float:
-    """Return the most that a token of the fullest rank has.
+def _shares(ulysses: int, ring: int, window: Window | None) -> list[Share]:
+    """Return the share of each ring rank of a row of one document."""
+    tokens = window.row_tokens if window else 2 * ring * ulysses * CHUNK_TOKENS
+    row, seen = Segments.single(tokens), window.keys if window else None
+    order = balanced(row, ulysses, ring, window=seen if window and window.everywhere else None)
+    return everyones(row, order, ulysses, seen)
 
-    query, pair: the elements of a token's query, and of its key and value together. stages: those
-    of an exchange, 0 where each other rank's keys come by themselves, in pieces where ranks are
-    few; None: keys go round a ring.
-    """
-    row = Segments.single(2 * ring * CHUNK_TOKENS)
-    shares, least = everyones(row, balanced(row, 1, ring), 1, None), None if stages else 1
-    if stages is None:
-        found = [_in_ring(shares[0], rank, query, pair) for rank in range(ring)]
+
+@lru_cache(maxsize=256)
+def backward_bytes(
+    ulysses: int, ring: int, token: TokenBytes, way: Way, window: Window | None
+) -> float:
+    """Return the most bytes for a token of the fullest rank beside what was saved and the gradient
+    of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
+    if ring == 1 and window is None:
+        return 0.0
+    shares = _shares(ulysses, ring, window)
+    found = [_walked(share, token, way, tiny=window is None) for share in shares]
+    return max(found) / min(share.holdings[share.ring_index].tokens for share in shares)
+
+
+def _walked(share: Share, token: TokenBytes, way: Way, *, tiny: bool) -> float:
+    """tiny: whether the row stands for a longer one."""
+    tape = Tape()
+    if way.stages is None or share.ring == 1:
+        _ring(tape, share, token)
     else:
-        exchanges = [Exchange(s, stages, trimmed=True, keep=False, least=least) for s in shares]
-        each = zip(shares, exchanges, strict=True)
-        found = [_in_exchange(share, exchange, query, pair) for share, exchange in each]
-    return max(found) / tokens_in(shares[0].held)
+        least = None if way.stages else 1 if tiny else PIECE_TOKENS
+        exchange = Exchange(share, way.stages, trimmed=way.trimmed, keep=False, least=least)
+        _exchange(tape, share, exchange, token)
+    return tape.most
 
 
-def _in_exchange(share: Share, exchange: Exchange, query: int, pair: int) -> float:
-    alive, tokens = Alive(), tokens_in(share.held)
-    last: dict[tuple[Span, ...], int] = {}  # the arrival after which a copy of keys has left
-    for number, arrival in enumerate(exchange.arrivals):
-        for distance in arrival.leg.distances:
-            last[exchange.leaving(distance, arrival.leg)] = number
-        alive.come(pair * sum(arrival.sizes))
-    alive.come(*(pair * tokens_in(cuts) for cuts in last))
-    alive.come(tokens * (query + pair))  # the gradients of this rank's own block
-    pending = []
-    for number, arrival in enumerate(exchange.arrivals):
-        alive.go(*(pair * tokens_in(cuts) for cuts, at in last.items() if at == number))
-        keys, several = pair * sum(arrival.sizes), len(arrival.sizes) > 1
-        _copied(alive, keys if several else 0)  # by position
-        found = _found(alive, arrival.blocks, query, pair)
-        alive.go(keys)  # those at hand
-        _summed(alive, query * tokens, opens=number == 0)
-        _leaves(alive, found, keys)
-        _copied(alive, keys if several else 0)  # by source
-        cuts = [exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances]
-        home = pair * sum(map(tokens_in, cuts))
-        alive.come(home)
-        pending.append(keys + home)
-    _summed(alive, pair * tokens, opens=True)
-    alive.go(*pending)
-    return _rounded(alive, tokens, query, pair)
+class _Found(NamedTuple):
+    """The gradients of a range of tokens, which may share their storage with others'."""
+
+    start: int
+    stop: int
+    storage: Storage
 
 
-def _in_ring(share: Share, me: int, query: int, pair: int) -> float:
-    """me: the rank that is walked through; the share is anyone's, which knows all."""
-    alive, tokens, ring = Alive(), tokens_in(share.held), share.ring
-    hand, leaving, home = pair * tokens, 0, 0
-    alive.come(hand)
+class _Sum:
+    """As sequence/sums.py: a gradient that covers all is not copied while it is the only one."""
+
+    def __init__(self, tape: Tape, tokens: int, size: float, wide: int) -> None:
+        """size: the bytes of a token."""
+        self._tape, self._tokens, self._size, self._wide = tape, tokens, size * tokens, wide
+        self._whole: Storage | None = None
+        self._sum: Storage | None = None
+
+    def add(self, gradients: Sequence[_Found]) -> None:
+        places = [(one.start, one.stop) for one in gradients]
+        if self._sum is None and self._whole is None and places == [(0, self._tokens)]:
+            self._whole = gradients[0].storage
+        else:
+            self.open()
+
+    def open(self) -> None:
+        if self._sum is None:
+            self._sum = self._tape.new(self._wide * self._size)
+            self._whole = None
+
+    def result(self, *, stacked: bool = False) -> Storage:
+        """Return it in the compute type. stacked: whether as one tensor of several."""
+        if self._whole is not None:
+            found = self._tape.new(self._size) if stacked else self._whole
+        else:
+            self.open()
+            assert self._sum
+            found = self._sum if self._wide == 1 else self._tape.new(self._size)
+        self._whole = self._sum = None
+        return found
+
+
+def _kernel(
+    tape: Tape, blocks: Sequence[Block], keys: int, queries: int, token: TokenBytes
+) -> tuple[list[_Found], list[_Found]]:
+    """Return the gradients of queries, and of keys and values, of blocks (VarlenKernel.backward).
+
+    keys, queries: how many there are.
+    """
+    given = rows = tape.new(0.0)
+    of_queries: list[_Found] = []
+    of_keys: list[_Found] = []
+    for call in in_calls(blocks, keys):
+        turned = call[0].mask is Mask.FLIPPED
+        q_runs, k_runs = joined((b.q0, b.q1) for b in call), joined((b.k0, b.k1) for b in call)
+        q_tokens, k_tokens = tokens_in(q_runs), tokens_in(k_runs)
+        q_copied, k_copied = turned or len(q_runs) > 1, turned or len(k_runs) > 1
+        given = tape.new(token.pair * k_tokens * k_copied + token.query * q_tokens * q_copied)
+        lse = token.lse * q_tokens * (q_copied or q_tokens < queries)
+        rows = tape.new(2 * token.query * q_tokens * q_copied + lse)
+        dq, dkv = tape.new(token.query * q_tokens), tape.new(token.pair * k_tokens)
+        if turned:
+            flipped = tape.new(token.query * q_tokens), tape.new(token.pair * k_tokens)
+            dq, dkv = flipped
+            del flipped
+        of_queries += [_Found(*run, dq) for run in q_runs]
+        of_keys += [_Found(*run, dkv) for run in k_runs]
+        del dq, dkv
+    del given, rows
+    return of_queries, of_keys
+
+
+def _ring(tape: Tape, share: Share, token: TokenBytes) -> None:
+    me, ring = share.ring_index, share.ring
+    tokens = share.holdings[me].tokens
+    dq = _Sum(tape, tokens, token.query, token.wide)
+    own = _Sum(tape, tokens, token.pair, token.wide)
+    hand = [tape.new(token.pair * tokens)] if ring > 1 else []
+    pending: tuple[Storage, Storage] | None = None
     for step in range(ring):
         source, following = ((me - s) % ring for s in (step, step + 1))
-        comes = step + 1 < ring and share.hops[following] > step
-        coming = pair * tokens if comes else 0
-        alive.come(coming)
-        if step == 0:
-            alive.come(tokens * (query + pair))
+        coming: list[Storage] = []
+        if step + 1 < ring:
+            comes = share.holdings[following].tokens if share.hops[following] > step else 0
+            coming = [tape.new(token.pair * comes)]
+        keys = share.holdings[source].tokens
+        queries, partials = _kernel(tape, share.blocks[source], keys, tokens, token)
+        dq.add(queries)
+        del queries
+        if source == me:
+            own.add(partials)
         else:
-            keys = pair * tokens_in(share.places(me, source))
-            found = _found(alive, share.pair(me, source), query, pair)
-            _summed(alive, query * tokens, opens=step == 1)
-            _leaves(alive, found, keys)
-            if step > 1:
-                alive.go(leaving)
-                _summed(alive, pair * tokens, opens=step == 2)
-                alive.go(home)
-            leaving, home = keys, pair * tokens_in(share.places((me + step) % ring, me))
-            alive.come(home)
-        alive.go(hand)
-        hand = coming
-    alive.go(leaving)
-    _summed(alive, pair * tokens, opens=ring == 2)
-    alive.go(home)
-    return _rounded(alive, tokens, query, pair)
+            seen = tokens_in(share.places(me, source))
+            part = _Sum(tape, seen, token.pair, token.wide)
+            part.add(_among(share, source, partials))
+            del partials
+            leaving = part.result(stacked=True)
+            if pending:
+                own.open()
+                pending = None
+            home = tokens_in(share.places((me + step) % ring, me))
+            pending = leaving, tape.new(token.pair * home)
+            del leaving
+        partials = []
+        hand[:] = coming
+        del coming
+    if pending:
+        own.open()
+        pending = None
+    _end(own, dq)
 
 
-def _found(alive: Alive, blocks: tuple[Block, ...], query: int, pair: int) -> tuple[float, float]:
-    """Let the gradients of blocks come, and return those of queries and those of keys."""
-    queries = query * sum(block.q1 - block.q0 for block in blocks)
-    keys = pair * sum(block.k1 - block.k0 for block in blocks)
-    alive.come(queries, keys)
-    return queries, keys
+def _among(share: Share, source: int, partials: Iterable[_Found]) -> list[_Found]:
+    """Return gradients by their places among the keys that are seen."""
+    seen = share.places(share.ring_index, source)
+    found = []
+    for start, stop, storage in partials:
+        first = sum(min(b, start) - a for a, b in seen if a < start)
+        found.append(_Found(first, first + stop - start, storage))
+    return found
 
 
-def _leaves(alive: Alive, found: tuple[float, float], keys: float) -> None:
-    """Let the gradients of keys become what leaves, summed in float32 where blocks share keys."""
-    queries, partials = found
-    alive.go(queries)
-    summed = 2 * keys if partials > keys else partials
-    if partials > keys:
-        _copied(alive, summed, partials)
-    alive.come(keys)
-    alive.go(summed)
+def _end(own: _Sum, dq: _Sum) -> None:
+    """Let what was summed be rounded, the keys' before the queries'."""
+    keys = own.result()
+    queries = dq.result()
+    del keys, queries
 
 
-def _copied(alive: Alive, size: float, before: float | None = None) -> None:
-    """Let a copy take the place of what was there before: of the same size, where none is said."""
-    alive.come(size)
-    alive.go(size if before is None else before)
+def _exchange(tape: Tape, share: Share, exchange: Exchange, token: TokenBytes) -> None:
+    tokens = share.holdings[share.ring_index].tokens
+    dq = _Sum(tape, tokens, token.query, token.wide)
+    own = _Sum(tape, tokens, token.pair, token.wide)
+    copies: dict[object, Storage] = {}
+    parcels: dict[object, list[tuple[Storage, Storage]]] = {}
+    for arrival in exchange.arrivals:
+        parcels[arrival.leg] = []
+        for distance, size in zip(arrival.leg.distances, arrival.sizes, strict=True):
+            cuts = exchange.leaving(distance, arrival.leg)
+            if cuts not in copies:
+                pair = tape.new(token.pair * tokens_in(cuts))
+                copies[cuts] = tape.new(token.pair * tokens_in(cuts))
+                del pair
+            parcels[arrival.leg].append((copies[cuts], tape.new(token.pair * size)))
+    copies.clear()
+    queries, keys = _kernel(tape, exchange.blocks_here, tokens, tokens, token)
+    dq.add(queries)
+    own.add(keys)
+    del queries, keys
+    pending: list[tuple[Storage, Storage]] = []
+    for arrival in exchange.arrivals:
+        several = len(arrival.sizes) > 1
+        here = parcels.pop(arrival.leg)
+        whole = tape.new(token.pair * sum(arrival.sizes)) if several else here[0][1]
+        del here
+        queries, partials = _kernel(tape, arrival.blocks, sum(arrival.sizes), tokens, token)
+        del whole
+        dq.add(queries)
+        del queries
+        total = _Sum(tape, sum(arrival.sizes), token.pair, token.wide)
+        total.add(partials)
+        del partials
+        pending += _sent(tape, exchange, arrival, total, token)
+    own.open()
+    pending.clear()
+    _end(own, dq)
 
 
-def _summed(alive: Alive, size: float, *, opens: bool) -> None:
-    """Let a sum in float32 take the place of the first gradient, where it opens."""
-    if opens:
-        alive.come(2 * size)
-        alive.go(size)
-
-
-def _rounded(alive: Alive, tokens: int, query: int, pair: int) -> float:
-    """Round the sums, the keys' before the queries', and return the most there was."""
-    for size in (pair * tokens, query * tokens):
-        alive.come(size)
-        alive.go(2 * size)
-    return alive.most
+def _sent(
+    tape: Tape, exchange: Exchange, arrival: Arrival, total: _Sum, token: TokenBytes
+) -> list[tuple[Storage, Storage]]:
+    """Return what goes home of an arrival, and what comes home."""
+    rounded = total.result(stacked=True)
+    if len(arrival.sizes) > 1:
+        parts = [tape.new(token.pair * size) for size in arrival.sizes]
+        del rounded
+    else:
+        parts = [rounded]
+        del rounded
+    homes = [exchange.leaving(distance, arrival.leg) for distance in arrival.leg.distances]
+    return [
+        (part, tape.new(token.pair * tokens_in(cuts)))
+        for part, cuts in zip(parts, homes, strict=True)
+    ]

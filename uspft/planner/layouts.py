@@ -1,15 +1,16 @@
-"""The layouts that a number of ranks allows, and those of them in which a recipe can run."""
+"""The layouts in which `verify` runs a recipe: every way of so many ranks, as a recipe says it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from uspft.config import Finding, ParallelBlock
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, Splits, row_of
 from uspft.config.strategies import alike, each_alone
 from uspft.layout import Layout, layout_of
+from uspft.planner.ways import Space, Way, ways
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -61,17 +62,10 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
     resolved one, whose ZeRO stage and options of algorithms are kept where they apply.
     """
     own = recipe.parallel_config
-    blocks = []
-    for split in _tensor_splits(own, ranks):
-        left = ranks // split.model_parallel
-        for context in _divisors(left):
-            sharing = split.mesh_rows * context
-            ways = [(name, ulysses) for name in CONTEXT for ulysses in _divisors(sharing)]
-            for way in ways if sharing > 1 else [None]:
-                blocks.append(_block(split, left, context, way))
-    blocks = [block for block in blocks if not _is_another(block)]
+    space = Space(meshes=own.on_a_mesh)
+    blocks = [_block(own, way) for way in ways(ranks, space, lambda _: None).legal]
     left = ranks // own.model_parallel
-    first = _block(own, left, 1, None) if own.row_ranks == 1 else own
+    first = own if own.row_ranks > 1 else _whole(own, left)
     if own.strategies:
         first, blocks = own, [alike(block) for block in [first, *blocks]]
     found: dict[tuple[object, ...], Candidate] = {}
@@ -126,47 +120,44 @@ def _tensor(block: ParallelBlock) -> tuple[object, ...]:
     return block.model_parallel, block.use_seq_parallel, mesh
 
 
-def _tensor_splits(own: ParallelBlock, ranks: int) -> list[ParallelBlock]:
-    """Return `own` with every tensor parallel degree, with tokens split between matrices and
-    without, and where its matrices lie on a mesh, on every other mesh too; first of all those that
-    split no matrix."""
-    ways = [(1, False)] + [(t, tokens) for t in _divisors(ranks)[1:] for tokens in (False, True)]
-    in_one = next(name for name, row in TENSOR.items() if row.splits is Splits.MATRICES)
-    plain = {"tensor_parallel_algo": in_one, **dict.fromkeys(MESH_OPTIONS)}
-    found = [
-        own.model_copy(update={**plain, "model_parallel": degree, "use_seq_parallel": tokens})
-        for degree, tokens in ways
-    ]
-    if own.on_a_mesh:
-        for degree in _divisors(ranks)[1:]:
-            for rows in _divisors(degree):
-                update = {"model_parallel": degree, "tensor_mesh": (rows, degree // rows)}
-                found.append(own.model_copy(update=update))
-    return found
-
-
-def _block(
-    own: ParallelBlock, ranks: int, context: int, named: tuple[str, int] | None
-) -> ParallelBlock:
-    """Return the block of one layout, which is `own` in all else.
-
-    ranks: those among which no matrix is split. named: the algorithm and, if it takes one, the
-    Ulysses degree; None where rows are whole.
-    """
-    name, ulysses = named or (None, None)
-    update = {
-        "data_parallel": ranks // context,
-        "context_parallel": context,
-        "context_parallel_algo": name,
-        "ulysses_degree_in_cp": ulysses,
+def in_recipe(recipe: Recipe, way: Way) -> Recipe:
+    """Return a recipe that asks for a way, and is the same in all else."""
+    zero = {**recipe.deepspeed.zero_optimization, "stage": way.stage}
+    changes: dict[str, Any] = {
+        "parallel_config": _block(recipe.parallel_config, way),
+        "training": recipe.training.model_copy(update={"micro_batch_size": way.rows}),
+        "deepspeed": recipe.deepspeed.model_copy(update={"zero_optimization": zero}),
     }
-    for row in CONTEXT.values():
-        for option in row.options:
-            update[option] = (getattr(own, option) or AUTO) if row.name == name else None
-    if named:
-        layout = _layout(own.model_copy(update=update))
-        update["ulysses_degree_in_cp"] = layout.ulysses
+    if recipe.memory.recompute != way.recompute and recipe.memory.gradient_checkpointing:
+        changes["memory"] = recipe.memory.model_copy(update={"recompute": way.recompute})
+    return recipe.model_copy(update=changes)
+
+
+def _block(own: ParallelBlock, way: Way) -> ParallelBlock:
+    """Return the block of one way, which is `own` in all else."""
+    update = dict(way.degrees)
+    if update["context_parallel_algo"]:
+        update["ulysses_degree_in_cp"] = way.layout.ulysses
+    if not way.layout.is_mesh:
+        in_one = next(name for name, row in TENSOR.items() if row.splits is Splits.MATRICES)
+        update |= {"tensor_parallel_algo": in_one, **dict.fromkeys(MESH_OPTIONS)}
+    return own.model_copy(update={**update, **_options(own, update["context_parallel_algo"])})
+
+
+def _whole(own: ParallelBlock, data: int) -> ParallelBlock:
+    """Return a block whose rows are whole, which is `own` in all else."""
+    none = {"context_parallel_algo": None, "ulysses_degree_in_cp": None}
+    update = {"data_parallel": data, "context_parallel": 1, **none, **_options(own, None)}
     return own.model_copy(update=update)
+
+
+def _options(own: ParallelBlock, name: str | None) -> dict[str, Any]:
+    """Return the options of the algorithms, of which one's alone are kept."""
+    return {
+        option: (getattr(own, option) or AUTO) if row.name == name else None
+        for row in CONTEXT.values()
+        for option in row.options
+    }
 
 
 def _without_options(block: ParallelBlock) -> ParallelBlock:
@@ -180,19 +171,7 @@ def _problems(recipe: Recipe, block: ParallelBlock, problems: Problems) -> list[
     return problems(recipe.model_copy(update={"parallel_config": block}), _layout(block))
 
 
-def _is_another(block: ParallelBlock) -> bool:
-    """Return whether the block does what another algorithm does under its own name."""
-    name, layout = block.context_parallel_algo, _layout(block)
-    row = row_of(name, layout.context)
-    heads_alone = layout.context > 1 and layout.ring == 1 and row.splits is not Splits.HEADS
-    return heads_alone or (row.ulysses_required and layout.ulysses == 1)
-
-
 def _layout(block: ParallelBlock) -> Layout:
     layout = layout_of(block, None)
     assert isinstance(layout, Layout)  # data_parallel is a number, and degrees divide
     return layout
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,197 +1,360 @@
-"""An estimate, before anything is built, of how many layers one process can hold."""
+"""The only memory formula: the bytes of one rank by part, their peak, and the longest row."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from collections.abc import Hashable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from uspft.config import Fault
-from uspft.config.objectives import OBJECTIVES
-from uspft.layout import Layout
-from uspft.model.build import empty_model
-from uspft.model.hf_config import attention_of, layer_windows
-from uspft.model.loss import tile_tokens
-from uspft.planner.need import need_of
-from uspft.planner.room import USABLE_SHARE
+from uspft.config.algorithms import row_of
+from uspft.families import FAMILIES
+from uspft.families.projections import NORMED_HEADS
+from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_bytes
+from uspft.planner.attention_memory import Sharing
+from uspft.planner.in_flight import Way, Window
+from uspft.planner.products import head_projection
+from uspft.planner.state import State, Zero, state_of
+from uspft.planner.trained import (
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    Lora,
+    counts_of,
+    outside_trains,
+    trained_layers,
+)
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
+    from uspft.config.algorithms import AlgorithmRow
+    from uspft.config.inputs import ModelBlock
     from uspft.families import ModelShape
+    from uspft.layout import Layout
 
-BYTES_PER_PARAMETER = 20
-"""Bytes that training takes for each parameter.
-
-They are those of the compute weight and gradient, the float32 gradient sum, the master weight and
-the two moments of Adam.
-"""
-MAX_PLAIN_TOKENS = 4096
-"""The longest row in tokens for which plain transformers runs: its float32 logits are whole."""
-GIB = 1 << 30
-_LAYER = re.compile(r"\.layers\.(\d+)\.(.+)")
-_ASK_GPU = "import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({count})))"
+USABLE_SHARE = 0.92
+"""The share of a card's memory, as torch reports it, that a rank's peak may fill: the context, NCCL
+and gaps take the rest."""
+RECOMPUTES = ("nothing", "exchange", "attention")
+"""What of attention may be made again, the least work first."""
+KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+"""The model types whose layers the formula knows."""
+ACTIVATIONS = ("activations", "at work", "batch")
+"""The parts that rows need."""
+BATCH_BYTES = 6 * 8
+"""Of a token in a batch: its number, label, position, place in the stream, row, and whether it has
+a target, all in int64."""
+BUCKET = 500_000_000
+"""The elements of DeepSpeed's reduce_bucket_size where a recipe says none."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The numbers from which the memory of one process follows."""
+class Options:
+    """What decides the memory of a rank beside the model, the layout and the row's length."""
 
-    outside: int
-    """Number of parameters outside the layers."""
-    layers: tuple[int, ...]
-    """Number of parameters of each layer, in order."""
-    kinds: tuple[Hashable, ...]
-    """What each layer is, as far as layers differ."""
-    kept_bytes: int
-    """Bytes of one layer's activations that wait for the backward."""
-    working_bytes: int
-    """Bytes that are needed once: for the layer at work, and for a tile of logits."""
-    parameter_bytes: int = BYTES_PER_PARAMETER
-    """Bytes for each parameter; an adapter's own few parameters are not counted."""
-
-    def need_bytes(self, depth: int) -> int:
-        """Return the bytes that one process needs for the first `depth` layers."""
-        parameters = self.outside + sum(self.layers[:depth])
-        return self.parameter_bytes * parameters + depth * self.kept_bytes + self.working_bytes
+    algorithm: str = "ring_cp"
+    """The value of `context_parallel_algo` that shares rows."""
+    exchange_stages: int = 0
+    """Of planned_cp; 0 for auto."""
+    use_seq_parallel: bool = False
+    micro_batch: int = 1
+    """Rows of a rank in one forward."""
+    dtype: str = "bfloat16"
+    zero_stage: int = 1
+    bucket: int = BUCKET
+    """The elements of DeepSpeed's reduce_bucket_size."""
+    offload_optimizer: bool = False
+    offload_weights: bool = False
+    gradient_reduction: str = "float32"
+    """The type in which gradients cross ranks."""
+    checkpointing: bool = True
+    recompute: str = "nothing"
+    offload_activations: bool = False
+    loss_tile: int | None = 1024
+    """Tokens; None for all at once."""
+    mlp_tile: int | None = None
+    lora: Lora | None = None
+    freeze: tuple[str, ...] = ()
+    """Regular expressions over parameter names."""
 
     @property
-    def shallowest(self) -> int:
-        """The smallest number of layers, from the first, among which every kind of layer is."""
-        return max(self.kinds.index(kind) for kind in self.kinds) + 1
+    def element(self) -> int:
+        """The bytes of a weight."""
+        return 4 if self.dtype == "float32" else 2
 
 
-def sizes_of(
-    recipe: Recipe, config: Any, shape: ModelShape | None = None, *, with_plain: bool
-) -> Sizes:
-    """Return the sizes of a recipe's model on one process that holds its rows whole.
+@dataclass(frozen=True)
+class Memory:
+    """The bytes of one rank."""
 
-    shape: the model's, for planner/activations.py, which says what activations take where it knows;
-    else, and beside plain transformers, an estimate does. with_plain: whether plain transformers
-    runs there too.
+    parts: Mapping[str, int]
+    """Bytes on the device at its peak, by part."""
+    host_bytes: int = 0
+    """Bytes that wait in the host's memory."""
+    unpredicted: tuple[str, ...] = ()
+    """What there is of the layout that the formula does not know; parts are a guess with any."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """What weights alone need, which is known of every layout."""
+        return self.parts.get("weights", 0)
+
+    @property
+    def activation_bytes(self) -> int:
+        """What rows need."""
+        return sum(self.parts[name] for name in ACTIVATIONS)
+
+    @property
+    def state_bytes(self) -> int:
+        """What weights, gradients and the optimizer need, whatever the rows."""
+        return self.peak_bytes - self.activation_bytes
+
+
+def options_of(recipe: Recipe, layout: Layout) -> Options:
+    """Return the options of a recipe in a layout.
+
+    `auto` counts as what it is without a need to save memory.
     """
-    outside, layers = 0, [0] * config.num_hidden_layers
-    kinds: list[list[Hashable]] = [[window] for window in layer_windows(config)]
-    for kind, turned in zip(kinds, getattr(config, "no_rope_layers", None) or (), strict=False):
-        kind.append(turned)
-    for name, parameter in empty_model(config, config.dtype).named_parameters():
-        place = _LAYER.search(name)
-        if place is None:
-            outside += parameter.numel()
-        else:
-            layers[int(place[1])] += parameter.numel()
-            kinds[int(place[1])].append((place[2], parameter.shape))
-    element = 4 if with_plain or recipe.model.dtype == "float32" else 2
-    tokens = recipe.data.sequence_length * (1 if with_plain else recipe.training.micro_batch_size)
-    working = tokens * element * _elements_per_token(config)
-    working += score_bytes(config, tokens) if with_plain else 0
-    kept = working
-    if recipe.memory.gradient_checkpointing:
-        kept, working = 2 * tokens * element * config.hidden_size, 2 * working
-    tile = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size)
-    at_once = tokens if with_plain else min(tile or tokens, tokens)
-    working += 3 * 4 * at_once * config.vocab_size
-    if shape and not with_plain and (need := need_of(recipe, shape, Layout())):
-        two, three = (need.activations.of_layers(n).peak_bytes for n in (2, 3))
-        kept, working = int(three - two), int(two - 2 * (three - two))
-    return Sizes(
-        outside,
-        tuple(layers),
-        tuple(map(tuple, kinds)),
-        kept,
-        working,
-        2 * element if recipe.model.adapter else BYTES_PER_PARAMETER,  # read, then cast
+    zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
+    parallel = recipe.parallel_config
+
+    def away(key: str) -> bool:
+        return bool((zero.get(key) or {}).get("device", "none") != "none")
+
+    def number(value: Any) -> int | None:
+        return value if isinstance(value, int) else None
+
+    return Options(
+        algorithm=row_of(parallel.context_parallel_algo, layout.context).name,
+        exchange_stages=number(parallel.exchange_stages) or 0,
+        use_seq_parallel=bool(parallel.use_seq_parallel),
+        micro_batch=recipe.training.micro_batch_size,
+        dtype=model.dtype,
+        zero_stage=int(zero.get("stage", 1)),
+        bucket=int(zero.get("reduce_bucket_size") or BUCKET),
+        offload_optimizer=away("offload_optimizer"),
+        offload_weights=away("offload_param"),
+        gradient_reduction=memory.gradient_reduction,
+        checkpointing=memory.gradient_checkpointing,
+        recompute="nothing" if memory.recompute == "auto" else memory.recompute,
+        offload_activations=memory.offload_activations == "cpu",
+        loss_tile=number(memory.loss_tile_tokens),
+        mlp_tile=number(memory.mlp_tile_tokens),
+        lora=lora_of(model),
+        freeze=tuple(model.freeze),
     )
 
 
-def _elements_per_token(config: Any) -> int:
-    """Return about how many activations a token has in one layer.
+def lora_of(model: ModelBlock) -> Lora | None:
+    """Return the adapters of a recipe's model."""
+    if not model.adapter:
+        return None
+    block = model.adapter
+    return Lora(block.rank, block.target_modules, dropout=block.dropout > 0)
 
-    They are those of norms and residuals, of q, k, v before and after rotation, and of the MLP.
+
+def memory_of(
+    shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
+) -> Memory:
+    """Return what a rank needs for rows of so many tokens."""
+    state = state_in(shape, layout, options)
+    device, waits = activations_in(shape, layout, row_tokens, options)
+    return Memory(
+        {name: int(size) for name, size in (state.device | device).items()},
+        int(sum(state.host.values()) + waits),
+        unpredicted(shape, layout, row_tokens, options=options),
+    )
+
+
+def state_in(shape: ModelShape, layout: Layout, options: Options) -> State:
+    """Return the bytes of weights, gradients and the optimizer, whatever the rows."""
+    counts = counts_of(shape, layout.mesh_columns, options.lora, options.freeze)
+    if layout.mesh_rows > 1:
+        counts = counts.divided(layout.mesh_rows)
+    zero = Zero(
+        stage=options.zero_stage,
+        ranks=layout.copies,
+        element=options.element,
+        crossing=2 if options.gradient_reduction == "bfloat16" else 4,
+        bucket=options.bucket,
+        matrix=shape.hidden_size * shape.intermediate_size,
+        optimizer_away=options.offload_optimizer,
+        weights_away=options.offload_weights,
+    )
+    return state_of(zero, counts)
+
+
+def unpredicted(
+    shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
+) -> tuple[str, ...]:
+    """Return what there is of a model, a layout and options that the formula does not know."""
+    found = {
+        f"layers of {shape.model_type}": shape.model_type not in KNOWN,
+        "matrices on a mesh": layout.is_mesh,
+        "stages of layers": layout.pipeline > 1,
+    }
+    return tuple(what for what, here in found.items() if here)
+
+
+def activations_in(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> tuple[dict[str, float], float]:
+    """Return the bytes of activations by part at their peak, and those that wait on the host.
+
+    Neither the replicas nor ZeRO's stage change them.
     """
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    experts = getattr(config, "num_experts_per_tok", None) or 1
-    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    found: int = 8 * config.hidden_size + 3 * heads * dim + 4 * experts * inner
+    kinds = _layers(shape, layout, row_tokens, options)
+    outside = outside_trains(options.lora, options.freeze)
+    # With checkpointing transformers makes the embedding's output ask for a gradient.
+    reached, each = outside[EMBEDDING] or options.checkpointing, []
+    for sizes in kinds:
+        each.append(layer_bytes(sizes, reached=reached))
+        reached = reached or bool(sizes.trained or sizes.adapted)
+    head = HeadSizes(
+        kinds[-1],
+        head_projection(shape).on(layout.mesh_columns).outputs,
+        options.loss_tile,
+        trains=outside[HEAD] if not shape.tied else outside[EMBEDDING],
+        norm_trains=outside[LAST_NORM],
+    )
+    loss = head_bytes(head, reached=reached)
+    tokens = kinds[0].sharing.tokens
+    batch = tokens * (BATCH_BYTES + 2 * shape.head_dim * options.element)
+    offloads = kinds[0].offloads
+    # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
+    leaf = options.checkpointing and not outside[EMBEDDING] and (kinds[0].tensor > 1 or offloads)
+    embedded = kinds[0].hidden_bytes(tokens) if leaf else 0.0
+    waiting = (0.0 if offloads else one.kept for one in each)
+    below = [*accumulate(waiting, initial=embedded)]
+    peaks = [(kept + one.most, kept) for kept, one in zip(below, each, strict=False)]
+    peaks.append((below[-1] + loss, below[-1]))
+    peak, kept = max(peaks)
+    parts = {"activations": kept, "at work": peak - kept, "batch": float(batch)}
+    return parts, sum(one.kept for one in each) if offloads else 0.0
+
+
+def _layers(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> list[LayerSizes]:
+    """Return every layer as a rank has it."""
+    t, tokens = layout.mesh_columns, -(-options.micro_batch * row_tokens // layout.context)
+    heads, kv = (-(-each // t) for each in (shape.heads, shape.kv_heads))
+    windows = layer_windows(shape)
+    ways = {
+        None: Way(options.exchange_stages),
+        "ring_cp": Way(None),
+        "hybrid_cp": Way(None),
+        "ulysses_cp": Way(None),
+        "allgather_cp": Way(1, trimmed=False),
+    }
+    way = ways.get(options.algorithm, ways[None])
+    found = []
+    for window, trained in zip(
+        windows, trained_layers(shape, options.lora, options.freeze), strict=True
+    ):
+        seen = None
+        if window is not None and window < row_tokens:
+            seen = Window(window, row_tokens, everywhere=len(set(windows)) == 1)
+        sharing = Sharing(
+            options.element,
+            tokens,
+            heads,
+            kv,
+            shape.head_dim,
+            layout.ulysses,
+            layout.ring,
+            way,
+            seen,
+        )
+        found.append(
+            LayerSizes(
+                sharing,
+                shape.hidden_size,
+                -(-shape.intermediate_size // t),
+                t,
+                options.use_seq_parallel or layout.is_mesh,
+                normed_heads=FAMILIES[shape.model_type].projections is NORMED_HEADS,
+                qkv_bias=shape.attention_bias,
+                trained=trained.weights,
+                adapted=trained.adapters,
+                rank=options.lora.rank if options.lora else 0,
+                dropout=bool(options.lora and options.lora.dropout),
+                tile=options.mlp_tile,
+                recompute=options.recompute if options.checkpointing else None,
+                offloads=options.offload_activations and options.checkpointing,
+            )
+        )
     return found
 
 
-def score_bytes(config: Any, length_tokens: int) -> int:
-    """Return about how many bytes of float32 scores one layer's attention keeps.
-
-    Scores are kept as they are, capped, masked, as weights, and as their gradient; 0 where
-    transformers does not write them out.
-    """
-    written_out = attention_of(config) == "eager"
-    return 5 * 4 * config.num_attention_heads * length_tokens**2 if written_out else 0
-
-
-def why_not_plain(recipe: Recipe, config: Any, memory: int) -> str | None:
-    """Return why plain transformers is not run beside one process, or None where it is.
-
-    memory: the bytes that one process has.
-    """
-    length = recipe.data.sequence_length
-    if not OBJECTIVES[recipe.training.objective].plain:
-        return f"it does not compute what training.objective: {recipe.training.objective} asks for"
-    if length > MAX_PLAIN_TOKENS:
-        return f"rows have {length:,} tokens, and it takes {MAX_PLAIN_TOKENS:,} at most"
-    if recipe.model.adapter and recipe.model.adapter.dropout:
-        return "peft draws an adapter's dropout in another way"
-    # Whole logits, their exponentials and gradients: a quarter of the memory at most.
-    if 4 * 3 * 4 * length * config.vocab_size > memory:
-        return f"the logits of {length:,} tokens take too much memory"
-    if 4 * score_bytes(config, length) > memory:
-        return f"transformers writes out every score of {length:,} tokens, and they take too much"
-    return None
+def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
+    """Return the window of each layer in keys; None where it sees all."""
+    window, family = shape.window, FAMILIES[shape.model_type]
+    types, layers = shape.raw.get("layer_types"), range(shape.layers)
+    if window is None or (family.windows == "all" and not types):
+        return (window,) * shape.layers
+    if types:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if family.windows == "switched":
+        first = shape.raw.get("max_window_layers", 28)
+        return tuple(window if i >= first else None for i in layers)
+    full = 6 if shape.model_type == "gemma3_text" else 2
+    return tuple(window if (i + 1) % full else None for i in layers)
 
 
-def fitting_depth(sizes: Sizes, memory: int) -> int:
-    """Return how many layers at most one process with this memory in bytes holds.
+def fits(memory: Memory, card_bytes: float) -> bool:
+    """Tell whether a card with this much memory has what a rank needs."""
+    return memory.peak_bytes <= USABLE_SHARE * card_bytes
 
-    Raises Fault where the fewest layers among which every kind of layer is do not fit.
-    """
-    usable = USABLE_SHARE * memory
-    for depth in range(len(sizes.layers), sizes.shallowest - 1, -1):
-        if sizes.need_bytes(depth) <= usable:
-            return depth
-    needed = sizes.need_bytes(sizes.shallowest) / GIB
-    what = (
-        f"one process would need about {needed:.3g} GiB with {sizes.shallowest} of "
-        f"{len(sizes.layers)} layers, and has {usable / GIB:.3g} GiB"
+
+def longest_row(
+    shape: ModelShape, layout: Layout, card_bytes: float, *, options: Options = Options()
+) -> int:
+    """Return the longest row in tokens that fits a card, by kilotokens of each rank, or 0."""
+    step = 1024 * layout.context
+
+    def has_room(count: int) -> bool:
+        return fits(memory_of(shape, layout, count * step, options=options), card_bytes)
+
+    low, high = 0, 1
+    while high < 1 << 20 and has_room(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if has_room(middle) else (low, middle)
+    return low * step
+
+
+def row_memory(
+    options: Options, shape: ModelShape, row: AlgorithmRow, layout: Layout, length: int
+) -> tuple[int, int]:
+    """Return the bytes that each further row of so many tokens takes on a rank of those that share
+    it, and those that rows take once, whatever their number."""
+    one, two = (
+        memory_of(
+            shape,
+            layout,
+            length,
+            options=replace(options, algorithm=row.name, micro_batch=rows),
+        ).activation_bytes
+        for rows in (1, 2)
     )
-    remedy = "verify shorter rows, fewer launch.processes, or on a machine with more memory"
-    raise Fault([("data.sequence_length", what, remedy)])
+    return two - one, 2 * one - two
 
 
-def with_depth(recipe: Recipe, depth: int) -> Recipe:
-    """Return the recipe with only the first `depth` layers of its model."""
-    overrides = {**recipe.model.overrides, "num_hidden_layers": depth}
-    for key in ("layer_types", "no_rope_layers"):
-        if overrides.get(key):
-            overrides[key] = list(overrides[key])[:depth]
-    model = recipe.model.model_copy(update={"overrides": overrides})
-    return recipe.model_copy(update={"model": model})
-
-
-def memory_here(recipe: Recipe) -> int:
-    """Return the bytes for one process: the fullest GPU's free memory, or the host's ÷ processes.
-
-    GPUs are asked by another process, which gives them back when it ends. Raises RuntimeError where
-    they cannot be asked.
-    """
-    processes = recipe.launch.processes
-    assert isinstance(processes, int)
-    if recipe.launch.device == "cuda":
-        command = [sys.executable, "-c", _ASK_GPU.format(count=processes)]
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
-        if asked.returncode:
-            raise RuntimeError(f"the GPUs' free memory cannot be read: {asked.stderr.strip()}")
-        return int(asked.stdout)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(available.split()[1]) * 1024 // processes
+def least_work(
+    shape: ModelShape, layout: Layout, row_tokens: int, card_bytes: float, *, options: Options
+) -> str:
+    """Return what `memory.recompute: auto` is on a card: the least work that fits, or where nothing
+    does, what keeps least."""
+    for choice in RECOMPUTES:
+        if choice == "exchange" and layout.ulysses == 1:
+            continue
+        asked = replace(options, recompute=choice)
+        if fits(memory_of(shape, layout, row_tokens, options=asked), card_bytes):
+            return choice
+    return RECOMPUTES[-1]

@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple
 
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.products import ProductShape, layer_projections
 from uspft.planner.spread import Spread
-from uspft.planner.steps import GRADIENT_BYTES
+from uspft.planner.step_shape import GRADIENT_BYTES
 
 Stationary = Literal["output", "input", "weight"]
 Flow = Literal["output", "left", "right"]

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
 from uspft.planner.links import Collective
+from uspft.planner.machine import Hardware
 from uspft.planner.mesh_products import MeshProduct, mesh_products
 from uspft.planner.products import head_projection
 from uspft.planner.spread import Spread
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.planner.wire import gathered_elements
 
 NORMS, NUMBER_BYTES, LOSS_SUMS = 2, 4, 3

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from uspft.families import FAMILIES, ModelShape
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.mesh_products import MeshProduct, mesh_products, why_not_kept
 from uspft.planner.mesh_step import mesh_parts, product_part
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.tensor.meshslice import MeshSlice
 
 MIN_BLOCK = 8

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
-from uspft.planner.steps import StepPart, StepShape
-from uspft.planner.time import forward_and_backward, hidden_behind, zero_in_each_pass
+from uspft.planner.machine import Hardware
+from uspft.planner.step import forward_and_backward, hidden_behind, zero_in_each_pass
+from uspft.planner.step_shape import StepPart, StepShape
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
 

@@ -33,8 +33,16 @@ class Spread:
     def of(cls, layout: Layout, axes: tuple[str, ...], ranks_per_host: int) -> Spread:
         """Return the spread of a layout's groups whose members differ along `axes`.
 
-        Ranks are numbered host by host.
+        Ranks are numbered host by host. Groups along one axis whose ranks fill hosts evenly follow
+        from its degree and the ranks between two members; others are counted.
         """
+        if len(axes) == 1:
+            apart, size = layout.apart(axes[0])
+            block, host = apart * size, ranks_per_host
+            inside = host % block == 0
+            if inside or (block % host == 0 and (host % apart == 0 or apart % host == 0)):
+                here = max(1, min(size, host // apart))
+                return cls(size, here, min(host, layout.ranks) // here)
         every = layout.groups(axes)
         hosts = [Counter(rank // ranks_per_host for rank in group) for group in every]
         beside = Counter(host for group in hosts for host in group)

@@ -8,13 +8,13 @@ from uspft.families import ModelShape
 from uspft.families.projections import FUSED
 from uspft.families.table import FAMILIES
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.spread import Spread
-from uspft.sequence import ONCE, Cost, Forwards
+from uspft.sequence import Cost
 
 
 class Wire(NamedTuple):
-    """The seconds of one layer's transfers, forward and backward, by kind."""
+    """The seconds of one layer's transfers one way, by kind."""
 
     all_to_all: float = 0.0
     ring: float = 0.0
@@ -25,16 +25,16 @@ class Wire(NamedTuple):
         return sum(self)
 
 
-def wire_of(cost: Cost, layout: Layout, hardware: Hardware, forwards: Forwards = ONCE) -> Wire:
-    """Return the seconds of what one layer's attention moves under a layout, by kind.
+EXCHANGES = 2
+"""Of heads for tokens and back, each way through a layer's attention."""
 
-    forwards: with which the cost was asked for.
-    """
+
+def wire_of(cost: Cost, layout: Layout, hardware: Hardware) -> Wire:
+    """Return the seconds of what one layer's attention moves one way under a layout, by kind."""
     heads = Spread.of(layout, ("ulysses",), hardware.ranks_per_host)
     tokens = Spread.of(layout, ("ring",), hardware.ranks_per_host)
-    exchanges = 2 * (forwards.heads + 1)  # of heads for tokens and back, and in the backward
-    each = cost.all_to_all.bytes / exchanges
-    exchanged = exchanges * hardware.collective_seconds("all_to_all", each, heads)
+    each = cost.all_to_all.bytes / EXCHANGES
+    exchanged = EXCHANGES * hardware.collective_seconds("all_to_all", each, heads)
     ring = hardware.messages_seconds(*cost.ring, tokens, to_next=True)
     gather = hardware.messages_seconds(*cost.gather, tokens, to_next=False)
     return Wire(exchanged, ring, gather)

@@ -13,7 +13,7 @@ from uspft.config import Finding, RecipeError
 from uspft.config.algorithms import AUTO
 from uspft.config.checks import closest
 from uspft.planner.flops import device_of
-from uspft.planner.hardware import Hardware, read_hardware
+from uspft.planner.machine import Hardware, read_hardware
 from uspft.prepare.invocation import CONFIGS
 
 KEY = "launch.hardware"

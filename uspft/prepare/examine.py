@@ -26,7 +26,8 @@ from uspft.prepare.layout_findings import host_findings, run_findings
 from uspft.prepare.memory_need import exchange_findings, memory_sentence, memory_unknown
 from uspft.prepare.new_tokens import shape_of
 from uspft.prepare.paths import find_paths
-from uspft.prepare.resolve import choice, ranks_of, resolve, slices_of, tuning
+from uspft.prepare.resolve import choice, ranks_of, resolve, tuning
+from uspft.prepare.step import slices_of
 
 SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
 SHAPE = tuple(
@@ -60,7 +61,7 @@ class Examined:
     def why(self) -> str | None:
         """The algorithm that `auto` became and the reason, or None where nothing was to choose."""
         found = choice(self.loaded.recipe, self.known)
-        return f"{found.algorithm}: {found.why}" if found else None
+        return f"{found.way.row.name}: {found.why}" if found else None
 
     @property
     def tuning(self) -> Tuning | None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from uspft.config import Fault, ParallelBlock, Recipe, read
+from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
 from uspft.model.hf_config import layer_windows
-from uspft.planner.alternatives import Prediction
-from uspft.planner.hardware import Hardware
-from uspft.planner.steps import GRADIENT_BYTES, StepShape
-from uspft.planner.time import step_time
+from uspft.planner.layouts import in_recipe
+from uspft.planner.machine import Hardware
+from uspft.planner.memory import RECOMPUTES, options_of
+from uspft.planner.rank import Ranked, Ranking, ranked, ranking
+from uspft.planner.step_shape import StepShape
+from uspft.planner.ways import Space, Way
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
+from uspft.prepare.layout_findings import layout_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.paths import find_paths
-from uspft.prepare.resolve import slices_of
-from uspft.segments import Segments
-from uspft.sequence import forwards_of, of_recipe
+from uspft.prepare.step import recomputes_of, stage_of, step_shape
 
 
 def examine_for_plan(
@@ -55,53 +55,46 @@ def step_of(found: Examined) -> StepShape:
     examined = examine_model(found.here)
     # What the file leaves out is as transformers has it, such as how many experts a token meets.
     whole = replace(model, raw={**examined.config.to_dict(), **model.raw})
-    return StepShape(
-        whole,
-        Segments.single(recipe.data.sequence_length),
-        layer_windows(examined.config),
-        recipe.training.global_batch_size,
-        recipe.training.micro_batch_size,
-        stage=stage_of(recipe),
-        element_bytes=4 if recipe.model.dtype == "float32" else 2,
-        recompute=recipe.memory.gradient_checkpointing,
-        attention=forwards_of(recipe),
-        overlaps=_overlaps(recipe),
-        trained=examined.trained / examined.parameters,
-        gradient_bytes=gradient_bytes(recipe),
-        **matrices_of(recipe.parallel_config),
+    windows = layer_windows(examined.config)
+    return step_shape(recipe, whole, windows, trained=examined.trained / examined.parameters)
+
+
+def own_way(found: Examined) -> Way:
+    """Return the recipe's own layout and algorithm, and how its step runs."""
+    parallel, again = found.recipe.parallel_config, found.recipe.memory.recompute
+    row = row_of(parallel.context_parallel_algo, found.layout.context)
+    asked = {name: getattr(parallel, key) for key, name in row.options.items()}
+    return Way(
+        found.layout,
+        row,
+        parallel.use_seq_parallel and found.layout.tensor > 1,
+        stage_of(found.recipe),
+        found.recipe.training.micro_batch_size,
+        again if again in RECOMPUTES else RECOMPUTES[0],
+        tuple((name, value) for name, value in asked.items() if value not in (None, AUTO)),
     )
 
 
-def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
-    """Return what a step's shape has of how a layout splits matrices, and tokens between them."""
-    return {"use_seq_parallel": parallel.use_seq_parallel, "slices": slices_of(parallel)}
+def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
+    """Return the order of every layout of the recipe's ranks that its other keys allow."""
+    own, recipe = own_way(found), found.recipe
+    space = Space(
+        meshes=recipe.parallel_config.on_a_mesh,
+        stages={own.stage},
+        rows={own.rows},
+        recomputes=recomputes_of(found.loaded.recipe, recipe.launch.device),
+    )
+
+    def why_not(way: Way) -> str | None:
+        wrong = layout_findings(in_recipe(recipe, way), way.layout, found.shape)
+        return wrong[0][1] if wrong else None
+
+    options = options_of(recipe, found.layout)
+    ranks = found.layout.ranks
+    return ranking(step, ranks, space, hardware, options, own=own, why_not=why_not)
 
 
-def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Prediction:
-    """Return the prediction for the recipe's own layout and algorithm."""
-    windows = set(step.windows)
-    window = windows.pop() if len(windows) == 1 else None
-    algorithm = of_recipe(found.recipe, found.layout, window)
-    row = row_of(found.recipe.parallel_config.context_parallel_algo, found.layout.context)
-    time = step_time(step, found.layout, algorithm, hardware)
-    return Prediction(found.layout, row, time, step.slices is not None)
-
-
-def gradient_bytes(recipe: Recipe) -> int:
-    """Return the bytes of an element of the gradients that cross ranks."""
-    return 2 if recipe.memory.gradient_reduction == "bfloat16" else GRADIENT_BYTES
-
-
-def stage_of(recipe: Recipe) -> int:
-    return int(recipe.deepspeed.zero_optimization.get("stage", 1))
-
-
-def _overlaps(recipe: Recipe) -> bool:
-    """Return DeepSpeed's overlap_comm: where it is left out, stage 3 alone overlaps.
-
-    On a CPU nothing does: DeepSpeed overlaps by streams, and there are none.
-    """
-    if recipe.launch.device == "cpu":
-        return False
-    asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
-    return stage_of(recipe) == 3 if asked is None else bool(asked)
+def own_layout(found: Examined, step: StepShape, hardware: Hardware) -> Ranked:
+    """Return what a step takes and needs under the recipe's own layout and algorithm."""
+    options = options_of(found.recipe, found.layout)
+    return ranked(step, own_way(found), hardware, options, own=True)

@@ -15,8 +15,8 @@ from uspft.layout import Layout
 from uspft.model.hf_config import layer_windows
 from uspft.planner.auto import Work
 from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
-from uspft.planner.memory import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
 from uspft.prepare.data import first_rows, prepare_data, steps_of
+from uspft.prepare.depth import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
 from uspft.prepare.examine import Examined
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
@@ -67,6 +67,7 @@ def prepare_verify(
     config = examine_model(found.here).config
     why_not = why_not_plain(found.here, config, memory)
     whole = config.num_hidden_layers
+    assert found.shape  # its config is here
     sizes = sizes_of(found.here, config, found.shape, with_plain=why_not is None)
     kept = fitting_depth(sizes, memory)
     if kept < whole:

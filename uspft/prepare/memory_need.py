@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import AUTO
@@ -10,13 +11,20 @@ from uspft.layout import Layout, layout_of
 from uspft.metrics import as_size
 from uspft.model.loss import tile_tokens
 from uspft.model.tiles import mlp_tile_tokens
-from uspft.planner.need import least_work, longest_row, need_of, unknown, weight_bytes
+from uspft.planner.memory import (
+    RECOMPUTES,
+    fits,
+    least_work,
+    longest_row,
+    memory_of,
+    options_of,
+)
 from uspft.planner.products import layer_projections
 
 if TYPE_CHECKING:
     from uspft.config import Finding, Recipe
     from uspft.families import ModelShape
-    from uspft.planner.hardware import Hardware
+    from uspft.planner.machine import Hardware
 
 
 def settled_memory(
@@ -39,7 +47,8 @@ def settled_memory(
         card = hardware.memory.bytes if hardware and hardware.device else None
         found["recompute"] = "nothing"
         if card is not None and layout is not None:
-            found["recompute"] = least_work(tiled, shape, layout, card)
+            options, row = options_of(tiled, layout), recipe.data.sequence_length
+            found["recompute"] = least_work(shape, layout, row, card, options=options)
     return recipe.model_copy(update={"memory": block.model_copy(update=found)})
 
 
@@ -51,34 +60,40 @@ def memory_sentence(
 
     free: whether longer rows may have more of attention made again.
     """
-    need = need_of(recipe, shape, layout)
-    if need is None:
+    options = options_of(recipe, layout)
+    need = memory_of(shape, layout, recipe.data.sequence_length, options=options)
+    if need.unpredicted:
         return None
     parts = (
-        f"activations {_gib(need.activations.peak_bytes)}, "
+        f"activations {_gib(need.activation_bytes)}, "
         f"weights, gradients and optimizer {_gib(need.state_bytes)}"
     )
     if need.host_bytes:
         parts += f"; on the host {_gib(need.host_bytes)}"
     if not hardware.device:
-        return f"about {_gib(need.bytes)} GiB a rank ({parts})"
+        return f"about {_gib(need.peak_bytes)} GiB a rank ({parts})"
     card = hardware.memory.bytes
-    lacking = "" if need.fits(card) else ", which is too much"
-    said = [f"about {_gib(need.bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
-    most: dict[str, Any] = {"recompute": "attention"} if free else {}
-    longest = longest_row(recipe, shape, layout, card, **most)
+    lacking = "" if fits(need, card) else ", which is too much"
+    said = [f"about {_gib(need.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
+    if free and options.checkpointing:
+        options = replace(options, recompute=RECOMPUTES[-1])
+    longest = longest_row(shape, layout, card, options=options)
     said.append(f"the longest row that fits is {_tokens(longest)}")
-    more = longest_row(recipe, shape, layout, card, offload_activations="cpu", **most)
-    if not need.activations.offloaded and more != longest:
-        said.append(f"with offload_activations: cpu {_tokens(more)}")
+    if options.checkpointing and not options.offload_activations:
+        away = replace(options, offload_activations=True)
+        more = longest_row(shape, layout, card, options=away)
+        if more != longest:
+            said.append(f"with offload_activations: cpu {_tokens(more)}")
     return "; ".join(said)
 
 
 def memory_unknown(recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware) -> str:
     """Return why the formula does not know what a rank needs, and what is known all the same."""
-    why = f"nothing predicts it with {' or with '.join(unknown(recipe, shape, layout))}"
+    options, row = options_of(recipe, layout), recipe.data.sequence_length
+    need = memory_of(shape, layout, row, options=options)
+    why = f"nothing predicts it with {' or with '.join(need.unpredicted)}"
     of_card = f" of {as_size(hardware.memory.bytes)}" if hardware.device else ""
-    return f"{why}; weights alone take {as_size(weight_bytes(recipe, shape, layout))}{of_card}"
+    return f"{why}; weights alone take {as_size(need.weight_bytes)}{of_card}"
 
 
 def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
@@ -106,8 +121,8 @@ def _gib(byte_count: float) -> str:
     return f"{byte_count / (1 << 30):.3g}"
 
 
-def _tokens(count: int | None) -> str:
+def _tokens(count: int) -> str:
     """Return a number of tokens with a recipe's suffix."""
-    if count is None:
+    if not count:
         return "none"
     return f"{count / (1 << 20):.3g}m" if count >= 1 << 20 else f"{count >> 10}k"

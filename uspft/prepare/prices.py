@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from uspft.config.algorithms import row_of
 from uspft.config.strategies import strategies_of, under
 from uspft.job import Prices
 from uspft.layout import Layout, layout_of
-from uspft.planner.room import row_bytes
+from uspft.planner.memory import options_of, row_memory
 from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.prepare.examine import Examined
-from uspft.prepare.make_plan import hardware_of, matrices_of, step_of
+from uspft.prepare.make_plan import hardware_of, step_of
+from uspft.prepare.step import matrices_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 
@@ -40,7 +42,9 @@ def prices_of(found: Examined, hosts: int) -> Prices | None:
         rows.append(empty.row)
         pairs.append((full.row - empty.row) / (length * (length + 1) // 2))
         beside.append(full.beside)
-        taken.append(row_bytes(shape, layout, length))
+        row = row_of(alone.parallel_config.context_parallel_algo, layout.context)
+        options = options_of(alone, layout)
+        taken.append(row_memory(options, step.model, row, layout, length)[0])
     held = min(layouts, key=lambda layout: layout.tensor)
     together = micro_step_seconds(step, held, hardware)
     return Prices(tuple(rows), tuple(pairs), max(beside), together, tuple(taken))

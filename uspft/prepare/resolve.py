@@ -13,19 +13,29 @@ from math import prod
 from typing import Any
 
 from uspft.config import ParallelBlock, Recipe
-from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, every_option, row_of
+from uspft.config.algorithms import (
+    AUTO,
+    CONTEXT,
+    MESH_OPTIONS,
+    ON_A_MESH,
+    Splits,
+    every_option,
+    row_of,
+)
 from uspft.config.strategies import degrees_of, strategies_of, under
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
-from uspft.planner.auto import Choice, Work, recommend
+from uspft.planner.auto import Choice, recommend
+from uspft.planner.memory import options_of
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
-from uspft.planner.steps import StepShape
+from uspft.planner.ways import Space, Way
 from uspft.prepare.chosen_layouts import with_layouts
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import settled_memory
 from uspft.prepare.new_tokens import with_vocabulary
+from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
 from uspft.segments import Segments
-from uspft.sequence import Heads, forwards_of, of_recipe
+from uspft.sequence import Heads, of_recipe
 
 
 def resolve(recipe: Recipe, known: Known) -> Recipe:
@@ -70,23 +80,56 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
 def choice(recipe: Recipe, known: Known) -> Choice | None:
     """Return what `context_parallel_algo: auto` means, and why.
 
-    Returns None where the recipe names an algorithm, or where ranks do not share a row.
+    It is the first of the planner's order. Returns None where the recipe names an algorithm, or
+    where ranks do not share a row.
     """
-    parallel = recipe.parallel_config
-    ranks = parallel.row_ranks
-    if parallel.context_parallel_algo != AUTO or ranks == 1:
+    parallel, model = recipe.parallel_config, known.shape
+    if parallel.context_parallel_algo != AUTO or parallel.row_ranks == 1:
         return None
-    shape, work = known.shape, known.work
-    if work is None and recipe.data.packing == "none":  # each row holds one sample
-        work = Work([Segments.single(recipe.data.sequence_length)])
-    if work:
-        keep = not recipe.memory.gradient_checkpointing
-        work = work._replace(keep=keep, forwards=forwards_of(recipe))
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
-    heads = heads.on(parallel.model_parallel // parallel.mesh_rows) if heads else None
-    here = (ranks_of(recipe, known) or 0) // known.hosts
-    hardware = known.cluster and known.cluster.hardware
-    return recommend(ranks, here or ranks, heads, work, hardware)
+    likely = _likely(parallel)
+    if model is None or known.cluster is None:
+        unknown = "the model's heads" if model is None else "the cluster"
+        why = f"only keys that attention needs travel; {unknown}, not known yet, may change this"
+        return Choice(likely, why)
+    mesh = parallel.tensor_mesh if parallel.on_a_mesh else None
+    on_mesh = isinstance(mesh, tuple)
+    space = Space(
+        tensor={parallel.model_parallel},
+        context={parallel.context_parallel},
+        tokens={parallel.use_seq_parallel},
+        flat=not on_mesh,
+        meshes=on_mesh,
+        stages={stage_of(recipe)},
+        rows={recipe.training.micro_batch_size},
+        recomputes=recomputes_of(recipe, recipe.launch.device),
+    )
+
+    def other_mesh(way: Way) -> str | None:
+        shape = way.layout.mesh_rows, way.layout.mesh_columns
+        return "another mesh is asked for" if on_mesh and shape != mesh else None
+
+    work = known.work
+    step = step_shape(recipe, model, work.windows if work else ())
+    step = replace(step, slices=step.slices or (1,) * 4) if on_mesh else step
+    ranks = ranks_of(recipe, known) or prod((parallel.model_parallel, parallel.context_parallel))
+    hardware = known.cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
+    rows = work.rows if work else [step.row]
+    tiled = settled_memory(recipe, model, None, None)
+    options = options_of(tiled, Layout())
+    found = recommend(step, ranks, space, hardware, rows, options, why_not=other_mesh)
+    if found is None:
+        return Choice(likely, "no algorithm splits these rows over so many ranks")
+    if work is None and recipe.data.packing != "none":
+        unknown = "for rows of one document; the documents' lengths, not known yet, may change this"
+        return found._replace(why=f"{found.why}, {unknown}")
+    return found
+
+
+def _likely(parallel: ParallelBlock) -> Way:
+    """Return the way that is taken where nothing tells ways apart: keys go where they are used."""
+    row = next(row for row in CONTEXT.values() if row.automatic and row.splits is Splits.BOTH)
+    columns = parallel.model_parallel // parallel.mesh_rows
+    return Way(Layout(columns, ring=parallel.row_ranks, mesh_rows=parallel.mesh_rows), row)
 
 
 def tuning(recipe: Recipe, known: Known) -> Tuning | None:
@@ -99,16 +142,7 @@ def tuning(recipe: Recipe, known: Known) -> Tuning | None:
         return None
     degrees = parallel.model_parallel, parallel.context_parallel
     ranks = ranks_of(recipe, known) or prod(degrees)
-    step = StepShape(
-        model,
-        Segments.single(recipe.data.sequence_length),
-        (),
-        recipe.training.global_batch_size,
-        recipe.training.micro_batch_size,
-        element_bytes=4 if recipe.model.dtype == "float32" else 2,
-        recompute=recipe.memory.gradient_checkpointing,
-        trained=0.0 if recipe.model.adapter else 1.0,
-    )
+    step = step_shape(recipe, model)
     return tune(
         step,
         (*degrees, max(1, ranks // prod(degrees))),
@@ -116,14 +150,6 @@ def tuning(recipe: Recipe, known: Known) -> Tuning | None:
         slices=slices_of(parallel),
         why_not=lambda rows, columns: _why_not(recipe, known, (rows, columns)),
     )
-
-
-def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
-    """Return the slices of each product that a recipe asks for, or None where it leaves them."""
-    asked = parallel.tensor_slices
-    if isinstance(asked, int):
-        return (asked,) * 4
-    return asked if isinstance(asked, tuple) else None
 
 
 def ranks_of(recipe: Recipe, known: Known) -> int | None:
@@ -198,8 +224,8 @@ def _algorithm(recipe: Recipe, known: Known) -> Recipe:
     found = choice(recipe, known)
     if found is None:
         return _with(recipe, "parallel_config", context_parallel_algo=None)
-    degrees = {"context_parallel_algo": found.algorithm, "ulysses_degree_in_cp": found.ulysses}
-    return _with(recipe, "parallel_config", **degrees)
+    keys = ("context_parallel_algo", "ulysses_degree_in_cp")
+    return _with(recipe, "parallel_config", **{key: found.way.degrees[key] for key in keys})
 
 
 def _layout(recipe: Recipe, known: Known) -> Layout | None:

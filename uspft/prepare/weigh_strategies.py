@@ -13,13 +13,15 @@ from uspft.config.strategies import KEY, layouts_of, strategies_of
 from uspft.data import prepared, training_rows
 from uspft.launcher import Meeting, host_memory
 from uspft.layout import Layout, layout_of
+from uspft.planner.memory import options_of
 from uspft.prepare.data import cache_of, tokenizer_here, tokenizer_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.layout_findings import run_findings
-from uspft.prepare.make_plan import hardware_of, matrices_of, step_of
+from uspft.prepare.make_plan import hardware_of, step_of
 from uspft.prepare.memory_need import exchange_findings
+from uspft.prepare.step import matrices_of
 from uspft.sequence import of_recipe
 from uspft.switching.choice import SwitchingChoice, beside_static, choose
 from uspft.switching.drawn_steps import DrawnSteps
@@ -131,6 +133,7 @@ def _setting(found: Examined) -> Setting:
         hardware,
         found.layout.ranks,
         memory,
+        options_of(recipe, found.layout),
         rows_at_once=recipe.training.micro_batch_size,
         in_place=asked != "move",
         moves=asked != "in_place" and ours,

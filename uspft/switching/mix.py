@@ -8,12 +8,14 @@ from functools import cached_property
 from statistics import fmean
 
 from uspft.layout import COPIES, Layout
+from uspft.planner.memory import USABLE_SHARE, memory_of, row_memory
 from uspft.planner.products import parameters_of
-from uspft.planner.room import moving_state_bytes, room_bytes, state_bytes
 from uspft.planner.row_time import micro_step_seconds
 from uspft.planner.spread import Spread
-from uspft.planner.steps import GRADIENT_BYTES, StepShape
-from uspft.planner.time import UPDATE_BYTES, zero_once
+from uspft.planner.state import moving_state_bytes
+from uspft.planner.step import UPDATE_BYTES, zero_once
+from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.planner.trained import counts_of
 from uspft.switching.drawn_steps import DrawnSteps, PackedRow, pairs_of
 from uspft.switching.priced import PricedLayout
 from uspft.switching.schedule import Limits, MicroStep, RankGroup, RowWork, makespan, schedule
@@ -45,11 +47,15 @@ class Mix:
 
     def room(self, bucket: PricedLayout) -> float:
         """Return the bytes that a rank has for the rows of a bucket at once."""
-        step = self.setting.step
-        layout = replace(bucket.layout, data=1)
-        alone = Layout(layout.mesh_columns, data=self.setting.ranks // layout.mesh_columns)
-        state = moving_state_bytes(step, alone) if self.moves else state_bytes(step, self.held)
-        return room_bytes(step, layout, state, self.setting.memory_bytes)
+        setting, tensor = self.setting, bucket.layout.mesh_columns
+        model, options = setting.step.model, setting.options
+        if self.moves:
+            whole, part = (counts_of(model, t, options.lora, options.freeze) for t in (1, tensor))
+            state = moving_state_bytes(options.element, whole, part, setting.ranks)
+        else:
+            state = memory_of(model, self.held, bucket.length, options=options).state_bytes
+        _, once = row_memory(options, model, bucket.row, bucket.layout, bucket.length)
+        return USABLE_SHARE * setting.memory_bytes - state - once
 
     @cached_property
     def shares(self) -> list[float]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from uspft.config.algorithms import AlgorithmRow
 from uspft.layout import Layout
-from uspft.planner.alternatives import TENSOR, splits_over, ways_to_share
-from uspft.planner.room import row_bytes
+from uspft.planner.memory import row_memory
 from uspft.planner.row_time import row_time
+from uspft.planner.ways import Space, Way, legal_for, ways
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
 from uspft.switching.drawn_steps import pairs_of
@@ -79,19 +79,22 @@ def priced_layouts(
     step, ranks, hardware = setting.step, setting.ranks, setting.hardware
     whole = Segments.single(length)
     shape = replace(step, row=whole, rows=1, slices=None, use_seq_parallel=True)
-    divided, found = replace(setting, step=shape), list[PricedLayout]()
-    for tensor in TENSOR:
-        if ranks % tensor or not splits_over(step.model, tensor):
-            continue
-        for context in _divisors(ranks // tensor):
-            degrees = (tensor, 1, context, ranks // (tensor * context))
-            ways = [
-                (row_time(shape, layout, algorithm, hardware, whole), row, layout, algorithm)
-                for row, layout, algorithm in ways_to_share(shape, degrees, hardware)
-                if among(layout)
-            ]
-            ways.sort(key=lambda way: way[0].alone)
-            found += [priced(divided, way[1:], length, typical) for way in ways[:most]]
+    divided = replace(setting, step=shape)
+    legal = legal_for(shape, hardware.ranks_per_host)
+
+    def why_not(way: Way) -> str | None:
+        return legal(way) or (None if among(way.layout) else "not among those asked for")
+
+    alike: dict[tuple[int, int], list[tuple[float, Way]]] = {}
+    for way in ways(ranks, Space(tokens=(True,)), why_not).legal:
+        algorithm = way.algorithm(shape, hardware.ranks_per_host)
+        alone = row_time(shape, way.layout, algorithm, hardware, whole).alone
+        alike.setdefault((way.layout.tensor, way.layout.context), []).append((alone, way))
+    found = list[PricedLayout]()
+    for each in alike.values():
+        for _, way in sorted(each, key=lambda one: one[0])[:most]:
+            algorithm = way.algorithm(shape, hardware.ranks_per_host)
+            found.append(priced(divided, (way.row, way.layout, algorithm), length, typical))
     return found
 
 
@@ -107,6 +110,7 @@ def priced(
     """
     (row, layout, algorithm), whole = way, Segments.single(length)
     shape = replace(setting.step, row=whole, rows=1)
+    options = replace(setting.options, use_seq_parallel=shape.use_seq_parallel)
     short, long = (
         row_time(shape, layout, algorithm, setting.hardware, one) for one in (typical, whole)
     )
@@ -117,7 +121,7 @@ def priced(
         (_pairs(typical), _pairs(whole)),
         (short.row, long.row),
         max(short.beside, long.beside),
-        row_bytes(shape, layout, length),
+        row_memory(options, setting.step.model, row, layout, length)[0],
     )
 
 
@@ -131,7 +135,3 @@ def best_of_degrees(found: Sequence[PricedLayout]) -> list[PricedLayout]:
     for one in sorted(found, key=lambda one: one.work):
         best.setdefault((one.layout.tensor, one.layout.context), one)
     return list(best.values())
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

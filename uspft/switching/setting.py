@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from uspft.planner.hardware import Hardware
-from uspft.planner.steps import StepShape
+from uspft.planner.machine import Hardware
+from uspft.planner.memory import Options
+from uspft.planner.step_shape import StepShape
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class Setting:
     hardware: Hardware
     ranks: int
     memory_bytes: float
+    options: Options = field(default_factory=Options)
+    """What else decides memory."""
     rows_at_once: int | None = None
     """Rows of one replica in one forward, as `training.micro_batch_size` says: of several layouts,
     of the one whose rows need most memory, and others take as much. None: as many as fit."""

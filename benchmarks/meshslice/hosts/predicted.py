@@ -10,8 +10,8 @@ from benchmarks.meshslice.hosts.grids import layout_on
 from benchmarks.meshslice.hosts.points import KINDS, MIB
 from benchmarks.meshslice.hosts.setting import ELEMENT_BYTES, Setting
 from uspft.config import as_tree
-from uspft.planner.hardware import Hardware, read_hardware
 from uspft.planner.least_squares import fit_seconds
+from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.spread import Spread
 
 STANDS_IN = ROOT / "configs" / "hardware" / "cpu.yaml"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from benchmarks.lab.results import ROOT
 from benchmarks.switching.simulation.lengths import CORPORA, Shape, lengths
 from uspft.families import ModelShape
-from uspft.planner.hardware import Hardware, read_hardware
-from uspft.planner.steps import StepShape
+from uspft.planner.machine import Hardware, read_hardware
+from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choice import SwitchingChoice, choose
 from uspft.switching.drawn_steps import DrawnSteps

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.hardware import H100, made
+from tests.support.hardware import H100, made, round_figures
 from uspft.calibration.fits import as_yaml, fitted
 from uspft.calibration.points import AttentionPoint, LinkPoint, Points, ProductPoint
-from uspft.planner.hardware import Hardware, read_hardware
 from uspft.planner.links import COLLECTIVES
+from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.spread import Spread
+from uspft.prepare.cluster import shipped
 
 MESSAGES = [4**n for n in range(7, 13)]
 
@@ -81,6 +82,25 @@ def test_a_cluster_is_found_again(hosts: int, tmp_path: Path) -> None:
     if hosts == 1:
         assert found.between == H100.between
         assert any("between: not measured" in source for source in found.sources)
+
+
+def test_an_exchange_has_a_rate_by_the_size_of_its_group(tmp_path: Path) -> None:
+    alike = round_figures()["inside"]
+    rates = {"by_ranks": {"2": 1.5e10, "4": 2.8e9}}
+    cluster = made(tmp_path, inside={**alike, "all_to_all": {**alike, **rates}})
+    found = written(simulated(cluster, 1), tmp_path)
+    assert found.inside.all_to_all and found.inside.all_to_all.by_ranks == pytest.approx(
+        {2: 1.5e10, 4: 2.8e9}, rel=0.02
+    )
+    assert found.inside.link("all_gather").by_ranks is None
+
+
+def test_links_that_stand_in_are_written_with_their_rates_by_ranks(tmp_path: Path) -> None:
+    l20 = read_hardware(shipped()["l20"])
+    alone = simulated(l20, 1, links=[], ranks_per_host=1)
+    file = tmp_path / "one.yaml"
+    file.write_text(as_yaml(fitted(alone, "one", l20)))
+    assert read_hardware(file).inside == l20.inside
 
 
 def test_a_known_gpu_has_its_makers_peak(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.support.hangs import HANG_SECONDS
 from tests.support.models import make_documents, make_model
 from uspft.__main__ import main
 from uspft.calibration.sweeps import SIZES
-from uspft.planner.hardware import read_hardware
+from uspft.planner.machine import read_hardware
 
 
 @pytest.fixture

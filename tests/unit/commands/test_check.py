@@ -145,14 +145,21 @@ def test_experts_of_every_family_are_active_in_part(
 
 TENSOR = [f"{PARALLEL}.model_parallel=2", "launch.processes=2"]
 MESH = [*TENSOR, f"{PARALLEL}.tensor_parallel_algo=meshslice"]
-UNKNOWN = {
-    "tensor": (TENSOR, "matrices that ranks divide"),
-    "mesh": (MESH, "matrices that ranks divide"),
-    "LoRA": (["model.adapter={type: lora, rank: 1}"], "LoRA"),
-    "freeze": (["model.freeze=[embed]"], "frozen weights"),
-    "float32": (["model.dtype=float32", "launch.device=cpu"], "float32"),
-    "keeps": (["memory.gradient_checkpointing=false"], "layers that are not checkpointed"),
+KNOWN = {
+    "tensor": TENSOR,
+    "tensor, tokens": [*TENSOR, f"{PARALLEL}.use_seq_parallel=true"],
+    "LoRA": ["model.adapter={type: lora, rank: 1}"],
+    "freeze": ["model.freeze=[embed]"],
+    "float32": ["model.dtype=float32", "launch.device=cpu"],
+    "keeps": ["memory.gradient_checkpointing=false"],
 }
+UNKNOWN = {"mesh": (MESH, "matrices on a mesh")}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_memory_is_predicted(check: Callable[..., Said], case: str) -> None:
+    found = check(*KNOWN[case])
+    assert found.about("memory") and not found.unknown("memory")
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
@@ -163,8 +170,7 @@ def test_memory_that_is_not_predicted_is_not_checked(check: Callable[..., Said],
     (line,) = said.unknown("memory")
     assert (said.code, said.about("memory")) == (0, []), said
     assert f"memory (nothing predicts it with {why}; weights alone take " in line
-    on_card = " of 74.51 GiB)" if case != "float32" else "iB)"
-    assert line.endswith(on_card), line
+    assert line.endswith(" of 74.51 GiB)"), line
 
 
 def test_memory_of_a_model_that_is_not_here_is_not_checked(check: Callable[..., Said]) -> None:

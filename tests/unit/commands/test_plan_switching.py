@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.commands.plan_switching import STATIC_LINES, switching_lines
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choice import StaticTime, SwitchingChoice
 from uspft.switching.drawn_steps import DrawnSteps

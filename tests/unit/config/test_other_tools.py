@@ -67,7 +67,7 @@ NAMES: dict[str, dict[str, str]] = {
         "lr_schedule: {learning_rate: 1e-5}": "here it is `optimizer.learning_rate`",
         "pretrained_model_dir: here": "here it is `model.name_or_path`",
         "use_ring_attention: true": "here it is `parallel_config.context_parallel_algo: ring_cp`",
-        "run_mode: finetune": "leave it out: `./launch.sh RECIPE` trains",
+        "run_mode: finetune": "leave it out: a recipe without a verb before it trains",
     },
     "axolotl": {
         "base_model: org/name": "here it is `model.name_or_path`",
@@ -196,9 +196,10 @@ def test_a_key_means_what_its_whole_path_says_first() -> None:
             TheirKey("lr", to="alone"),
             TheirKey("block.lr", to="inside"),
             TheirKey("top", to="outside", top=True),
-            TheirKey("far.deep", to="deep"),
-            TheirKey("far.two", to="one"),
-            TheirKey("near.two", to="other"),
+            TheirKey("far.deep", ("tool",), to="deep"),
+            TheirKey("far.two", ("tool",), to="one"),
+            TheirKey("near.two", ("tool",), to="other"),
+            TheirKey("far.here", to="what people write"),
             TheirKey("on", to="no", when=(False,)),
             TheirKey("on", to="yes"),
         ),
@@ -210,8 +211,33 @@ def test_a_key_means_what_its_whole_path_says_first() -> None:
 
     assert [told("lr", at) for at in ("", "block", "other")] == ["alone", "inside", "alone"]
     assert [told("top", at) for at in ("", "block")] == ["outside", None]
-    assert [told(key, "") for key in ("deep", "two", "none")] == ["deep", None, None]
+    assert [told(key, "") for key in ("deep", "two", "none", "here")] == ["deep", None, None, None]
     assert [told("on", "", value) for value in (False, True, 0)] == ["no", "yes", "yes"]
+
+
+OF_ITS_BLOCK = {
+    "model: {path: x}": "here it is `model.name_or_path`",
+    "model: {name: x}": "here it is `model.name_or_path`",
+    "data: {path: x}": "here it is `data.train`",
+    "lr_schedule: {name: cosine}": "here it is `lr_schedule.type`",
+    "logging: {steps: 3}": "here it is `logging.every_steps`",
+    "checkpoint: {steps: 3}": "here it is `checkpoint.every_steps`",
+    "parallel_config: {cp: 2}": "here it is `parallel_config.context_parallel`",
+    "parallel_config: {dp: 2}": "here it is `parallel_config.data_parallel`",
+    "parallel_config: {pp: 2}": "here it is `parallel_config.pipeline_stage`",
+    "path: x": "known here: ",
+    "name: x": "known here: ",
+    "launch: {name: x}": "known here: ",
+    "checkpoint: {path: x}": "known here: ",
+}
+
+
+@pytest.mark.parametrize("text", OF_ITS_BLOCK)
+def test_a_short_name_means_what_it_means_in_its_block(tmp_path: Path, text: str) -> None:
+    path, key = written(text)
+    (line,) = lines(tmp_path, text)
+    start = f"r.yaml:2: {path}: unknown key `{key}`; {OF_ITS_BLOCK[text]}"
+    assert line.startswith(start), line
 
 
 NEAR = {
@@ -253,3 +279,23 @@ def test_the_page_is_put_between_its_marks_alone() -> None:
     page = keys_of_others()
     assert page.count("### ") == len(other_tools().names)
     assert "| `stage: sft \\| pt` | leave it out: every run is supervised" in page
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: org/name", "write the folder or hub id as `model.name_or_path`"),
+        ("data: x.jsonl", "write the file or folder as `data.train`"),
+        ("optimizer: adamw_torch", "leave it out, or write its keys below it; "),
+        ("lr_schedule: cosine", "write it as `lr_schedule.type`"),
+        ("deepspeed: zero3.json", "write `deepspeed.zero_optimization.stage` and the like below"),
+        ("memory: low", "indent its keys below it, or leave it out"),
+    ],
+)
+def test_one_value_where_a_block_stands_leads_to_the_key_that_takes_it(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    key, _, value = text.partition(": ")
+    (line,) = lines(tmp_path, text)
+    start = f'r.yaml:2: {key}: expected a mapping of keys, got the string "{value}"; {said}'
+    assert line.startswith(start), line

@@ -265,3 +265,11 @@ def test_roles_that_the_template_refuses_are_named_or_skipped(tmp_path: Path) ->
     data = block(path, chat_template=str(picky), on_bad_sample="skip")
     report = read_report(prepare(data, str(TOKENIZER), 8192, tmp_path / "cache"))
     assert fates(report) == {"read": 3, "kept": 1, "dropped": {"cannot be used": 2}}
+
+
+def test_what_is_not_used_has_the_name_that_the_record_has(tmp_path: Path) -> None:
+    records = ({"text": "a", "system_prompt": "b"}, {"text": "a", "body": "b", "score": 1})
+    (file,) = list_files(str(write_lines(tmp_path / "d.jsonl", records)), "auto")
+    named = Naming(fields={"tools": "body"})
+    found = [record.unused for record in read(file, named) if isinstance(record, Record)]
+    assert found == [("system_prompt",), ("score", "body")]

@@ -1,55 +1,43 @@
-"""What `auto` chooses, and that it says why."""
+"""What `auto` chooses is the first of the planner's order, everywhere, and it says why."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.algorithms import ALGORITHMS
-from uspft.planner.auto import Work, recommend
-from uspft.planner.hardware import read_hardware
+from tests.support.hardware import H100
+from tests.support.shapes import hub
+from uspft.families import ModelShape
+from uspft.planner.auto import Choice, Work, recommend
+from uspft.planner.links import Link
+from uspft.planner.machine import Hardware
+from uspft.planner.rank import ranking
+from uspft.planner.step_shape import StepShape
+from uspft.planner.ways import Space
 from uspft.prepare.examine import examine
-from uspft.prepare.invocation import CONFIGS
 from uspft.segments import Segments
-from uspft.sequence import Heads
 
-H100 = read_hardware(CONFIGS / "hardware" / "h100.yaml")
-LLAMA_8B, QWEN_7B = Heads(32, 8, 128), Heads(28, 4, 128)
+LLAMA, QWEN = hub("meta-llama/Llama-3.1-8B"), hub("Qwen/Qwen2.5-7B")
 WHOLE = [Segments.single(1 << 15)]
 SHORT = [Segments(tuple(range(0, 1 << 15, 512)), 1 << 15)]
-ODD = [Segments((0, 10_000), 3 << 13)]
-LONG = [Segments((0, 30_000), 1 << 15)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "per_host", "heads", "rows", "want"),
-    [
-        (12, 8, LLAMA_8B, ODD, ("planned_cp", 4)),
-        (6, 4, LLAMA_8B, ODD, ("planned_cp", 2)),
-        (8, 8, LLAMA_8B, WHOLE, ("ulysses_cp", None)),
-        (8, 8, LLAMA_8B, LONG, ("ulysses_cp", None)),
-        (8, 8, LLAMA_8B, SHORT, ("planned_cp", 1)),
-        (8, 8, QWEN_7B, WHOLE, ("planned_cp", 1)),
-        (16, 8, LLAMA_8B, SHORT, ("planned_cp", 1)),
-        (16, 8, LLAMA_8B, WHOLE, ("planned_cp", 8)),
-        (32, 8, QWEN_7B, WHOLE, ("planned_cp", 4)),
-        (16, 8, LLAMA_8B, None, ("planned_cp", 8)),
-        (4, 2, None, None, ("planned_cp", 1)),
-    ],
-)
-def test_the_rules(
+def chosen(
     ranks: int,
-    per_host: int,
-    heads: Heads | None,
-    rows: list[Segments] | None,
-    want: tuple[str, int | None],
-) -> None:
-    choice = recommend(ranks, per_host, heads, rows and Work(rows), H100)
-    assert choice[:2] == want, choice
-    assert choice.why and "\n" not in choice.why
-    assert choice.algorithm in ALGORITHMS
+    rows: Sequence[Segments],
+    model: ModelShape = LLAMA,
+    hardware: Hardware = H100,
+    window: int | None = None,
+) -> Choice:
+    step = StepShape(model, rows[0], (window,) * model.layers, step_rows=1)
+    space = Space(tensor={1}, context={ranks})
+    found = recommend(step, ranks, space, hardware, rows)
+    assert found and "\n" not in found.why and found.why.startswith(found.way.name)
+    return found
 
 
 def long_tailed(seed: int) -> Segments:
@@ -61,41 +49,92 @@ def long_tailed(seed: int) -> Segments:
     return Segments(tuple(starts), length)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_mixed_corpus_gets_the_planned_exchange(keep: bool) -> None:
-    rows = [long_tailed(seed) for seed in range(4)]
-    assert recommend(8, 8, LLAMA_8B, Work(rows, keep=keep), H100)[:2] == ("planned_cp", 1)
+def test_short_documents_get_the_planned_exchange() -> None:
+    """Their keys stay where they are, while heads would be exchanged whatever documents are."""
+    for ranks, model in ((8, LLAMA), (8, QWEN), (16, LLAMA)):
+        way = chosen(ranks, SHORT, model).way
+        assert (way.row.name, way.layout.ulysses) == ("planned_cp", 1)
+    rows = [long_tailed(seed) for seed in range(2)]
+    way = chosen(8, rows).way
+    assert (way.row.name, way.layout.ulysses) == ("planned_cp", 1)
 
 
-def test_fetching_keys_again_is_part_of_the_price() -> None:
-    halves = [Segments((0, 1 << 14), 1 << 15)]
-    assert recommend(8, 8, LLAMA_8B, Work(halves), H100).algorithm == "planned_cp"
-    assert recommend(8, 8, LLAMA_8B, Work(halves, keep=False), H100).algorithm == "ulysses_cp"
+def test_one_document_on_two_hosts_exchanges_heads_inside_a_host() -> None:
+    way = chosen(16, WHOLE).way
+    assert way.layout.ulysses in (2, 4, 8) and way.layout.ring == 16 // way.layout.ulysses
+
+
+def test_slow_exchanges_of_heads_give_way_to_the_ring() -> None:
+    link = Link(bytes_per_second=1e9, by_ranks={"2": 1.5e10, "4": 2.8e9, "8": 1.1e9})
+    inside = H100.inside.model_copy(update={"all_to_all": link})
+    slow = H100.model_copy(update={"inside": inside})
+    assert chosen(8, WHOLE).way.layout.ulysses == 8
+    assert chosen(8, WHOLE, hardware=slow).way.layout.ulysses < 8
 
 
 def test_a_window_is_part_of_the_price() -> None:
-    assert recommend(8, 8, LLAMA_8B, Work(WHOLE), H100).algorithm == "ulysses_cp"
-    assert recommend(8, 8, LLAMA_8B, Work(WHOLE, (4096,) * 32), H100).algorithm == "planned_cp"
-    mixed = (4096, None) * 16  # half of the layers see all
-    assert recommend(8, 8, LLAMA_8B, Work(WHOLE, mixed), H100).algorithm == "ulysses_cp"
+    assert chosen(8, [Segments.single(1 << 17)], window=4096).way.row.name == "planned_cp"
+
+
+def test_what_fits_is_taken_before_what_is_faster() -> None:
+    step = StepShape(LLAMA, Segments.single(1 << 17), (None,) * 32, step_rows=8)
+    found = recommend(step, 8, Space(), H100, [step.row])
+    order = ranking(step, 8, Space(), H100).layouts
+    assert found and found.way == order[0].way and order[0].room
+    assert min(order, key=lambda one: one.seconds).room is False
+    small = H100.model_copy(update={"memory": H100.memory.model_copy(update={"bytes": 1e9})})
+    none = recommend(step, 8, Space(), small, [step.row])
+    assert none and "no way fits" in none.why
+
+
+def test_where_no_way_is_legal_there_is_none() -> None:
+    step = StepShape(LLAMA, Segments.single(33), (None,) * 32, step_rows=1)
+    assert recommend(step, 8, Space(tensor={1}, context={8}), H100, [step.row]) is None
+
+
+def test_rows_count_by_their_mean() -> None:
+    step = StepShape(LLAMA, WHOLE[0], (None,) * 32, step_rows=1)
+    space = Space(tensor={1}, context={8})
+    both = recommend(step, 8, space, H100, [*WHOLE, *SHORT])
+    totals = dict.fromkeys((one.way for one in ranking(step, 8, space, H100).layouts), 0.0)
+    for row in (*WHOLE, *SHORT):
+        for one in ranking(replace(step, row=row), 8, space, H100).layouts:
+            totals[one.way] += one.seconds
+    assert both and both.way == min(totals, key=lambda way: totals[way])
 
 
 def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("x")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "model: {name_or_path: meta-llama/Llama-3.1-8B}\n"
+        "model: {name_or_path: meta-llama/Llama-3.2-1B}\n"
         f"data: {{train: {tmp_path / 'x.txt'}, sequence_length: 32k}}\n"
         "parallel_config: {context_parallel: 8, context_parallel_algo: auto}\n"
         "training: {steps: 1, global_batch_size: 1}\n"
-        "launch: {device: cpu, processes: 8}\n"
+        "launch: {device: cpu, processes: 8, hardware: h100}\n"
     )
     before = examine(recipe, [], 1, None)
-    assert before.recipe.parallel_config.context_parallel_algo == "planned_cp"
-    assert before.why and "not known yet" in before.why
-    after = before.knowing(work=Work(WHOLE))
-    assert after.recipe.parallel_config.context_parallel_algo == "ulysses_cp"
-    assert after.recipe.parallel_config.exchange_stages is None
-    assert (after.layout.ulysses, after.layout.ring) == (8, 1) and "heads divide" in str(after.why)
+    assert before.why and "lengths, not known yet" in before.why
+    after = before.knowing(work=Work(SHORT))
+    parallel = after.recipe.parallel_config
+    assert (parallel.context_parallel_algo, parallel.ulysses_degree_in_cp) == ("planned_cp", 1)
+    assert (after.layout.ulysses, after.layout.ring) == (1, 8)
+    assert after.why and after.why.startswith("planned_cp: planned8 ")
     named = examine(recipe, ["parallel_config.context_parallel_algo=ring_cp"], 1, None)
     assert named.knowing(work=Work(WHOLE)).recipe == named.recipe and named.why is None
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_without_the_model_keys_go_where_they_are_used(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "x.txt").write_text("x")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {name_or_path: org/nobody}\n"
+        f"data: {{train: {tmp_path / 'x.txt'}, sequence_length: 32k}}\n"
+        f"parallel_config: {{context_parallel: {ranks}, context_parallel_algo: auto}}\n"
+        "training: {steps: 1, global_batch_size: 1}\n"
+        f"launch: {{device: cpu, processes: {ranks}}}\n"
+    )
+    found = examine(recipe, [], 1, None)
+    assert found.recipe.parallel_config.context_parallel_algo == "planned_cp"
+    assert found.why and "the model's heads, not known yet" in found.why

@@ -13,7 +13,7 @@ import pytest
 from tests.support.hardware import H100, made, round_figures
 from tests.support.shapes import hub
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.mesh_products import (
     FLOWS,
     Flow,

@@ -12,7 +12,7 @@ from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.planner.mesh_step import MeshPart, mesh_parts
 from uspft.planner.products import met_parameters
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")

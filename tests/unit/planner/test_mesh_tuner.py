@@ -14,7 +14,7 @@ from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.mesh_tuner import shapes_of, tune, why_no_mesh
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 
 LLAMA, QWEN = hub("meta-llama/Llama-3.1-8B"), hub("Qwen/Qwen2.5-7B")

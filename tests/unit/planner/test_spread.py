@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from uspft.layout import MESH, Layout
+from uspft.layout import AXES, HELD, MESH, Layout
 from uspft.planner.spread import Spread
 
 WIDE = Layout(mesh_columns=2, ulysses=4, ring=2, data=2)
@@ -25,6 +27,21 @@ WIDE = Layout(mesh_columns=2, ulysses=4, ring=2, data=2)
 def test_members_of_a_host(axes: tuple[str, ...], per_host: int, want: Spread) -> None:
     assert Spread.of(WIDE, axes, per_host) == want
     assert want.spans_hosts == (want.per_host < want.ranks)
+
+
+def test_what_follows_for_one_axis_is_what_counting_finds() -> None:
+    seen = 0
+    for layout in (WIDE, Layout(2, 2, 4, 3, mesh_rows=2), Layout(3, 2, 2, 2), Layout(1, 8, 6)):
+        for axis in (*AXES[:4], *HELD[:3]):
+            for per_host in (1, 2, 3, 4, 6, 8, 16, 48, 64):
+                every = layout.groups((axis,))
+                hosts = [Counter(rank // per_host for rank in group) for group in every]
+                beside = Counter(host for group in hosts for host in group)
+                counts = {count for group in hosts for count in group.values()}
+                want = Spread(len(every[0]), min(counts), max(beside.values()), len(counts) == 1)
+                assert Spread.of(layout, (axis,), per_host) == want, (layout, axis, per_host)
+                seen += 1
+    assert seen == 4 * 7 * 9
 
 
 def test_unequal_hosts_count_by_the_one_with_fewest() -> None:

@@ -20,13 +20,13 @@ ROW = Segments.single(1 << 12)
 def test_each_kind_has_its_seconds(tmp_path: Path) -> None:
     cost = Cost(Traffic(4 * 10**9, 12), Traffic(10**9, 6), Traffic(10**9, 6))
     inside = wire_of(cost, Layout(ulysses=2, ring=2), made(tmp_path))
-    assert inside.all_to_all == pytest.approx(4 * (1e-3 + 1e-4 + 1.0))
+    assert inside.all_to_all == pytest.approx(2 * (1e-3 + 1e-4) + 4.0)
     assert inside.ring == pytest.approx(6 * 1.1e-3 + 1.0)
-    assert inside.gather == pytest.approx(3e-3 + 6e-4 + 1.0)
+    assert inside.gather == pytest.approx(2e-3 + 6e-4 + 1.0)
     assert inside.seconds == pytest.approx(sum(inside))
     across = wire_of(cost, Layout(ulysses=4, ring=2), made(tmp_path))
     assert across.ring == pytest.approx(6 * 2.2e-3 + 10.0)  # heads stay on the host, keys do not
-    assert across.all_to_all == pytest.approx(4 * (1e-3 + 3e-4 + 1.0))
+    assert across.all_to_all == pytest.approx(2 * (1e-3 + 3e-4) + 4.0)
 
 
 @pytest.mark.parametrize(

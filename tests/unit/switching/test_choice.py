@@ -13,9 +13,9 @@ import pytest
 from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.planner.row_time import micro_step_seconds
-from uspft.planner.steps import StepShape
+from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choice import AS_FAST, SwitchingChoice, beside_static, choose
 from uspft.switching.drawn_steps import DrawnSteps, lower_bounds, pairs_of
@@ -144,7 +144,8 @@ def test_rows_at_once_are_those_of_a_run_where_it_says_how_many() -> None:
     one = next(each for each in layouts(given, 1024) if each.layout.ranks == each.layout.data)
     four = next(each for each in layouts(given, ROW) if each.layout.context == 4)
     mix = Mix(given, (one, four), 1)
-    assert mix.portions == pytest.approx([1024 / (ROW / 2), 1 / 2], rel=1e-3)
+    assert one.row_bytes < four.row_bytes
+    assert mix.portions == pytest.approx([one.row_bytes / four.row_bytes / 2, 1 / 2], rel=1e-3)
     assert mix.fits and not replace(mix, setting=replace(given, rows_at_once=2_000)).fits
     assert mix.portions == replace(mix, setting=replace(given, memory_bytes=1e9)).portions
     alone = Static(given, four)

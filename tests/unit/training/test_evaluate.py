@@ -161,7 +161,7 @@ def test_a_fault_of_a_set_names_its_own_key(tmp_path: Path) -> None:
     text = write_lines(tmp_path / "text.jsonl", [{"text": "hi"}])
     long = write_lengths(tmp_path / "long.jsonl", [3, 17])
     cases: list[tuple[Any, str, str]] = [
-        (str(empty), "data.eval", "no sample is left, nothing was read"),
+        (str(empty), "data.eval", "no sample is left"),
         ([str(good), str(untrained)], "data.eval[1]", "no token of any sample is trained"),
         ([str(good), str(tmp_path / "nowhere")], "data.eval[1].path", "does not exist"),
         ([str(text)], "data.train_on", "text data has no answers (read for data.eval)"),
@@ -169,7 +169,10 @@ def test_a_fault_of_a_set_names_its_own_key(tmp_path: Path) -> None:
     ]
     for sets, key, what in cases:
         on = "last" if key == "data.train_on" else "assistant"
-        data = DataBlock(train=str(good), eval=sets, sequence_length=16, train_on=on)
+        bad = "skip" if sets == str(empty) else "error"  # else the file itself is named
+        data = DataBlock(
+            train=str(good), eval=sets, sequence_length=16, train_on=on, on_bad_sample=bad
+        )
         tokenizer = None if key == "model.tokenizer" else str(TOKENIZER)
         with pytest.raises(DataError) as caught:
             prepare_sets(data, tokenizer, 10_000, tmp_path / "cache")

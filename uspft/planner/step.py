@@ -12,10 +12,10 @@ from typing import cast
 
 from uspft.families import ModelShape
 from uspft.layout import COPIES, Layout
-from uspft.planner.attention_time import attention_of_row
+from uspft.planner.attention_work import AttentionWork, attention_of_row
 from uspft.planner.flops import step_flops
-from uspft.planner.hardware import Hardware
 from uspft.planner.links import Collective
+from uspft.planner.machine import Hardware
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.products import (
     head_projection,
@@ -24,7 +24,7 @@ from uspft.planner.products import (
     parameters_of,
 )
 from uspft.planner.spread import Spread
-from uspft.planner.steps import StepPart, StepShape, StepTime
+from uspft.planner.step_shape import StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
@@ -39,9 +39,9 @@ NOT_PREDICTED = (
 UPDATE_BYTES = 30
 """AdamW reads weight, gradient and two moments in float32, writes all but the gradient, and rounds
 the weight to 16 bits."""
-JOIN_BYTES = 20
+JOIN_BYTES = (18, 10)
 """Read and written for each element of a query where what one arrival of keys gives is joined with
-what is there, in float32: the output, and in the backward its gradient."""
+what is there: forward (kernels/merge.py), and backward its gradient."""
 HIDING = ("products", "elementwise")
 """The parts behind which ZeRO's transfers pass."""
 LOSS_PASSES = 8
@@ -147,42 +147,80 @@ def _elements_per_token(step: StepShape, layout: Layout) -> float:
 def _attention(
     step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
 ) -> Iterator[StepPart]:
-    """Yield the attention of one forward and backward, and what it moves.
+    """Yield the attention of one forward and backward of all layers, and what it moves."""
+    for window, layers in Counter(step.windows).items():
+        forward = attention_forward(step, layout, algorithm, hardware, window)
+        backward = _attention_backward(step, layout, algorithm, hardware, window)
+        again = {"attention": step.attention.keys, "all_to_all": step.attention.heads}
+        for part in forward:
+            yield part.times(layers * again.get(part.name, step.attention.keys))
+        for part in backward:
+            yield part.times(layers)
 
-    Keys come while attention to those that are there goes on: all of
-    it hides them but what waits for the last to arrive. Heads are exchanged before and after, and
-    nothing hides that.
+
+def attention_forward(
+    step: StepShape,
+    layout: Layout,
+    algorithm: Algorithm,
+    hardware: Hardware,
+    window: int | None = None,
+) -> list[StepPart]:
+    """Return what one layer's attention takes forward, once, and what it moves."""
+    work = _work(step, layout, algorithm, window)
+    return _one_way(step, layout, hardware, work, work.forward, backward=False)
+
+
+def _attention_backward(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, window: int | None
+) -> list[StepPart]:
+    work = _work(step, layout, algorithm, window)
+    return _one_way(step, layout, hardware, work, work.backward, backward=True)
+
+
+def _work(
+    step: StepShape, layout: Layout, algorithm: Algorithm, window: int | None
+) -> AttentionWork:
+    heads = local_heads(step.model, layout.mesh_columns)
+    frozen = cast("Hashable", algorithm)  # a dataclass that is
+    return attention_of_row(frozen, step.row, heads, step.element_bytes, window)
+
+
+def _one_way(
+    step: StepShape,
+    layout: Layout,
+    hardware: Hardware,
+    work: AttentionWork,
+    sent: Cost,
+    *,
+    backward: bool,
+) -> list[StepPart]:
+    """Return what attention takes in one direction, and what it moves.
+
+    Keys come while attention to those that are there goes on: of what both could do at the same
+    time, the hardware's `hide` is done so. Nothing hides what waits for the last to arrive, nor the
+    gradients of these that go home after it. Heads are exchanged before and after, and nothing
+    hides that.
     """
-    model = step.model
-    heads = local_heads(model, layout.mesh_columns)
+    heads = local_heads(step.model, layout.mesh_columns)
     shares = split_heads(heads.query, heads.kv, layout.ulysses).query
     most = max(last - first for first, last in shares)
-    for window, layers in Counter(step.windows).items():
-        again, frozen = step.attention, cast("Hashable", algorithm)  # a dataclass that is
-        most_pairs, sent = attention_of_row(
-            frozen, step.row, heads, (step.element_bytes, window, again)
-        )
-        pairs = step.rows * most_pairs
-        there, back = (
-            hardware.attention_seconds(pairs, most, heads.dim, backward=way)
-            for way in (False, True)
-        )
-        both = again.keys * there + back
-        cost = _times(sent, step.rows)
-        joined = JOIN_BYTES * step.tokens(layout) * heads.query * heads.dim
-        launches = (again.keys + 1) * hardware.attention.launch_seconds
-        launches += hardware.memory_seconds(joined) * (again.keys + 1) / 2
-        yield StepPart("attention", layers * (both + cost.arrivals * launches))
-        wire = wire_of(cost, layout, hardware, again)
-        last = (layout.ring - 1) / (layout.ring * max(1, cost.arrivals))
-        for name, seconds, traffic in (
-            ("ring", wire.ring, cost.ring),
-            ("gather", wire.gather, cost.gather),
-        ):
-            hidden = min(seconds, both * (1 - last))
-            yield StepPart(name, layers * seconds, layers * hidden, layers * traffic.bytes)
-        exchanged = layers * cost.all_to_all.bytes
-        yield StepPart("all_to_all", layers * wire.all_to_all, bytes=exchanged)
+    pairs, arrivals = step.rows * work.pairs, work.forward.arrivals
+    computed = hardware.attention_seconds(pairs, most, heads.dim, backward=backward)
+    joined = JOIN_BYTES[backward] * step.rows * work.joined * most * heads.dim
+    beside = arrivals * hardware.attention.launch_seconds + hardware.memory_seconds(joined)
+    cost = _times(sent, step.rows)
+    wire = wire_of(cost, layout, hardware)
+    waits = (layout.ring - 1) / (layout.ring * max(1, arrivals))
+    found = [StepPart("attention", computed + beside)]
+    for name, seconds, traffic in (
+        ("ring", wire.ring, cost.ring),
+        ("gather", wire.gather, cost.gather),
+    ):
+        able = seconds * (1 - work.home_share / max(1, arrivals) if backward else 1)
+        hidden = hardware.hide * min(able, computed * (1 - waits))
+        found.append(StepPart(name, seconds, hidden, traffic.bytes))
+    found.append(StepPart("all_to_all", wire.all_to_all, bytes=cost.all_to_all.bytes))
+    return found
 
 
 def local_heads(model: ModelShape, tensor: int) -> Heads:
@@ -261,7 +299,8 @@ def zero_once(step: StepShape, layout: Layout, hardware: Hardware) -> list[StepP
     held = gradients / step.gradient_bytes / (spread.ranks if step.stage else 1)
     found = [StepPart("gradients", 0.0)]
     if spread.ranks > 1 and step.stage < 2:
-        summed = hardware.collective_seconds("all_reduce", gradients, spread)
+        kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
+        summed = hardware.collective_seconds(kind, gradients, spread)
         found = [StepPart("gradients", summed, bytes=gradients)]
     found.append(StepPart("update", hardware.memory_seconds(UPDATE_BYTES * held)))
     if spread.ranks > 1 and step.stage in (1, 2):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.planner.hardware import Hardware
+from uspft.planner.machine import Hardware
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Forwards
 
@@ -77,6 +77,8 @@ class StepShape:
     """The share of the parameters that train."""
     gradient_bytes: int = GRADIENT_BYTES
     """Of an element of the gradients that ZeRO sums over ranks."""
+    scatters: bool = False
+    """Whether ZeRO-1 sums each gradient where it is owned alone, which DeepSpeed does not."""
     slices: Sequence[int] | None = None
     """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
 

@@ -11,8 +11,8 @@ import yaml
 from tests.support.hardware import made, round_figures
 from uspft.config import RecipeError
 from uspft.planner.flops import PEAK_BF16
-from uspft.planner.hardware import Hardware, read_hardware
 from uspft.planner.links import COLLECTIVES, Link
+from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.spread import Spread
 from uspft.prepare.cluster import shipped
 
@@ -88,7 +88,7 @@ def test_messages_to_the_next_wait_for_one_another(cluster: Hardware) -> None:
     passed = cluster.messages_seconds(1e9, 6, FOUR, to_next=True)
     posted = cluster.messages_seconds(1e9, 6, FOUR, to_next=False)
     assert passed == pytest.approx(6 * (1e-3 + 1e-4) + 1.0)
-    assert posted == pytest.approx(3 * 1e-3 + 6 * 1e-4 + 1.0), "there, again, and back"
+    assert posted == pytest.approx(2 * 1e-3 + 6 * 1e-4 + 1.0), "again, and back"
     one = cluster.messages_seconds(1e9, 1, FOUR, to_next=False)
     assert one == pytest.approx(1e-3 + 1e-4 + 1.0)
     assert cluster.messages_seconds(0, 0, FOUR, to_next=True) == 0.0
@@ -188,3 +188,33 @@ def test_every_key_is_read_back(tmp_path: Path) -> None:
     found = read_hardware(shipped()["a800"])
     assert found.between.host_bytes_per_second == 4 * 48.5e9
     assert set(tree) <= set(Hardware.model_fields)
+
+
+def test_a_rate_by_the_size_of_the_group(tmp_path: Path) -> None:
+    rates = {"2": 1.8e10, "4": 3e9, "8": 1e9}
+    alike = round_figures()["inside"]
+    cluster = made(tmp_path, inside={**alike, "all_to_all": {**alike, "by_ranks": rates}})
+    for ranks, rate in ((2, 1.8e10), (3, 1.8e10), (4, 3e9)):
+        found = cluster.collective_seconds("all_to_all", 1e9, Spread.inside(ranks))
+        assert found == pytest.approx(1e-3 + (ranks - 1) * 1e-4 + 1e9 / rate)
+    other = cluster.collective_seconds("all_gather", 1e9, Spread.inside(2))
+    assert other == pytest.approx(1e-3 + 1e-4 + 0.5)
+
+
+def test_sums_across_hosts_by_the_members_of_a_host(tmp_path: Path) -> None:
+    """Groups of a host share what its rate says of as many members."""
+    between = {**round_figures()["between"], "host_by_members": {"1": 4e8, "2": 1e8, "4": 8e8}}
+    cluster = made(tmp_path, between=between)
+    for members, rate in ((1, 4e8 / 4), (2, 1e8 / 2), (4, 8e8)):
+        group = Spread(2 * members, members, 4 // members)
+        found = cluster.collective_seconds("reduce_scatter", 1e9, group)
+        steps = 2 * members - 1
+        want = 2e-3 + steps * (2e-4 + 1e9 / (2 * members) / rate)
+        assert found == pytest.approx(want), members
+
+
+@pytest.mark.parametrize("rates", [{}, {"0": 1e9}, {"two": 1e9}, {"2": -1.0}, [1e9]])
+def test_rates_by_ranks_are_read_strictly(tmp_path: Path, rates: object) -> None:
+    alike = round_figures()["inside"]
+    with pytest.raises(RecipeError, match="by_ranks"):
+        made(tmp_path, inside={**alike, "by_ranks": rates})

@@ -18,7 +18,7 @@ from uspft.config.fields import Count, RecipeBlock, TextOrNone, block, findings_
 from uspft.config.problems import Fault, Origins, Problem, RecipeError, fault
 from uspft.config.yaml.document import bare, parse, places
 from uspft.planner.flops import PEAK_BF16
-from uspft.planner.links import Collective, Link, Links
+from uspft.planner.links import Collective, Link, Links, rate_of
 from uspft.planner.spread import Spread
 
 _is = PlainValidator
@@ -31,9 +31,9 @@ _SUM_BYTES = 4
 _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
 """FLOPs of a pair of query and key for each element of a head: two products forward and five
 backward, 2 each, as FlashAttention's papers count them."""
-POSTED = 3
-"""How often an exchange of keys is posted: keys forward, in the backward again where they have not
-been kept, and gradients home."""
+POSTED = 2
+"""How often an exchange of keys is posted one way, at most: in the backward keys, where they have
+not been kept, and gradients home."""
 
 
 class MemorySpeed(RecipeBlock):
@@ -91,6 +91,14 @@ class Hardware(RecipeBlock):
     """Links between the ranks of one host."""
     between: Annotated[Links, _is(block(Links))]
     """Links between hosts."""
+    hide: Annotated[float, _is(real(0, maximum=1))] = 0.5
+    """The share of what keys' transfers and attention could do at the same time in which they do;
+    where a file says none, half: published runs show from a quarter to two thirds."""
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its figures were measured where it stands."""
+        return self.kernel is not None
 
     @property
     def peak(self) -> float:
@@ -200,9 +208,11 @@ class Hardware(RecipeBlock):
         It has a channel through the card of each member of a host (NCCL); with one card a host
         (gloo) all share that.
         """
-        inside = self.inside.link(kind).bytes_per_second
+        inside = self.inside.link(kind).rate(min(spread.ranks, spread.per_host))
         if not spread.spans_hosts:
             return inside
+        if (known := self.between.host_by_members) is not None:
+            return min(inside, rate_of(known, spread.per_host) / spread.groups)
         senders = spread.per_host * spread.groups
         return min(inside, spread.per_host * self._across(kind, senders))
 
@@ -213,7 +223,7 @@ class Hardware(RecipeBlock):
         its own card.
         """
         across = sent_bytes * spread.share_across
-        stays = (sent_bytes - across) / self.inside.link(kind).bytes_per_second
+        stays = (sent_bytes - across) / self.inside.link(kind).rate(spread.per_host)
         if not across:
             return stays
         return max(stays, across / self._across(kind, spread.per_host * spread.groups))
@@ -235,6 +245,8 @@ class Hardware(RecipeBlock):
                     own[name] = value / crowd
                 elif isinstance(value, Link):
                     own[name] = divided(value)
+                elif name == "by_ranks" and value:
+                    own[name] = {ranks: rate / crowd for ranks, rate in value.items()}
             return part.model_copy(update=own)
 
         parts = {name: divided(getattr(self, name)) for name in ("memory", "attention", "inside")}

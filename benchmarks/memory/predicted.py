@@ -1,0 +1,57 @@
+"""What the planner predicts of a case that is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from uspft.config.inputs import ModelBlock
+from uspft.config.recipe import MemoryBlock
+from uspft.families import ModelShape
+from uspft.layout import Layout
+from uspft.model.loss import tile_tokens
+from uspft.planner.memory import BATCH_BYTES, Memory, Options, lora_of, memory_of
+
+COUNTED = 8
+"""The bytes of a token of its batch that a count sees: operations return no more of it."""
+
+
+def predicted(
+    shape: ModelShape,
+    layout: Layout,
+    row_tokens: int,
+    memory: MemoryBlock,
+    algorithm: str,
+    *,
+    dtype: str = "bfloat16",
+    parallel: Mapping[str, Any] | None = None,
+    trained: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Memory:
+    """Return what is predicted of what `count` counts; the arguments are its own."""
+    asked = parallel or {}
+    model = ModelBlock(config=Path(), **(trained or {}))
+    auto = memory.recompute == "auto"
+    found = memory_of(
+        shape,
+        layout,
+        row_tokens,
+        options=Options(
+            algorithm=algorithm,
+            exchange_stages=options.get("stages", 0),
+            use_seq_parallel=asked.get("use_seq_parallel", False),
+            dtype=dtype,
+            checkpointing=memory.gradient_checkpointing,
+            recompute="nothing" if auto else memory.recompute,
+            offload_activations=memory.offload_activations == "cpu",
+            loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),
+            mlp_tile=memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else None,
+            lora=lora_of(model),
+            freeze=tuple(model.freeze),
+        ),
+    )
+    tokens = -(-row_tokens // layout.context)
+    seen = found.parts["batch"] - (BATCH_BYTES - COUNTED) * tokens
+    return replace(found, parts={**found.parts, "batch": seen})

@@ -1,0 +1,134 @@
+"""The order of layouts, its ties, and why one loses to the first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.hardware import H100, made
+from tests.support.shapes import hub
+from uspft.config.algorithms import CONTEXT
+from uspft.layout import Layout
+from uspft.planner import rank
+from uspft.planner.memory import RECOMPUTES, Options, memory_of
+from uspft.planner.rank import options_under, ranked, ranking
+from uspft.planner.step_shape import StepShape
+from uspft.planner.ways import Space, Way, every_way
+from uspft.segments import Segments
+
+LLAMA = hub("meta-llama/Llama-3.1-8B")
+STEP = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=8)
+
+
+def test_those_that_fit_stand_first_then_the_fastest() -> None:
+    found = ranking(replace(STEP, row=Segments.single(1 << 17)), 8, Space(), H100)
+    rooms = [one.room for one in found.layouts]
+    assert rooms == sorted(rooms, reverse=True) and {True, False} == set(rooms)
+    for room in (True, False):
+        seconds = [one.seconds for one in found.layouts if one.room is room]
+        assert seconds == sorted(seconds) and len(seconds) > 3
+    fastest = min(found.layouts, key=lambda one: one.seconds)
+    assert fastest.room is False, "what does not fit may be the fastest"
+
+
+def test_the_recipes_own_is_marked_and_never_left_out() -> None:
+    own = next(way for way in every_way(8, Space()) if way.layout.ulysses == 8)
+    space = Space(tensor={8})
+    found = ranking(STEP, 8, space, H100, own=own)
+    assert [one.way for one in found.layouts if one.own] == [own]
+    assert len(found.layouts) == len(ranking(STEP, 8, space, H100).layouts) + 1
+
+
+def test_a_layout_loses_by_the_parts_that_differ() -> None:
+    found = ranking(STEP, 8, Space(), H100)
+    first, *others = found.layouts
+    for one in others:
+        lost = one.loses_by(first)
+        assert sum(lost.values()) == pytest.approx(one.seconds - first.seconds, abs=1e-9)
+        if one.room is False:
+            assert one.why(first).startswith("does not fit")
+    tensor = next(one for one in others if one.name == "tensor8-tokens")
+    assert "tensor +" in tensor.why(first)
+    assert first.why(first) == ""
+
+
+def test_ties_are_as_far_apart_as_the_machine_may_err() -> None:
+    shipped = ranking(STEP, 8, Space(), H100)
+    measured = H100.model_copy(update={"kernel": "flash_attn_3"})
+    wide, close = shipped.ties(H100), shipped.ties(measured)
+    seconds = shipped.layouts[0].seconds
+    assert close < wide
+    for one in shipped.layouts:
+        if one.room == shipped.layouts[0].room:
+            assert (one.name in wide) == (one.seconds <= 1.12 * seconds)
+            assert (one.name in close) == (one.seconds <= 1.05 * seconds)
+
+
+def test_a_cpu_has_no_card_and_no_peak(tmp_path: Path) -> None:
+    (one,) = ranking(STEP, 1, Space(), made(tmp_path)).layouts
+    assert one.room is None and one.mfu(made(tmp_path)) is None
+    assert one.tokens_per_second_per_rank == pytest.approx((8 << 15) / one.seconds)
+    (card,) = ranking(STEP, 1, Space(), H100).layouts
+    mfu = card.mfu(H100)
+    assert mfu and 0.2 < mfu < 0.8
+
+
+def test_memory_is_that_of_the_way() -> None:
+    ways = list(every_way(8, Space(tensor={1}, stages=(1, 3), rows=(1, 2), context={8})))
+    needs = {way: ranked(STEP, way, H100, Options()).memory.peak_bytes for way in ways}
+    for way in ways:
+        if way.stage == 1:
+            assert needs[replace(way, stage=3)] < needs[way]
+        if way.rows == 1:
+            assert needs[way] < needs[replace(way, rows=2)]
+
+
+def test_a_layout_is_the_fastest_of_its_ways_that_fit_or_what_needs_least() -> None:
+    space = Space(tensor={1}, recomputes=RECOMPUTES)
+    for tokens in (1 << 12, 1 << 17, 1 << 20):
+        step = replace(STEP, row=Segments.single(tokens))
+        for one in ranking(step, 8, space, H100).layouts:
+            ways = [replace(one.way, recompute=choice) for choice in RECOMPUTES]
+            tried = {way.recompute: ranked(step, way, H100) for way in ways}
+            if one.layout.ulysses == 1:
+                del tried["exchange"]
+            able = [other for other in tried.values() if other.room]
+            if able:
+                assert one.seconds == min(other.seconds for other in able)
+            else:
+                least = min(other.memory.peak_bytes for other in tried.values())
+                assert one.memory.peak_bytes == least
+
+
+def test_memory_on_a_long_ring_is_drawn_out() -> None:
+    for name in ("ring_cp", "allgather_cp", "planned_cp"):
+        for ring in (12, 16):
+            way = Way(Layout(ring=ring), CONTEXT[name], stage=3)
+            found = ranked(STEP, way, H100).memory.parts
+            options = options_under(way, Options())
+            exact = memory_of(LLAMA, way.layout, STEP.row.length, options=options).parts
+            assert found == pytest.approx(exact, rel=0.02), (name, ring)
+
+
+def test_thousands_of_ranks_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: every way is priced once, and no ring is dealt out beyond a few ranks."""
+    priced, dealt = [], []
+    real = rank.ranked
+    monkeypatch.setattr(rank, "ranked", lambda *a, **k: priced.append(a) or real(*a, **k))  # type: ignore[func-returns-value]
+    from uspft.planner import attention_work
+
+    shares = attention_work.everyones
+    monkeypatch.setattr(
+        attention_work,
+        "everyones",
+        lambda row, order, ulysses, window: (
+            dealt.append(len(order) // ulysses) or shares(row, order, ulysses, window)  # type: ignore[func-returns-value]
+        ),
+    )
+    attention_work.attention_of_row.cache_clear()
+    wide = replace(STEP, row=Segments.single(1 << 20), step_rows=64)
+    found = ranking(wide, 4096, Space(tokens=(True,)), H100)
+    assert len(priced) == len(found.layouts) > 200
+    assert dealt and max(dealt) <= attention_work.FEW

@@ -1,0 +1,95 @@
+"""The one list of ways: each once, every split of the ranks, reasons for what is left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from tests.support.shapes import hub
+from uspft.layout import Layout
+from uspft.planner.step_shape import StepShape
+from uspft.planner.ways import Space, Way, every_way, legal_for, ways, why_no_matrices
+from uspft.segments import Segments
+
+LLAMA, QWEN = hub("meta-llama/Llama-3.1-8B"), hub("Qwen/Qwen2.5-7B")
+STEP = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=64)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6, 8, 16, 48])
+def test_every_split_of_the_ranks_is_there_once(ranks: int) -> None:
+    found = list(every_way(ranks, Space()))
+    assert len(found) == len(set(found)) == len({way.name for way in found})
+    degrees = {(w.layout.tensor, w.layout.ulysses, w.layout.ring) for w in found}
+    numbers = range(1, ranks + 1)
+    assert degrees == {p for p in product(numbers, repeat=3) if ranks % (p[0] * p[1] * p[2]) == 0}
+    assert all(way.layout.ranks == ranks for way in found)
+    names = {way.row.name for way in found if way.layout.context > 1}
+    wanted = {"ulysses_cp", "ring_cp", "allgather_cp", "planned_cp", "hybrid_cp"}
+    assert names == (wanted if ranks > 3 else wanted - {"hybrid_cp"} if ranks > 1 else set())
+
+
+def test_meshes_are_every_rows_by_columns() -> None:
+    found = [way for way in every_way(8, Space(meshes=True, flat=False)) if way.layout.tensor > 1]
+    shapes = {(way.layout.mesh_rows, way.layout.mesh_columns) for way in found}
+    every = {(r, c) for r, c in product(range(1, 9), repeat=2) if 8 % (r * c) == 0}
+    assert shapes == every - {(1, 1)}
+    assert all(way.layout.is_mesh and not way.splits_tokens for way in found)
+    assert all(way.degrees["tensor_mesh"] for way in found)
+
+
+def test_options_multiply_ways_and_heads_are_exchanged_again_where_they_are() -> None:
+    space = Space(stages=(1, 3), rows=(1, 2), recomputes=("nothing", "exchange", "attention"))
+    every = list(every_way(4, space))
+    counts = Counter(way.layout.ulysses > 1 for way in every)
+    plain = Counter(way.layout.ulysses > 1 for way in every_way(4, Space()))
+    assert counts[True] == 12 * plain[True] and counts[False] == 8 * plain[False]
+
+
+def test_a_space_holds_what_is_fixed() -> None:
+    space = Space(tensor={2}, context={4}, tokens={True}, algorithms={"planned_cp"})
+    found = list(every_way(16, space))
+    assert {way.layout.ulysses for way in found} == {1, 2}
+    assert {(way.layout.tensor, way.layout.data, way.splits_tokens) for way in found} == {
+        (2, 2, True)
+    }
+
+
+def test_what_is_left_out_is_counted_by_its_reason() -> None:
+    qwen = replace(STEP, model=QWEN, windows=(None,) * 28, row=Segments.single(96), step_rows=2)
+    found = ways(16, Space(tokens=(True,)), legal_for(qwen, 8))
+    assert sum(found.left_out.values()) + len(found.legal) == len(
+        list(every_way(16, Space(tokens=(True,))))
+    )
+    assert set(found.left_out) == {
+        "the heads do not divide by the tensor ranks",
+        "more replicas than rows of a step",
+    }
+    few = replace(STEP, model=hub("Qwen/Qwen3-0.6B"), row=Segments.single(96), step_rows=2)
+    wide = ways(64, Space(tokens=(True,)), legal_for(few, 8)).left_out
+    assert wide["the tokens of a row do not divide by the ranks that share it"] > 3
+    assert wide["more ranks exchange heads than there are heads"] > 3
+    assert {way.layout.tensor for way in found.legal} == {1, 2, 4}
+    assert all(way.layout.data <= 2 for way in found.legal)
+
+
+def test_heads_and_experts_decide_which_matrices_divide() -> None:
+    def divided(model: object, *degrees: int) -> list[int]:
+        shape = replace(STEP, model=model).model
+        return [t for t in degrees if why_no_matrices(shape, Layout(t)) is None]
+
+    assert divided(LLAMA, 1, 2, 4, 8, 16, 3) == [1, 2, 4, 8, 16]
+    assert divided(QWEN, 1, 2, 4, 7, 8) == [1, 2, 4]  # 28 and 4 heads
+    assert divided(replace(LLAMA, model_type="mixtral"), 1, 2) == [1]
+    mesh = Layout(2, ring=3, mesh_rows=3)
+    assert "hidden size" in str(why_no_matrices(LLAMA, mesh))
+
+
+def test_a_way_runs_its_own_step() -> None:
+    way = Way(Layout(ulysses=2, data=4), next(iter(every_way(2, Space(context={2})))).row)
+    again = replace(way, stage=3, rows=2, recompute="attention").step(STEP)
+    assert (again.stage, again.rows, again.attention) == (3, 2, (2, 2))
+    assert way.step(replace(STEP, recompute=False)).attention == (1, 1)
+    assert way.step(replace(STEP, slices=(1, 1, 1, 1))).slices is None, "no mesh"

@@ -1,0 +1,172 @@
+"""What `plan` prints of an order of layouts: a line for each, and why it is not the first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from uspft.commands.aligned import aligned
+from uspft.config import Recipe, as_tree
+from uspft.config.algorithms import AUTO
+from uspft.metrics import as_size
+from uspft.planner.layouts import in_recipe
+from uspft.planner.machine import Hardware
+from uspft.planner.memory import Options, options_of
+from uspft.planner.rank import Ranked, Ranking, longest_under
+
+GIB = 1 << 30
+LEGEND = (
+    "tie: the machine's figures do not tell it from the first; longest row: that fits a card, in "
+    "tokens; memory is without what attention kernels allocate inside"
+)
+
+
+def shown(order: Ranking, top: int | None, only: Sequence[str]) -> list[Ranked]:
+    """Return the layouts that are printed: the first ones, and the recipe's own wherever it is.
+
+    only: words for the ways to split a step, beside data; layouts that split it otherwise are left
+    out. None of them: all layouts.
+    """
+    asked = [one for one in order.layouts if not only or splits_of(one) <= {*only, "data"}]
+    first = asked[:top]
+    return first + [one for one in order.layouts if one.own and one not in first]
+
+
+def splits_of(one: Ranked) -> set[str]:
+    """Return the words for the ways in which a layout splits a step."""
+    layout = one.layout
+    matrices = "mesh" if layout.is_mesh else "tensor"
+    degrees = {matrices: layout.tensor, "ulysses": layout.ulysses, "data": layout.data}
+    degrees[one.way.row.short] = layout.ring // layout.mesh_rows
+    return {word for word, degree in degrees.items() if degree > 1}
+
+
+def layouts_table(
+    order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware
+) -> str:
+    """Return a line for each layout, in their order."""
+    ties, options = order.ties(hardware), options_of(recipe, order.layouts[0].layout)
+    rows = [
+        ["layout", "seconds", "GiB", "longest row", "tokens/s a rank", "MFU", "beside the first"]
+    ]
+    for one in every:
+        mfu = one.mfu(hardware)
+        longest = longest_of(one, hardware, options)
+        rows.append(
+            [
+                one.name + " (the recipe's)" * one.own,
+                f"{one.seconds:.3g}",
+                gib_of(one, hardware),
+                "–" if longest is None else f"{longest:,}" if longest else "none",
+                f"{one.tokens_per_second_per_rank:,.0f}",
+                "–" if mfu is None else f"{mfu:.2f}",
+                beside(one, order, ties),
+            ]
+        )
+    return aligned(rows)
+
+
+def longest_of(one: Ranked, hardware: Hardware, options: Options) -> int | None:
+    """Return the longest row in tokens that fits a card; None where the memory is not known."""
+    if one.memory.unpredicted:
+        return None
+    return longest_under(one.step.model, one.way, hardware, options)
+
+
+def beside(one: Ranked, order: Ranking, ties: set[str]) -> str:
+    """Return why a layout is not the first, in words."""
+    first = order.layouts[0]
+    if one is first:
+        return "the first"
+    return ": ".join(filter(None, ["tie" * (one.name in ties), one.why(first)])) or "as fast"
+
+
+def gib_of(one: Ranked, hardware: Hardware) -> str:
+    """Return what a rank needs, of what a card has."""
+    if one.memory.unpredicted:
+        return "–"
+    of_card = f" of {hardware.memory.bytes / GIB:.3g}" if hardware.device else ""
+    return f"{one.memory.peak_bytes / GIB:.3g}{of_card}"
+
+
+def left_out_lines(left_out: Counter[str]) -> list[str]:
+    """Return a line for each reason for which layouts were left out."""
+    return [f"left out: {count}, since {reason}" for reason, count in left_out.most_common()]
+
+
+def parts_table(one: Ranked) -> str:
+    """Return a layout's step, part by part."""
+    rows = [[f"by part ({one.name})", "seconds", "hidden", "bytes"]]
+    for name in dict.fromkeys(part.name for part in one.time.parts):
+        parts = [part for part in one.time.parts if part.name == name]
+        seconds, hidden = sum(p.seconds for p in parts), sum(p.hidden for p in parts)
+        moved = one.time.bytes_of(name)
+        if seconds:
+            cells = [_seconds(seconds), _seconds(hidden), as_size(int(moved)) if moved else "–"]
+            rows.append([name.replace("_", "-"), *cells])
+    rows.append(["step", _seconds(one.seconds), _seconds(one.time.hidden), ""])
+    return aligned(rows)
+
+
+def machine_line(hardware: Hardware) -> str:
+    """Return which of a machine's figures are measured, and what tells two layouts apart."""
+    if hardware.calibrated:
+        return "machine: as calibrate measured it; layouts within 5 % are a tie"
+    silent = [name for name, given in _optional(hardware).items() if not given]
+    guessed = f"; guessed, since the file has none: {', '.join(silent)}" if silent else ""
+    return f"machine: published figures, none measured here; layouts within 12 % are a tie{guessed}"
+
+
+def _optional(hardware: Hardware) -> Mapping[str, bool]:
+    """Return the figures that decide the order, and whether the file has them."""
+    exchange = hardware.inside.link("all_to_all")
+    return {
+        "all-to-all by the size of the group": exchange.by_ranks is not None,
+        "sums across hosts by the members of a host": hardware.between.host_by_members is not None,
+        "what a ring hides": "hide" in hardware.model_fields_set,
+        "launches": "launch_seconds" in hardware.inside.model_fields_set,
+    }
+
+
+def as_data(
+    order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware, machine: str
+) -> dict[str, Any]:
+    """Return the same for programs."""
+    ties, options = order.ties(hardware), options_of(recipe, order.layouts[0].layout)
+    first = order.layouts[0]
+    layouts = []
+    for one in every:
+        block = as_tree(in_recipe(recipe, one.way).parallel_config)
+        longest = longest_of(one, hardware, options)
+        parts = {
+            name: sum(p.seconds - p.hidden for p in one.time.parts if p.name == name)
+            for name in dict.fromkeys(part.name for part in one.time.parts)
+        }
+        layouts.append(
+            {
+                "name": one.name,
+                "own": one.own,
+                "parallel_config": {k: v for k, v in block.items() if v not in (None, AUTO)},
+                "zero_stage": one.way.stage,
+                "step_seconds": one.seconds,
+                "parts": parts,
+                "memory_bytes": None if one.memory.unpredicted else one.memory.peak_bytes,
+                "fits": one.room,
+                "longest_row_tokens": longest,
+                "tokens_per_second_per_rank": one.tokens_per_second_per_rank,
+                "mfu": one.mfu(hardware),
+                "tie": one.name in ties,
+                "why": None if one is first else one.why(first),
+            }
+        )
+    return {
+        "layouts": layouts,
+        "left_out": dict(order.left_out),
+        "machine": {"name": hardware.name, "calibrated": hardware.calibrated, "what": machine},
+        "model": {"type": first.step.model.model_type, "layers": first.step.model.layers},
+    }
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}" if value else "–"

@@ -1,0 +1,176 @@
+"""What attention across ranks keeps and needs, on a tape, as sequence/ goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from uspft.planner.in_flight import RING, TokenBytes, Way, Window, backward_bytes
+from uspft.planner.tape import Backward, Gradients, Storage, Tape, Tensor
+from uspft.sequence.rows.heads import split_heads
+
+Attend = Callable[[list[Tensor]], Tensor]
+"""A function from queries, keys and values to attention's output."""
+KERNEL_BYTES = 0
+"""What an attention kernel allocates inside for each token and query head, beside what it returns:
+not yet measured on a GPU."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share a row's attention, whose heads are those of a tensor rank."""
+
+    element: int
+    tokens: int
+    """Of this rank."""
+    heads: int
+    kv_heads: int
+    dim: int
+    ulysses: int = 1
+    ring: int = 1
+    way: Way = RING
+    window: Window | None = None
+
+    @property
+    def widest(self) -> tuple[int, int]:
+        """The query and KV heads of the member of Ulysses that has most."""
+        shares = split_heads(self.heads, self.kv_heads, self.ulysses)
+        heads, kv = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
+        return heads, kv
+
+    def bytes(self, heads: float) -> float:
+        """Return the bytes of so many heads of this rank's tokens."""
+        return float(heads * self.dim * self.tokens * self.element)
+
+
+def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: Attend) -> Tensor:
+    """Return attention between the two all-to-alls of Ulysses. inner: attention between them."""
+    if how.ulysses == 1:
+        return inner(qkv)
+    heads, kv = (how.ulysses * each for each in how.widest)
+    return _gathered(tape, inner(_scattered(tape, qkv, how, heads, kv)), how, heads)
+
+
+def _scattered(tape: Tape, qkv: list[Tensor], how: Sharing, heads: int, kv: int) -> list[Tensor]:
+    sizes = [how.bytes(heads), how.bytes(kv), how.bytes(kv)]
+    before = [one.size for one in qkv]
+
+    def backward() -> Backward:
+        def run(grads: Gradients) -> Gradients:
+            both = tape.new(sum(sizes)), tape.new(sum(sizes))
+            found: Gradients = []
+            for has, size in zip(sizes, before, strict=True):
+                if has > size:  # members share a head, whose gradients are summed
+                    wide = tape.new(size * 4 / how.element)
+                    found.append(wide if how.element == 4 else tape.new(size))
+                    del wide
+                else:
+                    found.append(tape.new(size))
+            del both
+            return found
+
+        return run
+
+    sends = tape.new(sum(sizes))
+    received = tape.new(sum(sizes))
+    del sends
+    return tape.record(qkv, sizes, backward, made=[received] * 3)
+
+
+def _gathered(tape: Tape, out: Tensor, how: Sharing, heads: int) -> Tensor:
+    size, sends = how.bytes(how.heads), how.bytes(heads)
+
+    def backward() -> Backward:
+        def run(grads: Gradients) -> Gradients:
+            leaves = tape.new(sends)
+            found = tape.new(sends)
+            del leaves
+            return [found]
+
+        return run
+
+    received = tape.new(sends)
+    made = [tape.new(size)]
+    del received
+    return tape.record((out,), (size,), backward, made=made)[0]
+
+
+def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
+    """Return attention of this rank's queries over the keys of all."""
+    members, (heads, kv) = how.ulysses, how.widest
+    number = members * heads * how.tokens
+    lse, out = 4.0 * number, how.bytes(members * heads)
+    pair = how.bytes(2 * members * kv)
+    sizes = [one.size for one in qkv]
+    query, keys, each = (one / how.tokens for one in (out, pair, lse))
+    token = TokenBytes(query, keys, each, 4 // how.element)
+    most = backward_bytes(how.ulysses, how.ring, token, how.way, how.window)
+    made = _forward(tape, how, lse, out, pair)
+    saved = [*made]
+    tensors = [*qkv]
+
+    def backward() -> Backward:
+        kept, inputs = [*saved], [*tensors]
+
+        def run(grads: Gradients, kept: object = kept, inputs: object = inputs) -> Gradients:
+            kernel = tape.new(KERNEL_BYTES * number)
+            work = tape.new(how.tokens * most)
+            del work
+            del kernel
+            return [tape.new(size) for size in sizes]
+
+        return run
+
+    return tape.record(qkv, (out,), backward, saves=True, made=made[1:])[0]
+
+
+def _forward(tape: Tape, how: Sharing, lse: float, out: float, pair: float) -> list[Storage]:
+    """Return the log-sum-exp and the output."""
+    unseen = tape.new(lse)
+    if how.ring > 1:
+        hands = tape.new(pair), tape.new(pair)
+        wide = tape.new(out * 4 / how.element)
+        part = tape.new(out), tape.new(lse)
+        del part, hands
+        if how.element == 4:
+            return [unseen, wide]
+        return [unseen, tape.new(out)]
+    made = [tape.new(lse), tape.new(out)]
+    del unseen
+    return made
+
+
+class Remembered:
+    """What model/recompute.py keeps of one layer's attention between its two runs."""
+
+    def __init__(self, tape: Tape, wanted: bool) -> None:
+        """wanted: whether its graph keeps its inputs, which the second run makes again."""
+        self._tape, self._wanted = tape, wanted
+        self._leaves: list[Tensor] = []
+        self._out: Tensor | None = None
+
+    def __call__(self, attend: Attend, inputs: list[Tensor]) -> Tensor:
+        tape = self._tape
+        if self._out is None:
+            with tape.apart():
+                self._leaves = [tape.leaf(one.size, one.storage) for one in inputs]
+                self._out = attend(self._leaves)
+            for leaf in self._leaves:
+                leaf.storage = None
+        elif self._wanted:
+            for leaf, one in zip(self._leaves, inputs, strict=True):
+                leaf.storage = one.storage
+        out = self._out
+        assert out.storage
+
+        def backward() -> Backward:
+            return self._gradients
+
+        return tape.record(inputs, (out.size,), backward, made=[out.storage])[0]
+
+    def _gradients(self, grads: Gradients) -> Gradients:
+        out, leaves = self._out, self._leaves
+        self._out, self._leaves = None, []
+        assert out and grads[0]
+        self._tape.backward(out, grads[0])
+        return [leaf.node.gradient if leaf.node else None for leaf in leaves]

@@ -1,0 +1,216 @@
+"""The operations of a layer on a tape: what each makes, keeps and needs in its backward.
+
+Each function stands for the one of torch, transformers, peft or uspft that its docstring names, and
+lets go of tensors where that does. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from uspft.planner.tape import Backward, Gradients, Storage, Tape, Tensor
+
+DRAWN_BYTES, DRAWN_AT_ONCE = 4, 1 << 24
+"""What a dropout draws for an element, and for how many at a time (model/dropout.py)."""
+WIDE = 4
+"""The bytes of an element of float32, in which norms compute and gradients are summed."""
+
+
+def added(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """Return a + b."""
+    return tape.record((a, b), (a.size,), lambda: lambda grads: [grads[0], grads[0]])[0]
+
+
+def multiplied(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """Return a · b, where b may be broadcast over a."""
+    sizes, wanted = (a.size, b.size), (a.node, b.node)
+    held = (a.storage if b.node else None), (b.storage if a.node else None)
+
+    def backward() -> Backward:
+        def run(grads: Gradients, held: object = held) -> Gradients:
+            of_a = tape.new(sizes[0]) if wanted[0] else None
+            of_b = tape.new(sizes[0]) if wanted[1] else None
+            if of_b and sizes[1] < sizes[0]:
+                of_b = tape.new(sizes[1])
+            return [of_a, of_b]
+
+        return run
+
+    return tape.record((a, b), (a.size,), backward, saves=True)[0]
+
+
+def remade(tape: Tape, x: Tensor, size: float | None = None) -> Tensor:
+    """Return x in another type, or times a number: a copy, whose gradient is one too."""
+    before = x.size
+    made = before if size is None else size
+    return tape.record((x,), (made,), lambda: lambda grads: [tape.new(before)])[0]
+
+
+def dropped(tape: Tape, x: Tensor, elements: float) -> Tensor:
+    """Return what model/dropout.py makes of x, whose draws come again in the backward."""
+    size, drawn = x.size, DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)
+
+    def backward() -> Backward:
+        def run(grads: Gradients) -> Gradients:
+            found = tape.new(size)
+            tape.new(drawn)
+            return [found]
+
+        return run
+
+    made = [tape.new(size)]
+    tape.new(drawn)
+    return tape.record((x,), (size,), backward, made=made)[0]
+
+
+def viewed(tape: Tape, x: Tensor, then: Callable[[], None] | None = None) -> Tensor:
+    """Return a view of x, whose gradient is a copy. then: is called before that is made."""
+    assert x.storage
+
+    def backward() -> Backward:
+        def run(grads: Gradients) -> Gradients:
+            if then:
+                then()
+            return [tape.new(x_size)]
+
+        return run
+
+    x_size = x.size
+    return tape.record((x,), (x.size,), backward, made=[x.storage])[0]
+
+
+def bent(tape: Tape, x: Tensor) -> Tensor:
+    """Return an activation function of x."""
+    return multiplied(tape, x, Tensor(x.size, x.storage, None, 0))
+
+
+def linear(
+    tape: Tape, x: Tensor, size: float, weight: float, *, trains: bool, bias: float = 0.0
+) -> Tensor:
+    """Return the product of x with a matrix. weight, bias: the bytes of their gradients."""
+    before, wants, held = x.size, x.node, (x.storage if trains else None)
+
+    def backward() -> Backward:
+        def run(grads: Gradients, held: object = held) -> Gradients:
+            of_weight = tape.new(weight + bias) if trains else None
+            found = tape.new(before) if wants else None
+            return [found, of_weight]
+
+        return run
+
+    return tape.record((x, tape.parameter(trains)), (size,), backward, saves=True)[0]
+
+
+def rms_norm(tape: Tape, x: Tensor, wide: float, number: float, *, trains: bool) -> Tensor:
+    """Return transformers' RMS norm of x, in float32 of so many bytes; number: of what it norms."""
+    inner = _as(tape, x, wide)
+    scale = _mean_square(tape, inner, WIDE * number)
+    inner = multiplied(tape, inner, scale)
+    return multiplied(tape, _as(tape, inner, x.size), tape.parameter(trains))
+
+
+def _as(tape: Tape, x: Tensor, size: float) -> Tensor:
+    return x if size == x.size else remade(tape, x, size)
+
+
+def _mean_square(tape: Tape, x: Tensor, size: float) -> Tensor:
+    """Return what follows from the mean square of x's features."""
+    before, held = x.size, x.storage
+
+    def backward() -> Backward:
+        def run(grads: Gradients, held: object = held) -> Gradients:
+            steps = [tape.new(before) for _ in range(4)]  # spread, powered, doubled, multiplied
+            return [steps[-1]]
+
+        return run
+
+    squares = tape.new(before)
+    made = [tape.new(size)]
+    del squares
+    return tape.record((x,), (size,), backward, saves=True, made=made)[0]
+
+
+def turned(tape: Tape, x: Tensor) -> Tensor:
+    """Return queries or keys in their rotary positions, x · cos + half_turned(x) · sin."""
+    angles = Tensor(0.0, None, None, 0)
+    straight = multiplied(tape, x, angles)
+    return added(tape, straight, multiplied(tape, _half_turned(tape, x), angles))
+
+
+def _half_turned(tape: Tape, x: Tensor) -> Tensor:
+    size = x.size
+
+    def backward() -> Backward:
+        def run(grads: Gradients) -> Gradients:
+            other = tape.new(size / 2)
+            first = tape.new(size)
+            del other
+            both = first, tape.new(size)
+            grads[0] = None  # of nodes of their own in torch
+            found = tape.new(size)
+            del first, both
+            return [found]
+
+        return run
+
+    negative = tape.new(size / 2)
+    made = [tape.new(size)]
+    del negative
+    return tape.record((x,), (size,), backward, made=made)[0]
+
+
+def tiled(
+    tape: Tape,
+    inputs: Sequence[Tensor],
+    module: Callable[[Sequence[Tensor]], Tensor],
+    share: float,
+    wide: float,
+    *,
+    trains: bool,
+) -> Tensor:
+    """Return what model/tiles.py makes of inputs, of which a tile has a share. module: what it does
+    with a tile. wide: how much larger float32 is than the type of the weights. trains: whether any
+    of these does."""
+    sizes, wanted = [one.size for one in inputs], [one.node for one in inputs]
+    held = [one.storage for one in inputs]
+    made = [tape.new(inputs[0].size)]
+
+    def parts() -> list[Tensor]:
+        each = zip(sizes, held, wanted, strict=True)
+        return [
+            tape.leaf(size * share, storage) if wants else Tensor(size * share, storage, None, 0)
+            for size, storage, wants in each
+        ]
+
+    def backward() -> Backward:
+        def run(grads: Gradients) -> Gradients:
+            found = [tape.new(n) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
+            sums: list[Storage] = []
+            last: list[Storage | None] = []  # which Python's loop over a tile's gradients leaves
+            for _ in range(2):
+                with tape.apart(collects=True) as parameters:
+                    tile = parts()
+                    out = module(tile)
+                    if out.node:
+                        tape.backward(out, tape.new(0.0))
+                    del out
+                whole = [one.gradient for one in parameters]
+                parameters.clear()
+                last[:] = [one.node.gradient for one in tile if one.node][-1:]
+                del tile
+                if not sums:
+                    sums = [tape.new(wide * one.size) for one in whole if one]
+                sizes_of = [one.size for one in whole if one]
+                del whole
+            if wide > 1:
+                sums += [tape.new(size) for size in sizes_of]
+            return [*found, None]
+
+        return run
+
+    out = tape.record(
+        [*inputs, tape.parameter(trains)], (inputs[0].size,), backward, saves=True, made=made
+    )
+    with tape.no_gradient():
+        module([Tensor(size * share, None, None, 0) for size in sizes])  # filled in
+    return out[0]

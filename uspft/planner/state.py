@@ -1,0 +1,115 @@
+"""The bytes of weights, gradients and optimizer under DeepSpeed's ZeRO, by arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from uspft.planner.trained import Counts
+
+ADAM = 8
+"""Of a parameter's two moments, in float32."""
+WIDE = 4
+"""Of a master weight, and of a gradient as it is summed."""
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What decides the state of a rank beside its parameters."""
+
+    stage: int
+    ranks: int
+    """That hold the same parameters, and divide their state."""
+    element: int
+    """Of weights, in bytes."""
+    crossing: int
+    """Of gradients as they cross ranks, in bytes."""
+    bucket: int
+    """In elements."""
+    matrix: int
+    """The elements of the largest matrix of a layer."""
+    optimizer_away: bool = False
+    weights_away: bool = False
+
+
+@dataclass
+class State:
+    """The bytes by part, on the device and on the host."""
+
+    device: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
+
+
+def state_of(zero: Zero, counts: Counts) -> State:
+    """Return what a rank has of the model's state, and of the buckets in which gradients cross."""
+    if zero.stage == 0:
+        return _whole(zero, counts)
+    return _gathered(zero, counts) if zero.stage == 3 else _divided(zero, counts)
+
+
+def moving_state_bytes(element: int, counts: Counts, at_work: Counts, ranks: int) -> float:
+    """Return the bytes of one rank's state where weights move between layouts.
+
+    Each parameter's master, moments and summed gradient are in as many pieces as there are ranks;
+    weights and their float32 gradient are there as the layout at work has them. counts, at_work: of
+    all of the model, and of the part that a rank of that layout has.
+    """
+    here = element * at_work.every + WIDE * at_work.trained
+    return here + (2 * WIDE + ADAM) * counts.trained / ranks
+
+
+def _whole(zero: Zero, counts: Counts) -> State:
+    e, trained = float(zero.element), float(counts.trained)
+    parts: dict[str, float] = {"weights": e * counts.every, "gradients": e * trained}
+    parts["optimizer"] = ADAM * trained
+    if e < WIDE:
+        parts["gradients"] += WIDE * trained
+        parts["optimizer"] += WIDE * trained
+    return State(parts)
+
+
+def _divided(zero: Zero, counts: Counts) -> State:
+    """Stages 1 and 2, where optimizers, and gradients at 2, are divided."""
+    e, trained, ranks = zero.element, counts.trained, zero.ranks
+    optimizer = (WIDE + ADAM) * trained / ranks
+    if zero.stage == 1 and e == 2 and not zero.optimizer_away:
+        # Gradients in 16 bits until the backward ends, then summed (DeepSpeed's BF16_Optimizer).
+        gradients = float((e + WIDE) * trained)
+        device = {"weights": float(e * counts.every), "gradients": gradients}
+        return State({**device, "optimizer": optimizer})
+    bucket = min(zero.bucket, trained)
+    matrix = float(e * min(zero.matrix, counts.largest_trained))
+    if zero.stage == 2:
+        # In 16 bits, laid flat once more, and cast, while the gradient that is next waits.
+        buckets = bucket * (e + e + (WIDE if zero.crossing != e else 0)) + matrix
+        gradients = WIDE * trained / ranks
+    else:
+        buckets, gradients = float(WIDE * bucket), float(WIDE * trained)
+    parts = {"weights": float(e * counts.every), "gradients": gradients, "buckets": buckets}
+    if not zero.optimizer_away:
+        return State({**parts, "optimizer": optimizer})
+    # The host also has gradients and new weights of its part; both sides a buffer for one gradient.
+    buffer = float(e * counts.largest_trained)
+    away = optimizer + (WIDE + e) * trained / ranks + buffer
+    return State({**parts, "buckets": buckets + buffer}, {"optimizer": away})
+
+
+def _gathered(zero: Zero, counts: Counts) -> State:
+    """Stage 3: buckets are in the type that crosses ranks, and the head, or two layers, are whole
+    at a time; where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
+    grad_partitions_flat_buffer)."""
+    e, trained, ranks = zero.element, counts.trained, zero.ranks
+    device = {
+        "weights": e * counts.every / ranks,
+        "gradients": WIDE * trained / ranks,
+        "optimizer": (WIDE + ADAM) * trained / ranks,
+        "gathered": float(e * max(counts.head, 2 * counts.layer)),
+        "buckets": float(zero.crossing * min(zero.bucket, trained)),
+    }
+    host: dict[str, float] = {}
+    if zero.optimizer_away:
+        host |= {name: device.pop(name) for name in ("gradients", "optimizer")}
+    if zero.weights_away:
+        host["weights"] = device.pop("weights")
+    return State(device, host)

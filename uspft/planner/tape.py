@@ -1,0 +1,252 @@
+"""What is alive while torch runs a graph forward and backward, told by sizes alone.
+
+An operation makes tensors and says what its backward needs; the tape keeps that as torch's autograd
+does, runs the backward in torch's order, and knows the most bytes that were alive at once. Python
+frees a storage with its last holder, here as in torch: what code holds while it runs, its copy on a
+tape holds too. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+
+class Storage:
+    """Bytes that are alive as long as something holds this."""
+
+    __slots__ = ("_tape", "size")
+
+    def __init__(self, tape: Tape, size: float) -> None:
+        self._tape, self.size = tape, size
+        tape.live += size
+        tape.most = max(tape.most, tape.live)
+
+    def __del__(self) -> None:
+        self._tape.live -= self.size
+
+
+class Tensor:
+    """A tensor of so many bytes, and the operation that made it; None: it needs no gradient."""
+
+    __slots__ = ("node", "size", "slot", "storage")
+
+    def __init__(self, size: float, storage: Storage | None, node: Node | None, slot: int) -> None:
+        self.size, self.storage, self.node, self.slot = size, storage, node, slot
+
+
+Gradients = list[Storage | None]
+Backward = Callable[[Gradients], Sequence[Storage | None]]
+"""A function from the gradients of what an operation made to those of what it took."""
+
+
+class Node:
+    """An operation whose backward is still to run; without one it is a leaf, which keeps its
+    gradient or lets go of it."""
+
+    __slots__ = ("backward", "collects", "edges", "gradient", "number", "outputs", "saves")
+
+    def __init__(
+        self,
+        number: int,
+        edges: list[tuple[Node | None, int]],
+        backward: Backward | None,
+        outputs: int = 1,
+        *,
+        saves: bool = False,
+        collects: bool = False,
+    ) -> None:
+        """saves: whether its backward needs what was kept. collects: whether a leaf keeps its
+        gradient."""
+        self.number, self.edges, self.backward = number, edges, backward
+        self.gradient: Storage | None = None
+        self.outputs, self.saves, self.collects = outputs, saves, collects
+
+    def __lt__(self, other: Node) -> bool:
+        return self.number > other.number
+
+
+class Tape:
+    """The bytes alive, the most there were, and how operations are recorded."""
+
+    def __init__(self) -> None:
+        self.live = self.most = 0.0
+        self._numbers = 0
+        self._keeps = self._grows = True
+        self._saves, self._last_save = 0, -1
+        self._sizeless = False
+        self._parameters: list[Node] | None = None
+        self._nodes: dict[int, Node] | None = None
+
+    def new(self, size: float) -> Storage:
+        """Return a new storage; one without bytes where a second run has already ended."""
+        ended = self._sizeless or self._saves == self._last_save
+        return Storage(self, 0.0 if ended else size)
+
+    def leaf(self, size: float, storage: Storage | None = None) -> Tensor:
+        """Return a tensor whose gradient is kept: new, or in a storage."""
+        return Tensor(size, storage or self.new(size), self._node([], None, collects=True), 0)
+
+    def parameter(self, trains: bool) -> Tensor:
+        """Return a parameter, whose bytes are not counted; where it trains, its gradient is let go
+        of when it has come, but for those that `apart` collects."""
+        node = None
+        if trains and self._grows:
+            node = self._node([], None, collects=self._parameters is not None)
+            if self._parameters is not None:
+                self._parameters.append(node)
+        return Tensor(0.0, None, node, 0)
+
+    def record(
+        self,
+        inputs: Sequence[Tensor],
+        sizes: Sequence[float],
+        backward: Callable[[], Backward],
+        *,
+        saves: bool = False,
+        made: Sequence[Storage] | None = None,
+    ) -> list[Tensor]:
+        """Return what an operation makes of its inputs.
+
+        backward: makes the backward, which holds what it needs. saves: whether it keeps any of its
+        inputs, before it makes anything. made: what it made by itself, before it keeps anything.
+        """
+        needed = any(one.node for one in inputs)
+        self._saves += saves and needed
+        storages = list(made) if made is not None else [self.new(size) for size in sizes]
+        if not needed:
+            return [Tensor(*each, None, 0) for each in zip(sizes, storages, strict=True)]
+        edges = [(one.node, one.slot) for one in inputs] if self._keeps else []
+        run = backward() if self._keeps else None
+        node = self._node(edges, run, outputs=len(storages), saves=saves)
+        each = zip(sizes, storages, range(len(storages)), strict=True)
+        return [Tensor(size, storage, node, slot) for size, storage, slot in each]
+
+    def _node(
+        self,
+        edges: list[tuple[Node | None, int]],
+        backward: Backward | None,
+        outputs: int = 1,
+        **about: bool,
+    ) -> Node:
+        node = Node(self._numbers, edges, backward, outputs, **about)
+        self._numbers += 1
+        if self._nodes is not None:
+            self._nodes[node.number] = node
+        return node
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Keep nothing for the backward within the `with` block, as a checkpoint's first run."""
+        self._saves, self._keeps = 0, False
+        try:
+            yield
+        finally:
+            self._keeps = True
+
+    def second_run(
+        self, run: Callable[[], Tensor], gradient: float, then: Callable[[], None]
+    ) -> None:
+        """Run what has had its first run again, until what that would have kept is there, and then
+        its backward: what of this needs nothing that was kept goes before.
+
+        gradient: the bytes of that of what it makes. then: is called between.
+        """
+        last, begin, self._sizeless = self._saves, self._numbers, True
+        self._saves = 0
+        out = run()
+        self._sizeless = False
+        pending = _Pending(self)
+        assert out.node
+        pending.arrives(out.node, out.slot, self.new(gradient))
+        pending.run(until_saved=True)
+        early = pending.left()
+        del out, pending
+        again, self._nodes = self._numbers - begin, {}
+        self._last_save, self._saves = last, 0
+        out = run()
+        nodes, self._nodes, self._last_save = self._nodes, None, -1
+        then()
+        pending = _Pending(self)
+        while early:
+            number, gradients = early.pop()
+            pending.waits(nodes[number + again], gradients)
+            del gradients
+        del out, nodes
+        pending.run()
+
+    @contextmanager
+    def no_gradient(self) -> Iterator[None]:
+        """Let no parameter ask for a gradient within the `with` block."""
+        self._grows = False
+        try:
+            yield
+        finally:
+            self._grows = True
+
+    @contextmanager
+    def apart(self, *, collects: bool = False) -> Iterator[list[Node]]:
+        """Keep what a graph of its own needs within the `with` block, also in a first run.
+
+        collects: whether the gradients of its parameters stay, at what is yielded.
+        """
+        before = self._keeps, self._saves, self._last_save, self._parameters
+        self._keeps, self._last_save = True, -1
+        found: list[Node] = []
+        self._parameters = found if collects else None
+        try:
+            yield found
+        finally:
+            self._keeps, self._saves, self._last_save, self._parameters = before
+
+    def backward(self, made: Tensor, gradient: Storage) -> None:
+        """Run the backward of all that led to a tensor, and leave gradients at the leaves."""
+        pending = _Pending(self)
+        assert made.node
+        pending.arrives(made.node, made.slot, gradient)
+        del gradient, made
+        pending.run()
+
+
+class _Pending:
+    """The gradients that have come to operations whose backward is still to run."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._waiting: dict[Node, Gradients] = {}
+        self._ready: list[Node] = []
+
+    def waits(self, node: Node, gradients: Gradients) -> None:
+        self._waiting[node] = gradients
+        heapq.heappush(self._ready, node)
+
+    def arrives(self, node: Node, slot: int, gradient: Storage) -> None:
+        """Hand a gradient to an operation; a sum takes the place of two."""
+        if node not in self._waiting:
+            self.waits(node, [None] * node.outputs)
+        here = self._waiting[node]
+        here[slot] = gradient if here[slot] is None else self._tape.new(gradient.size)
+
+    def left(self) -> list[tuple[int, Gradients]]:
+        """Return what still waits, by the numbers of operations."""
+        return [(node.number, gradients) for node, gradients in self._waiting.items()]
+
+    def run(self, *, until_saved: bool = False) -> None:
+        """Run backwards, the last operation's first. until_saved: whether to end before the first
+        that needs what was kept."""
+        while self._ready and not (until_saved and self._ready[0].saves):
+            node = heapq.heappop(self._ready)
+            given = self._waiting.pop(node)
+            if node.backward is None:
+                node.gradient = given[0] if node.collects else None
+                del given
+                continue
+            found = list(node.backward(given))
+            node.backward = None
+            del given
+            for edge, slot in node.edges:
+                one = found.pop(0)
+                if edge is not None and one is not None:
+                    self.arrives(edge, slot, one)
+                del one

@@ -1,0 +1,144 @@
+"""Which of a model's parameters train, by the names of its modules, and how many a rank holds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from uspft.families import FAMILIES, ModelShape
+from uspft.families.projections import NORMED_HEADS
+from uspft.planner.products import ProductShape, head_projection, layer_projections
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapters of a recipe."""
+
+    rank: int
+    modules: tuple[str, ...] | None = None
+    """The last words of the projections that have one; None for all."""
+    dropout: bool = False
+
+    def adapts(self, name: str) -> bool:
+        """Tell whether a projection of a layer has an adapter."""
+        last = name.rpartition(".")[2]
+        if last not in (*ATTENTION, *MLP):
+            return False
+        return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The names of the modules of one layer that train."""
+
+    weights: frozenset[str]
+    adapters: frozenset[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.weights or self.adapters)
+
+
+def layer_modules(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return the modules of a layer that have weights, by name, each with its matrix."""
+    names = [f"self_attn.{name}" for name in ATTENTION]
+    projections = layer_projections(shape)
+    if shape.raw.get("num_experts_per_tok"):
+        router = "mlp.router" if shape.model_type == "gpt_oss" else "mlp.gate"
+        names += [router, "mlp.experts.gate_up_proj", "mlp.experts.up_proj"]
+        names += ["mlp.experts.down_proj"]
+    else:
+        names += [f"mlp.{name}" for name in MLP]
+    found = dict(zip(names, projections, strict=True))
+    found |= {name: ProductShape(1, shape.hidden_size) for name in NORMS}
+    if FAMILIES[shape.model_type].projections is NORMED_HEADS or shape.model_type == "qwen3_moe":
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            found[name] = ProductShape(1, shape.head_dim)
+    return found
+
+
+def trained_layers(
+    shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
+) -> tuple[Trained, ...]:
+    """Return what of each layer trains. freeze: regular expressions over parameters' names."""
+    return _trained(shape.layers, tuple(layer_modules(shape)), lora, freeze)
+
+
+@lru_cache(maxsize=64)
+def _trained(
+    layers: int, names: tuple[str, ...], lora: Lora | None, freeze: tuple[str, ...]
+) -> tuple[Trained, ...]:
+    found = []
+    for number in range(layers):
+        at = f"model.layers.{number}"
+        weights = [] if lora else [n for n in names if not _frozen(f"{at}.{n}.weight", freeze)]
+        adapted = [n for n in names if lora and lora.adapts(n)]
+        adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
+        found.append(Trained(frozenset(weights), frozenset(adapted)))
+    return tuple(found)
+
+
+def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
+    return any(re.search(expression, name) for expression in freeze)
+
+
+def outside_trains(lora: Lora | None, freeze: tuple[str, ...]) -> Mapping[str, bool]:
+    """Tell which of the embedding, the last norm and the head train."""
+    names = (EMBEDDING, LAST_NORM, HEAD)
+    return {name: not lora and not _frozen(f"{name}.weight", freeze) for name in names}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many parameters a tensor rank holds."""
+
+    every: int
+    """Frozen ones and adapters counted."""
+    trained: int
+    largest_trained: int
+    """Of one parameter that trains."""
+    layer: int
+    """Of a layer, adapters counted."""
+    head: int
+
+    def divided(self, ways: int) -> Counts:
+        """Return what a mesh row holds of it."""
+        every, trained, largest, layer, head = (
+            -(-each // ways)
+            for each in (self.every, self.trained, self.largest_trained, self.layer, self.head)
+        )
+        return Counts(every, trained, largest, layer, head)
+
+
+def counts_of(shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...]) -> Counts:
+    """Count the parameters of a tensor rank, biases left out."""
+    modules = {name: one.on(tensor) for name, one in layer_modules(shape).items()}
+    head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
+    of_layer = sum(one.parameters for one in modules.values())
+    adapter = (
+        {name: lora.rank * (one.inputs + one.outputs) for name, one in modules.items()}
+        if lora
+        else {}
+    )
+    layers = trained_layers(shape, lora, freeze)
+    trained = sum(sum(modules[name].parameters for name in one.weights) for one in layers)
+    trained += sum(sum(adapter[name] for name in one.adapters) for one in layers)
+    trained += outside[LAST_NORM] * shape.hidden_size
+    tables = [outside[EMBEDDING]] if shape.tied else [outside[EMBEDDING], outside[HEAD]]
+    trained += sum(tables) * head
+    adapters = sum(size for name, size in adapter.items() if lora and lora.adapts(name))
+    every = (1 if shape.tied else 2) * head + shape.hidden_size
+    every += shape.layers * (of_layer + adapters)
+    sizes = [modules[name].parameters for one in set(layers) for name in one.weights]
+    sizes += [adapter[name] for one in set(layers) for name in one.adapters]
+    sizes += [head] * any(tables)
+    return Counts(every, trained, max(sizes, default=0), of_layer + adapters, head)

@@ -1,0 +1,86 @@
+"""The step of a recipe, as the planner takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from uspft.config import ParallelBlock, Recipe
+from uspft.config.algorithms import AUTO
+from uspft.families import ModelShape
+from uspft.planner.memory import RECOMPUTES
+from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.segments import Segments
+from uspft.sequence import forwards_of
+
+
+def step_shape(
+    recipe: Recipe,
+    model: ModelShape,
+    windows: Sequence[int | None] = (),
+    *,
+    trained: float | None = None,
+) -> StepShape:
+    """Return the recipe's step, with rows of one document each.
+
+    windows: of each layer; () where they are not known, and then all have the model's. trained: the
+    share of the parameters that train; None: of an adapter none, else all.
+    """
+    adapter = 0.0 if recipe.model.adapter else 1.0
+    return StepShape(
+        model,
+        Segments.single(recipe.data.sequence_length),
+        tuple(windows) or (model.window,) * model.layers,
+        recipe.training.global_batch_size,
+        recipe.training.micro_batch_size,
+        stage=stage_of(recipe),
+        element_bytes=4 if recipe.model.dtype == "float32" else 2,
+        recompute=bool(recipe.memory.gradient_checkpointing),
+        attention=forwards_of(recipe),
+        overlaps=_overlaps(recipe),
+        trained=adapter if trained is None else trained,
+        gradient_bytes=gradient_bytes(recipe),
+        **matrices_of(recipe.parallel_config),
+    )
+
+
+def matrices_of(parallel: ParallelBlock) -> dict[str, Any]:
+    """Return what a step's shape has of how a layout splits matrices, and tokens between them."""
+    return {"use_seq_parallel": parallel.use_seq_parallel, "slices": slices_of(parallel)}
+
+
+def slices_of(parallel: ParallelBlock) -> tuple[int, ...] | None:
+    """Return the slices of each product that a recipe asks for, or None where it leaves them."""
+    asked = parallel.tensor_slices
+    if isinstance(asked, int):
+        return (asked,) * 4
+    return asked if isinstance(asked, tuple) else None
+
+
+def gradient_bytes(recipe: Recipe) -> int:
+    """Return the bytes of an element of the gradients that cross ranks."""
+    return 2 if recipe.memory.gradient_reduction == "bfloat16" else GRADIENT_BYTES
+
+
+def recomputes_of(recipe: Recipe, device: str) -> Collection[str]:
+    """Return what of attention a recipe lets be made again on a device: `auto` stands for all
+    choices, but on CPUs for none."""
+    asked, again = recipe.memory.recompute, recipe.memory.gradient_checkpointing
+    if asked == AUTO and again and device != "cpu":
+        return RECOMPUTES
+    return {asked if asked in RECOMPUTES else RECOMPUTES[0]}
+
+
+def stage_of(recipe: Recipe) -> int:
+    return int(recipe.deepspeed.zero_optimization.get("stage", 1))
+
+
+def _overlaps(recipe: Recipe) -> bool:
+    """Return DeepSpeed's overlap_comm: where it is left out, stage 3 alone overlaps.
+
+    On a CPU nothing does: DeepSpeed overlaps by streams, and there are none.
+    """
+    if recipe.launch.device == "cpu":
+        return False
+    asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
+    return stage_of(recipe) == 3 if asked is None else bool(asked)
