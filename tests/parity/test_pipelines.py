@@ -6,9 +6,11 @@ Loss, norm before clipping, Adam's mean of the first step's clipped gradients an
 from __future__ import annotations
 
 import faulthandler
+import time
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -298,6 +300,49 @@ def test_a_checkpoint_goes_on_under_other_stages_and_without(
             assert loss == pytest.approx(want.losses[1], rel=1e-6), before
             assert norm == pytest.approx(want.grad_norms[1], rel=3e-6), before
             assert moved_apart(end, want) < MOVED, before
+
+
+SLEEPERS = [
+    Case("llama", 4, rows=3, tied=True),
+    Case("llama", 2, 2, zero="zero3 whole", rows=3, context=2),
+    Case("llama", 2, 2, rows=3, context=2, algorithm="ulysses_cp"),
+]
+
+
+def sleepy(rank: int, folder: Path, data: Path) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """Norm and Adam's means of a step, without and with actions that sleep at random."""
+    from uspft.engine.zero import ZeroEngine
+
+    allow()
+    take, random, found = ZeroEngine.take, Random(rank), []
+
+    def late(self: ZeroEngine, *args: Any) -> torch.Tensor:
+        time.sleep(random.choice([0.0, 0.02, 0.08]))
+        made = take(self, *args)
+        time.sleep(random.choice([0.0, 0.02, 0.08]))
+        return made
+
+    for number, case in enumerate(SLEEPERS):
+        for how in (take, late):
+            faulthandler.dump_traceback_later(120, exit=True)
+            out = folder / f"sleepy {number} {how.__name__}"
+            run = prepared(recipe(case, folder, data), out)
+            with patch.object(ZeroEngine, "take", how):
+                norm = run.engine.step(run.loader.batches(1), RATE, False).grad_norm
+            found.append((norm, held(run.engine, "exp_avg")))
+            run.engine.close()
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_are_late_at_random_change_no_bit(setting: tuple[Path, Documents]) -> None:
+    folder, data = setting
+    found = spawn(4, sleepy, folder, data.path)[0]
+    assert len(found) == 2 * len(SLEEPERS)
+    for (norm, plain_means), (late_norm, late_means) in zip(found[::2], found[1::2], strict=True):
+        assert norm == late_norm
+        assert all(torch.equal(late_means[name], mean) for name, mean in plain_means.items())
 
 
 def broken(
