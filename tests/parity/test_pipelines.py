@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -42,7 +42,7 @@ class Case:
     tied: bool = False
     algorithm: str = "ring_cp"
     beside: str = ""
-    """What else the recipe asks for: tokens | mesh | tiles | recompute | LoRA."""
+    """What else the recipe asks for, by its name in BESIDE."""
 
     @property
     def title(self) -> str:
@@ -122,6 +122,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "tokens": {"parallel_config": {"use_seq_parallel": True}},
     "mesh": {"parallel_config": {"tensor_parallel_algo": "meshslice", "tensor_mesh": [1, 2]}},
     "tiles": {"memory": {"loss_tile_tokens": 5, "mlp_tile_tokens": 7}},
+    "adapter": {"model": {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
     "recompute": {"memory": {"gradient_checkpointing": True}},
 }
 
@@ -139,6 +141,7 @@ def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
         folder / f"{case.kind}-{case.tied}",
         data,
         ROW,
+        model=BESIDE.get(case.beside, {}).get("model", {}),
         data={"packing": "best_fit"},
         parallel_config=parallel,
         deepspeed={"zero_optimization": ZERO[case.zero]},
@@ -300,6 +303,30 @@ def test_a_checkpoint_goes_on_under_other_stages_and_without(
             assert loss == pytest.approx(want.losses[1], rel=1e-6), before
             assert norm == pytest.approx(want.grad_norms[1], rel=3e-6), before
             assert moved_apart(end, want) < MOVED, before
+
+
+LIKE_ONE = [
+    Case("llama", 2, zero="zero1", beside="adapter"),
+    Case("llama", 2, 2, zero="zero3 whole", tied=True, beside="adapter"),
+    Case("llama", 2, zero="zero2", beside="bfloat16"),
+    Case("llama", 2, 2, zero="zero1", beside="bfloat16"),
+]
+"""Beside one process of the same recipe, without stages."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", LIKE_ONE, ids=lambda case: case.title)
+def test_adapters_and_bfloat16_equal_a_run_without_stages(
+    case: Case, setting: tuple[Path, Documents]
+) -> None:
+    folder, data = setting
+    alone = replace(case, ranks=1, virtual=1)
+    # Apart: in a process that has had an engine of another ZeRO stage bfloat16 rounds otherwise.
+    (got,) = spawn(case.world, trained, [case], folder, data.path)[0].values()
+    (want,) = spawn(1, trained, [alone], folder, data.path)[0].values()
+    for what in ("losses", "norms", "evaluated"):
+        assert got[what] == pytest.approx(want[what], rel=3e-6), what
+    assert far(got["moments"], want["moments"])[0] < 1e-5
 
 
 SLEEPERS = [

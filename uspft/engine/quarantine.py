@@ -72,9 +72,12 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
     """Have a ZeRO optimizer sum the norm once a step over the ranks that hold the model's parts.
 
     DeepSpeed 0.19 does so once for each group of parameters (stages 1 and 2) or sub-group (stage 3)
-    of this rank: where another rank has another number of them, it waits for ever.
+    of this rank: where another rank has another number of them, it waits for ever. At stage 1 in
+    bfloat16 it has an optimizer that sums once anyway.
     """
-    reduce = optimizer._model_parallel_all_reduce
+    reduce = getattr(optimizer, "_model_parallel_all_reduce", None)
+    if reduce is None:
+        return
 
     def not_the_norm(tensor: torch.Tensor, op: Any) -> None:
         if not str(op).endswith("SUM"):  # DeepSpeed's enumeration is not torch's
