@@ -35,6 +35,7 @@ from uspft.engine.step import (
     Laps,
     LossModule,
     Runner,
+    StageRunner,
     StepResult,
     counted,
     evaluated,
@@ -85,11 +86,13 @@ class ZeroEngine:
         *,
         passes: int,
         runner: Runner = in_turn,
+        pipeline: StageRunner | None = None,
     ) -> None:
-        """Build the engine. passes: micro-batches of a step, or the most where steps differ."""
+        """Build the engine. passes: micro-batches of a step, or the most where steps differ.
+        pipeline: runs the module's stages, where it has some alone; then it is the runner."""
         self.module, self.holders, self.device = module, holders, device
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
-        self._runner = runner
+        self._runner, self._pipeline = pipeline or runner, pipeline
         self.laps = Laps(device)
         """The clock of the step's micro-batches."""
         self.named = module.named()
@@ -120,6 +123,8 @@ class ZeroEngine:
             # DeepSpeed finds moments by parameter only for those groups that have them after the
             # first group's first step (stages 1 and 2, 0.19.8).
             start_moments(self.adam)
+        if pipeline:
+            pipeline.updated(self)
 
     def _require_float32_buffers(self) -> None:
         """Require that DeepSpeed has rounded no buffer. Raises RuntimeError.
@@ -193,6 +198,11 @@ class ZeroEngine:
         terms: Tensor = self.deepspeed(batch, scales)
         return terms
 
+    def take(self, batch: Batch, scales: Scales, stage: int, x: Tensor | None) -> Tensor:
+        """Take a micro-batch through a stage of a module that has some, as its forward does."""
+        made: Tensor = self.deepspeed(batch, scales, stage, x)
+        return made
+
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss. last: whether it ends the step."""
         self.replicas.world = batch.world
@@ -229,6 +239,8 @@ class ZeroEngine:
                 return norm, True
             norm = math.inf
         require_finite("gradient norm", norm)
+        if self._pipeline:
+            self._pipeline.updated(self)
         return norm, False
 
     def _mark_gradients(self) -> None:
@@ -269,7 +281,8 @@ class ZeroEngine:
 
     def terms(self, batch: Batch) -> dict[str, float]:
         """Return this rank's part of each term that evaluation tells; collective."""
-        return evaluated(self.module.objective, partial(self.forward, batch))
+        forward = partial(self._pipeline.forward, self) if self._pipeline else self.forward
+        return evaluated(self.module.objective, partial(forward, batch))
 
     def close(self) -> None:
         """Remove what DeepSpeed has hooked into the module, and what it keeps for the process."""
