@@ -37,6 +37,11 @@ STAGES = HELD[4:5]
 """The axis along which ranks hold different parameters."""
 
 
+def as_processes(count: int) -> str:
+    """Return a number of processes in words."""
+    return f"{count} process{'es' if count > 1 else ''}"
+
+
 @dataclass(frozen=True)
 class Layout:
     """The degrees by which model and rows are split over ranks, numbered with `AXES[0]` fastest.
@@ -172,8 +177,7 @@ class Layout:
             shared = shared.replace("whole on one process", "whole on each of them")
         stages = f", layers in {self.pipeline} stages" if self.pipeline > 1 else ""
         replicas = f"{self.data} row{'s' if self.data > 1 else ''} at a time"
-        processes = f"{self.ranks} process{'es' if self.ranks > 1 else ''}"
-        return f"{processes}, {shared}{stages}, {replicas}"
+        return f"{as_processes(self.ranks)}, {shared}{stages}, {replicas}"
 
 
 def ring_ranks_of_a_host(processes: int, layout: Layout) -> int | None:

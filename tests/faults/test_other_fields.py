@@ -29,6 +29,14 @@ SEEN = {**CHAT, "messages": [{"role": "user", "content": "<image>What is it?"}, 
 UNWANTED = "says that the answer is not wanted, and nothing here trains on preferences; "
 PREFERS = "is there, and nothing here trains on preferences; "
 ANSWERS = "for the answers beside it alone write data.fields: "
+CHOSEN = "for the chosen answers alone write data.fields: "
+NO_SHAPE = "no shape has the fields "
+OPENAI = {
+    "input": {"messages": [ASKED], "tools": [], "parallel_tool_calls": True},
+    "preferred_output": [ANSWER],
+    "non_preferred_output": [WRONG],
+}
+UNTRAINED = "says that the sample is not to train; data.on_bad_sample: skip trains on the others"
 MEDIA = "is there, and only text is trained; leave such records out, or write data.fields: "
 
 # By what it is: the record, and the line that refuses it, behind the file and its number.
@@ -63,6 +71,64 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"instruction": "Hi", "input": "", "chosen": "Hello", "rejected": "Go away"},
         "no shape has the fields instruction, input, chosen, rejected; nothing here trains on "
         "preferences; for the chosen answers alone write data.fields: {output: chosen}",
+    ),
+    "OpenAI's preferences": (
+        OPENAI,
+        f"{NO_SHAPE}input, preferred_output, non_preferred_output; nothing here trains on "
+        f"preferences; {CHOSEN}{{output: preferred_output}}",
+    ),
+    "preferences, the other way around": (
+        {"prompt": "Hi", "response_chosen": "Hello", "response_rejected": "Go away"},
+        f"{NO_SHAPE}prompt, response_chosen, response_rejected; nothing here trains on "
+        f"preferences; {CHOSEN}{{completion: response_chosen}}",
+    ),
+    "preferences of token ids": (
+        {"input_ids": [5, 6], "rejected_input_ids": [5, 7]},
+        f"rejected_input_ids {PREFERS}{ANSWERS}{{rejected_input_ids: null}}",
+    ),
+    "preferences of token ids with labels": (
+        {
+            "chosen_input_ids": [5, 6],
+            "chosen_labels": [-100, 6],
+            "rejected_input_ids": [5, 7],
+            "rejected_labels": [-100, 7],
+        },
+        f"{NO_SHAPE}chosen_input_ids, chosen_labels, rejected_input_ids, rejected_labels; nothing "
+        f"here trains on preferences; {CHOSEN}{{input_ids: chosen_input_ids, labels: "
+        "chosen_labels}",
+    ),
+    "LLaMA-Factory's older preferences": (
+        {"instruction": "Hi", "input": "", "output": ["Hello", "Go away"]},
+        "output is a list of answers, as preferences are, and nothing here trains on preferences; "
+        "write the one to train on alone, as a string",
+    ),
+    "a list of completions": (
+        {"prompt": "Hi", "completion": ["Hello", "Go away"]},
+        "completion is a list of answers, as preferences are, ",
+    ),
+    **{
+        f"{key} of a record": ({**record, key: no}, f"{key} {UNTRAINED}")
+        for record, key, no in (
+            (CHAT, "weight", 0),
+            (PAIR, "train", False),
+            (ALPACA, "loss", 0.0),
+            (SHARE, "training", "false"),
+        )
+    },
+    "turns under two names": (
+        {**CHAT, **SHARE},
+        "conversations is there beside messages; write data.fields: {conversations: null} to take "
+        "messages, or {messages: conversations}",
+    ),
+    "a history of messages": (
+        {**CHAT, "history": [["Hi", "Hello"]]},
+        "history is there beside messages; write data.fields: {history: null} to take messages, or "
+        "{messages: history}",
+    ),
+    "system messages under two names": (
+        {**ALPACA, "system": "Be brief.", "system_prompt": "Be long."},
+        "system_prompt is there beside system; write data.fields: {system_prompt: null} to take "
+        "system, or {system: system_prompt}",
     ),
     "images": ({**SEEN, "images": ["a.png"]}, f"images {MEDIA}{{images: null}}"),
     "videos": ({**SEEN, "videos": ["a.mp4"]}, f"videos {MEDIA}{{videos: null}}"),
@@ -109,6 +175,11 @@ HONOURED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "history": ({**ALPACA, "history": [["Morning", "Good morning"]]}, ["Good morning", "Hello"]),
     "a wanted answer": ({**CHAT, "label": True}, ["Hello"]),
+    "a record that trains": ({**CHAT, "weight": 1, "train": True, "loss": None}, ["Hello"]),
+    "one system message under two names": (
+        {**CHAT, "system": "Be brief.", "system_prompt": "Be brief."},
+        ["Hello"],
+    ),
     "a mask of tokens": ({"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]}, ["$"]),
     "empty fields": (
         {**CHAT, "images": [], "label": None, "rejected": "", "history": [], "audios": [None]},
@@ -260,6 +331,31 @@ def test_what_the_recipe_says_to_leave_alone(
             ["Hello"],
         ),
         ({"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, {"completion": "chosen"}, ["Yo"]),
+        (OPENAI, {"output": "preferred_output"}, ["Hello"]),
+        (
+            {"prompt": "Hi", "response_chosen": "Yo", "response_rejected": "No"},
+            {"completion": "response_chosen"},
+            ["Yo"],
+        ),
+        (
+            {"input_ids": [5, 6], "rejected_input_ids": [5, 7]},
+            {"rejected_input_ids": None},
+            ["#"],
+        ),
+        (
+            {
+                "chosen_input_ids": [5, 6],
+                "chosen_labels": [-100, 6],
+                "rejected_input_ids": [5, 7],
+            },
+            {"input_ids": "chosen_input_ids", "labels": "chosen_labels"},
+            ["#"],
+        ),
+        ({**CHAT, "weight": 0}, {"weight": None}, ["Hello"]),
+        ({**CHAT, **SHARE}, {"conversations": None}, ["Hello"]),
+        ({**CHAT, "conversations": [HUMAN, RUDE]}, {"messages": "conversations"}, ["Go away"]),
+        ({**CHAT, "history": [["a", "b"]]}, {"history": None}, ["Hello"]),
+        ({**CHAT, "system": "A.", "system_prompt": "B."}, {"system_prompt": None}, ["Hello"]),
     ]
     for i, (record, fields, texts) in enumerate(cases):
         use(ground, write_lines(ground.folder / f"{i}.jsonl", [record]), fields=fields)
@@ -269,6 +365,22 @@ def test_what_the_recipe_says_to_leave_alone(
         assert main(["preprocess", str(ground.path), "--clean"]) == 0
     use(ground, ground.folder / "0.jsonl", fields={"label": "other"})
     ground.call(capsys, "check", str(ground.path)).about("data.fields.label", "expected null")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_mark_of_token_ids_is_no_list_of_labels(
+    ground: Ground, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    for value, hinted in (([5, 6], True), (False, False)):
+        record = {"input_ids": [5, 6], "label": value}
+        path = ground.folder / f"d.{kind}"
+        write_lines(path, [record]) if kind == "jsonl" else write_table(path, [record])
+        use(ground, path)
+        if hinted:
+            (line,) = ground.call(capsys, "check", str(ground.path)).lines
+            assert line.endswith("write data.fields: {labels: label}, or null for it"), line
+        else:
+            assert f"data: {path}: not used: label" in told(ground, capsys, "check")
 
 
 def test_unwanted_answers_are_left_out_where_the_recipe_says_so(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from uspft.config.recipe import ParallelBlock
-from uspft.layout import AXES, COPIES, MESH, Layout, context_degrees, layout_of
+from uspft.layout import AXES, COPIES, MESH, Layout, as_processes, context_degrees, layout_of
 from uspft.segments import Segments
 from uspft.sequence.rows.order import balanced
 
@@ -227,3 +227,7 @@ def test_a_mesh_that_is_not_chosen_is_not_told_as_chosen() -> None:
     longer = Layout(mesh_columns=4, ring=2, blocks=True).sentence("planned_cp", open_=True)
     assert "each row shared by its rows × 2, 1 row at a time" in longer
     assert "mesh 1 × 8" in layout.sentence("planned_cp")
+
+
+def test_one_process_is_no_processes() -> None:
+    assert [as_processes(count) for count in (1, 2)] == ["1 process", "2 processes"]

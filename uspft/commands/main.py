@@ -22,6 +22,7 @@ from uspft.launcher import (
     report_exception,
     run_on_hosts,
 )
+from uspft.layout import as_processes
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 130
@@ -124,7 +125,7 @@ def _rank(words: Sequence[str]) -> int:
         return 2
     outlive_terminal()
     waiting = Waiting.of_rank(os.environ)
-    waiting.now(f"the start of {os.environ['WORLD_SIZE']} processes")
+    waiting.now(f"the start of {as_processes(int(os.environ['WORLD_SIZE']))}")
     begin_imports()
     try:
         if words[1:] == ["verify"]:

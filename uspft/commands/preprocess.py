@@ -11,6 +11,7 @@ from rich.console import Console
 from uspft.config import Fault, load
 from uspft.data import CacheSize, corpora_in, empty, holding, read_report
 from uspft.launcher import planned_hosts
+from uspft.layout import as_processes
 from uspft.metrics import as_size
 from uspft.prepare.data import cache_of, prepare_data
 from uspft.prepare.examine import examine
@@ -42,7 +43,7 @@ def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, cle
     seconds = sum(report["seconds"] for report in reports)
     tokens = sum(report["tokens"] for report in reports)
     if seconds:
-        rate = f"{tokens / seconds:,.0f} tokens/s, up to {cores} processes"
+        rate = f"{tokens / seconds:,.0f} tokens/s, up to {as_processes(cores)}"
         screen.print(f"tokenised in {seconds:,.1f} s ({rate})", markup=False)
     else:
         screen.print("all of it was in the cache", markup=False)

@@ -167,9 +167,15 @@ def flag(*, also: Sequence[object] = ()) -> Check:
 
 
 def choice(
-    *allowed: str, also: Sequence[object] = (), synonyms: Mapping[str, str] | None = None
+    *allowed: str,
+    also: Sequence[object] = (),
+    synonyms: Mapping[str, str] | None = None,
+    others: Mapping[str, str] | None = None,
 ) -> Check:
-    """Return a check of the allowed words; a synonym is read as the word it stands for."""
+    """Return a check of the allowed words; a synonym is read as the word it stands for.
+
+    others: by lower-case words that are known, and not allowed, a sentence without its end.
+    """
     listed = either(" | ".join(allowed), also)
 
     @lets_pass(listed, {"enum": [*allowed, *(synonyms or {}), *also]})
@@ -182,7 +188,9 @@ def choice(
             return synonyms[value]
         remedy = f"write {listed}"
         near = closest(value, allowed)
-        if near is not None:
+        if others and (known := others.get(value.lower())):
+            remedy = f"{known}: write {listed}"
+        elif near is not None:
             remedy = f"did you mean `{near}`? Allowed: {listed}"
         elif value == "None" and None in also:
             remedy = "write null"

@@ -205,12 +205,24 @@ class LoggingBlock(RecipeBlock):
     """Whether the run ends with report.html, a page of its numbers."""
 
 
+_DEVICES = {
+    "gpu": "GPUs are cuda here",
+    **dict.fromkeys(
+        ("tpu", "npu", "xpu", "mps", "hpu", "rocm", "hip", "ascend"),
+        "ranks compute on NVIDIA GPUs and on CPUs alone",
+    ),
+}
+"""Devices by the names that they have elsewhere, and what there is here."""
+
+
 class LaunchBlock(RecipeBlock):
     """The block says how many processes a host starts, and the device that they use."""
 
     processes: CountOrAuto = "auto"
     """Processes on each host; `auto` is its GPUs or, on CPU, the product of the degrees ÷ hosts."""
-    device: Annotated[Literal["auto", "cuda", "cpu"], _is(choice("auto", "cuda", "cpu"))] = "auto"
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], _is(choice("auto", "cuda", "cpu", others=_DEVICES))
+    ] = "auto"
     """Where ranks compute; `auto` takes cuda where this host has a GPU."""
     timeout_minutes: Annotated[float, _is(real(above=0))] = 10.0
     """Minutes a collective waits for other ranks before it fails; in the first step three times."""

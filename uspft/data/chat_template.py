@@ -183,15 +183,29 @@ class ChatTemplate:
                 found.add(type(given))
         return frozenset(found)
 
+    @cached_property
+    def writes_none(self) -> frozenset[bool]:
+        """Whether the template writes None for the content of a turn that calls: True among these
+        where it does so for one that is null, False for one that is absent."""
+        found: set[bool] = set()
+        given: tuple[Any, ...] = ({}, "{}")
+        for arguments in given:
+            empty = _calls(arguments, {"content": ""})
+            for said in ({"content": None}, {}):
+                for silent, plain in zip(_calls(arguments, said), empty, strict=True):
+                    try:
+                        text, without = self.write(silent), self.write(plain)
+                    except SampleFault:
+                        continue
+                    if text.count("None") > without.count("None"):
+                        found.add("content" in said)
+        return frozenset(found)
+
     def _called(self, arguments: Any) -> str:
         """Return a conversation as text that shows the stand-in in the arguments of a call; empty
         where no conversation does."""
-        function = {"name": "f", "arguments": arguments}
-        seen = {"role": "tool", "content": "b", "name": "f", "tool_call_id": _ID}
         for content in ("", None):
-            call = {"role": "assistant", "tool_calls": [{**_CALL, "function": function}]}
-            turns: list[Turn] = [_USER, {**call, "content": content}, seen]
-            for some in (turns, turns[:2]):
+            for some in _calls(arguments, {"content": content}):
                 try:
                     text = self.write(some)
                 except SampleFault:
@@ -199,6 +213,14 @@ class ChatTemplate:
                 if STAND_IN in text:
                     return text
         return ""
+
+
+def _calls(arguments: Any, said: Turn) -> list[list[Turn]]:
+    """Return conversations with a call, of a turn that says this beside it."""
+    function = {"name": "f", "arguments": arguments}
+    call = {"role": "assistant", "tool_calls": [{**_CALL, "function": function}], **said}
+    seen = {"role": "tool", "content": "b", "name": "f", "tool_call_id": _ID}
+    return [[_USER, call, seen], [_USER, call]]
 
 
 def _asks(role: str) -> list[list[Turn]]:

@@ -48,6 +48,19 @@ class Refused(KnownField):
     """`{name}` in it is the field's."""
     beside: tuple[str, ...] = ()
     """The formats whose records it is refused in; none: all."""
+    twice: str = ""
+    """The field that says the same thing, beside which alone it is refused, where they differ."""
+
+    def refuses(self, fields: Mapping[str, Any]) -> bool:
+        """Tell whether a record with these (our) fields is refused."""
+        other = fields.get(self.twice)
+        differs = not is_empty(other) and other != fields[self.name]
+        return self.when(fields[self.name]) and (differs or not self.twice)
+
+    def unused(self, fields: Mapping[str, Any]) -> bool:
+        """Tell whether it says something in a record with these fields that nothing uses."""
+        same = self.twice and fields.get(self.twice) == fields[self.name]
+        return not same and not self.harmless(fields[self.name])
 
 
 def is_empty(value: Any) -> bool:
@@ -78,14 +91,34 @@ def says_answer(value: Any) -> bool:
     return isinstance(value, str | list | dict) and not is_empty(value)
 
 
+def are_answers(value: Any) -> bool:
+    """Tell whether a value is several answers in one."""
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(one, str) for one in value)
+
+
 def _is_medium(value: Any) -> bool:
     return not isinstance(value, bool | int | float) and not is_empty(value)
 
 
 CONVERSATION = ("system", "history", "tools", "chat_template_kwargs")
 """Fields of pairs that a conversation alone can have: they have no place in plain text."""
-CHOSEN = ("chosen", "chosen_response")
-REJECTED = ("rejected", "rejected_response", "rejected_messages")
+_ANY = f"{AXOLOTL}, {FACTORY}, {TRL}"
+_CHOSEN = {
+    "chosen": _ANY,
+    "chosen_response": SWIFT,
+    "response_chosen": "",
+    "preferred_output": OPENAI,
+    "chosen_input_ids": TRL,
+}
+_REJECTED = {
+    "rejected": _ANY,
+    "rejected_response": SWIFT,
+    "rejected_messages": SWIFT,
+    "response_rejected": "",
+    "non_preferred_output": OPENAI,
+    "rejected_input_ids": TRL,
+}
+CHOSEN, REJECTED = tuple(_CHOSEN), tuple(_REJECTED)
 """Fields of preferences: the better answer, and the worse."""
 PREFERENCES = "nothing here trains on preferences"
 _ANSWERS = ("response", "target", "answer", "output", "reply", "solution", "completion")
@@ -182,6 +215,16 @@ _WANTED = (
     "data.fields: {{{name}: null}} on all of them"
 )
 
+ANSWERS = Refused(
+    "output",
+    "a list of answers: refused",
+    tools=(FACTORY,),
+    when=are_answers,
+    why=f"is a list of answers, as preferences are, and {PREFERENCES}",
+    remedy="write the one to train on alone, as a string",
+)
+"""The answer of a pair, where it is several."""
+
 REFUSED = (
     *(
         Refused(
@@ -197,11 +240,39 @@ REFUSED = (
         for name, tool in (("label", f"{TRL}, {SWIFT}"), ("kto_tag", FACTORY))
     ),
     *(
-        Refused(name, "refused", tools=(tool,), when=says_answer, why=_PREFERENCE)
-        for name, tool in (
-            *((name, f"{AXOLOTL}, {FACTORY}, {TRL}") for name in ("chosen", "rejected")),
-            *((name, SWIFT) for name in (*CHOSEN[1:], *REJECTED[1:])),
+        Refused(
+            name,
+            "0 or false: refused; 1 or true: the sample trains",
+            when=_is_no,
+            harmless=_is_yes,
+            why="says that the sample is not to train",
+            remedy=_WANTED,
+            beside=_TALK,
         )
+        for name in ("weight", "loss", "train", "training")
+    ),
+    *(
+        Refused(
+            name,
+            f"beside `{other}`, and another: refused",
+            why=f"is there beside {other}",
+            remedy="write data.fields: {{{name}: null}} to take "
+            + other
+            + ", or {{"
+            + other
+            + ": {name}}}",
+            beside=beside,
+            twice=other,
+        )
+        for other, names, beside in (
+            ("messages", ("conversations", "history"), ("messages",)),
+            ("system", ("system_prompt", "system_message"), _TALK),
+        )
+        for name in names
+    ),
+    *(
+        Refused(name, "refused", tools=(tool,) * bool(tool), when=says_answer, why=_PREFERENCE)
+        for name, tool in (*_CHOSEN.items(), *_REJECTED.items())
     ),
     *(
         Refused(name, "refused", tools=(tool,), when=_is_medium, why=_MEDIUM, remedy=_ALONE)

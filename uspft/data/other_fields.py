@@ -17,7 +17,12 @@ from uspft.data.known_fields import (
     is_empty,
 )
 
-_ANSWER_OF = {"prompt": "completion", "instruction": "output", "question": "answer"}
+_ANSWER_OF = {
+    "prompt": "completion",
+    "instruction": "output",
+    "question": "answer",
+    "input": "output",
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Others:
 
     def unused_in(self, fields: Fields) -> tuple[str, ...]:
         """Return the names of those that say something in a record and are not used."""
-        other = [one.name for one in self.refused if not one.harmless(fields[one.name])]
+        other = [one.name for one in self.refused if one.unused(fields)]
         return (*other, *(name for name in self.unused if not is_empty(fields[name])))
 
     def require_none(self, fields: Fields, own: Fields) -> None:
@@ -39,8 +44,7 @@ class Others:
         own: the record's, under its own names. Raises SampleFault.
         """
         for one in self.refused:
-            value = fields[one.name]
-            if not one.when(value):
+            if not one.refuses(fields):
                 continue
             if one.name in (*CHOSEN, *REJECTED):
                 raise SampleFault(f"{one.name} {one.why}; {chosen_alone(own)}")
@@ -103,6 +107,9 @@ def chosen_alone(fields: Collection[str]) -> str:
 def _mapped(values: Fields, chosen: str) -> str:
     """Return the mapping by which the chosen answer is that of the record's question."""
     answer = values[chosen]
+    if chosen == "chosen_input_ids":
+        labels = ", labels: chosen_labels" if "chosen_labels" in values else ""
+        return f"input_ids: {chosen}{labels}"
     if isinstance(answer, list) and len(answer) > 1 and all(map(is_turn, answer)):
         return f"messages: {chosen}"
     for ours, theirs in _ANSWER_OF.items():

@@ -23,6 +23,7 @@ from uspft.data.shapes import (
     recognised,
     renamed,
     require_shape,
+    require_spelling,
 )
 from uspft.data.sources import SourceFile
 from uspft.data.tables import with_values
@@ -87,6 +88,7 @@ class Reader:
         others = self._others.get(names)
         if others is None:
             require_shape(fields, shape, asked)
+            require_spelling(fields, shape, asked)
             others = self._others[names] = others_of(fields, shape, asked)
         others.require_none(fields, own)
         form, made = formed(fields, shape, asked)

@@ -7,12 +7,14 @@ With --check it writes nothing, and ends with 1 where the page has another table
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from uspft.config.reference import put
 from uspft.data.known_fields import (
+    ANSWERS,
     FIELDS,
     MASKS,
     PROTOCOL,
@@ -37,7 +39,7 @@ _REST = (
 
 def table() -> str:
     """Return the table: one line for each field, and for fields of which the same is said."""
-    every = (*FIELDS, *MASKS, *REFUSED, *TURN_KEYS, *REFUSED_KEYS, _HELD, *_REST)
+    every = (*FIELDS, *MASKS, ANSWERS, *REFUSED, *TURN_KEYS, *REFUSED_KEYS, _HELD, *_REST)
     lines: dict[tuple[str, str, str], list[str]] = {}
     tools: dict[tuple[str, str, str], list[str]] = {}
     for one in every:
@@ -57,7 +59,7 @@ def _said(one: KnownField) -> Iterator[str]:
     """Yield what becomes of a field, and where a sample is refused with it, the remedy."""
     yield one.becomes
     if isinstance(one, Refused):
-        yield one.remedy.format(name="…").replace("{…: null}", "`{…: null}`")
+        yield re.sub(r"\{.*?\}", r"`\g<0>`", one.remedy.format(name="…"))
     else:
         yield ""
 

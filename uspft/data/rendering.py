@@ -18,6 +18,7 @@ from uspft.data.faults import SampleFault
 from uspft.data.left_out import lost_thoughts, require_answers, require_turns, unread
 from uspft.data.samples import Record, Rendered
 from uspft.data.turns import Spans, Turn, Untold, all_but, turn_spans
+from uspft.data.values import a_kind
 
 
 def render(record: Record, template: ChatTemplate | None, train_on: str) -> Rendered:
@@ -75,12 +76,14 @@ def _conversation(
 
 
 def _handed(turn: Turn, template: ChatTemplate, i: int) -> Turn:
-    """Return turn i as the template gets it: without weight, parts joined if it reads none, and
-    arguments of calls as it reads them."""
+    """Return turn i as the template gets it: without weight, parts joined if it reads none,
+    arguments of calls as it reads them, and an empty text where it would write None."""
     turn = {key: value for key, value in turn.items() if key != "weight"}
     if isinstance(turn.get("content"), list) and not template.reads_parts:
         turn["content"] = "".join(part["text"] for part in turn["content"])
     if calls := turn.get("tool_calls"):
+        if turn.get("content") is None and ("content" in turn) in template.writes_none:
+            turn["content"] = ""
         here = f"messages[{i}].tool_calls"
         turn["tool_calls"] = [
             _called(call, template, f"{here}[{n}]") for n, call in enumerate(calls)
@@ -92,16 +95,19 @@ def _called(call: dict[str, Any], template: ChatTemplate, here: str) -> dict[str
     """Return a call whose arguments are an object or JSON text, as the template writes them once.
 
     What it writes either way, or neither way, stays as it is. Raises SampleFault where they are a
-    text that is no JSON, and the template writes objects alone.
+    text that holds no object, and the template writes objects alone.
     """
     function = call.get("function", call)
     given, reads = function.get("arguments"), template.arguments
     if isinstance(given, str) and reads == {dict}:
+        remedy = "the chat template writes an object: write one"
         try:
             given = json.loads(given) if given.strip() else {}
         except ValueError as error:
             what = f"{here}.arguments is a string, and no JSON"
-            raise SampleFault(f"{what}; the chat template writes an object: write one") from error
+            raise SampleFault(f"{what}; {remedy}") from error
+        if not isinstance(given, dict):
+            raise SampleFault(f"{here}.arguments is JSON text of {a_kind(given)}; {remedy}")
     elif isinstance(given, dict | list) and reads == {str}:
         given = json.dumps(given, ensure_ascii=False)
     else:

@@ -13,6 +13,7 @@ from typing import Any
 from uspft.data.conversations import Fields, Naming, as_json, is_turn, keys_of, our_turns
 from uspft.data.faults import SampleFault
 from uspft.data.known_fields import (
+    ANSWERS,
     CONVERSATION,
     FIELDS,
     FORMATS,
@@ -76,10 +77,7 @@ def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
 
 
 def require_shape(fields: Collection[str], shape: RecordShape, asked: Naming) -> None:
-    """Check that a record with fields of these names has the shape, and misspells none of it.
-
-    Raises SampleFault.
-    """
+    """Check that a record with fields of these names has the shape. Raises SampleFault."""
     for name in shape.needs:
         if name not in fields:
             near = get_close_matches(name, fields, 1)
@@ -90,12 +88,26 @@ def require_shape(fields: Collection[str], shape: RecordShape, asked: Naming) ->
             except SampleFault:
                 raise SampleFault(other) from None
             raise SampleFault(f"{found.name}, where the file began with {shape.name}; {SPLIT}")
-    for name in shape.may:
-        if name in fields or name in asked.names:
+
+
+def require_spelling(fields: Fields, shape: RecordShape, asked: Naming) -> None:
+    """Check that a record misspells none of the fields that its shape may have.
+
+    A mark beside token ids is no list of labels. Raises SampleFault.
+    """
+    for name, near in _misspelt(fields, shape, asked).items():
+        if name == "labels" and not isinstance(fields[near], list):
             continue
-        if near := get_close_matches(name, [n for n in fields if n not in NAMES], 1, 0.8):
-            what = f"{shape.name} has no field {near[0]!r}, but {name}"
-            raise SampleFault(f"{what}; write data.fields: {{{name}: {near[0]}}}, or null for it")
+        what = f"{shape.name} has no field {near!r}, but {name}"
+        raise SampleFault(f"{what}; write data.fields: {{{name}: {near}}}, or null for it")
+
+
+def _misspelt(fields: Collection[str], shape: RecordShape, asked: Naming) -> dict[str, str]:
+    """Return by their names the fields that a shape may have, and a record has almost so."""
+    lacking = [name for name in shape.may if name not in fields and name not in asked.names]
+    others = [name for name in fields if name not in NAMES]
+    near = {name: get_close_matches(name, others, 1, 0.8) for name in lacking}
+    return {name: found[0] for name, found in near.items() if found}
 
 
 def columns(names: Collection[str], asked: Naming) -> list[str]:
@@ -103,7 +115,8 @@ def columns(names: Collection[str], asked: Naming) -> list[str]:
     ours = renamed(dict.fromkeys(names), asked)
     shape = recognised(ours, asked)
     require_shape(ours, shape, asked)
-    wanted = {*shape.needs, *shape.may, *looked_at(ours, shape, asked)}
+    near = _misspelt(ours, shape, asked).values()
+    wanted = {*shape.needs, *shape.may, *near, *looked_at(ours, shape, asked)}
     own = {own_name(name, names, asked) for name in wanted if name in ours}
     return [name for name in names if name in own]
 
@@ -173,7 +186,10 @@ def _masked(fields: Fields, shape: RecordShape) -> Fields:
 
 def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Fields]:
     first, last = shape.needs
+    fields = _opened(fields, first)
     prompt, completion = fields[first], fields[last]
+    if ANSWERS.when(completion):
+        raise SampleFault(f"{asked.names.get(last) or last} {ANSWERS.why}; {ANSWERS.remedy}")
     if any(isinstance(half, list) or is_turn(half) for half in (prompt, completion)):
         return _talk(fields, _halves(prompt, completion, asked), asked)
     for name in (first, last):
@@ -192,6 +208,15 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
     if shape.name in ("Alpaca", "question and answer") and prompt and not prompt[-1].isspace():
         prompt += _GAP
     return "prompt_completion", {"prompt": prompt, "completion": completion}
+
+
+def _opened(fields: Fields, first: str) -> Fields:
+    """Return a pair whose prompt is turns, where OpenAI's preferences have them in an object."""
+    prompt = fields[first]
+    if not (isinstance(prompt, dict) and isinstance(prompt.get("messages"), list)):
+        return fields
+    tools = {"tools": prompt["tools"]} if prompt.get("tools") else {}
+    return {**tools, **fields, first: prompt["messages"]}
 
 
 def _talk(fields: Fields, turns: list[Any], asked: Naming) -> tuple[str, Fields]:

@@ -28,7 +28,8 @@ def course_of(recipe: Recipe, corpus: Path, steps: int) -> str:
         of_epoch += f", {stream.padding():.1%} of them padding"
     of_step = f"{each:,} {counts}" if each > 1 else counts.removesuffix("s")
     many = f"{epochs:.3g} epoch{'s' if epochs != 1 else ''}"
-    return f"{of_epoch}; {steps:,} steps of {'a ' * (each == 1)}{of_step}, {many}"
+    of_run = f"{steps:,} step{'s' if steps > 1 else ''}"
+    return f"{of_epoch}; {of_run} of {'a ' * (each == 1)}{of_step}, {many}"
 
 
 def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None:

@@ -45,7 +45,9 @@ def require_here(recipe: Recipe, asked: str, environment: Mapping[str, str]) -> 
         raise Fault([(KEY, what, f"start it on a host that has one, {ANYWAY}")])
     if recipe.launch.device == "cuda" and isinstance(wanted, int):
         if wanted > count:
-            what = f"{wanted} processes on this host, which has {count} GPUs"
+            what = (
+                f"{wanted} processes on this host, which has {count} GPU{'s' if count > 1 else ''}"
+            )
             remedy = f"start at most {count}, or start it on a host that has them"
             raise Fault([("launch.processes", what, remedy)])
         _require_flash(wanted)

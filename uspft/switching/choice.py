@@ -81,7 +81,7 @@ class SwitchingChoice:
             kept = "several layouts in a step" if self.keeps else "one layout"
             static = f"the checkpoint has {kept}; {static}"
         if self.mix is None:
-            return f"{static}, and no other layouts fit"
+            return f"{static}, and no mix of several layouts fits"
         if self.keeps is not None:
             return f"{static}, and switching {self.mix_seconds:.3g} s"
         if self.switches:

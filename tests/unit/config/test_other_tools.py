@@ -149,6 +149,30 @@ def test_a_key_of_another_tool_has_a_sentence_of_its_own(
     assert found == [f"r.yaml:2: {path}: unknown key `{key}`; {said}"]
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("device: cuda", "`launch.device`"),
+        ("gpus: 4", "`launch.processes`"),
+        ("num_gpus: 4", "`launch.processes`"),
+    ],
+)
+def test_what_people_write_leads_to_a_key_too(tmp_path: Path, text: str, said: str) -> None:
+    path, key = written(text)
+    assert lines(tmp_path, text) == [f"r.yaml:2: {path}: unknown key `{key}`; here it is {said}"]
+
+
+@pytest.mark.parametrize("device", ["tpu", "npu", "xpu", "mps", "TPU"])
+def test_a_device_that_is_not_used_is_no_misspelt_other(tmp_path: Path, device: str) -> None:
+    (found,) = lines(tmp_path, f"launch: {{device: {device}}}")
+    assert found.endswith(
+        f"launch.device: unknown value `{device}`; ranks compute on NVIDIA GPUs and on CPUs alone: "
+        "write auto | cuda | cpu"
+    )
+    (gpu,) = lines(tmp_path, "launch: {device: gpu}")
+    assert gpu.endswith("unknown value `gpu`; GPUs are cuda here: write auto | cuda | cpu")
+
+
 def test_sixty_names_of_five_tools_are_asked_and_documented() -> None:
     assert len(CASES) >= 60 and len(NAMES) == 5
     table = other_tools()

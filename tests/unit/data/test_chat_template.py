@@ -115,3 +115,56 @@ def test_arguments_that_are_no_json_are_named(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"messages": [*called("at it"), SEEN, ANSWER]}])
     (line,) = faults_of(tmp_path, block(path, chat_template=str(source)))
     assert line.startswith(f"{path}:1: messages[1].tool_calls[0].arguments is a string, and no ")
+
+
+PLAIN = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{% for c in m.tool_calls or "
+    "[] %}{{ '<tool_call>' + c.function | tojson }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+)
+GETS = PLAIN.replace("m.content", "m.get('content')")
+FALLS_BACK = PLAIN.replace("m.content", "m.content or 'I call.'")
+
+
+@pytest.mark.parametrize("source", [PLAIN, GETS])
+@pytest.mark.parametrize("key", [{"content": None}, {}])
+def test_no_content_beside_calls_is_an_empty_text(source: str, key: dict[str, Any]) -> None:
+    own = ChatTemplate(source, SPECIAL, ENDS)
+    asked, answer = called(OBJECT)
+    silent = {name: value for name, value in answer.items() if name != "content"} | key
+    writes = "None<tool_call>" in own.write([asked, silent])
+    assert writes == (key != {} or source == GETS)  # the control: as it is without
+    found = render({"messages": [asked, silent]}, own, "assistant")
+    assert found == render({"messages": [asked, answer]}, own, "assistant")
+    assert found.text == own.write([asked, answer]) and "None" not in found.text
+    said = {**answer, "content": "None"}
+    assert "None<tool_call>" in render({"messages": [asked, said]}, own, "assistant").text
+
+
+def test_no_content_is_handed_on_where_a_template_makes_something_of_it() -> None:
+    own = ChatTemplate(FALLS_BACK, SPECIAL, ENDS)
+    text = text_of(own, OBJECT, None)
+    assert "I call.<tool_call>" in text and text == own.write(called(OBJECT, None))
+    for name in READS:
+        known = template(name)
+        given = OBJECT if dict in known.arguments else TEXT
+        try:
+            written = known.write(called(given, None))
+        except SampleFault:
+            continue
+        if known.writes_none:
+            assert name == "glm4moe" and "None" in written
+            written = known.write(called(given, ""))
+        assert text_of(known, given, None) == written, name
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [("[1]", "a list"), ("null", "null"), ("3", "a number"), ('"a"', "a string")]
+)
+def test_a_json_text_that_is_no_object_is_refused(given: str, kind: str) -> None:
+    with pytest.raises(SampleFault) as caught:
+        text_of(template("qwen2_5"), given)
+    assert str(caught.value) == (
+        f"messages[1].tool_calls[0].arguments is JSON text of {kind}; "
+        "the chat template writes an object: write one"
+    )
+    assert given in text_of(template("deepseekv3"), given, None)

@@ -19,7 +19,7 @@ def only(condition: str) -> str:
     return f"{{%- for m in messages if {condition} -%}}{SAID}{{%- endfor -%}}"
 
 
-KNOWN_OF_IT = ("written", "manner", "arguments", "writes_thoughts")
+KNOWN_OF_IT = ("written", "manner", "arguments", "writes_none", "writes_thoughts")
 KNOWN = only("m.role in ('system', 'user', 'assistant')")
 FIRST = "{%- for m in messages -%}{%- if m.role != 'system' or loop.first -%}"
 FIRST += SAID + "{%- endif -%}{%- endfor -%}"
@@ -29,7 +29,7 @@ FIRST += SAID + "{%- endif -%}{%- endfor -%}"
 def checked(source: str, *turns: dict[str, Any], **more: Any) -> int:
     """How many texts are rendered of a conversation once its template is known, if it is taken."""
     template = ChatTemplate(source, {}, ENDS)
-    _ = template.written, template.manner, template.arguments, template.writes_thoughts
+    _ = [getattr(template, name) for name in KNOWN_OF_IT]
     written = []
 
     class Counted(ChatTemplate):

@@ -57,4 +57,4 @@ def test_every_name_has_its_place_in_the_table() -> None:
 
 def test_the_recipe_may_map_or_leave_alone_the_same_names() -> None:
     assert set(RECORD) == set(NAMES)
-    assert set(LEFT_ALONE) == {one.name for one in REFUSED}
+    assert set(LEFT_ALONE) == {one.name for one in REFUSED} - set(NAMES)

@@ -41,6 +41,18 @@ SHAPES: dict[str, tuple[Any, str, dict[str, Any], str, str, Any]] = {
         "messages",
         LED,
     ),
+    "OpenAI's preferences, the better ones": (
+        {
+            "input": {"messages": [USER], "tools": [{"name": "look"}]},
+            "preferred_output": [ANSWER],
+            "non_preferred_output": [USER],
+        },
+        "auto",
+        {"output": "preferred_output"},
+        "input and output: input, preferred_output",
+        "messages",
+        {**CHAT, "tools": [{"name": "look"}]},
+    ),
     "calls": (
         {"conversations": [HUMAN, CALL, SEEN, GPT], "tools": '[{"name": "look"}]'},
         "messages",

@@ -30,6 +30,7 @@ class Once(ChatTemplate):
 
     written = frozenset(ROLES)
     arguments = frozenset({dict})
+    writes_none = frozenset[bool]()
 
     def write(self, *_: Any, **__: Any) -> str:
         raise AssertionError("rendered without marks")

@@ -92,6 +92,12 @@ def test_without_a_tail_one_layout_stays() -> None:
     assert roomy.best_static.seconds and roomy.best_static.seconds < AS_FAST * roomy.mix_seconds
 
 
+def test_where_no_mix_fits_it_is_the_mix_that_is_said_to_lack() -> None:
+    found = choose(setting(400e9), DrawnSteps([64] * 8, 2, 64))
+    assert found.mix is None and sum(one.seconds is not None for one in found.static) > 1
+    assert found.why.endswith(" s a step, and no mix of several layouts fits")
+
+
 def test_rows_of_one_sample_are_switched_since_short_rows_have_less_padding() -> None:
     found = choose(setting(400e9), DrawnSteps(tail(), 256, ROW, packing="none"))
     assert found.mix and found.switches and found.best_static and found.best_static.seconds
