@@ -15,7 +15,8 @@ from uspft.data.eval_rows import EvalSet, evaluation_sets
 from uspft.data.loader import RowLoader
 from uspft.data.orders import Orders
 from uspft.engine.deepspeed_config import most_passes
-from uspft.engine.step import Engine
+from uspft.engine.pipelined import pipelined, stages_of
+from uspft.engine.step import Engine, LossModule
 from uspft.engine.zero import ZeroEngine, partitioner
 from uspft.job import Job
 from uspft.mesh import Groups
@@ -93,7 +94,8 @@ def assemble(
     dtype = getattr(torch, recipe.model.dtype)
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     choose_trained(model, recipe.model, recipe.seed)
-    shards = [shards_under(model, one, tensor_of_rows=most) for one in under]
+    stages = stages_of(recipe, config)  # None: one has all layers
+    shards = [shards_under(model, one, tensor_of_rows=most, stages=stages) for one in under]
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
@@ -104,14 +106,18 @@ def assemble(
     # What is trained: embedding, layers and head, and the objective that calls them.
     tile, held = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size), under[-1].layout
     parts = CausalModel(model, tile, None if moves else held, recompute, offload=offload)
-    module = TrainedModel(parts, make_objective(recipe.training.objective, config))
+    objective = make_objective(recipe.training.objective, config)
     engine: Engine
+    module: LossModule = TrainedModel(parts, objective)
     if moves:
         hosts = hosts_of_ranks(recipe)
         engine = MovingEngine(module, recipe, holders, shards, device, hosts=hosts)
     else:
         passes = most_passes(recipe, world.layout)
-        engine = ZeroEngine(module, recipe, holders, device, passes=passes)
+        pipeline = None
+        if stages:
+            module, pipeline = pipelined(parts, objective, stages, holders, world.mesh.pipeline)
+        engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
     evaluation = evaluation_sets(job, world)

@@ -33,6 +33,8 @@ class Mesh:
     ring: Group = field(metadata={"axes": ("ring",)})
     context: Group = field(metadata={"axes": ("ulysses", "ring")})
     """The ranks that share a row."""
+    pipeline: Group = field(default_factory=Group, metadata={"axes": ("pipeline",)})
+    """The ranks of all stages, through which a micro-batch goes."""
 
     @property
     def counts(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from uspft.config.algorithms import CONTEXT
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape
@@ -39,7 +40,7 @@ def predicted(
         layout,
         row_tokens,
         options=Options(
-            algorithm=algorithm,
+            algorithm=CONTEXT[algorithm],
             exchange_stages=options.get("stages", 0),
             use_seq_parallel=asked.get("use_seq_parallel", False),
             dtype=dtype,

@@ -163,7 +163,7 @@ def made(
             world = world_of(rows, Case(model, 1, "zero0"), run.world)
             sizes = {"row_tokens": ROW, "rows_per_step": ROWS, "rows_per_batch": 1}
             loader = StepLoader(run.loader.stream, world, **sizes)
-        run.engine._replicas.close()
+        run.engine.replicas.close()
         start_adapter(run.engine)
         batches = loader.batches(1)
         objective, everyone = run.engine.module.objective, run.engine.holders.everyone

@@ -72,9 +72,12 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
     """Have a ZeRO optimizer sum the norm once a step over the ranks that hold the model's parts.
 
     DeepSpeed 0.19 does so once for each group of parameters (stages 1 and 2) or sub-group (stage 3)
-    of this rank: where another rank has another number of them, it waits for ever.
+    of this rank: where another rank has another number of them, it waits for ever. At stage 1 in
+    bfloat16 it has an optimizer that sums once anyway.
     """
-    reduce = optimizer._model_parallel_all_reduce
+    reduce = getattr(optimizer, "_model_parallel_all_reduce", None)
+    if reduce is None:
+        return
 
     def not_the_norm(tensor: torch.Tensor, op: Any) -> None:
         if not str(op).endswith("SUM"):  # DeepSpeed's enumeration is not torch's
@@ -95,6 +98,17 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
     else:
         here = optimizer.scaled_global_norm
         optimizer.scaled_global_norm = lambda norm_type=2: over_model([here(norm_type)])
+
+
+def begin_accumulation(optimizer: Any) -> None:
+    """Have ZeRO-3 add up all gradients of a step, from nothing.
+
+    DeepSpeed 0.19 has the first backward pass take the place of the last step's gradients; one of
+    a stage alone leaves those of this rank's other stages, to which their own are then added.
+    """
+    optimizer.micro_step_id = 1
+    if (buffer := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
+        buffer.zero_()
 
 
 def compare_traces_within(optimizer: Any, group: Group) -> None:
@@ -118,7 +132,12 @@ def compare_traces_within(optimizer: Any, group: Group) -> None:
 
 
 def _require_same(group: Group, numbers: list[int]) -> None:
-    """Require that all ranks of a group have the same numbers; collective. Raises RuntimeError."""
+    """Require that all ranks of a group have the same numbers, from the smallest on; collective.
+
+    DeepSpeed numbers all modules of a process: another engine before this one may have had other
+    stages on these ranks. Raises RuntimeError.
+    """
+    numbers = [number - min(numbers) for number in numbers]
     every: list[Any] = [numbers]
     if group.size > 1:
         every = [None] * group.size

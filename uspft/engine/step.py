@@ -235,6 +235,21 @@ It returns the terms summed over those whose tokens this rank counts, [terms] fl
 """
 
 
+class StageRunner(Protocol):
+    """A `Runner` of a module of which this rank has some stages."""
+
+    def __call__(self, engine: Any, batches: Sequence[Batch], scales: Scales) -> Tensor: ...
+
+    def forward(self, engine: Any, batch: Batch, scales: Scales) -> Tensor:
+        """Return the objective's terms of a micro-batch without gradients, 0 where this rank has
+        not the last stage; collective."""
+        ...
+
+    def updated(self, engine: Any) -> None:
+        """Take note that weights have changed; collective."""
+        ...
+
+
 def in_turn(engine: Engine, batches: Sequence[Batch], scales: Scales) -> Tensor:
     """Run one micro-batch after another, each forward and at once backward, as a `Runner` does."""
     sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)

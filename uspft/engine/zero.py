@@ -35,6 +35,7 @@ from uspft.engine.step import (
     Laps,
     LossModule,
     Runner,
+    StageRunner,
     StepResult,
     counted,
     evaluated,
@@ -85,11 +86,13 @@ class ZeroEngine:
         *,
         passes: int,
         runner: Runner = in_turn,
+        pipeline: StageRunner | None = None,
     ) -> None:
-        """Build the engine. passes: micro-batches of a step, or the most where steps differ."""
+        """Build the engine. passes: micro-batches of a step, or the most where steps differ.
+        pipeline: runs the module's stages, where it has some alone; then it is the runner."""
         self.module, self.holders, self.device = module, holders, device
         self.stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
-        self._runner = runner
+        self._runner, self._pipeline = pipeline or runner, pipeline
         self.laps = Laps(device)
         """The clock of the step's micro-batches."""
         self.named = module.named()
@@ -97,7 +100,7 @@ class ZeroEngine:
         each parameter would take too long. What this rank holds nothing of has no elements here."""
         here = {name: p for name, p in self.named.items() if holders.holds(name)}
         self._parameters = list(here.values())
-        self._replicas = Replicas(here, holders)
+        self.replicas = Replicas(here, holders)
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
         self._experts = ExpertSets(here, holders, self.stage)
         self._experts.set_apart(module, optimizer)  # type: ignore[arg-type]
@@ -120,6 +123,8 @@ class ZeroEngine:
             # DeepSpeed finds moments by parameter only for those groups that have them after the
             # first group's first step (stages 1 and 2, 0.19.8).
             start_moments(self.adam)
+        if pipeline:
+            pipeline.updated(self)
 
     def _require_float32_buffers(self) -> None:
         """Require that DeepSpeed has rounded no buffer. Raises RuntimeError.
@@ -193,9 +198,14 @@ class ZeroEngine:
         terms: Tensor = self.deepspeed(batch, scales)
         return terms
 
+    def take(self, batch: Batch, scales: Scales, stage: int, x: Tensor | None) -> Tensor:
+        """Take a micro-batch through a stage of a module that has some, as its forward does."""
+        made: Tensor = self.deepspeed(batch, scales, stage, x)
+        return made
+
     def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
         """Compute the gradients of a micro-batch's scaled loss. last: whether it ends the step."""
-        self._replicas.world = batch.world
+        self.replicas.world = batch.world
         # Set each time, since steps may differ in how many micro-batches they have.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss, scale_wrt_gas=False)
@@ -229,6 +239,8 @@ class ZeroEngine:
                 return norm, True
             norm = math.inf
         require_finite("gradient norm", norm)
+        if self._pipeline:
+            self._pipeline.updated(self)
         return norm, False
 
     def _mark_gradients(self) -> None:
@@ -269,11 +281,12 @@ class ZeroEngine:
 
     def terms(self, batch: Batch) -> dict[str, float]:
         """Return this rank's part of each term that evaluation tells; collective."""
-        return evaluated(self.module.objective, partial(self.forward, batch))
+        forward = partial(self._pipeline.forward, self) if self._pipeline else self.forward
+        return evaluated(self.module.objective, partial(forward, batch))
 
     def close(self) -> None:
         """Remove what DeepSpeed has hooked into the module, and what it keeps for the process."""
-        self._replicas.close()
+        self.replicas.close()
         self.deepspeed.destroy()
         forget_mpu()
         self._experts.close()

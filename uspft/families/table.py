@@ -25,6 +25,16 @@ _OLD_NAMES = {("phi3", "su"): "longrope", ("phi3", "yarn"): "longrope"}
 
 
 @dataclass(frozen=True)
+class LayerCut:
+    """What transformers' forward needs to be that of some of a model's layers alone."""
+
+    by_layer: tuple[str, ...] = ()
+    """The fields of its config that have an entry for each layer, read by the layer's place."""
+    after_first: Mapping[str, Any] = field(default_factory=dict)
+    """What attributes of the model are where hidden states enter and not embeddings."""
+
+
+@dataclass(frozen=True)
 class Family:
     """How a model_type differs from LLaMA."""
 
@@ -53,8 +63,11 @@ class Family:
     """The rotary parameters where config.json has none."""
     projections: Mapping[str, Projection] = field(default_factory=lambda: SEPARATE)
     """How tensor parallelism divides its matrices, where no experts are among them."""
+    cut: LayerCut | None = None
+    """What a stage of its layers needs; None where nobody has found out."""
 
 
+_CUT, _TYPED_CUT = LayerCut(), LayerCut(("layer_types",))
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _GEMMA |= {"tie_word_embeddings": True}
 _LONGROPE = ("default", "longrope")
@@ -63,24 +76,27 @@ _GPT_OSS_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(whole_heads=True),
-    "qwen2": Family("switched", {"sliding_window": 4096}, qkv_bias=True),
-    "qwen3": Family("switched", _SWITCHED, projections=NORMED_HEADS),
+    "llama": Family(whole_heads=True, cut=_CUT),
+    "qwen2": Family("switched", {"sliding_window": 4096}, qkv_bias=True, cut=_TYPED_CUT),
+    "qwen3": Family("switched", _SWITCHED, projections=NORMED_HEADS, cut=_TYPED_CUT),
     "qwen3_moe": Family(
-        "switched", {"num_key_value_heads": 4, "sliding_window": 4096}, routed=True
+        "switched", {"num_key_value_heads": 4, "sliding_window": 4096}, routed=True, cut=_CUT
     ),
-    "mistral": Family("all", {"num_key_value_heads": 8, "sliding_window": 4096}),
-    "mixtral": Family("all", {"num_key_value_heads": 8}, routed=True),
-    "phi3": Family("all", ropes=_LONGROPE, scalings=_LONGROPE, projections=FUSED),
-    "olmo2": Family(projections=NORMED_TOGETHER),
-    "smollm3": Family("switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "granite": Family(),
+    "mistral": Family("all", {"num_key_value_heads": 8, "sliding_window": 4096}, cut=_CUT),
+    "mixtral": Family("all", {"num_key_value_heads": 8}, routed=True, cut=_CUT),
+    "phi3": Family("all", ropes=_LONGROPE, scalings=_LONGROPE, projections=FUSED, cut=_CUT),
+    "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT),
+    "smollm3": Family(
+        "switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}, cut=_TYPED_CUT
+    ),
+    "granite": Family(cut=LayerCut(after_first={"embedding_multiplier": 1.0})),
     "gemma2": Family(
         "typed",
         {**_GEMMA, "attn_logit_softcapping": 50.0},
         whole_heads=True,
         norm_start=0.0,
         capped=True,
+        cut=_TYPED_CUT,
     ),
     "gemma3_text": Family(
         "typed",
@@ -89,6 +105,7 @@ FAMILIES: dict[str, Family] = {
         scalings=(),
         norm_start=0.0,
         projections=NORMED_HEADS,
+        cut=_TYPED_CUT,
     ),
     "gpt_oss": Family(
         "typed",
@@ -100,6 +117,7 @@ FAMILIES: dict[str, Family] = {
         },
         routed=True,
         rope=_GPT_OSS_ROPE,
+        cut=_TYPED_CUT,
     ),
 }
 CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")

@@ -63,7 +63,7 @@ class CausalModel(nn.Module):
         self.model, self._held, self._recompute = model, held, recompute
         self._padding: int | None = model.get_input_embeddings().padding_idx if not held else None
         self._offload = offload
-        self._head = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
+        self.head_of_loss = Head(model.get_output_embeddings(), tile, Logits.of(model.config))
 
     def begin(self, batch: Batch) -> ForwardPass:
         """Begin a forward pass over a micro-batch; what is kept for its backward is its own."""
@@ -88,16 +88,19 @@ class CausalModel(nn.Module):
         own: Tensor = embedding(places + vocabulary.offset, *of_call)
         return bound.leave(own.masked_fill(others[..., None], 0.0))
 
-    def layers(self, of: ForwardPass, x: Tensor, *, routers: bool = False) -> Layered:
+    def layers(
+        self, of: ForwardPass, x: Tensor, *, routers: bool = False, base: Any = None
+    ) -> Layered:
         """Take all layers and the final norm.
 
         x: what `embedding` returns; no caller should hold it by a name, since where it waits on the
         host, the head has its memory. routers: whether the logits of experts' routers are wanted.
+        base: has the layers that are taken, where these are not all.
         """
         # ZeRO-3 fetches ahead by the order of modules: it must not depend on how rows are split,
         # since ranks with rows of other layouts fetch together with this one.
         config_asks = getattr(self.model.config, "output_router_logits", False)
-        found = self.model.base_model(
+        found = (base or self.model.base_model)(
             inputs_embeds=x,
             position_ids=of.batch.position_ids,
             use_cache=False,
@@ -116,7 +119,7 @@ class CausalModel(nn.Module):
         config, held = self.model.config, self._held
         on_mesh = batch.world.layout.is_mesh
         whole = (lambda w: whole_table(w, bound, config, held)) if on_mesh else None
-        found: Tensor = self._head(
+        found: Tensor = self.head_of_loss(
             bound.enter(hidden)[0],
             batch.labels,
             batch.chosen,

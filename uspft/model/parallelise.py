@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.model import grid, parallel
 from uspft.model.offload import offload_inputs
 from uspft.model.recompute import Recompute, recompute_layers
+from uspft.model.staged import ranks_of
 from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
+from uspft.parameters.fill import shapes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from uspft.config.recipe import MemoryBlock
     from uspft.parameters.shards import Holders, Shards
+    from uspft.pipeline.stages import Stages
     from uspft.world import World
 
 
-def shards_under(model: Any, world: World, *, tensor_of_rows: int) -> Shards:
+def shards_under(
+    model: Any, world: World, *, tensor_of_rows: int, stages: Stages | None = None
+) -> Shards:
     """Return who holds what of a model on meta under a layout.
 
-    tensor_of_rows: the largest tensor degree of rows that use parts of it.
+    tensor_of_rows: the largest tensor degree of rows that use parts of it. stages: which layers
+    each has, where there are several.
     """
     layout, tokens = world.layout, world.tensor.splits_tokens
     if layout.is_mesh:
-        return grid.shards_of(model, layout, tensor_of_rows=tensor_of_rows)
-    return parallel.shards_of(model, layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows)
+        found = grid.shards_of(model, layout, tensor_of_rows=tensor_of_rows)
+    else:
+        found = parallel.shards_of(
+            model, layout, splits_tokens=tokens, tensor_of_rows=tensor_of_rows
+        )
+    return replace(found, stages=ranks_of(shapes_of(model), stages)) if stages else found
 
 
 def divide_matrices(

@@ -23,7 +23,7 @@ from uspft.planner.operations import (
     turned,
     viewed,
 )
-from uspft.planner.tape import Backward, Gradients, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Layer:
         every, own = viewed(tape, x), s.hidden_bytes(s.between)
         before = x.size
 
-        def backward() -> Backward:
+        def backward() -> RunBackward:
             return lambda grads: [tape.new(before)]
 
         return tape.record((every,), (own,), backward)[0]
@@ -330,11 +330,11 @@ def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
     held = [*made]
     del made
 
-    def backward() -> Backward:
+    def backward() -> RunBackward:
         kept = [*held]
         held.clear()
 
-        def run(grads: Gradients, kept: list[Storage] = kept) -> Gradients:
+        def run(grads: GradientStorages, kept: list[Storage] = kept) -> GradientStorages:
             found = [tape.new(one.size) for one in kept]
             return [found[0] if rows_train else None, found[-1] if sizes.trains else None]
 
@@ -348,8 +348,8 @@ def _selected(tape: Tape, x: Tensor) -> Tensor:
     """Return the tokens of x that have a target."""
     size = x.size
 
-    def backward() -> Backward:
-        def run(grads: Gradients) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
             zeros = tape.new(size)
             found = tape.new(size)
             del zeros

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from uspft.planner.in_flight import RING, TokenBytes, Way, Window, backward_bytes
-from uspft.planner.tape import Backward, Gradients, Storage, Tape, Tensor
+from uspft.planner.in_flight import RING, BytesPerToken, KeyTransfer, Window, backward_bytes
+from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 from uspft.sequence.rows.heads import split_heads
 
-Attend = Callable[[list[Tensor]], Tensor]
+InnerAttention = Callable[[list[Tensor]], Tensor]
 """A function from queries, keys and values to attention's output."""
 KERNEL_BYTES = 0
 """What an attention kernel allocates inside for each token and query head, beside what it returns:
@@ -28,7 +28,7 @@ class Sharing:
     dim: int
     ulysses: int = 1
     ring: int = 1
-    way: Way = RING
+    way: KeyTransfer = RING
     window: Window | None = None
 
     @property
@@ -43,7 +43,7 @@ class Sharing:
         return float(heads * self.dim * self.tokens * self.element)
 
 
-def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: Attend) -> Tensor:
+def attend_over_heads(tape: Tape, qkv: list[Tensor], how: Sharing, inner: InnerAttention) -> Tensor:
     """Return attention between the two all-to-alls of Ulysses. inner: attention between them."""
     if how.ulysses == 1:
         return inner(qkv)
@@ -55,10 +55,10 @@ def _scattered(tape: Tape, qkv: list[Tensor], how: Sharing, heads: int, kv: int)
     sizes = [how.bytes(heads), how.bytes(kv), how.bytes(kv)]
     before = [one.size for one in qkv]
 
-    def backward() -> Backward:
-        def run(grads: Gradients) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
             both = tape.new(sum(sizes)), tape.new(sum(sizes))
-            found: Gradients = []
+            found: GradientStorages = []
             for has, size in zip(sizes, before, strict=True):
                 if has > size:  # members share a head, whose gradients are summed
                     wide = tape.new(size * 4 / how.element)
@@ -80,8 +80,8 @@ def _scattered(tape: Tape, qkv: list[Tensor], how: Sharing, heads: int, kv: int)
 def _gathered(tape: Tape, out: Tensor, how: Sharing, heads: int) -> Tensor:
     size, sends = how.bytes(how.heads), how.bytes(heads)
 
-    def backward() -> Backward:
-        def run(grads: Gradients) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
             leaves = tape.new(sends)
             found = tape.new(sends)
             del leaves
@@ -103,16 +103,18 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     pair = how.bytes(2 * members * kv)
     sizes = [one.size for one in qkv]
     query, keys, each = (one / how.tokens for one in (out, pair, lse))
-    token = TokenBytes(query, keys, each, 4 // how.element)
+    token = BytesPerToken(query, keys, each, 4 // how.element)
     most = backward_bytes(how.ulysses, how.ring, token, how.way, how.window)
     made = _forward(tape, how, lse, out, pair)
     saved = [*made]
     tensors = [*qkv]
 
-    def backward() -> Backward:
+    def backward() -> RunBackward:
         kept, inputs = [*saved], [*tensors]
 
-        def run(grads: Gradients, kept: object = kept, inputs: object = inputs) -> Gradients:
+        def run(
+            grads: GradientStorages, kept: object = kept, inputs: object = inputs
+        ) -> GradientStorages:
             kernel = tape.new(KERNEL_BYTES * number)
             work = tape.new(how.tokens * most)
             del work
@@ -149,7 +151,7 @@ class Remembered:
         self._leaves: list[Tensor] = []
         self._out: Tensor | None = None
 
-    def __call__(self, attend: Attend, inputs: list[Tensor]) -> Tensor:
+    def __call__(self, attend: InnerAttention, inputs: list[Tensor]) -> Tensor:
         tape = self._tape
         if self._out is None:
             with tape.apart():
@@ -163,12 +165,12 @@ class Remembered:
         out = self._out
         assert out.storage
 
-        def backward() -> Backward:
+        def backward() -> RunBackward:
             return self._gradients
 
         return tape.record(inputs, (out.size,), backward, made=[out.storage])[0]
 
-    def _gradients(self, grads: Gradients) -> Gradients:
+    def _gradients(self, grads: GradientStorages) -> GradientStorages:
         out, leaves = self._out, self._leaves
         self._out, self._leaves = None, []
         assert out and grads[0]

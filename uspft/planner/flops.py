@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from uspft.families import ModelShape
+from uspft.planner.products import head_projection, layer_projections
+from uspft.sequence.rows.spans import pairs
 
 PEAK_BF16 = {
     "GB200": 2.5e15,
@@ -71,3 +76,17 @@ def step_flops(
     layers, query_heads, dim = heads
     products = 6.0 * parameters - 2.0 * frozen
     return products * tokens + 12.0 * layers * query_heads * dim * attention_pairs
+
+
+def layer_flops(
+    model: ModelShape, windows: Sequence[int | None], length_tokens: int
+) -> tuple[list[float], float]:
+    """Return the FLOPs of a row of one document in each layer, and in the head.
+
+    windows: the sliding window of each layer, or None where it sees all. The embedding is looked
+    up, and costs none.
+    """
+    met, heads = sum(one.met for one in layer_projections(model)), (1, model.heads, model.head_dim)
+    tokens = length_tokens
+    layers = [step_flops(met, tokens, int(pairs(tokens, one)), heads) for one in windows]
+    return layers, step_flops(head_projection(model).met, tokens, 0, heads)

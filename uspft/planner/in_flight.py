@@ -22,10 +22,10 @@ from uspft.sequence.rows.spans import tokens_in
 CHUNK_TOKENS = 12
 """How many tokens a chunk of the row has that is walked through: as many as pieces divide."""
 PIECE_TOKENS = 1024
-"""The fewest tokens of a piece of planned_cp's exchange (Planned.piece_tokens)."""
+"""The fewest tokens of a piece of an exchange (Planned.piece_tokens)."""
 
 
-class Way(NamedTuple):
+class KeyTransfer(NamedTuple):
     """How keys come."""
 
     stages: int | None
@@ -35,10 +35,10 @@ class Way(NamedTuple):
     """Whether needed keys alone come."""
 
 
-RING = Way(None)
+RING = KeyTransfer(None)
 
 
-class TokenBytes(NamedTuple):
+class BytesPerToken(NamedTuple):
     """The bytes of a token."""
 
     query: float
@@ -69,7 +69,7 @@ def _shares(ulysses: int, ring: int, window: Window | None) -> list[Share]:
 
 @lru_cache(maxsize=256)
 def backward_bytes(
-    ulysses: int, ring: int, token: TokenBytes, way: Way, window: Window | None
+    ulysses: int, ring: int, token: BytesPerToken, way: KeyTransfer, window: Window | None
 ) -> float:
     """Return the most bytes for a token of the fullest rank beside what was saved and the gradient
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
@@ -80,7 +80,7 @@ def backward_bytes(
     return max(found) / min(share.holdings[share.ring_index].tokens for share in shares)
 
 
-def _walked(share: Share, token: TokenBytes, way: Way, *, tiny: bool) -> float:
+def _walked(share: Share, token: BytesPerToken, way: KeyTransfer, *, tiny: bool) -> float:
     """tiny: whether the row stands for a longer one."""
     tape = Tape()
     if way.stages is None or share.ring == 1:
@@ -134,7 +134,7 @@ class _Sum:
 
 
 def _kernel(
-    tape: Tape, blocks: Sequence[Block], keys: int, queries: int, token: TokenBytes
+    tape: Tape, blocks: Sequence[Block], keys: int, queries: int, token: BytesPerToken
 ) -> tuple[list[_Found], list[_Found]]:
     """Return the gradients of queries, and of keys and values, of blocks (VarlenKernel.backward).
 
@@ -163,7 +163,7 @@ def _kernel(
     return of_queries, of_keys
 
 
-def _ring(tape: Tape, share: Share, token: TokenBytes) -> None:
+def _ring(tape: Tape, share: Share, token: BytesPerToken) -> None:
     me, ring = share.ring_index, share.ring
     tokens = share.holdings[me].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
@@ -220,7 +220,7 @@ def _end(own: _Sum, dq: _Sum) -> None:
     del keys, queries
 
 
-def _exchange(tape: Tape, share: Share, exchange: Exchange, token: TokenBytes) -> None:
+def _exchange(tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken) -> None:
     tokens = share.holdings[share.ring_index].tokens
     dq = _Sum(tape, tokens, token.query, token.wide)
     own = _Sum(tape, tokens, token.pair, token.wide)
@@ -260,7 +260,7 @@ def _exchange(tape: Tape, share: Share, exchange: Exchange, token: TokenBytes) -
 
 
 def _sent(
-    tape: Tape, exchange: Exchange, arrival: Arrival, total: _Sum, token: TokenBytes
+    tape: Tape, exchange: Exchange, arrival: Arrival, total: _Sum, token: BytesPerToken
 ) -> list[tuple[Storage, Storage]]:
     """Return what goes home of an arrival, and what comes home."""
     rounded = total.result(stacked=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from uspft.config.algorithms import row_of
+from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.families import FAMILIES
 from uspft.families.projections import NORMED_HEADS
 from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
-from uspft.planner.in_flight import Way, Window
+from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.products import head_projection
 from uspft.planner.state import State, Zero, state_of
 from uspft.planner.trained import (
@@ -27,7 +27,6 @@ from uspft.planner.trained import (
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
-    from uspft.config.algorithms import AlgorithmRow
     from uspft.config.inputs import ModelBlock
     from uspft.families import ModelShape
     from uspft.layout import Layout
@@ -52,10 +51,10 @@ BUCKET = 500_000_000
 class Options:
     """What decides the memory of a rank beside the model, the layout and the row's length."""
 
-    algorithm: str = "ring_cp"
-    """The value of `context_parallel_algo` that shares rows."""
+    algorithm: AlgorithmRow = WHOLE
+    """The row of the algorithm that shares rows."""
     exchange_stages: int = 0
-    """Of planned_cp; 0 for auto."""
+    """Of an exchange; 0 for auto."""
     use_seq_parallel: bool = False
     micro_batch: int = 1
     """Rows of a rank in one forward."""
@@ -129,7 +128,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         return value if isinstance(value, int) else None
 
     return Options(
-        algorithm=row_of(parallel.context_parallel_algo, layout.context).name,
+        algorithm=row_of(parallel.context_parallel_algo, layout.context),
         exchange_stages=number(parallel.exchange_stages) or 0,
         use_seq_parallel=bool(parallel.use_seq_parallel),
         micro_batch=recipe.training.micro_batch_size,
@@ -244,14 +243,11 @@ def _layers(
     t, tokens = layout.mesh_columns, -(-options.micro_batch * row_tokens // layout.context)
     heads, kv = (-(-each // t) for each in (shape.heads, shape.kv_heads))
     windows = layer_windows(shape)
-    ways = {
-        None: Way(options.exchange_stages),
-        "ring_cp": Way(None),
-        "hybrid_cp": Way(None),
-        "ulysses_cp": Way(None),
-        "allgather_cp": Way(1, trimmed=False),
-    }
-    way = ways.get(options.algorithm, ways[None])
+    way = RING
+    if options.algorithm.all_at_once:
+        way = KeyTransfer(1, trimmed=False)
+    elif "exchange_stages" in options.algorithm.options:
+        way = KeyTransfer(options.exchange_stages)
     found = []
     for window, trained in zip(
         windows, trained_layers(shape, options.lora, options.freeze), strict=True
@@ -339,7 +335,7 @@ def row_memory(
             shape,
             layout,
             length,
-            options=replace(options, algorithm=row.name, micro_batch=rows),
+            options=replace(options, algorithm=row, micro_batch=rows),
         ).activation_bytes
         for rows in (1, 2)
     )

@@ -16,7 +16,7 @@ from uspft.tensor.meshslice import MeshSlice
 MIN_BLOCK = 8
 """Features of the least contiguous block that a slice is made of."""
 
-WhyNot = Callable[[int, int], str | None]
+WhyNoMesh = Callable[[int, int], str | None]
 """A function that says what speaks against so many mesh rows and mesh columns, or None."""
 
 
@@ -75,7 +75,7 @@ def tune(
     hardware: Hardware,
     *,
     slices: Sequence[int] | None = None,
-    why_not: WhyNot | None = None,
+    why_not: WhyNoMesh | None = None,
 ) -> Tuning:
     """Return every mesh of the ranks that hold a matrix, each with the slices that suit it.
 

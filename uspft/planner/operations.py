@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from uspft.planner.tape import Backward, Gradients, Storage, Tape, Tensor
+from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 
 DRAWN_BYTES, DRAWN_AT_ONCE = 4, 1 << 24
 """What a dropout draws for an element, and for how many at a time (model/dropout.py)."""
@@ -26,8 +26,8 @@ def multiplied(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     sizes, wanted = (a.size, b.size), (a.node, b.node)
     held = (a.storage if b.node else None), (b.storage if a.node else None)
 
-    def backward() -> Backward:
-        def run(grads: Gradients, held: object = held) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
             of_a = tape.new(sizes[0]) if wanted[0] else None
             of_b = tape.new(sizes[0]) if wanted[1] else None
             if of_b and sizes[1] < sizes[0]:
@@ -50,8 +50,8 @@ def dropped(tape: Tape, x: Tensor, elements: float) -> Tensor:
     """Return what model/dropout.py makes of x, whose draws come again in the backward."""
     size, drawn = x.size, DRAWN_BYTES * min(DRAWN_AT_ONCE, elements)
 
-    def backward() -> Backward:
-        def run(grads: Gradients) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
             found = tape.new(size)
             tape.new(drawn)
             return [found]
@@ -67,8 +67,8 @@ def viewed(tape: Tape, x: Tensor, then: Callable[[], None] | None = None) -> Ten
     """Return a view of x, whose gradient is a copy. then: is called before that is made."""
     assert x.storage
 
-    def backward() -> Backward:
-        def run(grads: Gradients) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
             if then:
                 then()
             return [tape.new(x_size)]
@@ -90,8 +90,8 @@ def linear(
     """Return the product of x with a matrix. weight, bias: the bytes of their gradients."""
     before, wants, held = x.size, x.node, (x.storage if trains else None)
 
-    def backward() -> Backward:
-        def run(grads: Gradients, held: object = held) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
             of_weight = tape.new(weight + bias) if trains else None
             found = tape.new(before) if wants else None
             return [found, of_weight]
@@ -117,8 +117,8 @@ def _mean_square(tape: Tape, x: Tensor, size: float) -> Tensor:
     """Return what follows from the mean square of x's features."""
     before, held = x.size, x.storage
 
-    def backward() -> Backward:
-        def run(grads: Gradients, held: object = held) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
             steps = [tape.new(before) for _ in range(4)]  # spread, powered, doubled, multiplied
             return [steps[-1]]
 
@@ -140,8 +140,8 @@ def turned(tape: Tape, x: Tensor) -> Tensor:
 def _half_turned(tape: Tape, x: Tensor) -> Tensor:
     size = x.size
 
-    def backward() -> Backward:
-        def run(grads: Gradients) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
             other = tape.new(size / 2)
             first = tape.new(size)
             del other
@@ -182,8 +182,8 @@ def tiled(
             for size, storage, wants in each
         ]
 
-    def backward() -> Backward:
-        def run(grads: Gradients) -> Gradients:
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
             found = [tape.new(n) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
             sums: list[Storage] = []
             last: list[Storage | None] = []  # which Python's loop over a tile's gradients leaves

@@ -217,7 +217,7 @@ def options_under(way: Way, options: Options) -> Options:
     """Return what decides memory under a way."""
     return replace(
         options,
-        algorithm=way.row.name,
+        algorithm=way.row,
         use_seq_parallel=way.splits_tokens,
         micro_batch=way.rows,
         zero_stage=way.stage,

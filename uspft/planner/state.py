@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from uspft.planner.trained import Counts
+    from uspft.planner.trained import ParameterCounts
 
 ADAM = 8
 """Of a parameter's two moments, in float32."""
@@ -41,14 +41,16 @@ class State:
     host: dict[str, float] = field(default_factory=dict)
 
 
-def state_of(zero: Zero, counts: Counts) -> State:
+def state_of(zero: Zero, counts: ParameterCounts) -> State:
     """Return what a rank has of the model's state, and of the buckets in which gradients cross."""
     if zero.stage == 0:
         return _whole(zero, counts)
     return _gathered(zero, counts) if zero.stage == 3 else _divided(zero, counts)
 
 
-def moving_state_bytes(element: int, counts: Counts, at_work: Counts, ranks: int) -> float:
+def moving_state_bytes(
+    element: int, counts: ParameterCounts, at_work: ParameterCounts, ranks: int
+) -> float:
     """Return the bytes of one rank's state where weights move between layouts.
 
     Each parameter's master, moments and summed gradient are in as many pieces as there are ranks;
@@ -59,7 +61,7 @@ def moving_state_bytes(element: int, counts: Counts, at_work: Counts, ranks: int
     return here + (2 * WIDE + ADAM) * counts.trained / ranks
 
 
-def _whole(zero: Zero, counts: Counts) -> State:
+def _whole(zero: Zero, counts: ParameterCounts) -> State:
     e, trained = float(zero.element), float(counts.trained)
     parts: dict[str, float] = {"weights": e * counts.every, "gradients": e * trained}
     parts["optimizer"] = ADAM * trained
@@ -69,7 +71,7 @@ def _whole(zero: Zero, counts: Counts) -> State:
     return State(parts)
 
 
-def _divided(zero: Zero, counts: Counts) -> State:
+def _divided(zero: Zero, counts: ParameterCounts) -> State:
     """Stages 1 and 2, where optimizers, and gradients at 2, are divided."""
     e, trained, ranks = zero.element, counts.trained, zero.ranks
     optimizer = (WIDE + ADAM) * trained / ranks
@@ -95,7 +97,7 @@ def _divided(zero: Zero, counts: Counts) -> State:
     return State({**parts, "buckets": buckets + buffer}, {"optimizer": away})
 
 
-def _gathered(zero: Zero, counts: Counts) -> State:
+def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     """Stage 3: buckets are in the type that crosses ranks, and the head, or two layers, are whole
     at a time; where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
     grad_partitions_flat_buffer)."""

@@ -32,16 +32,18 @@ class Tensor:
 
     __slots__ = ("node", "size", "slot", "storage")
 
-    def __init__(self, size: float, storage: Storage | None, node: Node | None, slot: int) -> None:
+    def __init__(
+        self, size: float, storage: Storage | None, node: TapeNode | None, slot: int
+    ) -> None:
         self.size, self.storage, self.node, self.slot = size, storage, node, slot
 
 
-Gradients = list[Storage | None]
-Backward = Callable[[Gradients], Sequence[Storage | None]]
+GradientStorages = list[Storage | None]
+RunBackward = Callable[[GradientStorages], Sequence[Storage | None]]
 """A function from the gradients of what an operation made to those of what it took."""
 
 
-class Node:
+class TapeNode:
     """An operation whose backward is still to run; without one it is a leaf, which keeps its
     gradient or lets go of it."""
 
@@ -50,8 +52,8 @@ class Node:
     def __init__(
         self,
         number: int,
-        edges: list[tuple[Node | None, int]],
-        backward: Backward | None,
+        edges: list[tuple[TapeNode | None, int]],
+        backward: RunBackward | None,
         outputs: int = 1,
         *,
         saves: bool = False,
@@ -63,7 +65,7 @@ class Node:
         self.gradient: Storage | None = None
         self.outputs, self.saves, self.collects = outputs, saves, collects
 
-    def __lt__(self, other: Node) -> bool:
+    def __lt__(self, other: TapeNode) -> bool:
         return self.number > other.number
 
 
@@ -76,8 +78,8 @@ class Tape:
         self._keeps = self._grows = True
         self._saves, self._last_save = 0, -1
         self._sizeless = False
-        self._parameters: list[Node] | None = None
-        self._nodes: dict[int, Node] | None = None
+        self._parameters: list[TapeNode] | None = None
+        self._nodes: dict[int, TapeNode] | None = None
 
     def new(self, size: float) -> Storage:
         """Return a new storage; one without bytes where a second run has already ended."""
@@ -102,7 +104,7 @@ class Tape:
         self,
         inputs: Sequence[Tensor],
         sizes: Sequence[float],
-        backward: Callable[[], Backward],
+        backward: Callable[[], RunBackward],
         *,
         saves: bool = False,
         made: Sequence[Storage] | None = None,
@@ -125,12 +127,12 @@ class Tape:
 
     def _node(
         self,
-        edges: list[tuple[Node | None, int]],
-        backward: Backward | None,
+        edges: list[tuple[TapeNode | None, int]],
+        backward: RunBackward | None,
         outputs: int = 1,
         **about: bool,
-    ) -> Node:
-        node = Node(self._numbers, edges, backward, outputs, **about)
+    ) -> TapeNode:
+        node = TapeNode(self._numbers, edges, backward, outputs, **about)
         self._numbers += 1
         if self._nodes is not None:
             self._nodes[node.number] = node
@@ -186,14 +188,14 @@ class Tape:
             self._grows = True
 
     @contextmanager
-    def apart(self, *, collects: bool = False) -> Iterator[list[Node]]:
+    def apart(self, *, collects: bool = False) -> Iterator[list[TapeNode]]:
         """Keep what a graph of its own needs within the `with` block, also in a first run.
 
         collects: whether the gradients of its parameters stay, at what is yielded.
         """
         before = self._keeps, self._saves, self._last_save, self._parameters
         self._keeps, self._last_save = True, -1
-        found: list[Node] = []
+        found: list[TapeNode] = []
         self._parameters = found if collects else None
         try:
             yield found
@@ -214,21 +216,21 @@ class _Pending:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._waiting: dict[Node, Gradients] = {}
-        self._ready: list[Node] = []
+        self._waiting: dict[TapeNode, GradientStorages] = {}
+        self._ready: list[TapeNode] = []
 
-    def waits(self, node: Node, gradients: Gradients) -> None:
+    def waits(self, node: TapeNode, gradients: GradientStorages) -> None:
         self._waiting[node] = gradients
         heapq.heappush(self._ready, node)
 
-    def arrives(self, node: Node, slot: int, gradient: Storage) -> None:
+    def arrives(self, node: TapeNode, slot: int, gradient: Storage) -> None:
         """Hand a gradient to an operation; a sum takes the place of two."""
         if node not in self._waiting:
             self.waits(node, [None] * node.outputs)
         here = self._waiting[node]
         here[slot] = gradient if here[slot] is None else self._tape.new(gradient.size)
 
-    def left(self) -> list[tuple[int, Gradients]]:
+    def left(self) -> list[tuple[int, GradientStorages]]:
         """Return what still waits, by the numbers of operations."""
         return [(node.number, gradients) for node, gradients in self._waiting.items()]
 

@@ -98,7 +98,7 @@ def outside_trains(lora: Lora | None, freeze: tuple[str, ...]) -> Mapping[str, b
 
 
 @dataclass(frozen=True)
-class Counts:
+class ParameterCounts:
     """How many parameters a tensor rank holds."""
 
     every: int
@@ -110,16 +110,18 @@ class Counts:
     """Of a layer, adapters counted."""
     head: int
 
-    def divided(self, ways: int) -> Counts:
+    def divided(self, ways: int) -> ParameterCounts:
         """Return what a mesh row holds of it."""
         every, trained, largest, layer, head = (
             -(-each // ways)
             for each in (self.every, self.trained, self.largest_trained, self.layer, self.head)
         )
-        return Counts(every, trained, largest, layer, head)
+        return ParameterCounts(every, trained, largest, layer, head)
 
 
-def counts_of(shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...]) -> Counts:
+def counts_of(
+    shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...]
+) -> ParameterCounts:
     """Count the parameters of a tensor rank, biases left out."""
     modules = {name: one.on(tensor) for name, one in layer_modules(shape).items()}
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
@@ -141,4 +143,4 @@ def counts_of(shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[s
     sizes = [modules[name].parameters for one in set(layers) for name in one.weights]
     sizes += [adapter[name] for one in set(layers) for name in one.adapters]
     sizes += [head] * any(tables)
-    return Counts(every, trained, max(sizes, default=0), of_layer + adapters, head)
+    return ParameterCounts(every, trained, max(sizes, default=0), of_layer + adapters, head)

@@ -9,6 +9,7 @@ from benchmarks.lab.results import ROOT
 from benchmarks.switching.simulation.lengths import CORPORA, Shape, lengths
 from uspft.families import ModelShape
 from uspft.planner.machine import Hardware, read_hardware
+from uspft.planner.memory import Options
 from uspft.planner.step_shape import StepShape
 from uspft.segments import Segments
 from uspft.switching.choice import SwitchingChoice, choose
@@ -62,21 +63,17 @@ class Case:
             for name in ("bytes_per_second", "host_bytes_per_second")
             if (rate := getattr(links, name)) is not None
         }
-        own = {
-            kind: link.model_copy(update={"bytes_per_second": link.bytes_per_second * self.between})
-            for kind in ("all_to_all", "point_to_point")
-            if (link := getattr(links, kind)) is not None
-        }
-        return A800.model_copy(update={"between": links.model_copy(update={**rates, **own})})
+        return A800.model_copy(update={"between": links.model_copy(update=rates)})
 
     @property
     def setting(self) -> Setting:
         model, row = MODELS[self.model], Segments.single(self.row_tokens)
-        step = StepShape(model, row, (None,) * model.layers, step_rows=1, stage=self.stage)
+        step = StepShape(model, row, (None,) * model.layers, step_rows=SAMPLES, stage=self.stage)
         step = replace(
             step, overlaps=self.stage == 3, recompute=self.recompute, use_seq_parallel=True
         )
-        return Setting(step, self.hardware, self.ranks, self.memory_bytes)
+        options = Options(zero_stage=self.stage, checkpointing=self.recompute)
+        return Setting(step, self.hardware, self.ranks, self.memory_bytes, options)
 
     @property
     def drawn(self) -> DrawnSteps:

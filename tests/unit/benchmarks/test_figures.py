@@ -29,7 +29,14 @@ TABLES = {
 """Tables that may have numbers, by page and first head, each with the reason."""
 SENTENCES = {
     ("docs/hosts.md", "within 20 s"): "how long the launcher waits for a silent host",
+    ("docs/long-context.md", "within 2 %"): "the bound of tests/parity/test_memory.py",
     ("docs/outputs.md", "more than 15 s"): "when the screen says what it waits for",
+    (
+        "docs/planning.md",
+        "over 1.10 ×",
+    ): "which pairs count, by benchmarks/planning/judge.py",
+    ("docs/planning.md", "within 12 %"): "what the planner calls a tie on shipped figures",
+    ("docs/planning.md", "within 5 %"): "what the planner calls a tie on measured figures",
     ("docs/verify.md", "3 % too many"): "what `--inject scale` does",
 }
 """What the program does by a number of its own, by page and words, each with the reason."""

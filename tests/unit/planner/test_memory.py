@@ -16,6 +16,7 @@ from benchmarks.memory.predicted import predicted
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
 from tests.support.shapes import hub
+from uspft.config.algorithms import CONTEXT
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
@@ -194,7 +195,7 @@ def test_the_formula_predicts_the_count_within_two_percent(full: bool, tmp_path:
 
 
 def test_a_card_fits_what_is_at_most_its_usable_share() -> None:
-    shape, options = hub("meta-llama/Llama-3.1-8B"), Options("ulysses_cp", zero_stage=3)
+    shape, options = hub("meta-llama/Llama-3.1-8B"), Options(CONTEXT["ulysses_cp"], zero_stage=3)
     layout = Layout(ulysses=8)
     longest = longest_row(shape, layout, 80e9, options=options)
     assert longest % (1024 * 8) == 0

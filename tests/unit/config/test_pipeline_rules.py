@@ -1,0 +1,56 @@
+"""What speaks against pipelines beside other keys, by key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.known import recipe
+from uspft.config.pipeline_rules import beside_stages
+from uspft.config.recipe import Recipe
+
+
+def asked(zero: dict[str, Any], **parallel: Any) -> Recipe:
+    plain = recipe("zero1")
+    degrees = plain.parallel_config.model_copy(update={"pipeline_stage": 2, **parallel})
+    deepspeed = plain.deepspeed.model_copy(update={"zero_optimization": zero})
+    return plain.model_copy(update={"parallel_config": degrees, "deepspeed": deepspeed})
+
+
+@pytest.mark.parametrize(
+    ("zero", "virtual", "key", "what"),
+    [
+        ({"stage": 0}, 1, "stage", "is 0, beside parallel_config.pipeline_stage 2"),
+        ({"stage": 3, "zero_hpz_partition_size": 2}, 1, "zero_hpz_partition_size", "is 2, which"),
+        ({"stage": 3, "mics_shard_size": 2}, 1, "mics_shard_size", "is 2, which"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 2, "offload_optimizer", "stage 2"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 2, "offload_optimizer", "num 2"),
+        ({"stage": 1, "overlap_comm": True}, 2, "overlap_comm", "is true, which gives wrong"),
+    ],
+)
+def test_what_is_wrong_beside_stages_is_refused(
+    zero: dict[str, Any], virtual: int, key: str, what: str
+) -> None:
+    ((found, said, remedy),) = beside_stages(asked(zero, pp_interleave_num=virtual))
+    assert found == f"deepspeed.zero_optimization.{key}" and what in said and remedy
+
+
+@pytest.mark.parametrize(
+    ("zero", "virtual"),
+    [
+        ({}, 1),
+        ({"stage": 3}, 2),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 1),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, 2),
+        ({"stage": 1, "overlap_comm": True}, 1),
+        ({"stage": 2, "overlap_comm": True}, 2),
+    ],
+)
+def test_what_is_right_beside_stages_passes(zero: dict[str, Any], virtual: int) -> None:
+    assert beside_stages(asked(zero, pp_interleave_num=virtual)) == []
+
+
+def test_several_layouts_have_no_stages() -> None:
+    ((key, what, _),) = beside_stages(asked({}, strategies="auto"))
+    assert key == "parallel_config.strategies" and "beside parallel_config.pipeline_stage 2" in what

@@ -1,0 +1,115 @@
+"""The stages of a model that one rank of a pipeline has, as the one module that its engine has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from uspft.model.causal import CausalModel, ForwardPass, Layered
+from uspft.model.cut import cut_layers
+from uspft.model.loss import Head
+
+if TYPE_CHECKING:
+    from uspft.batch import Batch
+    from uspft.pipeline.stages import Stages
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_TABLE = "embed_tokens."
+
+
+def stage_of(name: str, stages: Stages) -> int:
+    """Return the stage that has a parameter, by its name in files."""
+    if found := _LAYER.search(name):
+        return stages.of_layer(int(found[1]))
+    return 0 if _TABLE in name else stages.count - 1
+
+
+def ranks_of(names: Iterable[str], stages: Stages) -> dict[str, int]:
+    """Return by name the place along the pipeline of the ranks that hold a parameter."""
+    return {name: stages.rank_of(stage_of(name, stages)) for name in names}
+
+
+class StagedModel(nn.Module):
+    """The stages of one rank: forward takes one of them, and the last one gives an objective's
+    terms.
+
+    Registered are the parameters of these stages alone; `named` has those of the whole model.
+    """
+
+    parts: CausalModel
+
+    def __init__(self, parts: CausalModel, objective: Any, stages: Stages, place: int) -> None:
+        """place: this rank's along the pipeline."""
+        super().__init__()
+        self.objective, self._last = objective, stages.count - 1
+        self.__dict__["parts"] = parts  # of which other ranks' parameters are no concern of ours
+        self._named = parts.named()
+        base = parts.model.base_model
+        mine = range(place, stages.count, stages.ranks)
+        self.stages = nn.ModuleDict({str(s): cut_layers(base, stages.layers(s)) for s in mine})
+        if 0 in mine:
+            self.table = parts.model.get_input_embeddings()
+        if self._last in mine:
+            self.head = parts.head_of_loss
+
+    def train(self, mode: bool = True) -> StagedModel:
+        super().train(mode)
+        self.parts.train(mode)
+        return self
+
+    def forward(
+        self, batch: Batch, scales: tuple[float | None, ...], stage: int, x: Tensor | None
+    ) -> Tensor:
+        """Take a micro-batch through a stage; return what enters the next one, or of the last the
+        objective's terms, [terms].
+
+        x: what the stage before made; None before the first.
+        """
+        of_stage = _OfStage(self.parts, self.stages[str(stage)], x)
+        if stage == self._last:
+            terms: Tensor = self.objective(of_stage, batch, scales)
+            return terms
+        call = of_stage.begin(batch)
+        return of_stage.layers(call, of_stage.embedding(call)).hidden
+
+    def hidden_buffer(self, batch: Batch) -> Tensor:
+        """Return memory for what stages of this rank take from others of a micro-batch."""
+        tokens, world = batch.input_ids.shape[1], batch.world
+        columns, features = world.layout.mesh_columns, self.parts.model.config.hidden_size
+        if world.tensor.splits_tokens:
+            tokens = -(-tokens // columns)
+        if world.layout.is_mesh:
+            features //= columns
+        dtype = self.parts.model.dtype
+        return torch.empty(1, tokens, features, dtype=dtype, device=batch.input_ids.device)
+
+    def copy_head(self, table: Tensor) -> None:
+        """Have the last stage's head use a copy of a table that another rank trains."""
+        head = self.parts.head_of_loss
+        projection: Any = SimpleNamespace(weight=table, bias=None)
+        self.head = self.parts.head_of_loss = Head(projection, head.tile, head.logits)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return every parameter of the model once, by its Hugging Face name; those of other ranks'
+        stages have no elements."""
+        return self._named
+
+
+class _OfStage:
+    """A causal language model whose layers are those of one stage."""
+
+    def __init__(self, parts: CausalModel, base: Any, x: Tensor | None) -> None:
+        self._parts, self._base, self._x = parts, base, x
+        self.begin, self.head = parts.begin, parts.head
+
+    def embedding(self, of: ForwardPass) -> Tensor:
+        """Return what the stage's first layer takes."""
+        return self._parts.embedding(of) if self._x is None else self._x
+
+    def layers(self, of: ForwardPass, x: Tensor, *, routers: bool = False) -> Layered:
+        return self._parts.layers(of, x, routers=routers, base=self._base)

@@ -1,0 +1,82 @@
+"""Schedules of pipelines as data: for each rank the list of its actions, in order.
+
+p ranks of v virtual stages each: stage s is of rank s mod p, and a micro-batch goes through stages
+0 to p·v − 1. Rank r starts with w forwards, then one forward and one backward take turns, then the
+backwards that are left:
+
+    GPipe              w = m·v, all of them
+    1F1B               w = p − 1 − r                          (arXiv:2006.09503)
+    interleaved 1F1B   w = 2·(p − 1 − r) + (v − 1)·p, where v > 1 (arXiv:2104.04473)
+
+Where v > 1, micro-batches go in groups of p, one virtual stage after another. A last group that is
+not full is the full one's list with what is missing left out: a shorter group would deadlock.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward"]
+Scheduler = Literal["gpipe", "1f1b"]
+
+
+class Action(NamedTuple):
+    """What a rank does at a time: one stage's forward or backward of one micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    chunk: int = 0
+    """Which part of the row, where it goes through the pipeline in several."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
+
+
+def warm_up(rank: int, ranks: int, virtual: int) -> int:
+    """Return with how many forwards a rank starts under 1F1B, where there are as many."""
+    after = ranks - 1 - rank
+    return after if virtual == 1 else 2 * after + (virtual - 1) * ranks
+
+
+def forward_and_backward(
+    scheduler: Scheduler, ranks: int, micro_batches: int, virtual: int = 1
+) -> list[list[Action]]:
+    """Return each rank's actions in a step.
+
+    scheduler: 1f1b is interleaved where there are several virtual stages a rank.
+    """
+    found = []
+    for rank in range(ranks):
+        forwards, backwards = (
+            _in_groups(kind, rank, ranks, micro_batches, virtual)
+            for kind in ("forward", "backward")
+        )
+        first = len(forwards)
+        if scheduler == "1f1b":
+            first = min(first, warm_up(rank, ranks, virtual))
+        actions = forwards[:first]
+        for both in zip(forwards[first:], backwards, strict=False):
+            actions += both
+        actions += backwards[len(forwards) - first :]
+        found.append([one for one in actions if one.micro_batch < micro_batches])
+    return found
+
+
+def forward_alone(ranks: int, micro_batches: int, virtual: int = 1) -> list[list[Action]]:
+    """Return each rank's actions where nothing is trained, as in an evaluation."""
+    every = (_in_groups("forward", rank, ranks, micro_batches, virtual) for rank in range(ranks))
+    return [[one for one in actions if one.micro_batch < micro_batches] for actions in every]
+
+
+def _in_groups(kind: Kind, rank: int, ranks: int, micro_batches: int, virtual: int) -> list[Action]:
+    """Return a rank's forwards or backwards of full groups, as many as hold the micro-batches."""
+    size = 1 if virtual == 1 else ranks
+    turns = range(virtual) if kind == "forward" else reversed(range(virtual))
+    stages = [turn * ranks + rank for turn in turns]
+    return [
+        Action(kind, stage, micro_batch)
+        for first in range(0, micro_batches, size)
+        for stage in stages
+        for micro_batch in range(first, first + size)
+    ]

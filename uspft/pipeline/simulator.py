@@ -1,0 +1,112 @@
+"""What a schedule costs: its actions run in order on every rank, each as soon as what it needs is
+there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from uspft.pipeline.schedules import Action
+
+Lists = Sequence[Sequence[Action]]
+"""By rank, the actions in their order."""
+
+
+class Timed(NamedTuple):
+    """An action, and when it begins and ends."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each rank does what, in the unit of the costs; time starts at 0."""
+
+    ranks: tuple[tuple[Timed, ...], ...]
+    peaks: tuple[int, ...]
+    """By rank, the most stage inputs that it keeps for backwards at a time."""
+
+    @property
+    def end(self) -> float:
+        """When the last rank has done all."""
+        return max((timed[-1].end for timed in self.ranks if timed), default=0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank works."""
+        return tuple(sum(one.end - one.begin for one in timed) for timed in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        return 1 - sum(self.busy) / (len(self.ranks) * self.end) if self.end else 0.0
+
+
+def simulate(
+    lists: Lists, cost: Callable[[Action], float], link: Callable[[Action], float] = lambda _: 0
+) -> Timeline:
+    """Return when each action of some lists begins and ends.
+
+    cost: how long an action takes. link: how long what an action makes is under way to another
+    rank; it keeps neither rank from working. Raises ValueError, which names the actions that wait,
+    where ranks wait for one another, or for what no rank does.
+    """
+    rank_of = {one: rank for rank, actions in enumerate(lists) for one in actions}
+    last = max((one.stage for one in rank_of), default=0)
+    done: dict[Action, Timed] = {}
+    ranks: list[list[Timed]] = [[] for _ in lists]
+
+    def arrives(needed: Action, rank: int) -> float:
+        return done[needed].end + (link(needed) if rank_of[needed] != rank else 0)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, (actions, timed) in enumerate(zip(lists, ranks, strict=True)):
+            for action in actions[len(timed) :]:
+                needed = needs(action, last)
+                if not all(one in done for one in needed):
+                    break
+                free = timed[-1].end if timed else 0
+                begin = max([free, *(arrives(one, rank) for one in needed)])
+                done[action] = Timed(action, begin, begin + cost(action))
+                timed.append(done[action])
+                moved = True
+    if len(done) < len(rank_of):
+        raise ValueError(_waiting(lists, ranks, rank_of, last))
+    return Timeline(tuple(map(tuple, ranks)), tuple(map(_peak, lists)))
+
+
+def needs(action: Action, last: int) -> list[Action]:
+    """Return the actions that must be done before another one. last: the last stage."""
+    if action.kind == "forward":
+        return [action._replace(stage=action.stage - 1)] if action.stage else []
+    after = [action._replace(stage=action.stage + 1)] if action.stage < last else []
+    return [action._replace(kind="forward"), *after]
+
+
+def _peak(actions: Sequence[Action]) -> int:
+    """Return the most inputs kept at a time, where those without a backward are not kept."""
+    kept = {one._replace(kind="forward") for one in actions if one.kind == "backward"}
+    now = most = 0
+    for one in actions:
+        now += 1 if one in kept else -1 if one.kind == "backward" else 0
+        most = max(most, now)
+    return most
+
+
+def _waiting(
+    lists: Lists, ranks: Sequence[Sequence[Timed]], rank_of: dict[Action, int], last: int
+) -> str:
+    """Say which action of each rank waits for which."""
+    said, done = [], {one.action for timed in ranks for one in timed}
+    for rank, (actions, timed) in enumerate(zip(lists, ranks, strict=True)):
+        if len(timed) < len(actions):
+            waits = actions[len(timed)]
+            needed = next(one for one in needs(waits, last) if one not in done)
+            whose = f"of rank {rank_of[needed]}" if needed in rank_of else "which no rank has"
+            said.append(f"rank {rank}: {waits}, waits for {needed}, {whose}")
+    return "the schedule waits for ever: " + "; ".join(said)

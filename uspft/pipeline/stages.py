@@ -1,0 +1,189 @@
+"""Which layers each stage of a pipeline has: as a recipe says, or dealt out by what they cost.
+
+p ranks have v virtual stages each; stage j·p + r is the j-th of rank r, as schedules number them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import inf
+from operator import add
+
+from uspft.config.problems import Finding
+
+Each = Sequence[int] | Sequence[Sequence[int]]
+"""A number for each stage: [p], or [v][p]."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The layers of each stage, in order, none without one."""
+
+    bounds: tuple[int, ...]
+    """The first layer of each stage, and at the end the number of layers."""
+    ranks: int
+
+    @property
+    def count(self) -> int:
+        """The number of stages, virtual ones counted."""
+        return len(self.bounds) - 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        return tuple(b - a for a, b in pairwise(self.bounds))
+
+    def layers(self, stage: int) -> range:
+        """Return the layers of a stage."""
+        return range(self.bounds[stage], self.bounds[stage + 1])
+
+    def of_layer(self, layer: int) -> int:
+        """Return the stage that has a layer."""
+        return bisect_left(self.bounds, layer + 1) - 1
+
+    def rank_of(self, stage: int) -> int:
+        """Return which of the ranks along the pipeline has a stage."""
+        return stage % self.ranks
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int], ranks: int) -> Stages:
+        """Return stages with so many layers each."""
+        return cls((0, *accumulate(sizes)), ranks)
+
+
+def dealt_out(
+    costs: Sequence[float], ranks: int, virtual: int, *, first: float = 0, last: float = 0
+) -> Stages:
+    """Return the stages whose dearest is cheapest, and of those the ones that differ least.
+
+    costs: of each layer. first, last: what the first stage costs more, with the embedding, and the
+    last one, with the head; all in the same unit. Of equal ones later stages have more layers,
+    since they keep fewer micro-batches. Raises ValueError where there are more stages than layers.
+    """
+    layers, stages = len(costs), ranks * virtual
+    if stages > layers:
+        raise ValueError(f"{stages} stages, and {layers} layers")
+    before = list(accumulate(costs, initial=0.0))
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        more = first * (stage == 0) + last * (stage == stages - 1)
+        return before[stop] - before[start] + more
+
+    dearest, _ = _best(layers, stages, cost, max)
+
+    def square(*of: int) -> float:
+        found = cost(*of)
+        return found * found if found <= dearest else inf
+
+    _, bounds = _best(layers, stages, square, add)
+    return Stages(bounds, ranks)
+
+
+def _best(
+    layers: int,
+    stages: int,
+    cost: Callable[[int, int, int], float],
+    joined: Callable[[float, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """Return what the cheapest stages cost, and their bounds.
+
+    cost: of a stage from one layer to another. joined: the cost of some and one more.
+    """
+    # The cheapest of the stages so far, by how many layers they have.
+    found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, (0,))}
+    for stage in range(stages):
+        after = {}
+        for stop in range(stage + 1, layers - (stages - 1 - stage) + 1):
+            starts = [start for start in found if start < stop]
+            costs = [joined(found[start][0], cost(stage, start, stop)) for start in starts]
+            least = min(costs)
+            before = found[starts[costs.index(least)]][1]
+            after[stop] = (least, (*before, stop))
+        found = after
+    return found[layers]
+
+
+def stated(key: str, given: Each, layers: int, ranks: int, virtual: int) -> Stages | Finding:
+    """Return the stages of a recipe's `layers_per_stage`, or what is wrong with it.
+
+    key: its path. given: [p] where there is one virtual stage a rank, or [v][p].
+    """
+    sizes = _flat(given, ranks, virtual, alike=False)
+    if sizes is None:
+        return key, _not_of(given, ranks, virtual), _wanted(ranks, virtual)
+    return _checked(key, sizes, layers, ranks)
+
+
+def offset(key: str, given: int | Each, layers: int, ranks: int, virtual: int) -> Stages | Finding:
+    """Return the stages of a recipe's `offset` as MindSpore Transformers means it, or what is wrong
+    with it.
+
+    Each stage has ⌊layers ÷ (p·v)⌋ layers, and its offset more. given: [v][p], [p] for each of the
+    v alike, or one number for every stage; together they are layers mod p·v. key: its path.
+    """
+    stages = ranks * virtual
+    if isinstance(given, int):
+        more: list[int] | None = [given] * stages
+    else:
+        more = _flat(given, ranks, virtual, alike=True)
+    if more is None:
+        return key, _not_of(given, ranks, virtual), f"{_wanted(ranks, virtual)}, or one number"
+    each, left = divmod(layers, stages)
+    if sum(more) != left:
+        what = (
+            f"is {given}, {sum(more)} in all, and {layers} layers over {stages} stages of {each} "
+            f"leave {left}"
+        )
+        return key, what, f"write offsets that add up to {left}, or leave it out"
+    return _checked(key, [each + one for one in more], layers, ranks)
+
+
+def _flat(given: object, ranks: int, virtual: int, *, alike: bool) -> list[int] | None:
+    """Return a number for each stage in order; None where there are more or fewer.
+
+    alike: whether p numbers are those of every virtual stage.
+    """
+    rows = list(given) if isinstance(given, list | tuple) else []
+    if rows and not isinstance(rows[0], list | tuple):
+        rows = [rows] * (virtual if alike else 1)
+    fits = len(rows) == virtual and all(
+        isinstance(row, list | tuple) and len(row) == ranks for row in rows
+    )
+    return [one for row in rows for one in row] if fits else None
+
+
+def _checked(key: str, sizes: list[int], layers: int, ranks: int) -> Stages | Finding:
+    """Return stages of these sizes, which must be all layers, and at least one each."""
+    if sum(sizes) != layers:
+        what = f"gives stages of {sizes}, {sum(sizes)} layers in all, and the model has {layers}"
+        return key, what, f"write numbers that add up to {layers}, or leave it out"
+    if min(sizes) < 1:
+        stage = min(range(len(sizes)), key=lambda one: sizes[one])
+        what = f"gives stages of {sizes}, of which stage {stage} has no layer"
+        return key, what, "give each stage a layer, or have fewer stages"
+    return Stages.of_sizes(sizes, ranks)
+
+
+def _not_of(given: object, ranks: int, virtual: int) -> str:
+    return f"is {given}, which is not a number for each of {ranks} stages × {virtual} virtual ones"
+
+
+def _wanted(ranks: int, virtual: int) -> str:
+    if virtual == 1:
+        return f"write a list of {ranks} numbers"
+    return f"write {virtual} lists of {ranks} numbers"
+
+
+def fits(layers: int, ranks: int, virtual: int) -> list[Finding]:
+    """Return a finding where there are more stages than layers."""
+    stages = ranks * virtual
+    if stages <= layers:
+        return []
+    what = f"is {ranks}"
+    what += f", with {virtual} virtual stages each {stages}" if virtual > 1 else ""
+    what += f", and the model has {layers} layers"
+    remedy = f"write at most {layers // virtual}" if layers >= virtual else "write 1"
+    return [("parallel_config.pipeline_stage", what, remedy)]
