@@ -18,7 +18,7 @@ TABLES = {
     ("README.md", "`context_parallel_algo`"): "the registry's words: test_readme.py compares them",
     ("README.md", "page"): "models' names",
     ("docs/choosing.md", "you have"): "cards and sizes that a reader has; recipes of these names",
-    ("docs/coming-from.md", "field"): "values that fields may have, of a table that a test compares",
+    ("docs/coming-from.md", "field"): "values of fields, of a table that a test compares",
     ("docs/coming-from.md", "there"): "ZeRO's stages, of a table that a test compares",
     ("docs/hosts.md", "NVIDIA driver"): "versions, of install.py's table",
     ("docs/hosts.md", "compute capability"): "NVIDIA's names, and versions of flash-attn",
