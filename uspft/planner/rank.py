@@ -23,7 +23,7 @@ from uspft.planner.memory import (
     state_in,
     unpredicted,
 )
-from uspft.planner.mesh_tuner import tune
+from uspft.planner.mesh_tuner import TunedMesh, tune
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 
@@ -127,7 +127,8 @@ def ranked(
     """
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
-        shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
+        tuned = tuned_mesh(shape, way.layout, hardware)
+        shape = replace(shape, slices=tuned.slices if tuned else (1,) * 4)
     algorithm = way.algorithm(step, hardware.ranks_per_host)
     time = price.step_time(shape, way.layout, algorithm, hardware)
     asked = options_under(way, options)
@@ -233,8 +234,7 @@ def longest_under(model: ModelShape, way: Way, hardware: Hardware, options: Opti
     return longest_row(model, way.layout, hardware.memory.bytes, options=asked)
 
 
-def slices_on(step: StepShape, layout: Layout, hardware: Hardware) -> tuple[int, ...]:
-    """Return the slices of each product that suit a mesh."""
+def tuned_mesh(step: StepShape, layout: Layout, hardware: Hardware) -> TunedMesh | None:
+    """Return a layout's mesh with the slices that suit it; None where it cannot be."""
     degrees = layout.tensor, layout.context // layout.mesh_rows, layout.data
-    found = tune(step, degrees, hardware).on((layout.mesh_rows, layout.mesh_columns))
-    return found.slices if found else (1,) * 4
+    return tune(step, degrees, hardware).on((layout.mesh_rows, layout.mesh_columns))

@@ -75,12 +75,12 @@ def stage_of(recipe: Recipe) -> int:
     return int(recipe.deepspeed.zero_optimization.get("stage", 1))
 
 
-def _overlaps(recipe: Recipe) -> bool:
-    """Return DeepSpeed's overlap_comm: where it is left out, stage 3 alone overlaps.
+def _overlaps(recipe: Recipe) -> bool | None:
+    """Return DeepSpeed's overlap_comm; None where the recipe leaves it out.
 
-    On a CPU nothing does: DeepSpeed overlaps by streams, and there are none.
+    On a CPU nothing overlaps: DeepSpeed does it by streams, and there are none.
     """
     if recipe.launch.device == "cpu":
         return False
     asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
-    return stage_of(recipe) == 3 if asked is None else bool(asked)
+    return None if asked is None else bool(asked)

@@ -154,6 +154,7 @@ def property_of(path: str) -> dict[str, Any]:
         listed = {"train[]": "Source", "eval[]": "Source", "strategies[]": "Strategy"}
         kind = "AdapterBlock" if part == "adapter" else listed.get(part)
         node = SCHEMA["$defs"][kind] if kind else node["properties"][part]
+        node = node["anyOf"][0] if part == "parallel_config" else node  # or `auto`
     found: dict[str, Any] = node["properties"][name]
     return found
 
