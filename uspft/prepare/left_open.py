@@ -274,8 +274,8 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     step = step_shape(alone, model, work.windows if work else ())
     rows = work.rows if work and alone is recipe else [step.row]
     tiled = settled_memory(alone, model)
-    if SLICES in asked:  # in one slice every mesh is legal that is in others
-        tiled = with_values(tiled, {SLICES: (1,) * 4})
+    if _on_a_mesh(alone.parallel_config):  # in one slice every mesh is legal that is in others
+        tiled = with_values(tiled, {SLICES: slices_of(alone.parallel_config) or (1,) * 4})
     wrong, other = wrong_in(tiled, model, hardware, asked), other_than_asked(alone)
 
     def why_not(way: Way) -> str | None:
