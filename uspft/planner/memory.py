@@ -291,11 +291,16 @@ def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
     """Return the window of each layer in keys; None where it sees all."""
     window, family = shape.window, FAMILIES[shape.model_type]
     types, layers = shape.raw.get("layer_types"), range(shape.layers)
-    if window is None or (family.windows == "all" and not types):
+    one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
+    if window is None or (one_for_all and not types):
         return (window,) * shape.layers
     if types:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family.windows == "switched":
+        if shape.model_type == "smollm3":  # those without rotary positions
+            every = int(shape.raw.get("no_rope_layer_interval", 4))
+            turned = shape.raw.get("no_rope_layers") or [(i + 1) % every for i in layers]
+            return tuple(None if turned[i] else window for i in layers)
         first = shape.raw.get("max_window_layers", 28)
         return tuple(window if i >= first else None for i in layers)
     full = 6 if shape.model_type == "gemma3_text" else 2
