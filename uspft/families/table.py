@@ -106,7 +106,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(cut=LayerCut(after_first={"embedding_multiplier": 1.0})),
     "gemma2": Family(
         "typed",
-        {**_GEMMA, "attn_logit_softcapping": 50.0},
+        {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         whole_heads=True,
         norm_start=0.0,
         capped=True,

@@ -181,14 +181,14 @@ def _plus(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tenso
     """Return out + a · b in out's memory, or a · b in a type where there is no `out`."""
     if out is None:
         return _product(a, b, dtype)
-    if a.is_cuda and a.dtype != dtype:
+    if not a.is_cpu and a.dtype != dtype:
         return out.add_(torch.mm(a, b, out_dtype=dtype))
     return out.addmm_(a.to(dtype), b.to(dtype))
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a · b in a type."""
-    if a.is_cuda and a.dtype != dtype:
+    if not a.is_cpu and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a.to(dtype), b.to(dtype))
 
