@@ -111,6 +111,15 @@ def begin_accumulation(optimizer: Any) -> None:
         buffer.zero_()
 
 
+def leaves_out_unreached(engine: Any) -> bool:
+    """Return whether only those gradients cross ranks that a step's last backward pass reaches.
+
+    DeepSpeed 0.19 keeps the others, of a rank's other stages, to itself at stage 1 where it reduces
+    beside the backward pass.
+    """
+    return bool(engine.zero_optimization_stage() == 1 and engine.zero_overlap_comm())
+
+
 def compare_traces_within(optimizer: Any, group: Group) -> None:
     """Have ZeRO-3 compare the order of modules among the ranks that hold the same parameters alone.
 

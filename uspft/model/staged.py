@@ -47,6 +47,8 @@ class StagedModel(nn.Module):
         """place: this rank's along the pipeline."""
         super().__init__()
         self.objective, self._last = objective, stages.count - 1
+        self.idle: nn.Parameter | None = None
+        """What trains where nothing else does."""
         self.__dict__["parts"] = parts  # of which other ranks' parameters are no concern of ours
         self._named = parts.named()
         base = parts.model.base_model
@@ -62,20 +64,33 @@ class StagedModel(nn.Module):
         self.parts.train(mode)
         return self
 
+    def add_idle(self) -> None:
+        """Give this rank a parameter, since an engine wants one: of one element, always 0."""
+        device = self.parts.model.device
+        self.idle = nn.Parameter(torch.zeros(1, dtype=self.parts.model.dtype, device=device))
+
     def forward(
-        self, batch: Batch, scales: tuple[float | None, ...], stage: int, x: Tensor | None
+        self, batch: Batch, scales: tuple[float | None, ...], stage: int | None, x: Tensor | None
     ) -> Tensor:
         """Take a micro-batch through a stage; return what enters the next one, or of the last the
         objective's terms, [terms].
 
-        x: what the stage before made; None before the first.
+        stage: None for the idle parameter alone, as `nothing`. x: what the stage before made; None
+        before the first.
         """
+        if stage is None:
+            return self.nothing()
         of_stage = _OfStage(self.parts, self.stages[str(stage)], x)
         if stage == self._last:
             terms: Tensor = self.objective(of_stage, batch, scales)
             return terms
         call = of_stage.begin(batch)
         return of_stage.layers(call, of_stage.embedding(call)).hidden
+
+    def nothing(self) -> Tensor:
+        """Return 0 as a float32 scalar, with a gradient of 0 for all of this rank that trains."""
+        every = [p.flatten()[0].float() for p in self.parameters() if p.requires_grad]
+        return torch.stack(every).sum() * 0.0
 
     def hidden_buffer(self, batch: Batch) -> Tensor:
         """Return memory for what stages of this rank take from others of a micro-batch."""
