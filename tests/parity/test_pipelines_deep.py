@@ -27,8 +27,10 @@ MEMORY = ("nothing", "exchange", "attention", "kept", "host", "tiles")
 
 
 def legal(case: tuple[Any, ...]) -> bool:
-    """Whether the machine has as many ranks."""
-    stages, _, _, _, data, context, tensor, _, _, _, _ = case
+    """Whether a recipe may say so, of at most eight ranks."""
+    stages, _, _, _, data, context, tensor, _, _, _, memory = case
+    if (memory == "exchange" and context != "ulysses_cp") or (memory, tensor) == ("tiles", "mesh"):
+        return False
     return stages * data * (2 if context else 1) * (2 if tensor else 1) <= 8
 
 
@@ -100,6 +102,8 @@ BY_HAND = [
 LIKE_ONE = [
     Case("llama", 2, zero="zero1", beside=("adapter",)),
     Case("llama", 2, 2, zero="zero3 whole", tied=True, beside=("adapter",)),
+    Case("llama", 2, zero="zero1", beside=("first frozen", "bfloat16")),
+    Case("llama", 2, zero="zero3 whole", beside=("table alone", "bfloat16")),
     Case("llama", 2, zero="zero2", tensor=2, beside=("dropout",)),
     Case("llama", 2, 2, zero="zero1", context=2, tied=True, beside=("dropout", "tiles")),
 ]

@@ -105,6 +105,8 @@ def make(folder: Path, case: Case) -> Path:
     name, own = ARCHITECTURES[case.kind]
     if case.kind == "mistral":
         own = {"sliding_window": 7}
+    elif case.kind == "smollm3":
+        own = {"no_rope_layers": [layer % 2 for layer in range(case.layers)]}
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
         vocab_size=97,

@@ -4,8 +4,8 @@ parameters.
 On CPU its init compiles a shared-memory collective that training never uses (40 s, and a crash
 where there is no compiler). Every ZeRO engine imports its Muon optimizer, which no recipe can name,
 and with it torch's whole compiler (2 s of CPU a rank). It also logs at INFO. Upstream range:
-deepspeed >= 0.19, < 0.20. tests/unit/engine/test_quarantine.py fails when upstream changes, and so
-does tests/parity/test_holders.py for what ranks with different parameters need.
+deepspeed >= 0.19, < 0.20. tests/unit/engine/test_quarantine.py fails when upstream changes; for
+what ranks with different parameters need tests/parity/test_holders.py and test_pipelines.py do.
 """
 
 from __future__ import annotations
