@@ -73,23 +73,23 @@ def pipelined(
     """
     module = StagedModel(parts, objective, stages, group.index)
     named, table = module.named(), parts.model.get_input_embeddings().weight
-    trained = [name for name, parameter in named.items() if parameter.requires_grad]
-    if not any(map(holders.holds, trained)):
-        module.add_idle()
+    trained = {stage_of(name, stages) for name, p in named.items() if p.requires_grad}
+    first, own = min(trained), set(range(group.index, stages.count, stages.ranks))
+    bare = {stage for stage in own - trained if stage >= first}
+    if bare or not own & trained:
+        module.add_idle(bare)
     every, lines = holders.shards.layout.groups(("pipeline",)), Lines(group)
     if table.device.type == "cuda":
         lines = Lines(group, groups.ways(every, holders.rank))
     tied, tie_trains = None, parts.model.config.tie_word_embeddings and table.requires_grad
     if parts.model.config.tie_word_embeddings and group.index in (0, group.size - 1):
         name = next(name for name, p in named.items() if p is table)
-        first = holders.rank % (holders.everyone.size // group.size)
-        size = holders.shards.part(name, holders.shapes[name], first).size
+        holder = holders.rank % (holders.everyone.size // group.size)
+        size = holders.shards.part(name, holders.shapes[name], holder).size
         tied = TiedTable(table, size, lines, parts.model.dtype)
         if tied.copy is not None:
             module.copy_head(tied.copy)
-    first_trained = min(stage_of(name, stages) for name in trained)
-    ends = Ends(first_trained, tie_trains)
-    return module, Pipeline(module, stages, scheduler, lines, tied, ends)
+    return module, Pipeline(module, stages, scheduler, lines, tied, Ends(first, tie_trains))
 
 
 class _Given(torch.autograd.Function):
@@ -171,8 +171,7 @@ class Pipeline:
                     mail.send(*self._sent(action), made)
             else:
                 x, made = live.pop((stage, index))
-                ends_step = number == last and self.idle is None
-                self._backward(engine, action, batch, made, mail, last=ends_step)
+                self._backward(engine, action, batch, made, mail, last=number == last)
                 if x is not None and x.requires_grad:
                     assert x.grad is not None
                     mail.send(*self._sent(action), x.grad)
@@ -181,7 +180,7 @@ class Pipeline:
                     mail.send(0, TIE, self._tied.gradient())
             if (action.kind, stage) == self._lap:
                 engine.laps.mark()
-        if self.idle is not None:
+        if last is None:  # all stages of this rank are before the first that trains
             nothing = engine.take(batches[-1], scales, None, None)
             engine.backward(nothing, batches[-1], last=True)
         mail.close()
