@@ -116,7 +116,8 @@ def assemble(
         passes = most_passes(recipe, world.layout)
         pipeline = None
         if stages:
-            module, pipeline = pipelined(parts, objective, stages, holders, world.mesh.pipeline)
+            line = world.mesh.pipeline
+            module, pipeline = pipelined(parts, objective, stages, holders, line, "1f1b", groups)
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())
