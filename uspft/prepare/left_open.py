@@ -271,7 +271,7 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         why = f"{unknown}, not known yet, may change this"
         return _likely(alone, ranks, space, asked, why)
     work, hardware = known.work, cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
-    step = step_shape(alone, model, work.windows if work else ())
+    step = step_shape(alone, model)
     rows = work.rows if work and alone is recipe else [step.row]
     tiled = settled_memory(alone, model)
     if _on_a_mesh(alone.parallel_config):  # in one slice every mesh is legal that is in others

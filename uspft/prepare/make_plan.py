@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
-from uspft.model.hf_config import layer_windows
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import RECOMPUTES, options_of
 from uspft.planner.rank import Ranked, Ranking, ranked, ranking
@@ -17,7 +15,6 @@ from uspft.planner.ways import Space, Way
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.left_open import open_keys, space_of, wrong_in
-from uspft.prepare.model import examine_model
 from uspft.prepare.paths import find_paths
 from uspft.prepare.step import stage_of, step_shape
 
@@ -51,11 +48,7 @@ def step_of(found: Examined) -> StepShape:
     if model is None:
         what = f"the sizes of {recipe.model.name_or_path} are not on this machine"
         raise Fault([("model.name_or_path", what, "name its folder, or a model of configs/models")])
-    examined = examine_model(found.here)
-    # What the file leaves out is as transformers has it, such as how many experts a token meets.
-    whole = replace(model, raw={**examined.config.to_dict(), **model.raw})
-    windows = layer_windows(examined.config)
-    return step_shape(recipe, whole, windows, trained=examined.trained / examined.parameters)
+    return step_shape(recipe, model)
 
 
 def own_way(found: Examined) -> Way:

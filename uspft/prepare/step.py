@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO
-from uspft.families import ModelShape
-from uspft.planner.memory import RECOMPUTES
+from uspft.families import FAMILIES, ModelShape
+from uspft.planner.memory import RECOMPUTES, layer_windows, lora_of
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.planner.trained import counts_of
 from uspft.segments import Segments
 from uspft.sequence import forwards_of
 
 
-def step_shape(
-    recipe: Recipe,
-    model: ModelShape,
-    windows: Sequence[int | None] = (),
-    *,
-    trained: float | None = None,
-) -> StepShape:
-    """Return the recipe's step, with rows of one document each.
-
-    windows: of each layer; () where they are not known, and then all have the model's. trained: the
-    share of the parameters that train; None: of an adapter none, else all.
-    """
-    adapter = 0.0 if recipe.model.adapter else 1.0
+def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
+    """Return the recipe's step, with rows of one document each."""
+    # What the file leaves out is as transformers has it, such as how many experts a token meets.
+    whole = replace(model, raw={**FAMILIES[model.model_type].defaults, **model.raw})
+    counts = counts_of(whole, 1, lora_of(recipe.model), tuple(recipe.model.freeze))
     return StepShape(
-        model,
+        whole,
         Segments.single(recipe.data.sequence_length),
-        tuple(windows) or (model.window,) * model.layers,
+        layer_windows(whole),
         recipe.training.global_batch_size,
         recipe.training.micro_batch_size,
         stage=stage_of(recipe),
@@ -38,7 +32,7 @@ def step_shape(
         recompute=bool(recipe.memory.gradient_checkpointing),
         attention=forwards_of(recipe),
         overlaps=_overlaps(recipe),
-        trained=adapter if trained is None else trained,
+        trained=counts.trained / counts.every,
         gradient_bytes=gradient_bytes(recipe),
         **matrices_of(recipe.parallel_config),
     )
