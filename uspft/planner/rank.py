@@ -23,13 +23,10 @@ from uspft.planner.memory import (
     state_in,
     unpredicted,
 )
-from uspft.planner.mesh_tuner import TunedMesh, tune
+from uspft.planner.mesh_tuner import tune
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 
-TIE = {True: 1.05, False: 1.12}
-"""Times the seconds of the first layout below which another is as fast, by whether the machine was
-calibrated: so far may the price be off between two layouts."""
 PLAIN = Options()
 SAID = 3
 """Parts that are named when a layout loses to the first."""
@@ -108,7 +105,7 @@ class Ranking:
         if not self.layouts:
             return set()
         first = self.layouts[0]
-        most = TIE[hardware.calibrated] * first.seconds
+        most = (1 + hardware.error(first.layout.ranks)) * first.seconds
         return {one.name for one in self.layouts if one.seconds <= most and one.room == first.room}
 
 
@@ -127,8 +124,7 @@ def ranked(
     """
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
-        tuned = tuned_mesh(shape, way.layout, hardware)
-        shape = replace(shape, slices=tuned.slices if tuned else (1,) * 4)
+        shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
     algorithm = way.algorithm(step, hardware.ranks_per_host)
     time = price.step_time(shape, way.layout, algorithm, hardware)
     asked = options_under(way, options)
@@ -234,7 +230,8 @@ def longest_under(model: ModelShape, way: Way, hardware: Hardware, options: Opti
     return longest_row(model, way.layout, hardware.memory.bytes, options=asked)
 
 
-def tuned_mesh(step: StepShape, layout: Layout, hardware: Hardware) -> TunedMesh | None:
-    """Return a layout's mesh with the slices that suit it; None where it cannot be."""
+def slices_on(step: StepShape, layout: Layout, hardware: Hardware) -> tuple[int, ...]:
+    """Return the slices of each product that suit a mesh."""
     degrees = layout.tensor, layout.context // layout.mesh_rows, layout.data
-    return tune(step, degrees, hardware).on((layout.mesh_rows, layout.mesh_columns))
+    found = tune(step, degrees, hardware).on((layout.mesh_rows, layout.mesh_columns))
+    return found.slices if found else (1,) * 4

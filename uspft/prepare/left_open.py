@@ -31,7 +31,7 @@ from uspft.planner.auto import (
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import options_of, unpredicted
-from uspft.planner.rank import tuned_mesh
+from uspft.planner.mesh_tuner import tune
 from uspft.planner.ways import Space, Way, WhyNot
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import layout_findings
@@ -169,20 +169,25 @@ def space_of(recipe: Recipe) -> Space:
     return Space(
         tensor=fixed("model_parallel"),
         context=fixed("context_parallel"),
-        data=None if parallel.data_parallel == AUTO else {parallel.data_parallel},
+        data=None if parallel.data_parallel == AUTO else {int(parallel.data_parallel)},
         ulysses=ulysses,
         algorithms=algorithms and {name for one in algorithms for name in _alike(one, ulysses)},
         tokens=fixed("use_seq_parallel") or (False, True),
         flat=not mesh,
         meshes=mesh,
         stages=stages_for(zero) if STAGE in open_ else {stage_of(recipe)},
-        rows=[n for n in range(1, MOST_ROWS + 1) if batch % n == 0] if several else {_rows(recipe)},
+        rows=_powers(batch) if several else {_rows(recipe)},
         recomputes=recomputes_of(recipe, recipe.launch.device),
     )
 
 
 def _rows(recipe: Recipe) -> int:
     return int(recipe.training.micro_batch_size)
+
+
+def _powers(batch: int) -> list[int]:
+    """Return the powers of two up to MOST_ROWS that divide the rows of a step."""
+    return [1 << n for n in range(MOST_ROWS.bit_length()) if batch % (1 << n) == 0]
 
 
 def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None]:
@@ -290,7 +295,9 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:
-        tuned = tuned_mesh(found.way.step(step), found.way.layout, hardware)
+        layout = found.way.layout
+        degrees = layout.tensor, layout.context // layout.mesh_rows, layout.data
+        tuned = tune(found.way.step(step), degrees, hardware).on(_mesh(layout))
         longer = tuned.whole_seconds / tuned.seconds if tuned else 1.0
         why = f"in one slice matrices take {longer:.3g} × as long"
         found = found._replace(reasons={**found.reasons, SLICES: why})

@@ -69,7 +69,10 @@ class Case:
             draw.choice(("auto", "nothing", "attention")),
             left,
         )
-        return replace(drawn, stage="auto", recompute="auto") if left == "all" else drawn
+        if left != "all":
+            return drawn
+        few = replace(drawn, tensor=1, context=min(drawn.context, 4), data=1)
+        return replace(few, stage="auto", recompute="auto")
 
     @property
     def parallel(self) -> Any:
