@@ -91,7 +91,7 @@ def recommend(
     first, *others = order
     what = "takes least of the ways that fit" if first.fits else "is fastest, though no way fits"
     beside = [
-        f"{one.way.name} {one.seconds / first.seconds:.3g} ×" + " (does not fit)" * (not one.fits)
+        f"{one.way.name} {one.seconds / first.seconds:.4g} ×" + " (does not fit)" * (not one.fits)
         for one in others[:NAMED]
     ]
     why = f"{first.way.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
@@ -143,7 +143,7 @@ def _reason(key: str, first: _Timed, others: Sequence[_Timed]) -> str:
 def _beside(first: _Timed, value: Any, other: _Timed) -> str:
     name = f" ({other.way.name})" * (other.way.name != first.way.name)
     said = as_written(value)
-    takes = f"a step takes {other.seconds / first.seconds:.3g} ×{name}"
+    takes = f"a step takes {other.seconds / first.seconds:.4g} ×{name}"
     if other.fits or not first.fits:
         return f"with {said} {takes}"
     return f"with {said} it does not fit{name}"
