@@ -15,7 +15,7 @@ from uspft.data.eval_rows import EvalSet, evaluation_sets
 from uspft.data.loader import RowLoader
 from uspft.data.orders import Orders
 from uspft.engine.deepspeed_config import most_passes
-from uspft.engine.pipelined import pipelined, stages_of
+from uspft.engine.pipelined import pipelined
 from uspft.engine.step import Engine, LossModule
 from uspft.engine.zero import ZeroEngine, partitioner
 from uspft.job import Job
@@ -29,6 +29,7 @@ from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.shards import Holders
+from uspft.pipeline.stages import stages_of
 from uspft.switching.dealing import training_loader
 from uspft.switching.moving import MovingEngine, hosts_of_ranks
 from uspft.world import World, live_worlds
@@ -94,7 +95,7 @@ def assemble(
     dtype = getattr(torch, recipe.model.dtype)
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     choose_trained(model, recipe.model, recipe.seed)
-    stages = stages_of(recipe, config)  # None: one has all layers
+    stages = stages_of(recipe)  # None: each rank has all layers
     shards = [shards_under(model, one, tensor_of_rows=most, stages=stages) for one in under]
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
@@ -116,7 +117,8 @@ def assemble(
         passes = most_passes(recipe, world.layout)
         pipeline = None
         if stages:
-            module, pipeline = pipelined(parts, objective, stages, holders, world.mesh.pipeline)
+            order, line = recipe.parallel_config.pipeline_scheduler, world.mesh.pipeline
+            module, pipeline = pipelined(parts, objective, stages, holders, line, order)
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())

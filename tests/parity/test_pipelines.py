@@ -150,15 +150,6 @@ def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
     )
 
 
-def allow() -> None:
-    """Let recipes of this process ask for pipelines."""
-    from uspft.config import available
-
-    every = tuple(one for one in available.LATER if one.feature != "pipeline parallelism")
-    assert len(every) < len(available.LATER)
-    available.LATER = every  # type: ignore[misc]
-
-
 def saved(run: Any, folder: Path) -> None:
     from uspft.checkpoint.model_files import write_model_files
     from uspft.checkpoint.save import save_checkpoint
@@ -173,7 +164,6 @@ def saved(run: Any, folder: Path) -> None:
 
 
 def resumed(rank: int, pairs: dict[Case, Case], folder: Path, data: Path) -> dict[Case, Any]:
-    allow()
     found = {}
     for before, case in pairs.items():
         faulthandler.dump_traceback_later(120, exit=True)
@@ -190,7 +180,6 @@ def resumed(rank: int, pairs: dict[Case, Case], folder: Path, data: Path) -> dic
 def trained(rank: int, cases: list[Case], folder: Path, data: Path) -> dict[Case, Any]:
     from uspft.training.evaluate import evaluate
 
-    allow()
     found = {}
     for number, case in enumerate(cases):
         faulthandler.dump_traceback_later(120, exit=True)
@@ -340,7 +329,6 @@ def sleepy(rank: int, folder: Path, data: Path) -> list[tuple[float, dict[str, t
     """Norm and Adam's means of a step, without and with actions that sleep at random."""
     from uspft.engine.zero import ZeroEngine
 
-    allow()
     take, random, found = ZeroEngine.take, Random(rank), []
 
     def late(self: ZeroEngine, *args: Any) -> torch.Tensor:
@@ -378,7 +366,6 @@ def broken(
     """Losses and norms of two steps of which something is left out."""
     from uspft.engine.pipelined import Pipeline
 
-    allow()
     faulthandler.dump_traceback_later(60, exit=True)
     results = []
     run = prepared(recipe(case, folder, data), folder / f"broken {what}")

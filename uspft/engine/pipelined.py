@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uspft.config.pipeline_rules import beside_stages
-from uspft.config.problems import Fault, RunFailed
+from uspft.config.problems import RunFailed
 from uspft.engine.quarantine import begin_accumulation
 from uspft.engine.tied import TiedTable
 from uspft.model.staged import StagedModel, stage_of
@@ -29,43 +28,31 @@ from uspft.pipeline.schedules import (
     forward_alone,
     forward_and_backward,
 )
-from uspft.pipeline.stages import Stages, dealt_out, fits
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.comm import Group
-    from uspft.config import Recipe
     from uspft.engine.zero import ZeroEngine
     from uspft.model.causal import CausalModel
     from uspft.objective import Objective, Scales
     from uspft.parameters.shards import Holders
-
-
-def stages_of(recipe: Recipe, config: Any) -> Stages | None:
-    """Return the stages of a recipe's pipeline; None where there is none.
-
-    Raises Fault for what speaks against them.
-    """
-    ranks, virtual = recipe.parallel_config.pipeline_stage, recipe.parallel_config.pp_interleave_num
-    if ranks == 1:
-        return None
-    layers = config.num_hidden_layers
-    findings = [*beside_stages(recipe), *fits(layers, ranks, virtual)]
-    if getattr(config, "output_router_logits", False):
-        what = f"is true, which is not available beside parallel_config.pipeline_stage {ranks}"
-        findings.append(("model.overrides.output_router_logits", what, "write false"))
-    if findings:
-        raise Fault(findings)
-    return dealt_out([1.0] * layers, ranks, virtual)
+    from uspft.pipeline.stages import Stages
 
 
 def pipelined(
-    parts: CausalModel, objective: Objective, stages: Stages, holders: Holders, group: Group
+    parts: CausalModel,
+    objective: Objective,
+    stages: Stages,
+    holders: Holders,
+    group: Group,
+    scheduler: Scheduler | Literal["auto"] | None,
 ) -> tuple[StagedModel, Pipeline]:
     """Return the stages of this rank as a module, and what runs them.
 
-    group: the ranks along the pipeline. Raises RunFailed where a stage has nothing that trains.
+    group: the ranks along the pipeline. scheduler: a resolved recipe's. Raises
+    RunFailed where a stage has nothing that trains.
     """
+    assert scheduler and scheduler != "auto"  # the recipe is resolved
     module = StagedModel(parts, objective, stages, group.index)
     named, table = module.named(), parts.model.get_input_embeddings().weight
     trains = {stage_of(name, stages) for name, p in named.items() if p.requires_grad}
@@ -80,7 +67,7 @@ def pipelined(
         tied = TiedTable(table, size, group, parts.model.dtype)
         if tied.copy is not None:
             module.copy_head(tied.copy)
-    return module, Pipeline(module, stages, "1f1b", group, tied, tie_trains=tie_trains)
+    return module, Pipeline(module, stages, scheduler, group, tied, tie_trains=tie_trains)
 
 
 AHEAD = 2

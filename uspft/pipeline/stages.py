@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 from operator import add
+from typing import TYPE_CHECKING
 
 from uspft.config.problems import Finding
+
+if TYPE_CHECKING:
+    from uspft.config import Recipe
 
 Each = Sequence[int] | Sequence[Sequence[int]]
 """A number for each stage: [p], or [v][p]."""
@@ -52,6 +56,21 @@ class Stages:
     def of_sizes(cls, sizes: Sequence[int], ranks: int) -> Stages:
         """Return stages with so many layers each."""
         return cls((0, *accumulate(sizes)), ranks)
+
+
+def stages_of(recipe: Recipe) -> Stages | None:
+    """Return the stages of a resolved recipe; None where it has one."""
+    parallel = recipe.parallel_config
+    if parallel.pipeline_stage == 1:
+        return None
+    sizes = _flat(
+        parallel.layers_per_stage or (),
+        parallel.pipeline_stage,
+        parallel.pp_interleave_num,
+        alike=False,
+    )
+    assert sizes  # the recipe is resolved
+    return Stages.of_sizes(sizes, parallel.pipeline_stage)
 
 
 def dealt_out(

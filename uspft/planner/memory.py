@@ -138,7 +138,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
         gradient_reduction=memory.gradient_reduction,
-        checkpointing=memory.gradient_checkpointing,
+        checkpointing=bool(memory.gradient_checkpointing),
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
