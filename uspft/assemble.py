@@ -102,7 +102,7 @@ def assemble(
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism
     model.train()
-    recompute, offload = save_memory(model, recipe.memory)
+    recompute, offload = save_memory(model, recipe.memory, stages)
 
     # What is trained: embedding, layers and head, and the objective that calls them.
     tile, held = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size), under[-1].layout

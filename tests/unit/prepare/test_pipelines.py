@@ -86,13 +86,13 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "parallel_config.layers_per_stage",
         {"parallel_config": {"layers_per_stage": [3, 3, 3]}},
-        "which is not a number for each of 2 stages",
+        "is [3, 3, 3], which is not a number for each of 2 stages",
         "write a list of 2 numbers",
     ),
     (
         "parallel_config.offset",
         {"parallel_config": {"offset": [1, 1]}},
-        "2 in all, and 9 layers over 2 stages of 4 leave 1",
+        "is [1, 1], 2 in all, and 9 layers over 2 stages of 4 leave 1",
         "add up to 1",
     ),
     (
