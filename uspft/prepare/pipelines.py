@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import AUTO
+from uspft.config.pipeline_rules import as_list
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES
+from uspft.pipeline.schedules import forward_and_backward
+from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, dealt_out, fits, offset, stated
 from uspft.planner.flops import layer_flops
 
@@ -54,6 +57,25 @@ def as_lists(stages: Stages) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
     sizes, ranks = stages.sizes, stages.ranks
     rows = tuple(sizes[at : at + ranks] for at in range(0, stages.count, ranks))
     return rows[0] if len(rows) == 1 else rows
+
+
+def stages_sentence(recipe: Recipe, layout: Layout) -> str | None:
+    """Return which layers the stages of a resolved recipe have, and how long ranks wait, for a
+    person; None where it has one stage, or the model's layers are not known."""
+    parallel = recipe.parallel_config
+    if layout.pipeline == 1 or parallel.layers_per_stage is None:
+        return None
+    order, virtual = parallel.pipeline_scheduler, parallel.pp_interleave_num
+    assert order and order != AUTO  # the recipe is resolved
+    passes = micro_batches(recipe, layout)
+    lists = forward_and_backward(order, layout.pipeline, passes, virtual)
+    waits = simulate(lists, lambda action: 2.0 if action.kind == "backward" else 1.0).bubble
+    named = f"interleaved {order}" if virtual > 1 and order == "1f1b" else order
+    many = f"{passes} micro-batch{'es' * (passes > 1)}"
+    return (
+        f"{as_list(parallel.layers_per_stage)} layers, {named} over {many}: ranks wait "
+        f"{waits:.0%} of a step where stages take equal time"
+    )
 
 
 def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
