@@ -21,6 +21,13 @@ _OFF: dict[str, tuple[object, ...]] = {
     "offset": (None, 0, (0,)),
 }
 """Keys that say something of stages, and the values that say nothing, of which the first is off."""
+WITHOUT_STAGES = {
+    "pipeline_stage": 1,
+    "micro_batch_num": 1,
+    "pipeline_interleave": None,
+    **{key: values[0] for key, values in _OFF.items()},
+}
+"""What a resolved `parallel_config` says of stages where there is one."""
 
 
 def stages(recipe: Recipe) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import AUTO
 from uspft.config.pipeline_rules import as_list
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from uspft.config import Finding, Recipe
     from uspft.families import ModelShape
     from uspft.layout import Layout
+    from uspft.prepare.known import Known
 
 AGAIN = 4 / 3
 """What a layer costs whose forward is made again, beside one whose is not."""
@@ -50,6 +51,25 @@ def stages_in(
     layers, head = layer_flops(shape, seen, recipe.data.sequence_length)
     again = AGAIN if recipe.memory.gradient_checkpointing is True else 1.0
     return dealt_out([again * one for one in layers], ranks, virtual, last=head)
+
+
+def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
+    """Return the recipe with everything settled of its stages that can be, and the number of its
+    micro-batches: 1 where there are no stages, as MindSpore Transformers says."""
+    parallel = recipe.parallel_config
+    several, virtual = parallel.pipeline_stage > 1, parallel.pp_interleave_num > 1
+    settled: dict[str, Any] = {}
+    if parallel.micro_batch_num == AUTO:
+        settled["micro_batch_num"] = micro_batches(recipe, layout) if several else 1
+    if parallel.pipeline_scheduler == AUTO:
+        settled["pipeline_scheduler"] = "1f1b" if several else None
+    if parallel.pipeline_interleave == AUTO:
+        settled["pipeline_interleave"] = virtual if several else None
+    if several and known.shape:
+        found = stages_in(recipe, known.shape, known.work.windows if known.work else ())
+        if isinstance(found, Stages):
+            settled |= {"layers_per_stage": as_lists(found), "offset": None}
+    return recipe.model_copy(update={"parallel_config": parallel.model_copy(update=settled)})
 
 
 def as_lists(stages: Stages) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:

@@ -23,10 +23,8 @@ from uspft.config.algorithms import (
     row_of,
 )
 from uspft.config.strategies import degrees_of, strategies_of, under
-from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
-from uspft.pipeline.stages import Stages
 from uspft.planner.auto import Choice, recommend
 from uspft.planner.memory import options_of
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
@@ -35,7 +33,7 @@ from uspft.prepare.chosen_layouts import with_layouts
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import settled_memory
 from uspft.prepare.new_tokens import with_vocabulary
-from uspft.prepare.pipelines import as_lists, stages_in
+from uspft.prepare.pipelines import with_stages
 from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
 from uspft.segments import Segments
 from uspft.sequence import Heads, of_recipe
@@ -309,29 +307,9 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
     return settled_memory(recipe, known.shape, _layout(recipe, known), hardware)
 
 
-def _passes(recipe: Recipe, known: Known) -> Recipe:
-    """Settle how many micro-batches a step has: 1 where there are no stages, as MindSpore says."""
-    parallel, layout = recipe.parallel_config, _layout(recipe, known)
-    if parallel.micro_batch_num != AUTO or layout is None:
-        return recipe
-    passes = micro_batches(recipe, layout) if layout.pipeline > 1 else 1
-    return _with(recipe, "parallel_config", micro_batch_num=passes)
-
-
 def _stages(recipe: Recipe, known: Known) -> Recipe:
-    """Settle which layers each stage has, and in which order its work is done."""
-    parallel = recipe.parallel_config
-    several, virtual = parallel.pipeline_stage > 1, parallel.pp_interleave_num > 1
-    settled: dict[str, Any] = {}
-    if parallel.pipeline_scheduler == AUTO:
-        settled["pipeline_scheduler"] = "1f1b" if several else None
-    if parallel.pipeline_interleave == AUTO:
-        settled["pipeline_interleave"] = virtual if several else None
-    if several and known.shape:
-        found = stages_in(recipe, known.shape, known.work.windows if known.work else ())
-        if isinstance(found, Stages):
-            settled |= {"layers_per_stage": as_lists(found), "offset": None}
-    return _with(recipe, "parallel_config", **settled)
+    layout = _layout(recipe, known)
+    return with_stages(recipe, layout, known) if layout else recipe
 
 
 SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
@@ -344,7 +322,7 @@ SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "parallel_config.tensor_slices": _mesh,
     "parallel_config.context_parallel_algo": _algorithm,
     "parallel_config.data_parallel": _replicas,
-    "parallel_config.micro_batch_num": _passes,
+    "parallel_config.micro_batch_num": _stages,
     "parallel_config.pipeline_scheduler": _stages,
     "parallel_config.pipeline_interleave": _stages,
     "parallel_config.layers_per_stage": _stages,
