@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
-from tests.support.launch import records
+from tests.support.launch import ROOT, records
 from tests.support.models import make_documents, make_model
 
 STEPS = 4
@@ -116,3 +116,45 @@ def test_stages_give_and_count_what_one_process_does(tmp_path: Path) -> None:
     assert ends[0].keys() == ends[1].keys() and "lm_head.weight" not in ends[0]
     for name, value in ends[1].items():
         torch.testing.assert_close(ends[0][name], value, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.full
+def test_the_example_of_mindspore_scaled_down_equals_one_process(tmp_path: Path) -> None:
+    """Tensor 2 and four stages for its eights, use_seq_parallel, and layers checkpointed by stage;
+    in float32, where equal is equal."""
+    make_model(tmp_path / "model", "llama", heads=4, kv_heads=2, num_hidden_layers=8)
+    make_documents(tmp_path / "d.jsonl", [31, 17, 48, 20, 28, 40, 8, 33, 15, 25], masked=[0.0, 0.6])
+    recipe = str(ROOT / "recipes/llama3.1-70b-text-pipeline-8k-64gpu.yaml")
+    words = [
+        f"model.name_or_path={tmp_path}/model",
+        "model.dtype=float32",
+        f"data.train={tmp_path}/d.jsonl",
+        "data.format=tokenized",
+        "data.sequence_length=48",
+        "training.epochs=null",
+        "training.steps=3",
+        "training.global_batch_size=8",
+        "training.max_grad_norm=0.5",
+        "optimizer.learning_rate=1e-3",
+        "launch.device=cpu",
+        "checkpoint.every_steps=null",
+        "export.huggingface=false",
+    ]
+    four = ["launch.processes=8", "parallel_config.model_parallel=2"]
+    four += ["parallel_config.pipeline_stage=4", "memory.gradient_checkpointing=[2, 1, 0, 0]"]
+    one = ["launch.processes=1", "parallel_config.model_parallel=1"]
+    one += ["parallel_config.pipeline_stage=1", "parallel_config.use_seq_parallel=false"]
+    one += ["memory.gradient_checkpointing=false"]
+    found = []
+    for name, own in (("stages", four), ("alone", one)):
+        (tmp_path / name).mkdir()
+        output = f"output_dir={tmp_path}/{name}/out"
+        process = Forked([recipe, *words, *own, output], tmp_path / name)
+        out, err = process.communicate(timeout=2 * HANG_SECONDS)
+        assert (process.returncode, err) == (0, ""), out + err
+        found.append(records(tmp_path / name))
+    assert found[0][0]["strategy"] == "tensor2-pipeline4"
+    for staged, alone in zip(*found, strict=True):
+        assert staged["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert staged["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+        assert staged["target_tokens"] == alone["target_tokens"]
