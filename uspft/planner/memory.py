@@ -67,6 +67,8 @@ class Options:
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
+    in_part: bool = False
+    """Whether only some layers are checkpointed."""
     recompute: str = "nothing"
     offload_activations: bool = False
     loss_tile: int | None = 1024
@@ -139,6 +141,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         offload_weights=away("offload_param"),
         gradient_reduction=memory.gradient_reduction,
         checkpointing=bool(memory.gradient_checkpointing),
+        in_part=not isinstance(memory.gradient_checkpointing, bool),
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
@@ -194,6 +197,7 @@ def unpredicted(
     found = {
         f"layers of {shape.model_type}": shape.model_type not in KNOWN,
         "matrices on a mesh": layout.is_mesh,
+        "some layers checkpointed": options.in_part,
         "stages of layers": layout.pipeline > 1,
     }
     return tuple(what for what, here in found.items() if here)
