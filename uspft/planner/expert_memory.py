@@ -48,7 +48,9 @@ def routed(
     """Return what experts make of x. trains: tells it of a module by its name. tile: tokens that
     experts take at a time, but not the router; None: all."""
     weight = float(of.element * of.number * of.hidden)
-    logits = linear(tape, x, of.element * of.tokens * of.number, weight, trains=trains(of.router))
+    logits = linear(
+        tape, x, of.element * of.tokens * of.number, weight, trains=trains(of.router)
+    )
     index, scores = _chosen(tape, logits, of)
     names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     into, out = map(trains, names)

@@ -49,7 +49,9 @@ def _features_gathered(tape: Tape, of: MeshProduct) -> Held:
     return part, _maybe(tape, of.columns > 1, of.panels)
 
 
-def _weights_gathered(tape: Tape, of: MeshProduct, features: float, *, copied: bool = True) -> Held:
+def _weights_gathered(
+    tape: Tape, of: MeshProduct, features: float, *, copied: bool = True
+) -> Held:
     """Start to gather a slice of the weights over mesh rows. copied: whether it is one first."""
     along = _maybe(tape, copied, of.slice(features) / of.rows)
     return along, _maybe(tape, of.rows > 1, of.slice(features))
