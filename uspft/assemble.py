@@ -23,8 +23,8 @@ from uspft.mesh import Groups
 from uspft.model.build import empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import heads_of, model_config, shared_window, softcap_of
-from uspft.model.loss import tile_tokens
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
+from uspft.model.tile_sizes import tile_tokens
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill, shapes_of

@@ -30,8 +30,8 @@ from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
 from uspft.tensor.cutting import cut
-from uspft.tensor.megatron import summed
 from uspft.tensor.parts import part_index, part_range
+from uspft.tensor.sums import summed
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
