@@ -17,6 +17,7 @@ from uspft.planner.mesh_memory import MeshProduct, all_features, inward, outward
 from uspft.planner.operations import (
     INDEX,
     WIDE,
+    Angles,
     NormKind,
     added,
     bent,
@@ -239,7 +240,8 @@ class Layer:
             key = self._projected(x, "k", s.sharing.kv_heads)
             value = viewed(tape, self._project(x, "self_attn.v_proj"))
         if s.kind.turned:
-            query, key = (s.kind.turned(tape, one, s.wide) for one in (query, key))
+            by = Angles(s.wide, s.kind.turned_share)
+            query, key = (s.kind.turned(tape, one, by) for one in (query, key))
         return [query, key, value]
 
     def _projected(self, x: Tensor, kind: str, heads: int) -> Tensor:

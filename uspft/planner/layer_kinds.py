@@ -9,6 +9,7 @@ from typing import NamedTuple
 from uspft.families import ModelShape
 from uspft.planner.operations import (
     WIDE,
+    Angles,
     turned_by_halves,
     turned_in_part,
     turned_plainly,
@@ -33,8 +34,10 @@ class LayerKind:
     norms: Norms = Norms()
     wide_norms: bool = False
     """Whether norms multiply by their weight in float32."""
-    turned: Callable[[Tape, Tensor, float], Tensor] | None = turned_plainly
+    turned: Callable[[Tape, Tensor, Angles], Tensor] | None = turned_plainly
     """What brings queries and keys into their positions; None: they have none."""
+    turned_share: float = 1.0
+    """The share of a head that is turned."""
     normed_heads: bool = False
     """Whether queries and keys are normed, a head at a time."""
     normed_together: bool = False
@@ -60,7 +63,8 @@ class LayerKind:
 
     def angle_bytes(self, dim: int, element: int) -> float:
         """Return the bytes of the cosines and sines of a token."""
-        return self.angles * dim * (WIDE if self.turned is turned_wide else element)
+        size = WIDE if self.turned is turned_wide else element
+        return self.angles * self.turned_share * dim * size
 
 
 _GEMMA = Norms(
@@ -98,11 +102,15 @@ LAYER_KINDS: dict[str, LayerKind] = {
 
 def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     """Return the kind of each layer of a model."""
-    kind = LAYER_KINDS.get(shape.model_type, LayerKind())
-    kind = replace(kind, qkv_bias=shape.attention_bias)
+    raw = {**shape.raw, **(shape.rope or {})}
+    kind = replace(
+        LAYER_KINDS.get(shape.model_type, LayerKind()),
+        qkv_bias=shape.attention_bias,
+        turned_share=float(raw.get("partial_rotary_factor", 1.0)),
+    )
     if shape.model_type != "smollm3":
         return (kind,) * shape.layers
-    every = shape.raw.get("no_rope_layer_interval", 4)
+    every = raw.get("no_rope_layer_interval", 4)
     usual = [(number + 1) % every != 0 for number in range(shape.layers)]
-    turned = shape.raw.get("no_rope_layers") or usual
+    turned = raw.get("no_rope_layers") or usual
     return tuple(kind if there else replace(kind, turned=None) for there in turned)

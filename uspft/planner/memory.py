@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from uspft.planner.attention_memory import Sharing
 from uspft.planner.expert_memory import Experts
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, LayerKind, layer_kinds
+from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.state import State, Zero, state_of
 from uspft.planner.trained import (
@@ -230,13 +231,34 @@ def activations_in(
     # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
     leaf = options.checkpointing and not outside[EMBEDDING] and (kinds[0].tensor > 1 or offloads)
     embedded = kinds[0].inside_bytes() if leaf else 0.0
-    waiting = (0.0 if offloads else one.kept for one in each)
+    routers = [_router_bytes(shape, sizes) for sizes in kinds]
+    waiting = (
+        (0.0 if offloads else one.kept) + own for one, own in zip(each, routers, strict=True)
+    )
     below = [*accumulate(waiting, initial=embedded)]
-    peaks = [(kept + one.most, kept) for kept, one in zip(below, each, strict=False)]
-    peaks.append((below[-1] + loss, below[-1]))
+    peaks = [(kept + own + one.most, kept) for kept, own, one in zip(below, routers, each)]
+    peaks.append((below[-1] + max(loss, _balance_bytes(head, routers)), below[-1]))
     peak, kept = max(peaks)
     parts = {"activations": kept, "at work": peak - kept, "batch": float(batch)}
     return parts, sum(one.kept for one in each) if offloads else 0.0
+
+
+def _router_bytes(shape: ModelShape, sizes: LayerSizes) -> float:
+    """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
+    for; later their gradient's."""
+    of = sizes.experts
+    asked = of and _full(shape).get("output_router_logits", False)
+    return float(of.element * of.tokens * of.number) if of and asked else 0.0
+
+
+def _balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
+    """Return what is alive at the most while routers' loss is made (model/router.py), beside their
+    logits: the gradients that came with the loss, probabilities, and of a layer what they choose
+    and its logits in float32."""
+    s, (first, *_) = head.layer, [*filter(None, routers), 0.0]
+    wide = WIDE / s.element
+    gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
+    return (gradients + wide * (sum(routers) + 2 * first)) if first else 0.0
 
 
 def _layers(

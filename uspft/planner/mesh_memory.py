@@ -49,16 +49,16 @@ def _features_gathered(tape: Tape, of: MeshProduct) -> Held:
     return part, _maybe(tape, of.columns > 1, of.panels)
 
 
-def _weights_gathered(
-    tape: Tape, of: MeshProduct, features: float, *, copied: bool = True
-) -> Held:
+def _weights_gathered(tape: Tape, of: MeshProduct, features: float, *, copied: bool = True) -> Held:
     """Start to gather a slice of the weights over mesh rows. copied: whether it is one first."""
     along = _maybe(tape, copied, of.slice(features) / of.rows)
     return along, _maybe(tape, of.rows > 1, of.slice(features))
 
 
-def _plus(tape: Tape, out: Storage | None, size: float) -> Storage:
-    """Return the sum of what slices have made, which each has made apart."""
+def _plus(tape: Tape, out: Storage | None, of: MeshProduct, size: float) -> Storage:
+    """Return the sum of what slices have made, which each makes apart where it is rounded."""
+    if out and of.element == WIDE:
+        return out
     made = tape.new(size)
     return out or made
 
@@ -74,7 +74,7 @@ def output_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
     for number in range(of.slices):
         here, ahead = ahead, start() if number + 1 < of.slices else ahead
         panels = _maybe(tape, of.columns > 1, of.panels)
-        out = _plus(tape, out, wide * of.tokens * features)
+        out = _plus(tape, out, of, wide * of.tokens * features)
         del panels
     assert out
     return out if wide == of.element else tape.new(of.own(features))
@@ -105,7 +105,6 @@ def right_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
         if number + 1 < of.slices:
             ahead = _features_gathered(tape, of)
         leaving = _leaving(tape, of, features, wide)
-        del panels
     return out
 
 
@@ -135,9 +134,8 @@ def output_and_right_stationary(
         here, ahead = ahead, start() if number + 1 < of.slices else ahead
         panels = _maybe(tape, of.columns > 1, of.panels)
         made = tape.new(WIDE / of.element * of.slice(features))
-        out = _plus(tape, out, WIDE * of.tokens * features)
+        out = _plus(tape, out, of, WIDE * of.tokens * features)
         leaving = made, _maybe(tape, of.rows > 1, made.size / of.rows)
-        del panels
     assert out
     return (out if of.element == WIDE else tape.new(of.own(features))), right
 

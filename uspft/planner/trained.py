@@ -68,7 +68,9 @@ def layer_modules(shape: ModelShape) -> dict[str, ProductShape]:
     found |= {name: ProductShape(1, shape.hidden_size) for name in kind.norms if name}
     if kind.normed_heads or kind.normed_together:
         heads = (query.outputs, key.outputs) if kind.normed_together else (shape.head_dim,) * 2
-        found |= {f"self_attn.{n}_norm": ProductShape(1, h) for n, h in zip("qk", heads, strict=True)}
+        found |= {
+            f"self_attn.{n}_norm": ProductShape(1, h) for n, h in zip("qk", heads, strict=True)
+        }
     return found
 
 

@@ -45,6 +45,7 @@ SIZES: dict[str, Any] = {
 }
 MANY = {"num_attention_heads": 64, "num_key_value_heads": 16}
 """Heads with which attention's backward needs more than the MLP's."""
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "many words": ("Llama", {"vocab_size": 8192}),
@@ -53,7 +54,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", MANY),
     "window": ("Mistral", {**MANY, "sliding_window": 512}),
     "long window": ("Mistral", {**MANY, "sliding_window": 6000}),
+    "gemma2": ("Gemma2", {**MANY, "sliding_window": 512}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 512, "num_hidden_layers": 6}),
+    "granite": ("Granite", {"attention_bias": True}),
+    "olmo2": ("Olmo2", MANY),
+    "phi3": ("Phi3", {**MANY, "partial_rotary_factor": 0.5, "pad_token_id": None}),
+    "smollm3": ("SmolLM3", {**MANY, "num_hidden_layers": 4, "pad_token_id": None}),
+    "mixtral": ("Mixtral", {**EXPERTS, "sliding_window": None, "output_router_logits": True}),
+    "qwen3 moe": ("Qwen3Moe", {**EXPERTS, **MANY, "num_experts": 8, "moe_intermediate_size": 320}),
+    "gpt-oss": ("GptOss", {**EXPERTS, **MANY, "sliding_window": 512}),
 }
+ROUTED, FUSED = ("mixtral", "qwen3 moe", "gpt-oss"), ("phi3",)
+
+
+def on_mesh(rows: int, columns: int, *slices: int) -> dict[str, Any]:
+    asked = {"tensor_parallel_algo": "meshslice", "tensor_mesh": (rows, columns)}
+    return {"parallel": {**asked, "tensor_slices": slices}}
+
+
 LAYOUTS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "whole": (Layout(), "ulysses_cp", {}),
     "ulysses 4": (Layout(ulysses=4), "ulysses_cp", {}),
@@ -76,6 +94,10 @@ LAYOUTS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
         "ring_cp",
         {"parallel": {"use_seq_parallel": True}},
     ),
+    "mesh 1 2": (Layout(mesh_columns=2, blocks=True), "ulysses_cp", on_mesh(1, 2, 1, 1, 1, 1)),
+    "mesh 2 1": (Layout(ulysses=2, mesh_rows=2), "ulysses_cp", on_mesh(2, 1, 2, 2, 2, 2)),
+    "mesh 2 2": (Layout(2, ring=2, mesh_rows=2), "ring_cp", on_mesh(2, 2, 2, 4, 1, 4)),
+    "mesh 2 4": (Layout(4, ulysses=2, ring=2, mesh_rows=2), "hybrid_cp", on_mesh(2, 4, 1, 1, 2, 1)),
 }
 TILED = {"mlp_tile_tokens": 512, "loss_tile_tokens": 1024}
 SAVING: dict[str, dict[str, Any]] = {
@@ -131,7 +153,19 @@ FEW = [
 
 def cases(*, full: bool) -> list[Case]:
     factors = tuple(MODELS), tuple(LAYOUTS), tuple(SAVING), tuple(TRAINED), DTYPES
-    return [Case(*case) for case in pairwise(*factors)] if full else FEW
+    return [Case(*case) for case in pairwise(*factors, legal=legal)] if full else FEW
+
+
+def legal(traits: tuple[Any, ...]) -> bool:
+    """Whether a recipe may ask for it, and it can be counted."""
+    case = Case(*traits)
+    if case.model in ROUTED and LAYOUTS[case.layout][0].tensor > 1:
+        return False
+    if case.model in ROUTED and case.dtype == "float32":  # grouped products on meta have one type
+        return False
+    if "mesh" in case.layout and "mlp_tile_tokens" in SAVING[case.saving]:
+        return False
+    return case.trained != "some lora" or case.model not in ROUTED + FUSED
 
 
 def config_of(model: str, dtype: str, sizes: dict[str, Any] | None = None) -> Any:
