@@ -52,7 +52,10 @@ def routed(
     index, scores = _chosen(tape, logits, of)
     names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     into, out = map(trains, names)
-    run = lambda parts: _experts(tape, parts, of, into, out)  # noqa: E731
+
+    def run(parts: Sequence[Tensor]) -> Tensor:
+        return _experts(tape, parts, of, into, out)
+
     if tile and tile < of.tokens:
         share, wide = tile / of.tokens, WIDE / of.element
         return tiled(tape, [x, index, scores], run, share, wide, trains=into or out)

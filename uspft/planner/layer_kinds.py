@@ -27,11 +27,14 @@ class Norms(NamedTuple):
     behind_mlp: str = ""
 
 
+_FRONT = Norms()
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """How a layer differs from LLaMA's."""
 
-    norms: Norms = Norms()
+    norms: Norms = _FRONT
     wide_norms: bool = False
     """Whether norms multiply by their weight in float32."""
     turned: Callable[[Tape, Tensor, Angles], Tensor] | None = turned_plainly
@@ -45,7 +48,7 @@ class LayerKind:
     fused: bool = False
     """Whether queries, keys and values are one projection, and gate and up another."""
     scaled: bool = False
-    """Whether what a block adds is multiplied by a number."""
+    """Whether what a block adds is multiplied by a number, and so is what the first layer takes."""
     qkv_bias: bool = False
     """Whether projections of queries, keys and values have one."""
     router: str = ""
@@ -67,6 +70,7 @@ class LayerKind:
         return self.angles * self.turned_share * dim * size
 
 
+LLAMA = LayerKind()
 _GEMMA = Norms(
     "input_layernorm",
     "post_attention_layernorm",
@@ -76,10 +80,10 @@ _GEMMA = Norms(
 _BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 LAYER_KINDS: dict[str, LayerKind] = {
-    "llama": LayerKind(),
-    "mistral": LayerKind(),
-    "smollm3": LayerKind(),
-    "qwen2": LayerKind(),
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "smollm3": LLAMA,
+    "qwen2": LLAMA,
     "qwen3": LayerKind(normed_heads=True),
     "granite": LayerKind(scaled=True),
     "phi3": LayerKind(fused=True, turned=turned_in_part),
@@ -104,7 +108,7 @@ def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     """Return the kind of each layer of a model."""
     raw = {**shape.raw, **(shape.rope or {})}
     kind = replace(
-        LAYER_KINDS.get(shape.model_type, LayerKind()),
+        LAYER_KINDS.get(shape.model_type, LLAMA),
         qkv_bias=shape.attention_bias,
         turned_share=float(raw.get("partial_rotary_factor", 1.0)),
     )

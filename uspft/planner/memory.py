@@ -13,7 +13,7 @@ from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_b
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.expert_memory import Experts
 from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.layer_kinds import LAYER_KINDS, LayerKind, layer_kinds
+from uspft.planner.layer_kinds import LAYER_KINDS, LLAMA, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.state import State, Zero, state_of
@@ -229,14 +229,17 @@ def activations_in(
     batch = tokens * (BATCH_BYTES + angles)
     offloads = kinds[0].offloads
     # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
-    leaf = options.checkpointing and not outside[EMBEDDING] and (kinds[0].tensor > 1 or offloads)
+    copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
+    leaf = options.checkpointing and not outside[EMBEDDING] and copied
     embedded = kinds[0].inside_bytes() if leaf else 0.0
     routers = [_router_bytes(shape, sizes) for sizes in kinds]
     waiting = (
         (0.0 if offloads else one.kept) + own for one, own in zip(each, routers, strict=True)
     )
     below = [*accumulate(waiting, initial=embedded)]
-    peaks = [(kept + own + one.most, kept) for kept, own, one in zip(below, routers, each)]
+    peaks = [
+        (kept + own + one.most, kept) for kept, own, one in zip(below, routers, each, strict=False)
+    ]
     peaks.append((below[-1] + max(loss, _balance_bytes(head, routers)), below[-1]))
     peak, kept = max(peaks)
     parts = {"activations": kept, "at work": peak - kept, "batch": float(batch)}
@@ -322,7 +325,7 @@ def _full(shape: ModelShape) -> dict[str, Any]:
 
 def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
-    kind = LAYER_KINDS.get(shape.model_type, LayerKind())
+    kind = LAYER_KINDS.get(shape.model_type, LLAMA)
     down = layer_projections(shape)[-1]
     if not kind.router:
         return None

@@ -77,7 +77,9 @@ def output_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
         out = _plus(tape, out, of, wide * of.tokens * features)
         del panels
     assert out
-    return out if wide == of.element else tape.new(of.own(features))
+    made = out if wide == of.element else tape.new(of.own(features))
+    del here, ahead
+    return made
 
 
 def left_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
@@ -92,6 +94,7 @@ def left_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
         made = tape.new(of.panels) if of.columns > 1 else product
         del product
         leaving = made, _maybe(tape, of.columns > 1, of.panels / of.columns)
+    del here, leaving
     return out
 
 
@@ -105,6 +108,7 @@ def right_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
         if number + 1 < of.slices:
             ahead = _features_gathered(tape, of)
         leaving = _leaving(tape, of, features, wide)
+    del panels, ahead, leaving
     return out
 
 
@@ -137,7 +141,9 @@ def output_and_right_stationary(
         out = _plus(tape, out, of, WIDE * of.tokens * features)
         leaving = made, _maybe(tape, of.rows > 1, made.size / of.rows)
     assert out
-    return (out if of.element == WIDE else tape.new(of.own(features))), right
+    found = out if of.element == WIDE else tape.new(of.own(features))
+    del here, panels, leaving
+    return found, right
 
 
 def inward(
