@@ -108,7 +108,7 @@ def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     """Return the kind of each layer of a model."""
     raw = {**shape.raw, **(shape.rope or {})}
     kind = replace(
-        LAYER_KINDS.get(shape.model_type, LLAMA),
+        LAYER_KINDS[shape.model_type],
         qkv_bias=shape.attention_bias,
         turned_share=float(raw.get("partial_rotary_factor", 1.0)),
     )

@@ -13,7 +13,7 @@ from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_b
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.expert_memory import Experts
 from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.layer_kinds import LAYER_KINDS, LLAMA, layer_kinds
+from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.state import State, Zero, state_of
@@ -195,10 +195,16 @@ def unpredicted(
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
-        f"layers of {shape.model_type}": shape.model_type not in LAYER_KINDS,
+        "layers without experts beside others": _mixed(shape),
         "stages of layers": layout.pipeline > 1,
     }
     return tuple(what for what, here in found.items() if here)
+
+
+def _mixed(shape: ModelShape) -> bool:
+    """Tell whether only some layers of a model have experts."""
+    raw = shape.raw
+    return bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1
 
 
 def activations_in(
@@ -325,7 +331,7 @@ def _full(shape: ModelShape) -> dict[str, Any]:
 
 def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
-    kind = LAYER_KINDS.get(shape.model_type, LLAMA)
+    kind = LAYER_KINDS[shape.model_type]
     down = layer_projections(shape)[-1]
     if not kind.router:
         return None

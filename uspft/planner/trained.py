@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from uspft.families import ModelShape
-from uspft.planner.layer_kinds import LAYER_KINDS, LLAMA
+from uspft.planner.layer_kinds import LAYER_KINDS
 from uspft.planner.products import ProductShape, head_projection, layer_projections
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Trained:
 
 def layer_modules(shape: ModelShape) -> dict[str, ProductShape]:
     """Return the modules of a layer that have weights, by name, each with its matrix."""
-    kind = LAYER_KINDS.get(shape.model_type, LLAMA)
+    kind = LAYER_KINDS[shape.model_type]
     query, key, value, out, *router, gate, up, down = layer_projections(shape)
     found = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
     if kind.fused:
