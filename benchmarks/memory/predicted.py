@@ -43,6 +43,7 @@ def predicted(
             algorithm=CONTEXT[algorithm],
             exchange_stages=options.get("stages", 0),
             use_seq_parallel=asked.get("use_seq_parallel", False),
+            slices=asked.get("tensor_slices", (1,) * 4),
             dtype=dtype,
             checkpointing=bool(memory.gradient_checkpointing),
             recompute="nothing" if auto else memory.recompute,
