@@ -263,14 +263,15 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     if model is None:  # and so nothing says what fits, or how matrices can be split
         later = (RECOMPUTE, f"{BLOCK}.tensor_mesh", SLICES)
         asked = tuple(key for key in asked if key not in later)
-    ranks = _ranks(alone, known)
-    if not asked or ranks is None:
+    ranks, stages = _ranks(alone, known), alone.parallel_config.pipeline_stage
+    if not asked or ranks is None or ranks % stages:
         return None
+    ranks //= stages  # those of one stage share rows and matrices as a whole model's would
     space = space_of(alone)
     if alone is not recipe:  # layouts that switch share one optimizer, and weights that move ZeRO-1
         moves = recipe.parallel_config.switching == "move"
-        stages = [stage for stage in space.stages if stage > 0]
-        space = replace(space, stages=[1] if moves and STAGE in asked else stages)
+        above = [stage for stage in space.stages if stage > 0]
+        space = replace(space, stages=[1] if moves and STAGE in asked else above)
     if model is None or cluster is None:
         unknown = "the model's sizes" if model is None else "the cluster"
         why = f"{unknown}, not known yet, may change this"
