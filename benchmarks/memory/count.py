@@ -31,9 +31,9 @@ from uspft.model import grid
 from uspft.model import parallel as parallel_model
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
-from uspft.model.loss import tile_tokens
 from uspft.model.offload import Copies
 from uspft.model.parallelise import save_memory, shards_under
+from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective

@@ -67,6 +67,8 @@ class Options:
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
+    in_part: bool = False
+    """Whether only some layers are checkpointed."""
     recompute: str = "nothing"
     offload_activations: bool = False
     loss_tile: int | None = 1024
@@ -140,7 +142,8 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
         gradient_reduction=memory.gradient_reduction,
-        checkpointing=memory.gradient_checkpointing,
+        checkpointing=bool(memory.gradient_checkpointing),
+        in_part=not isinstance(memory.gradient_checkpointing, bool),
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
@@ -195,7 +198,9 @@ def unpredicted(
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
+        f"layers of {shape.model_type}": shape.model_type not in LAYER_KINDS,
         "layers without experts beside others": _mixed(shape),
+        "some layers checkpointed": options.in_part,
         "stages of layers": layout.pipeline > 1,
     }
     return tuple(what for what, here in found.items() if here)
@@ -360,11 +365,16 @@ def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
     """Return the window of each layer in keys; None where it sees all."""
     window, family = shape.window, FAMILIES[shape.model_type]
     types, layers = shape.raw.get("layer_types"), range(shape.layers)
-    if window is None or (family.windows == "all" and not types):
+    one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
+    if window is None or (one_for_all and not types):
         return (window,) * shape.layers
     if types:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family.windows == "switched":
+        if shape.model_type == "smollm3":  # those without rotary positions
+            every = int(shape.raw.get("no_rope_layer_interval", 4))
+            turned = shape.raw.get("no_rope_layers") or [(i + 1) % every for i in layers]
+            return tuple(None if turned[i] else window for i in layers)
         first = shape.raw.get("max_window_layers", 28)
         return tuple(window if i >= first else None for i in layers)
     full = 6 if shape.model_type == "gemma3_text" else 2

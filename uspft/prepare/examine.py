@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
 from uspft.config.strategies import KEY, layouts_of, row_lengths
@@ -18,7 +16,7 @@ from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
 from uspft.layout import Layout, layout_of
 from uspft.planner.mesh_tuner import Tuning
-from uspft.prepare.cluster import cluster_of, gpu_name
+from uspft.prepare.cluster import cluster_of, gpu_count, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.installed import tracker_findings
 from uspft.prepare.known import Known
@@ -26,6 +24,7 @@ from uspft.prepare.layout_findings import host_findings, run_findings
 from uspft.prepare.memory_need import exchange_findings, memory_sentence, memory_unknown
 from uspft.prepare.new_tokens import shape_of
 from uspft.prepare.paths import find_paths
+from uspft.prepare.pipelines import stages_sentence
 from uspft.prepare.resolve import choice, ranks_of, resolve, tuning
 from uspft.prepare.step import slices_of
 
@@ -150,7 +149,8 @@ class Examined:
     @property
     def settled(self) -> list[str]:
         """How the run is split, by which hardware file, and why; a line each, for a person."""
-        found = [f"layout: {self.sentence}"]
+        found, stages = [f"layout: {self.sentence}"], stages_sentence(self.recipe, self.layout)
+        found += [f"stages: {how}" for how in [stages] if how]
         found += [f"strategies: {why}" for why in [self.why_strategies] if why]
         found += [f"strategy: {line}" for line in self.strategies]
         found += [f"algorithm: {why}" for why in [self.why] if why]
@@ -223,7 +223,7 @@ def examine(
     """
     given = read(path, overrides)
     loaded, sound = given.loaded, given.sound
-    known = Known(hosts, torch.cuda.device_count(), ranks)
+    known = Known(hosts, gpu_count(), ranks)
     paths = find_paths(loaded.recipe, path)
     asked = paths.recipe
     loaded = replace(loaded, recipe=asked)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Waited, start_gather, start_sum_parts
+from uspft.tensor.parts import next_divisor
 from uspft.tensor.tensor_algorithm import Grid
 
 KIND = "tensor"
@@ -174,11 +175,6 @@ class Slices:
         """Write a slice of the first dimension to its place in `out` [long, n]."""
         blocks = out.unflatten(0, (-1, self.number, self.block))
         blocks[:, number] = made.unflatten(0, (-1, self.block))
-
-
-def next_divisor(number: int, least: int) -> int:
-    """Return the smallest divisor of a number that is at least `least`, or the number itself."""
-    return next((n for n in range(least, number) if number % n == 0), number)
 
 
 def _plus(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
