@@ -295,7 +295,9 @@ def of_stages(item: Check, *, also: Sequence[object] = ()) -> Check:
     one, words = described(item), "[one a stage] or [[one a stage], one list a virtual stage]"
     flat, nested = described(each(item, words)), described(each(each(item, words), words))
 
-    @lets_pass(f"{words} (each {one.wanted})", {"anyOf": [flat.schema, nested.schema]}, also)
+    schema = {"anyOf": [{**some.schema, "minItems": 1} for some in (flat, nested)]}
+
+    @lets_pass(f"{words} (each {one.wanted})", schema, also)
     def check(value: Any) -> Any:
         if among(value, also):
             return value
