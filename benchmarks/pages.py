@@ -31,7 +31,6 @@ from benchmarks.planning import report as planning
 from benchmarks.step import figures as step
 from benchmarks.switching import report as switching
 from benchmarks.switching.simulation import report as simulation
-from benchmarks.tensor import figures as tensor
 
 PROGRAM = "program"
 MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
@@ -46,7 +45,6 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "step": step.figures,
     "switching": switching.figures,
     "switching-simulation": simulation.figures,
-    "tensor": tensor.figures,
     PROGRAM: predictions.figures,
 }
 """What makes the figures of each file."""

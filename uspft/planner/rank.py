@@ -34,9 +34,6 @@ from uspft.planner.state import State
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 
-TIE = {True: 1.05, False: 1.12}
-"""Times the seconds of the first layout below which another is as fast, by whether the machine was
-calibrated: so far may the price be off between two layouts."""
 PLAIN = Options()
 SHORTLIST = 8
 """Layouts that are priced by dealing rows out to ranks."""
@@ -134,7 +131,8 @@ class Ranking:
     def is_tie(self, one: Ranked, hardware: Hardware) -> bool:
         """Tell whether a machine's error does not tell a layout from the first."""
         first = self.layouts[0]
-        return one.room == first.room and one.seconds <= TIE[hardware.calibrated] * first.seconds
+        most = (1 + hardware.error(first.layout.ranks)) * first.seconds
+        return one.room == first.room and one.seconds <= most
 
 
 def ranked(

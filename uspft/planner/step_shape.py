@@ -72,8 +72,8 @@ class StepShape:
     attention: Forwards = ONCE
     """How often a layer's attention makes its forward transfers, and those of keys its products."""
     use_seq_parallel: bool = False
-    overlaps: bool = False
-    """DeepSpeed's overlap_comm."""
+    overlaps: bool | None = False
+    """DeepSpeed's overlap_comm; None where it is left to DeepSpeed, which overlaps at stage 3."""
     trained: float = 1.0
     """The share of the parameters that train."""
     gradient_bytes: int = GRADIENT_BYTES
@@ -87,6 +87,11 @@ class StepShape:
     dealt: bool = True
     """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
     or goes by closed forms."""
+
+    @property
+    def hides(self) -> bool:
+        """Whether ZeRO's transfers pass behind products."""
+        return self.stage == 3 if self.overlaps is None else self.overlaps
 
     @property
     def forwards(self) -> int:
