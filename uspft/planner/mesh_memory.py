@@ -36,14 +36,14 @@ class MeshOperation(NamedTuple):
         return float(self.element * self.tokens * features)
 
 
-Held = tuple[Storage | None, ...]
+Panels = tuple[Storage | None, ...]
 
 
 def _maybe(tape: Tape, there: bool, size: float) -> Storage | None:
     return tape.new(size) if there else None
 
 
-def _features_gathered(tape: Tape, of: MeshOperation) -> Held:
+def _features_gathered(tape: Tape, of: MeshOperation) -> Panels:
     """Start to gather a slice of this rank's tokens over mesh columns."""
     part = _maybe(tape, of.slices > 1, of.panels / of.columns)
     return part, _maybe(tape, of.columns > 1, of.panels)
@@ -51,7 +51,7 @@ def _features_gathered(tape: Tape, of: MeshOperation) -> Held:
 
 def _weights_gathered(
     tape: Tape, of: MeshOperation, features: float, *, copied: bool = True
-) -> Held:
+) -> Panels:
     """Start to gather a slice of the weights over mesh rows. copied: whether it is one first."""
     along = _maybe(tape, copied, of.slice(features) / of.rows)
     return along, _maybe(tape, of.rows > 1, of.slice(features))
@@ -68,7 +68,7 @@ def _plus(tape: Tape, out: Storage | None, of: MeshOperation, size: float) -> St
 def output_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage:
     """Return [t, n/C]. features: n/C."""
 
-    def start() -> tuple[Held, Held]:
+    def start() -> tuple[Panels, Panels]:
         return _features_gathered(tape, of), _weights_gathered(tape, of, features)
 
     wide = WIDE if of.slices > 1 else of.element
@@ -87,8 +87,8 @@ def output_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage
 def left_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage:
     """Return [t, d/C], of [t, k/C]. features: k/C."""
     out = tape.new(of.own(of.hidden / of.columns))
-    ahead: Held = _weights_gathered(tape, of, features)
-    leaving: Held = ()
+    ahead: Panels = _weights_gathered(tape, of, features)
+    leaving: Panels = ()
     for number in range(of.slices):
         more = number + 1 < of.slices
         here, ahead = ahead, _weights_gathered(tape, of, features) if more else ahead
@@ -104,7 +104,7 @@ def right_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage:
     """Return [d/R, n/C], of [t, d/C] and [t, n/C]. features: n/C."""
     out, wide = tape.new(of.element * of.hidden / of.rows * features), _wide(of)
     ahead = _features_gathered(tape, of)
-    leaving: Held = ()
+    leaving: Panels = ()
     for number in range(of.slices):
         panels = _maybe(tape, of.columns > 1, of.panels)
         if number + 1 < of.slices:
@@ -118,7 +118,7 @@ def _wide(of: MeshOperation) -> int:
     return WIDE if of.rows > 1 else of.element
 
 
-def _leaving(tape: Tape, of: MeshOperation, features: float, wide: int) -> Held:
+def _leaving(tape: Tape, of: MeshOperation, features: float, wide: int) -> Panels:
     """Make a slice of a weight's gradient, and start to sum it over mesh rows."""
     size = wide / of.element * of.slice(features)
     return tape.new(size), _maybe(tape, of.rows > 1, size / of.rows)
@@ -129,13 +129,13 @@ def output_and_right_stationary(
 ) -> tuple[Storage, Storage]:
     """Return [t, n/C] and [d/R, n/C], of [t, d/C], [d/R, n/C] and [t, n/C]. features: n/C."""
 
-    def start() -> tuple[Held, Held]:
+    def start() -> tuple[Panels, Panels]:
         cut = of.slices > 1
         return _features_gathered(tape, of), _weights_gathered(tape, of, features, copied=cut)
 
     right = tape.new(of.element * of.hidden / of.rows * features)
     ahead, out = start(), None
-    leaving: Held = ()
+    leaving: Panels = ()
     for number in range(of.slices):
         here, ahead = ahead, start() if number + 1 < of.slices else ahead
         panels = _maybe(tape, of.columns > 1, of.panels)
