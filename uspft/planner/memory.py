@@ -419,17 +419,3 @@ def row_memory(
         for rows in (1, 2)
     )
     return two - one, 2 * one - two
-
-
-def least_work(
-    shape: ModelShape, layout: Layout, row_tokens: int, card_bytes: float, *, options: Options
-) -> str:
-    """Return what `memory.recompute: auto` is on a card: the least work that fits, or where nothing
-    does, what keeps least."""
-    for choice in RECOMPUTES:
-        if choice == "exchange" and layout.ulysses == 1:
-            continue
-        asked = replace(options, recompute=choice)
-        if fits(memory_of(shape, layout, row_tokens, options=asked), card_bytes):
-            return choice
-    return RECOMPUTES[-1]
