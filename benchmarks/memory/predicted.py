@@ -12,7 +12,7 @@ from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.model.loss import tile_tokens
+from uspft.model.tile_sizes import tile_tokens
 from uspft.planner.memory import BATCH_BYTES, Memory, Options, lora_of, memory_of
 
 COUNTED = 8
@@ -43,8 +43,9 @@ def predicted(
             algorithm=CONTEXT[algorithm],
             exchange_stages=options.get("stages", 0),
             use_seq_parallel=asked.get("use_seq_parallel", False),
+            slices=asked.get("tensor_slices", (1,) * 4),
             dtype=dtype,
-            checkpointing=memory.gradient_checkpointing,
+            checkpointing=bool(memory.gradient_checkpointing),
             recompute="nothing" if auto else memory.recompute,
             offload_activations=memory.offload_activations == "cpu",
             loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),

@@ -36,6 +36,7 @@ from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
+from uspft.prepare.model import examine_model, must_be_built
 from uspft.prepare.weigh_strategies import has_strategies, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
@@ -87,6 +88,8 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     hosts = planned_hosts(place.environment)
     found = examine_for_plan(target, words, hosts, place.ranks)
     with found.placed():
+        if found.shape and must_be_built(found.here):
+            examine_model(found.here)
         if has_strategies(found):
             sizes, recipe = step_of(found).model, found.here
             with tokenizer_here(recipe) as tokenizer:
@@ -115,7 +118,7 @@ def _page(
     """Yield what a person reads."""
     yield f"layout: {found.sentence}"
     yield f"hardware: {found.hardware}"
-    yield machine_line(hardware)
+    yield machine_line(hardware, found.layout.ranks)
     yield f"{_step(step)}\n"
     if tuning := found.tuning:
         yield f"{_meshes(tuning, found.layout)}\n"
@@ -124,9 +127,9 @@ def _page(
         yield f"and {more} more (--top N)"
     yield LEGEND
     yield from left_out_lines(order.left_out)
-    first, own = order.layouts[0], next(one for one in order.layouts if one.own)
-    for one in dict.fromkeys((id(first), id(own))):
-        yield f"\n{parts_table(first if one == id(first) else own)}"
+    first = order.layouts[0]
+    for one in [first, *([order.own] if order.own and order.own is not first else [])]:
+        yield f"\n{parts_table(one)}"
     yield ""
     unknown = dict.fromkeys(what for one in every for what in one.memory.unpredicted)
     doubts = _doubts(found.recipe.model.dtype, hardware)

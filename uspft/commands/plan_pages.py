@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from uspft.commands.aligned import aligned
@@ -28,9 +29,9 @@ def shown(order: Ranking, top: int | None, only: Sequence[str]) -> list[Ranked]:
     only: words for the ways to split a step, beside data; layouts that split it otherwise are left
     out. None of them: all layouts.
     """
-    asked = [one for one in order.layouts if not only or splits_of(one) <= {*only, "data"}]
-    first = asked[:top]
-    return first + [one for one in order.layouts if one.own and one not in first]
+    asked = (one for one in order.layouts if not only or splits_of(one) <= {*only, "data"})
+    first = list(islice(asked, top))
+    return first + [order.own] * (order.own is not None and order.own not in first)
 
 
 def splits_of(one: Ranked) -> set[str]:
@@ -46,7 +47,7 @@ def layouts_table(
     order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware
 ) -> str:
     """Return a line for each layout, in their order."""
-    ties, options = order.ties(hardware), options_of(recipe, order.layouts[0].layout)
+    options = options_of(recipe, order.layouts[0].layout)
     rows = [
         ["layout", "seconds", "GiB", "longest row", "tokens/s a rank", "MFU", "beside the first"]
     ]
@@ -61,7 +62,7 @@ def layouts_table(
                 "–" if longest is None else f"{longest:,}" if longest else "none",
                 f"{one.tokens_per_second_per_rank:,.0f}",
                 "–" if mfu is None else f"{mfu:.2f}",
-                beside(one, order, ties),
+                beside(one, order, hardware),
             ]
         )
     return aligned(rows)
@@ -74,12 +75,13 @@ def longest_of(one: Ranked, hardware: Hardware, options: Options) -> int | None:
     return longest_under(one.step.model, one.way, hardware, options)
 
 
-def beside(one: Ranked, order: Ranking, ties: set[str]) -> str:
+def beside(one: Ranked, order: Ranking, hardware: Hardware) -> str:
     """Return why a layout is not the first, in words."""
     first = order.layouts[0]
     if one is first:
         return "the first"
-    return ": ".join(filter(None, ["tie" * (one.name in ties), one.why(first)])) or "as fast"
+    said = ["tie" * order.is_tie(one, hardware), one.why(first)]
+    return ": ".join(filter(None, said)) or "as fast"
 
 
 def gib_of(one: Ranked, hardware: Hardware) -> str:
@@ -109,21 +111,28 @@ def parts_table(one: Ranked) -> str:
     return aligned(rows)
 
 
-def machine_line(hardware: Hardware) -> str:
-    """Return which of a machine's figures are measured, and what tells two layouts apart."""
-    if hardware.calibrated:
-        return "machine: as calibrate measured it; layouts within 5 % are a tie"
+def machine_line(hardware: Hardware, ranks: int) -> str:
+    """Return which of a machine's figures are measured, and what tells two layouts of so many ranks
+    apart."""
+    ties = f"layouts within {hardware.error(ranks):.0%} are a tie".replace("%", " %")
+    if measured := hardware.measured:
+        told = f"machine: measured on {measured.date} ({measured.versions}): "
+        told += ", ".join(measured.figures)
+        missing = hardware.missing(ranks)
+        others = f"; not measured, those of another file stand in: {', '.join(missing)}"
+        return f"{told}{others if missing else ''}; {ties}"
     silent = [name for name, given in _optional(hardware).items() if not given]
     guessed = f"; guessed, since the file has none: {', '.join(silent)}" if silent else ""
-    return f"machine: published figures, none measured here; layouts within 12 % are a tie{guessed}"
+    return f"machine: published figures, none measured here; {ties}{guessed}"
 
 
 def _optional(hardware: Hardware) -> Mapping[str, bool]:
     """Return the figures that decide the order, and whether the file has them."""
     exchange = hardware.inside.link("all_to_all")
+    sums = hardware.between.of_host("reduce_scatter", 1)
     return {
         "all-to-all by the size of the group": exchange.by_ranks is not None,
-        "sums across hosts by the members of a host": hardware.between.host_by_members is not None,
+        "sums across hosts by the members of a host": sums is not None,
         "what a ring hides": "hide" in hardware.model_fields_set,
         "launches": "launch_seconds" in hardware.inside.model_fields_set,
     }
@@ -133,7 +142,7 @@ def as_data(
     order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware, machine: str
 ) -> dict[str, Any]:
     """Return the same for programs."""
-    ties, options = order.ties(hardware), options_of(recipe, order.layouts[0].layout)
+    options = options_of(recipe, order.layouts[0].layout)
     first = order.layouts[0]
     layouts = []
     for one in every:
@@ -156,14 +165,19 @@ def as_data(
                 "longest_row_tokens": longest,
                 "tokens_per_second_per_rank": one.tokens_per_second_per_rank,
                 "mfu": one.mfu(hardware),
-                "tie": one.name in ties,
+                "tie": order.is_tie(one, hardware),
                 "why": None if one is first else one.why(first),
             }
         )
     return {
         "layouts": layouts,
         "left_out": dict(order.left_out),
-        "machine": {"name": hardware.name, "calibrated": hardware.calibrated, "what": machine},
+        "machine": {
+            "name": hardware.name,
+            "what": machine,
+            "measured": as_tree(hardware.measured) if hardware.measured else None,
+            "error": hardware.error(first.layout.ranks),
+        },
         "model": {"type": first.step.model.model_type, "layers": first.step.model.layers},
     }
 

@@ -11,13 +11,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, model_validator
 
 from uspft.config.allowed import Described, described
-from uspft.config.checks import choice, each, real, table, text, tokens, whole
+from uspft.config.checks import (
+    choice,
+    each,
+    flag,
+    of_stages,
+    real,
+    table,
+    text,
+    tokens,
+    whole,
+)
 from uspft.config.deepspeed_fields import AIO, COMMS_LOGGER, FLOPS_PROFILER, ZERO, zero_fields
-from uspft.config.degrees import ParallelBlock
+from uspft.config.degrees import EachStage, ParallelBlock
 from uspft.config.fields import (
     Count,
     CountOrAuto,
     CountOrNone,
+    CountOrOpen,
     Flag,
     PathOrNone,
     RecipeBlock,
@@ -61,13 +72,31 @@ def _objective() -> Described:
     return Described(check, now.wanted, now.schema)
 
 
+def _checkpointing() -> Described:
+    """Return a check of whether layers are checkpointed, or how many of a stage or of each."""
+    all_or_none, first = described(flag()), described(whole(1))
+    each_of = described(of_stages(whole(0)))
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return each_of(value)
+        return (
+            first
+            if isinstance(value, int) and not isinstance(value, bool) and value
+            else all_or_none
+        )(value)
+
+    schema = {"anyOf": [all_or_none.schema, first.schema, *each_of.schema["anyOf"]]}
+    return Described(check, f"true, false, {first.wanted}, or {each_of.wanted}", schema)
+
+
 class DeepSpeedBlock(RecipeBlock):
     """These keys go to DeepSpeed as they are; its other settings follow from the other blocks."""
 
     zero_optimization: Annotated[dict[str, Any], _is(_zero)] = Field(
         default_factory=lambda: {"stage": 1}
     )
-    """DeepSpeed's ZeRO settings: `stage` (0 to 3, by default 1), offloading and all others."""
+    """DeepSpeed's ZeRO settings: `stage` (0 to 3, `auto`, by default 1), offloading and others."""
     aio: Annotated[dict[str, Any] | None, _is(table(AIO, also=_NONE))] = None
     """Settings of asynchronous reads and writes in NVMe offloading; null takes DeepSpeed's own."""
     comms_logger: Annotated[dict[str, Any] | None, _is(table(COMMS_LOGGER, also=_NONE))] = None
@@ -128,8 +157,8 @@ class TrainingBlock(RecipeBlock):
     """Number of passes over the data, given in place of `training.steps`."""
     global_batch_size: Count
     """Number of rows in one optimizer step, over all ranks and micro-batches."""
-    micro_batch_size: Count = 1
-    """Number of rows that the ranks of one data-parallel replica take through one forward."""
+    micro_batch_size: CountOrOpen = 1
+    """Number of rows that one replica takes through one forward; `auto` asks the planner."""
     max_grad_norm: Annotated[float, _is(real(above=0))] = 1.0
     """Largest norm of the gradients of all parameters together; they are clipped to it."""
     objective: Annotated[str, _is(_objective())] = CAUSAL.name
@@ -147,8 +176,8 @@ class TrainingBlock(RecipeBlock):
 class MemoryBlock(RecipeBlock):
     """The block says what is computed again, offloaded or done in tiles, so that a run fits."""
 
-    gradient_checkpointing: Flag = True
-    """Whether layers are computed again in the backward, so that activations need not be kept."""
+    gradient_checkpointing: Annotated[bool | int | EachStage, _is(_checkpointing())] = True
+    """Which layers are computed again in the backward: all, none, or the first n of a stage."""
     recompute: Annotated[
         Literal["attention", "exchange", "nothing", "auto"],
         _is(choice("attention", "exchange", "nothing", "auto")),

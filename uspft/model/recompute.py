@@ -10,12 +10,13 @@ keeps 5 tensors of q's size under Ulysses and 1 in a ring, the second 1, the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from uspft.model.offload import HostShelf, Item
@@ -142,15 +143,57 @@ def attend_once(
     return out
 
 
-def recompute_layers(model: Any, block: MemoryBlock) -> Recompute | None:
+Begin = Callable[[nn.Module, Any, dict[str, Any]], None]
+"""A forward pre-hook: (module, args, kwargs)."""
+
+
+def before_each_run(layer: Any, begin: Begin) -> None:
+    """Have a layer call a function before it runs, and again before it runs for its backward pass.
+
+    transformers 5.23 leaves a layer's hooks out of what runs again, and what the last micro-batch
+    has told them is another one's where several are under way.
+    """
+    layer.register_forward_pre_hook(begin, with_kwargs=True)
+    layer.__dict__.setdefault("uspft_begins", []).append(begin)
+
+
+def _checkpointed(layer: Any, checkpoint: Any, run: partial[Any], *args: Any) -> Any:
+    """Return what a layer's run gives. run: of the layer's forward and its keyword arguments."""
+
+    def begun(*args: Any) -> Any:
+        for begin in layer.__dict__.get("uspft_begins", ()):
+            begin(layer, args, run.keywords)
+        return run(*args)
+
+    return checkpoint(begun, *args)
+
+
+def recompute_layers(model: Any, block: MemoryBlock, layers: Collection[int]) -> Recompute | None:
     """Switch gradient checkpointing on where the recipe asks for it.
 
-    Return what of attention is made again, or None where layers are not checkpointed. What is not
-    settled is nothing.
+    layers: those that it asks for. Return what of attention is made again, or None where no layers
+    are checkpointed. What is not settled is nothing.
     """
-    if not block.gradient_checkpointing:
+    if not layers:
         return None
     # The method that transformers renamed in 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for number, layer in enumerate(model.base_model.layers):
+        if number in layers:
+            plain = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = partial(_checkpointed, layer, plain)
+        else:
+            layer.gradient_checkpointing = False
+            layer.forward = Once(layer.forward)
     return "nothing" if block.recompute == "auto" else block.recompute
+
+
+class Once:
+    """What stands in for the forward of a layer that is not checkpointed, where others are."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self._plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain(*args, **{**kwargs, "uspft": kwargs["uspft"].once()})

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from uspft.families import FAMILIES, ModelShape
-from uspft.families.projections import NORMED_HEADS
+from uspft.families import ModelShape
+from uspft.planner.layer_kinds import LAYER_KINDS
 from uspft.planner.products import ProductShape, head_projection, layer_projections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-NORMS = ("input_layernorm", "post_attention_layernorm")
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
+    | {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+)
+"""The last words of the projections of a layer."""
+EXPERTS = "mlp.experts."
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
@@ -31,8 +35,7 @@ class Lora:
 
     def adapts(self, name: str) -> bool:
         """Tell whether a projection of a layer has an adapter."""
-        last = name.rpartition(".")[2]
-        if last not in (*ATTENTION, *MLP):
+        if name.rpartition(".")[2] not in PROJECTIONS or name.startswith(EXPERTS):
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
 
@@ -50,20 +53,31 @@ class Trained:
 
 def layer_modules(shape: ModelShape) -> dict[str, ProductShape]:
     """Return the modules of a layer that have weights, by name, each with its matrix."""
-    names = [f"self_attn.{name}" for name in ATTENTION]
-    projections = layer_projections(shape)
-    if shape.raw.get("num_experts_per_tok"):
-        router = "mlp.router" if shape.model_type == "gpt_oss" else "mlp.gate"
-        names += [router, "mlp.experts.gate_up_proj", "mlp.experts.up_proj"]
-        names += ["mlp.experts.down_proj"]
+    kind = LAYER_KINDS[shape.model_type]
+    query, key, value, out, *router, gate, up, down = layer_projections(shape)
+    found = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
+    if kind.fused:
+        found = {"self_attn.qkv_proj": _together(query, key, value)}
+    found["self_attn.o_proj"] = out
+    if kind.router:
+        (found[kind.router],) = router
+        found |= {f"{EXPERTS}gate_up_proj": _together(gate, up), f"{EXPERTS}down_proj": down}
+    elif kind.fused:
+        found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
     else:
-        names += [f"mlp.{name}" for name in MLP]
-    found = dict(zip(names, projections, strict=True))
-    found |= {name: ProductShape(1, shape.hidden_size) for name in NORMS}
-    if FAMILIES[shape.model_type].projections is NORMED_HEADS or shape.model_type == "qwen3_moe":
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            found[name] = ProductShape(1, shape.head_dim)
+        found |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down}
+    found |= {name: ProductShape(1, shape.hidden_size) for name in kind.norms if name}
+    if kind.normed_heads or kind.normed_together:
+        heads = (query.outputs, key.outputs) if kind.normed_together else (shape.head_dim,) * 2
+        found |= {
+            f"self_attn.{n}_norm": ProductShape(1, h) for n, h in zip("qk", heads, strict=True)
+        }
     return found
+
+
+def _together(*shapes: ProductShape) -> ProductShape:
+    """Return matrices that lie one below another."""
+    return replace(shapes[0], outputs=sum(one.outputs for one in shapes))
 
 
 def trained_layers(
@@ -77,14 +91,20 @@ def trained_layers(
 def _trained(
     layers: int, names: tuple[str, ...], lora: Lora | None, freeze: tuple[str, ...]
 ) -> tuple[Trained, ...]:
-    found = []
+    found: list[Trained] = []
     for number in range(layers):
         at = f"model.layers.{number}"
-        weights = [] if lora else [n for n in names if not _frozen(f"{at}.{n}.weight", freeze)]
+        weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
         adapted = [n for n in names if lora and lora.adapts(n)]
         adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
-        found.append(Trained(frozenset(weights), frozenset(adapted)))
+        one = Trained(frozenset(weights), frozenset(adapted))
+        found.append(found[-1] if found and found[-1] == one else one)
     return tuple(found)
+
+
+def _parameter(name: str) -> str:
+    """Return the name of a module's weight; experts are parameters themselves."""
+    return name if name.startswith(EXPERTS) else f"{name}.weight"
 
 
 def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
@@ -131,16 +151,18 @@ def counts_of(
         if lora
         else {}
     )
-    layers = trained_layers(shape, lora, freeze)
-    trained = sum(sum(modules[name].parameters for name in one.weights) for one in layers)
-    trained += sum(sum(adapter[name] for name in one.adapters) for one in layers)
+    layers = Counter(trained_layers(shape, lora, freeze))
+    trained = 0
+    for one, number in layers.items():
+        trained += number * sum(modules[name].parameters for name in one.weights)
+        trained += number * sum(adapter[name] for name in one.adapters)
     trained += outside[LAST_NORM] * shape.hidden_size
     tables = [outside[EMBEDDING]] if shape.tied else [outside[EMBEDDING], outside[HEAD]]
     trained += sum(tables) * head
     adapters = sum(size for name, size in adapter.items() if lora and lora.adapts(name))
     every = (1 if shape.tied else 2) * head + shape.hidden_size
     every += shape.layers * (of_layer + adapters)
-    sizes = [modules[name].parameters for one in set(layers) for name in one.weights]
-    sizes += [adapter[name] for one in set(layers) for name in one.adapters]
+    sizes = [modules[name].parameters for one in layers for name in one.weights]
+    sizes += [adapter[name] for one in layers for name in one.adapters]
     sizes += [head] * any(tables)
     return ParameterCounts(every, trained, max(sizes, default=0), of_layer + adapters, head)
