@@ -7,6 +7,7 @@ while it is made, and rarely after: a run's is small.
 
 from __future__ import annotations
 
+# ruff: noqa: E402 - no garbage is sought while imports are made
 import gc
 import os
 from importlib import import_module
