@@ -33,6 +33,20 @@ class Action(NamedTuple):
         return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
 
 
+class Schedule(NamedTuple):
+    """How the ranks of a pipeline work on their stages."""
+
+    scheduler: Scheduler = "1f1b"
+    virtual: int = 1
+    """Stages that each rank has."""
+    sizes: tuple[int, ...] = ()
+    """The layers of each stage; () where they are dealt out by what they cost."""
+
+
+PLAIN = Schedule()
+"""1F1B, a stage a rank."""
+
+
 def warm_up(rank: int, ranks: int, virtual: int) -> int:
     """Return with how many forwards a rank starts under 1F1B, where there are as many."""
     after = ranks - 1 - rank

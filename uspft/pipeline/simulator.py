@@ -51,41 +51,54 @@ def simulate(
     """Return when each action of some lists begins and ends.
 
     cost: how long an action takes. link: how long what an action makes is under way to another
-    rank; it keeps neither rank from working. Raises ValueError, which names the actions that wait,
-    where ranks wait for one another, or for what no rank does.
+    rank; it keeps neither rank from working, but what goes from one rank to the same other one goes
+    one after another. Raises ValueError, which names the actions that wait, where ranks wait for
+    one another, or for what no rank does.
     """
     rank_of = {one: rank for rank, actions in enumerate(lists) for one in actions}
     last = max((one.stage for one in rank_of), default=0)
-    done: dict[Action, Timed] = {}
+    ends: dict[Action, float] = {}
+    arrives: dict[Action, float] = {}
+    lines: dict[tuple[int, int], float] = {}
     ranks: list[list[Timed]] = [[] for _ in lists]
-
-    def arrives(needed: Action, rank: int) -> float:
-        return done[needed].end + (link(needed) if rank_of[needed] != rank else 0)
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, (actions, timed) in enumerate(zip(lists, ranks, strict=True)):
-            for action in actions[len(timed) :]:
-                needed = needs(action, last)
-                if not all(one in done for one in needed):
-                    break
-                free = timed[-1].end if timed else 0
-                begin = max([free, *(arrives(one, rank) for one in needed)])
-                done[action] = Timed(action, begin, begin + cost(action))
-                timed.append(done[action])
-                moved = True
-    if len(done) < len(rank_of):
+    able, waiting = list(range(len(lists))), dict[Action, int]()
+    while able:
+        rank = able.pop()
+        timed, now = ranks[rank], ranks[rank][-1].end if ranks[rank] else 0
+        for action in lists[rank][len(timed) :]:
+            own, other = _needed(action, last)
+            missing = next((one for one in (own, other) if one and one not in ends), None)
+            if missing:
+                waiting[missing] = rank
+                break
+            begin = max(now, arrives.get(other, ends[other])) if other else now
+            now = begin + cost(action)
+            ends[action] = now
+            timed.append(Timed(action, begin, now))
+            taker = _taker(action, last)
+            to = rank_of.get(taker, rank) if taker else rank
+            if to != rank:
+                leaves = max(now, lines.get((rank, to), 0))
+                arrives[action] = lines[rank, to] = leaves + link(action)
+            if action in waiting:
+                able.append(waiting.pop(action))
+    if len(ends) < len(rank_of):
         raise ValueError(_waiting(lists, ranks, rank_of, last))
     return Timeline(tuple(map(tuple, ranks)), tuple(map(_peak, lists)))
 
 
-def needs(action: Action, last: int) -> list[Action]:
-    """Return the actions that must be done before another one. last: the last stage."""
+def _needed(action: Action, last: int) -> tuple[Action | None, Action | None]:
+    """Return what must be done before an action: by the same rank, and what another may send."""
     if action.kind == "forward":
-        return [action._replace(stage=action.stage - 1)] if action.stage else []
-    after = [action._replace(stage=action.stage + 1)] if action.stage < last else []
-    return [action._replace(kind="forward"), *after]
+        return None, action._replace(stage=action.stage - 1) if action.stage else None
+    after = action._replace(stage=action.stage + 1) if action.stage < last else None
+    return action._replace(kind="forward"), after
+
+
+def _taker(action: Action, last: int) -> Action | None:
+    """Return the action that needs what another makes, if it is not one of the same stage."""
+    stage = action.stage + (1 if action.kind == "forward" else -1)
+    return action._replace(stage=stage) if 0 <= stage <= last else None
 
 
 def _peak(actions: Sequence[Action]) -> int:
@@ -106,7 +119,7 @@ def _waiting(
     for rank, (actions, timed) in enumerate(zip(lists, ranks, strict=True)):
         if len(timed) < len(actions):
             waits = actions[len(timed)]
-            needed = next(one for one in needs(waits, last) if one not in done)
+            needed = next(one for one in _needed(waits, last) if one and one not in done)
             whose = f"of rank {rank_of[needed]}" if needed in rank_of else "which no rank has"
             said.append(f"rank {rank}: {waits}, waits for {needed}, {whose}")
     return "the schedule waits for ever: " + "; ".join(said)

@@ -66,6 +66,8 @@ def dealt_out(
     layers, stages = len(costs), ranks * virtual
     if stages > layers:
         raise ValueError(f"{stages} stages, and {layers} layers")
+    if not first and len({*costs}) == 1:
+        return Stages.of_sizes(_alike(layers, stages, last / costs[0]), ranks)
     before = list(accumulate(costs, initial=0.0))
 
     def cost(stage: int, start: int, stop: int) -> float:
@@ -80,6 +82,20 @@ def dealt_out(
 
     _, bounds = _best(layers, stages, square, add)
     return Stages(bounds, ranks)
+
+
+def _alike(layers: int, stages: int, last: float) -> list[int]:
+    """Return how many layers each stage has where layers cost 1, and the last stage `last` more."""
+    if stages == 1:
+        return [layers]
+    found = list[tuple[float, float, int, list[int]]]()
+    for of_last in range(1, layers - stages + 2):
+        each, more = divmod(layers - of_last, stages - 1)
+        sizes = [each] * (stages - 1 - more) + [each + 1] * more + [of_last]
+        costs = [*sizes[:-1], of_last + last]
+        squares = round(sum(cost * cost for cost in costs), 9)
+        found.append((max(costs), squares, -of_last, sizes))
+    return min(found)[-1]
 
 
 def _best(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING, Any
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.families import FAMILIES
 from uspft.families.projections import NORMED_HEADS
+from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
+from uspft.pipeline.schedules import Schedule
 from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.products import head_projection
-from uspft.planner.state import State, Zero, state_of
+from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
+from uspft.planner.stages import stage_layers, stages_of
+from uspft.planner.state import WIDE, State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
     Lora,
+    StageLayers,
     counts_of,
     outside_trains,
     trained_layers,
@@ -75,6 +80,10 @@ class Options:
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
     """Regular expressions over parameter names."""
+    schedule: Schedule = PLAIN_SCHEDULE
+    """Of a pipeline's ranks."""
+    step_rows: int | None = None
+    """Rows of a step, over all replicas; None: enough to fill a pipeline."""
 
     @property
     def element(self) -> int:
@@ -92,6 +101,8 @@ class Memory:
     """Bytes that wait in the host's memory."""
     unpredicted: tuple[str, ...] = ()
     """What there is of the layout that the formula does not know; parts are a guess with any."""
+    stage_inputs: int = 0
+    """The most inputs of stages that a rank of a pipeline keeps at a time."""
 
     @property
     def peak_bytes(self) -> int:
@@ -145,6 +156,8 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         mlp_tile=number(memory.mlp_tile_tokens),
         lora=lora_of(model),
         freeze=tuple(model.freeze),
+        schedule=Schedule(virtual=parallel.pp_interleave_num),
+        step_rows=recipe.training.global_batch_size,
     )
 
 
@@ -159,7 +172,10 @@ def lora_of(model: ModelBlock) -> Lora | None:
 def memory_of(
     shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
 ) -> Memory:
-    """Return what a rank needs for rows of so many tokens."""
+    """Return what a rank needs for rows of so many tokens; of a pipeline the rank that needs
+    most."""
+    if layout.pipeline > 1:
+        return most_of_ranks(memory_of_ranks(shape, layout, row_tokens, options=options))
     state = state_in(shape, layout, options)
     device, waits = activations_in(shape, layout, row_tokens, options)
     return Memory(
@@ -169,9 +185,52 @@ def memory_of(
     )
 
 
-def state_in(shape: ModelShape, layout: Layout, options: Options) -> State:
-    """Return the bytes of weights, gradients and the optimizer, whatever the rows."""
-    counts = counts_of(shape, layout.mesh_columns, options.lora, options.freeze)
+def most_of_ranks(every: Sequence[Memory]) -> Memory:
+    return max(every, key=lambda one: one.peak_bytes)
+
+
+def memory_of_ranks(
+    shape: ModelShape,
+    layout: Layout,
+    row_tokens: int,
+    *,
+    options: Options = Options(),
+    one: tuple[PassBytes, float] | None = None,
+    alike: bool = True,
+) -> list[Memory]:
+    """Return what each rank along a pipeline needs for rows of so many tokens.
+
+    one: what one micro-batch takes, and its batch, where that is known. alike: whether of ranks
+    with as many layers all are wanted; else the first, which has most micro-batches under way, and
+    the last.
+    """
+    one, batch = one or pass_bytes(shape, layout, row_tokens, options)
+    windows, schedule = layer_windows(shape), options.schedule
+    stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule)
+    of_passes = options.micro_batch * layout.data
+    passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
+    unknown = unpredicted(shape, layout, row_tokens, options=options)
+    found, met = list[Memory](), set[object]()
+    for rank in range(stages.ranks):
+        sizes, last = stages.sizes[rank :: stages.ranks], rank == stages.ranks - 1
+        if sizes in met and not (alike or last):
+            continue
+        met.add(sizes)
+        taken = rank_bytes(one, stages, schedule, passes, rank)
+        state = state_in(shape, layout, options, stage_layers(stages, rank))
+        parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
+        device = {name: int(size) for name, size in (state.device | parts).items()}
+        host = int(sum(state.host.values()) + taken.on_host)
+        found.append(Memory(device, host, unknown, taken.inputs))
+    return found
+
+
+def state_in(
+    shape: ModelShape, layout: Layout, options: Options, stage: StageLayers | None = None
+) -> State:
+    """Return the bytes of weights, gradients and the optimizer, whatever the rows. stage: of a
+    pipeline; None has all layers."""
+    counts = counts_of(shape, layout.mesh_columns, options.lora, options.freeze, stage)
     if layout.mesh_rows > 1:
         counts = counts.divided(layout.mesh_rows)
     zero = Zero(
@@ -184,7 +243,12 @@ def state_in(shape: ModelShape, layout: Layout, options: Options) -> State:
         optimizer_away=options.offload_optimizer,
         weights_away=options.offload_weights,
     )
-    return state_of(zero, counts)
+    state = state_of(zero, counts)
+    if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
+        table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
+        trains = outside_trains(options.lora, options.freeze)[EMBEDDING]
+        state.device["tied copy"] = table * (options.element + WIDE * trains)
+    return state
 
 
 def unpredicted(
@@ -194,7 +258,6 @@ def unpredicted(
     found = {
         f"layers of {shape.model_type}": shape.model_type not in KNOWN,
         "matrices on a mesh": layout.is_mesh,
-        "stages of layers": layout.pipeline > 1,
     }
     return tuple(what for what, here in found.items() if here)
 
@@ -206,6 +269,20 @@ def activations_in(
 
     Neither the replicas nor ZeRO's stage change them.
     """
+    one, batch = pass_bytes(shape, layout, row_tokens, options)
+    waiting = (0.0 if one.offloads else each.kept for each in one.layers)
+    below = [*accumulate(waiting, initial=one.embedded)]
+    peaks = [(kept + each.most, kept) for kept, each in zip(below, one.layers, strict=False)]
+    peaks.append((below[-1] + one.head.most, below[-1]))
+    peak, kept = max(peaks)
+    parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles}
+    return parts, sum(each.kept for each in one.layers) if one.offloads else 0.0
+
+
+def pass_bytes(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> tuple[PassBytes, float]:
+    """Return what one micro-batch takes by layer, and its batch itself."""
     kinds = _layers(shape, layout, row_tokens, options)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
@@ -222,18 +299,16 @@ def activations_in(
     )
     loss = head_bytes(head, reached=reached)
     tokens = kinds[0].sharing.tokens
-    batch = tokens * (BATCH_BYTES + 2 * shape.head_dim * options.element)
+    angles = 2.0 * shape.head_dim * options.element * tokens
     offloads = kinds[0].offloads
     # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
     leaf = options.checkpointing and not outside[EMBEDDING] and (kinds[0].tensor > 1 or offloads)
     embedded = kinds[0].hidden_bytes(tokens) if leaf else 0.0
-    waiting = (0.0 if offloads else one.kept for one in each)
-    below = [*accumulate(waiting, initial=embedded)]
-    peaks = [(kept + one.most, kept) for kept, one in zip(below, each, strict=False)]
-    peaks.append((below[-1] + loss, below[-1]))
-    peak, kept = max(peaks)
-    parts = {"activations": kept, "at work": peak - kept, "batch": float(batch)}
-    return parts, sum(one.kept for one in each) if offloads else 0.0
+    hidden = kinds[0].hidden_bytes(kinds[0].between)
+    # Without checkpointing a norm keeps its input where that is in float32 anyway.
+    keeps = (options.checkpointing or options.element == WIDE) and not offloads
+    one = PassBytes(tuple(each), loss, hidden, angles, embedded, offloads, keeps)
+    return one, float(BATCH_BYTES * tokens)
 
 
 def _layers(

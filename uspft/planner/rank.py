@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from uspft.families import ModelShape
 from uspft.layout import Layout
+from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.planner import step as price
 from uspft.planner.attention_work import FEW
+from uspft.planner.bubble import estimated, simulated
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import (
     Memory,
@@ -20,10 +23,14 @@ from uspft.planner.memory import (
     activations_in,
     fits,
     longest_row,
+    memory_of_ranks,
+    most_of_ranks,
+    pass_bytes,
     state_in,
     unpredicted,
 )
 from uspft.planner.mesh_tuner import tune
+from uspft.planner.stage_memory import PassBytes, drawn_out
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 
@@ -33,6 +40,8 @@ calibrated: so far may the price be off between two layouts."""
 PLAIN = Options()
 SAID = 3
 """Parts that are named when a layout loses to the first."""
+CLOSELY = 8
+"""Of the first layouts in the order, pipelines whose schedule is run action by action."""
 LEAST_SECONDS = 0.005
 """Of a part that is named, as a share of the first layout's step."""
 
@@ -51,6 +60,8 @@ class Ranked:
     known."""
     own: bool = False
     """Whether it is the recipe's."""
+    closely: bool = False
+    """Whether a pipeline's schedule was run action by action."""
 
     @property
     def layout(self) -> Layout:
@@ -120,22 +131,25 @@ def ranked(
     *,
     own: bool = False,
     needs_of: Needs | None = None,
+    closely: bool = True,
 ) -> Ranked:
     """Return a way with what a step takes and needs.
 
-    needs_of: what has been worked out of other ways' memory.
+    needs_of: what has been worked out of other ways' memory. closely: whether a pipeline's schedule
+    is run action by action.
     """
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
         shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
     algorithm = way.algorithm(step, hardware.ranks_per_host)
-    time = price.step_time(shape, way.layout, algorithm, hardware)
-    asked = options_under(way, options)
+    waits_of = simulated if closely else estimated
+    time = price.step_time(shape, way.layout, algorithm, hardware, waits_of)
+    asked = replace(options_under(way, options), step_rows=step.step_rows)
     needs = (needs_of or Needs(step.model, step.row.length)).of(way.layout, asked)
     room = None
     if hardware.device and not needs.unpredicted:
         room = fits(needs, hardware.memory.bytes)
-    return Ranked(way, shape, time, needs, room, own)
+    return Ranked(way, shape, time, needs, room, own, closely)
 
 
 def ranking(
@@ -157,11 +171,17 @@ def ranking(
     found = ways(ranks, space, lambda way: legal(way) or (why_not and why_not(way)) or None)
     listed = found.legal if own is None or own in found.legal else [own, *found.legal]
     needs = Needs(step.model, step.row.length)
-    every = [ranked(step, way, hardware, options, own=way == own, needs_of=needs) for way in listed]
+    price_of = partial(ranked, step, hardware=hardware, options=options, needs_of=needs)
+    every = [price_of(way, own=way == own, closely=way == own) for way in listed]
     best: dict[str, Ranked] = {}
     for one in sorted(every, key=lambda one: (not one.own, one.room is False, _among_alike(one))):
         best.setdefault(one.name, one)
-    return Ranking(sorted(best.values(), key=_order), found.left_out)
+    order = sorted(best.values(), key=_order)
+    while later := [one for one in order[:CLOSELY] if one.layout.pipeline > 1 and not one.closely]:
+        for one in later:
+            best[one.name] = price_of(one.way, closely=True)
+        order = sorted(best.values(), key=_order)
+    return Ranking(order, found.left_out)
 
 
 def _among_alike(one: Ranked) -> float:
@@ -184,21 +204,52 @@ class Needs:
     def __init__(self, model: ModelShape, row_tokens: int) -> None:
         self._model, self._tokens = model, row_tokens
         self._held: dict[tuple[Layout, int, Options], tuple[dict[str, float], float]] = {}
+        self._passes: dict[tuple[Layout, Options], tuple[PassBytes, float]] = {}
 
     def of(self, layout: Layout, options: Options) -> Memory:
         """Return what a rank needs in a layout."""
+        if layout.pipeline > 1:
+            every = memory_of_ranks(
+                self._model,
+                layout,
+                self._tokens,
+                options=options,
+                one=self._pass(layout, options),
+                alike=False,
+            )
+            return most_of_ranks(every)
         state = state_in(self._model, layout, options)
         device, host = self._activations(layout, options)
         parts = {name: int(size) for name, size in (state.device | device).items()}
         doubts = unpredicted(self._model, layout, self._tokens, options=options)
         return Memory(parts, int(sum(state.host.values()) + host), doubts)
 
+    def _pass(self, layout: Layout, options: Options) -> tuple[PassBytes, float]:
+        layout = replace(layout, data=1, pipeline=1)
+        options = replace(options, zero_stage=1, schedule=PLAIN_SCHEDULE, step_rows=None)
+        if (layout, options) not in self._passes:
+            if short := _short(layout):
+                (less, _), (more, batch) = (
+                    pass_bytes(
+                        self._model,
+                        replace(layout, ring=n),
+                        self._tokens * n // layout.ring,
+                        options,
+                    )
+                    for n in short
+                )
+                a, b = short
+                found = drawn_out(less, more, (layout.ring - b) / (b - a)), batch
+            else:
+                found = pass_bytes(self._model, layout, self._tokens, options)
+            self._passes[layout, options] = found
+        return self._passes[layout, options]
+
     def _activations(self, layout: Layout, options: Options) -> tuple[dict[str, float], float]:
-        ring, rows = layout.ring, layout.mesh_rows
-        short = [n for n in range(2, FEW + 1) if ring % n == 0 and n % rows == 0]
-        if ring <= FEW or len(short) < 2:
+        ring, short = layout.ring, _short(layout)
+        if not short:
             return self._on(layout, self._tokens, options)
-        *_, a, b = short
+        a, b = short
         (less, less_host), (more, more_host) = (
             self._on(replace(layout, ring=n), self._tokens * n // ring, options) for n in (a, b)
         )
@@ -213,6 +264,13 @@ class Needs:
         return self._held[key]
 
 
+def _short(layout: Layout) -> tuple[int, int] | None:
+    """Return the two short rings from which a long one is drawn out."""
+    ring, rows = layout.ring, layout.mesh_rows
+    short = [n for n in range(2, FEW + 1) if ring % n == 0 and n % rows == 0]
+    return None if ring <= FEW or len(short) < 2 else (short[-2], short[-1])
+
+
 def options_under(way: Way, options: Options) -> Options:
     """Return what decides memory under a way."""
     return replace(
@@ -222,6 +280,7 @@ def options_under(way: Way, options: Options) -> Options:
         micro_batch=way.rows,
         zero_stage=way.stage,
         recompute=way.recompute,
+        schedule=way.schedule,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.families import FAMILIES, ModelShape
 from uspft.families.projections import NORMED_HEADS
@@ -119,10 +119,25 @@ class ParameterCounts:
         return ParameterCounts(every, trained, largest, layer, head)
 
 
+class StageLayers(NamedTuple):
+    """What a rank of a pipeline has of a model."""
+
+    layers: tuple[int, ...]
+    first: bool
+    """Whether it has the embedding."""
+    last: bool
+    """Whether it has the last norm and the head; of a tied table a copy, which is none of its
+    parameters."""
+
+
 def counts_of(
-    shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...]
+    shape: ModelShape,
+    tensor: int,
+    lora: Lora | None,
+    freeze: tuple[str, ...],
+    stage: StageLayers | None = None,
 ) -> ParameterCounts:
-    """Count the parameters of a tensor rank, biases left out."""
+    """Count the parameters of a tensor rank, biases left out. stage: None has all layers."""
     modules = {name: one.on(tensor) for name, one in layer_modules(shape).items()}
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
     of_layer = sum(one.parameters for one in modules.values())
@@ -132,15 +147,19 @@ def counts_of(
         else {}
     )
     layers = trained_layers(shape, lora, freeze)
+    stage = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
+    layers = tuple(layers[number] for number in stage.layers)
     trained = sum(sum(modules[name].parameters for name in one.weights) for one in layers)
     trained += sum(sum(adapter[name] for name in one.adapters) for one in layers)
-    trained += outside[LAST_NORM] * shape.hidden_size
-    tables = [outside[EMBEDDING]] if shape.tied else [outside[EMBEDDING], outside[HEAD]]
+    trained += stage.last * outside[LAST_NORM] * shape.hidden_size
+    tables = [outside[EMBEDDING]] * stage.first
+    tables += [outside[HEAD]] * (stage.last and not shape.tied)
     trained += sum(tables) * head
     adapters = sum(size for name, size in adapter.items() if lora and lora.adapts(name))
-    every = (1 if shape.tied else 2) * head + shape.hidden_size
-    every += shape.layers * (of_layer + adapters)
+    every = len(tables) * head + stage.last * shape.hidden_size
+    every += len(layers) * (of_layer + adapters)
     sizes = [modules[name].parameters for one in set(layers) for name in one.weights]
     sizes += [adapter[name] for one in set(layers) for name in one.adapters]
     sizes += [head] * any(tables)
+    head *= stage.first or stage.last
     return ParameterCounts(every, trained, max(sizes, default=0), of_layer + adapters, head)

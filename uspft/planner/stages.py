@@ -1,0 +1,78 @@
+"""The stages of a pipeline as the planner sees them: what layers they have, what they send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from uspft.families import ModelShape
+from uspft.layout import Layout
+from uspft.pipeline.schedules import Schedule
+from uspft.pipeline.stages import Stages, dealt_out
+from uspft.planner.flops import layer_flops
+from uspft.planner.machine import Hardware
+from uspft.planner.spread import Spread
+from uspft.planner.step_shape import StepShape
+from uspft.planner.trained import StageLayers
+
+
+def stages_of(
+    model: ModelShape,
+    windows: Sequence[int | None],
+    row_tokens: int,
+    ranks: int,
+    schedule: Schedule,
+) -> Stages:
+    """Return the layers of each stage: as a recipe says, or dealt out by their FLOPs for a row of
+    one document, the last stage's with the head's. windows: of each layer."""
+    if schedule.sizes:
+        return Stages.of_sizes(schedule.sizes, ranks)
+    kinds = list(dict.fromkeys(windows))
+    costs, head = layer_flops(model, kinds, row_tokens)
+    of_kind = dict(zip(kinds, costs, strict=True))
+    return _dealt(tuple(of_kind[one] for one in windows), head, ranks, schedule.virtual)
+
+
+@lru_cache(maxsize=1024)
+def _dealt(costs: tuple[float, ...], head: float, ranks: int, virtual: int) -> Stages:
+    return dealt_out(costs, ranks, virtual, last=head)
+
+
+def stage_layers(stages: Stages, rank: int) -> StageLayers:
+    """Return what a rank along a pipeline has of a model."""
+    mine = range(rank, stages.count, stages.ranks)
+    layers = tuple(layer for stage in mine for layer in stages.layers(stage))
+    return StageLayers(layers, first=rank == 0, last=rank == stages.ranks - 1)
+
+
+def message_bytes(step: StepShape, layout: Layout) -> float:
+    """Return the bytes of what a rank's stage sends to the next one of a micro-batch: the hidden
+    states of its tokens, of which tensor ranks that split tokens or features have a part each."""
+    size = step.tokens(layout) * step.model.hidden_size * step.element_bytes
+    divided = step.use_seq_parallel or layout.is_mesh
+    return size / layout.mesh_columns if divided else size
+
+
+def links_of(
+    step: StepShape, layout: Layout, hardware: Hardware, stages: Stages
+) -> tuple[float, ...]:
+    """Return the seconds that a message is under way from each stage to the next one.
+
+    Stages lie one after another over ranks, which are numbered host by host; those of a stage send
+    all at once. A message between stages of one host is on its links alone.
+    """
+    apart, host = layout.ranks // layout.pipeline, hardware.ranks_per_host
+    size = message_bytes(step, layout)
+    seconds = {
+        crosses: hardware.messages_seconds(size, 1, spread, to_next=True)
+        for crosses, spread in (
+            (False, Spread.inside(2)),
+            (True, Spread(2, 1, min(apart, host))),
+        )
+    }
+
+    def crosses(stage: int) -> bool:
+        here, there = (stages.rank_of(one) * apart for one in (stage, stage + 1))
+        return any((here + rank) // host != (there + rank) // host for rank in (0, apart - 1))
+
+    return tuple(seconds[crosses(stage)] for stage in range(stages.count - 1))
