@@ -60,21 +60,24 @@ def forward_and_backward(
 
     scheduler: 1f1b is interleaved where there are several virtual stages a rank.
     """
-    found = []
-    for rank in range(ranks):
-        forwards, backwards = (
-            _in_groups(kind, rank, ranks, micro_batches, virtual)
-            for kind in ("forward", "backward")
-        )
-        first = len(forwards)
-        if scheduler == "1f1b":
-            first = min(first, warm_up(rank, ranks, virtual))
-        actions = forwards[:first]
-        for both in zip(forwards[first:], backwards, strict=False):
-            actions += both
-        actions += backwards[len(forwards) - first :]
-        found.append([one for one in actions if one.micro_batch < micro_batches])
-    return found
+    return [actions_of(scheduler, rank, ranks, micro_batches, virtual) for rank in range(ranks)]
+
+
+def actions_of(
+    scheduler: Scheduler, rank: int, ranks: int, micro_batches: int, virtual: int = 1
+) -> list[Action]:
+    """Return one rank's actions in a step."""
+    forwards, backwards = (
+        _in_groups(kind, rank, ranks, micro_batches, virtual) for kind in ("forward", "backward")
+    )
+    first = len(forwards)
+    if scheduler == "1f1b":
+        first = min(first, warm_up(rank, ranks, virtual))
+    actions = forwards[:first]
+    for both in zip(forwards[first:], backwards, strict=False):
+        actions += both
+    actions += backwards[len(forwards) - first :]
+    return [one for one in actions if one.micro_batch < micro_batches]
 
 
 def forward_alone(ranks: int, micro_batches: int, virtual: int = 1) -> list[list[Action]]:

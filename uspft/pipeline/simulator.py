@@ -66,17 +66,17 @@ def simulate(
         rank = able.pop()
         timed, now = ranks[rank], ranks[rank][-1].end if ranks[rank] else 0
         for action in lists[rank][len(timed) :]:
-            own, other = _needed(action, last)
-            missing = next((one for one in (own, other) if one and one not in ends), None)
-            if missing:
-                waiting[missing] = rank
+            needed = needs(action, last)
+            if missing := [one for one in needed if one not in ends]:
+                waiting[missing[0]] = rank
                 break
-            begin = max(now, arrives.get(other, ends[other])) if other else now
-            now = begin + cost(action)
-            ends[action] = now
+            begin = now
+            for one in needed:
+                begin = max(begin, arrives[one] if one in arrives else ends[one])
+            ends[action] = now = begin + cost(action)
             timed.append(Timed(action, begin, now))
-            taker = _taker(action, last)
-            to = rank_of.get(taker, rank) if taker else rank
+            taker = _taker(action)
+            to = rank_of.get(taker, rank)
             if to != rank:
                 leaves = max(now, lines.get((rank, to), 0))
                 arrives[action] = lines[rank, to] = leaves + link(action)
@@ -87,18 +87,19 @@ def simulate(
     return Timeline(tuple(map(tuple, ranks)), tuple(map(_peak, lists)))
 
 
-def _needed(action: Action, last: int) -> tuple[Action | None, Action | None]:
-    """Return what must be done before an action: by the same rank, and what another may send."""
-    if action.kind == "forward":
-        return None, action._replace(stage=action.stage - 1) if action.stage else None
-    after = action._replace(stage=action.stage + 1) if action.stage < last else None
-    return action._replace(kind="forward"), after
+def needs(action: Action, last: int) -> list[Action]:
+    """Return the actions that must be done before another one. last: the last stage."""
+    kind, stage, micro_batch, chunk = action
+    if kind == "forward":
+        return [Action("forward", stage - 1, micro_batch, chunk)] if stage else []
+    own = Action("forward", stage, micro_batch, chunk)
+    return [own, Action("backward", stage + 1, micro_batch, chunk)] if stage < last else [own]
 
 
-def _taker(action: Action, last: int) -> Action | None:
-    """Return the action that needs what another makes, if it is not one of the same stage."""
-    stage = action.stage + (1 if action.kind == "forward" else -1)
-    return action._replace(stage=stage) if 0 <= stage <= last else None
+def _taker(action: Action) -> Action:
+    """Return the action of another stage, if there is one, that needs what an action makes."""
+    kind, stage, micro_batch, chunk = action
+    return Action(kind, stage + (1 if kind == "forward" else -1), micro_batch, chunk)
 
 
 def _peak(actions: Sequence[Action]) -> int:
@@ -119,7 +120,7 @@ def _waiting(
     for rank, (actions, timed) in enumerate(zip(lists, ranks, strict=True)):
         if len(timed) < len(actions):
             waits = actions[len(timed)]
-            needed = next(one for one in _needed(waits, last) if one and one not in done)
+            needed = next(one for one in needs(waits, last) if one not in done)
             whose = f"of rank {rank_of[needed]}" if needed in rank_of else "which no rank has"
             said.append(f"rank {rank}: {waits}, waits for {needed}, {whose}")
     return "the schedule waits for ever: " + "; ".join(said)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 from uspft.pipeline.schedules import Action, Schedule, forward_and_backward
 from uspft.pipeline.simulator import Timeline, simulate
 
-LONG = 3
+LONG = 2
 """Rounds of as many micro-batches as there are ranks after which each further one takes alike."""
 
 
@@ -59,7 +59,8 @@ def estimated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> W
     way, and micro-batches fill the groups of virtual stages."""
     bubble, exposed = _bubble(costs, micro_batches), _exposed(costs, schedule, micro_batches)
     busy = micro_batches * costs.most + bubble
-    return Waits(bubble, max(exposed, exposed + _on_line(costs, schedule, micro_batches) - busy))
+    on_line = 2 * sum(costs.links) + _on_line(costs, schedule, micro_batches)
+    return Waits(bubble, max(exposed, on_line - busy))
 
 
 def _bubble(costs: PipelineCosts, micro_batches: int) -> float:
@@ -78,8 +79,8 @@ def _bubble(costs: PipelineCosts, micro_batches: int) -> float:
 
 
 def _exposed(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> float:
-    """Under 1F1B a rank has as many micro-batches under way as there are ranks from it on, and
-    each waits for all messages there and back; GPipe and interleaving have others to do in that
+    """Under 1F1B ranks in a row, however many, have as many micro-batches under way among them, and
+    these wait for all messages there and back; GPipe and interleaving have others to do in that
     time, but for the first and the last."""
     links, ranks = costs.links, costs.ranks
     there_and_back = 2 * sum(links)
@@ -87,8 +88,11 @@ def _exposed(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> fl
         return there_and_back
     first = min(micro_batches, ranks)
     filling = 2 * max(0, first - 2) * sum(links) / (ranks - 1)
-    after = [*accumulate(reversed(links))]  # of the links from a rank on, the last rank first
-    each = max(2 * sent / (number + 2) for number, sent in enumerate(after))
+    each = 2 * sum(links) / ranks
+    if len({*links}) > 1:
+        up_to = [0.0, *accumulate(links)]
+        pairs = combinations(range(ranks), 2)
+        each = max(2 * (up_to[b] - up_to[a]) / (b - a + 1) for a, b in pairs)
     return there_and_back + filling + each * (micro_batches - first)
 
 

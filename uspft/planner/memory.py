@@ -206,7 +206,8 @@ def memory_of_ranks(
     """
     one, batch = one or pass_bytes(shape, layout, row_tokens, options)
     windows, schedule = layer_windows(shape), options.schedule
-    stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule)
+    again = options.checkpointing
+    stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule, again=again)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
     unknown = unpredicted(shape, layout, row_tokens, options=options)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from uspft.pipeline.schedules import Schedule, forward_and_backward
+from uspft.pipeline.schedules import Schedule, actions_of
 from uspft.pipeline.stages import Stages
 from uspft.planner.activations import LayerBytes
 
@@ -121,7 +121,7 @@ def moments(ranks: int, schedule: Schedule, micro_batches: int, rank: int) -> tu
 
 def _moments(ranks: int, schedule: Schedule, micro_batches: int, rank: int) -> Iterator[Moment]:
     virtual = schedule.virtual
-    actions = forward_and_backward(schedule.scheduler, ranks, micro_batches, virtual)[rank]
+    actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual)
     last = ranks * virtual - 1
     under_way = [0] * virtual
     # What is received for its stages is posted one ahead for each rank that sends it.

@@ -15,6 +15,9 @@ from uspft.planner.spread import Spread
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import StageLayers
 
+AGAIN = 4 / 3
+"""What a layer costs whose forward is made again, beside one whose is not."""
+
 
 def stages_of(
     model: ModelShape,
@@ -22,14 +25,20 @@ def stages_of(
     row_tokens: int,
     ranks: int,
     schedule: Schedule,
+    *,
+    again: bool,
 ) -> Stages:
-    """Return the layers of each stage: as a recipe says, or dealt out by their FLOPs for a row of
-    one document, the last stage's with the head's. windows: of each layer."""
+    """Return the layers of each stage: as a schedule says, or dealt out by their FLOPs for a row of
+    one document, the last stage's with the head's.
+
+    windows: of each layer. again: whether layers run forward once more in the backward.
+    """
     if schedule.sizes:
         return Stages.of_sizes(schedule.sizes, ranks)
     kinds = list(dict.fromkeys(windows))
     costs, head = layer_flops(model, kinds, row_tokens)
-    of_kind = dict(zip(kinds, costs, strict=True))
+    more = AGAIN if again else 1.0
+    of_kind = {kind: more * cost for kind, cost in zip(kinds, costs, strict=True)}
     return _dealt(tuple(of_kind[one] for one in windows), head, ranks, schedule.virtual)
 
 

@@ -407,7 +407,9 @@ def pipeline_costs(
     ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step.
     """
     windows = tuple(step.windows)
-    stages = stages_of(step.model, windows, step.row.length, layout.pipeline, step.schedule)
+    stages = stages_of(
+        step.model, windows, step.row.length, layout.pipeline, step.schedule, again=step.recompute
+    )
     one_of, outside = _apart(step, layout, algorithm, hardware)
     plain, ranks = list[float](), dict[tuple[object, ...], tuple[list[StepPart], HeldBytes]]()
     kinds = list[tuple[object, ...]]()

@@ -11,8 +11,9 @@ from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from uspft.config.algorithms import CONTEXT
 from uspft.layout import Layout
+from uspft.pipeline.schedules import Schedule
 from uspft.planner import rank
-from uspft.planner.memory import RECOMPUTES, Options, memory_of
+from uspft.planner.memory import RECOMPUTES, Options, memory_of, memory_of_ranks
 from uspft.planner.rank import options_under, ranked, ranking
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, every_way
@@ -132,3 +133,37 @@ def test_thousands_of_ranks_take_seconds(monkeypatch: pytest.MonkeyPatch) -> Non
     found = ranking(wide, 4096, Space(tokens=(True,)), H100)
     assert len(priced) == len(found.layouts) > 200
     assert dealt and max(dealt) <= attention_work.FEW
+
+
+def test_the_first_pipelines_are_run_action_by_action() -> None:
+    space = Space(pipelines=None, tokens=(True,))
+    found = ranking(replace(STEP, step_rows=64), 16, space, H100)
+    first = [one for one in found.layouts[: rank.CLOSELY] if one.layout.pipeline > 1]
+    others = [one for one in found.layouts if one.layout.pipeline > 1 and not one.closely]
+    assert first and all(one.closely for one in first) and others
+    for one in first:
+        assert one.time == ranked(one.step, one.way, H100, closely=True).time
+    keys = [(one.room is False, round(one.seconds, 9)) for one in found.layouts]
+    assert keys == sorted(keys)
+    one = next(one for one in first if one.room)
+    assert {"bubble", "stage_messages"} <= {part.name for part in one.time.parts}
+    apart = {name for name, by in one.loses_by(found.layouts[-1]).items() if by}
+    assert "bubble" in apart
+
+
+def test_memory_of_a_pipeline_is_that_of_the_rank_that_needs_most() -> None:
+    for ring in (1, 16):
+        for virtual in (1, 2):
+            layout = Layout(ring=ring, data=2, pipeline=4)
+            way = Way(layout, CONTEXT["ring_cp"], stage=1, schedule=Schedule(virtual=virtual))
+            found = ranked(STEP, way, H100).memory
+            options = replace(options_under(way, Options()), step_rows=STEP.step_rows)
+            every = memory_of_ranks(LLAMA, layout, STEP.row.length, options=options)
+            assert len(every) == 4
+            most = max(one.peak_bytes for one in every)
+            assert found.peak_bytes == pytest.approx(most, rel=0.02 if ring > 8 else 1e-9)
+            inputs = [one.stage_inputs for one in every]
+            assert inputs == sorted(inputs, reverse=True)
+            # min(m·v, w + 1), of four micro-batches
+            want = {1: [4, 3, 2, 1], 2: [8, 8, 7, 5]}[virtual]
+            assert inputs == want
