@@ -24,7 +24,8 @@ from uspft.config.algorithms import row_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.objectives import CAUSAL
 from uspft.config.recipe import MemoryBlock
-from uspft.engine.pipelined import Pipeline
+from uspft.engine.mail import Lines
+from uspft.engine.pipelined import Ends, Pipeline
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
@@ -32,11 +33,11 @@ from uspft.mesh import Groups
 from uspft.model import grid
 from uspft.model import parallel as parallel_model
 from uspft.model.causal import CausalModel
-from uspft.model.hf_config import layer_windows
-from uspft.model.loss import tile_tokens
+from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.offload import Copies
 from uspft.model.parallelise import save_memory, shards_under
-from uspft.model.staged import StagedModel
+from uspft.model.staged import StagedModel, stage_of
+from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
@@ -54,8 +55,9 @@ CONFIG = Path("config.json")
 """Stands for the model's config where a recipe would name one; it is not read."""
 
 
-def returns() -> VarlenKernel:
-    """Return a kernel that computes nothing, and allocates what a GPU's returns."""
+def returns(softcap: float | None = None) -> VarlenKernel:
+    """Return a kernel that computes nothing, and allocates what a GPU's returns. softcap: of
+    scores, which it says that it has."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
@@ -67,7 +69,7 @@ def returns() -> VarlenKernel:
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in qkv)
         return dq, dk, dv
 
-    return VarlenKernel("returns", forward, backward)
+    return VarlenKernel("returns", forward, backward, softcap)
 
 
 def count(
@@ -102,9 +104,8 @@ def count(
     for rank in range(0, layout.ranks, layout.mesh_columns * layout.ulysses):
         with one_of(layout.ranks, rank):
             groups = Groups()
-            world = world_of(
-                layout, algorithm, device, returns(), parallel, groups=groups, **options
-            )
+            kernel = returns(softcap_of(config))
+            world = world_of(layout, algorithm, device, kernel, parallel, groups=groups, **options)
             with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
                 found.append(count_here(config, tokens, memory, world, groups, trained))
     return max(found, key=lambda counted: counted.most_bytes["all"])
@@ -117,6 +118,7 @@ class _Engine:
 
     def __init__(self, module: StagedModel, device: torch.device) -> None:
         self.module, self.device = module, device
+        self.deepspeed = SimpleNamespace(zero_optimization_stage=lambda: 2)
         self.laps = SimpleNamespace(mark=lambda: None)
 
     def take(self, batch: Batch, scales: Any, stage: int, x: Tensor | None) -> Tensor:
@@ -153,9 +155,12 @@ def count_stages(
             with device, _no_messages():
                 whole = module_of(config, memory, world, groups, trained, stages)
                 module = StagedModel(whole.parts, whole.objective, stages, place).train()
-                pipeline = Pipeline(
-                    module, stages, schedule.scheduler, world.mesh.pipeline, None, tie_trains=False
-                )
+                named = module.named().items()
+                able = {stage_of(name, stages) for name, p in named if p.requires_grad}
+                if not able & set(range(place, stages.count, stages.ranks)):
+                    module.add_idle(())
+                lines, ends = Lines(world.mesh.pipeline), Ends(min(able), tie=False)
+                pipeline = Pipeline(module, stages, schedule.scheduler, lines, None, ends)
                 share = world.share([Segments.single(tokens)])
                 batches = [_batch(world, share) for _ in range(micro_batches)]
                 engine: Any = _Engine(module, device)
@@ -171,8 +176,8 @@ def _no_messages() -> Iterator[None]:
     """Let messages come and go at once, with nothing in them."""
     done = SimpleNamespace(wait=lambda: None)
     with (
-        patch.object(torch.distributed, "isend", lambda *_, **__: done),
-        patch.object(torch.distributed, "irecv", lambda *_, **__: done),
+        patch.object(Lines, "send", lambda *_: done),
+        patch.object(Lines, "receive", lambda *_: done.wait),
     ):
         yield
 

@@ -50,6 +50,14 @@ class PassBytes:
     """Whether what layers keep waits on the host."""
     keeps_input: bool = True
     """Whether what a layer keeps has its input."""
+    bare: tuple[LayerBytes, ...] = ()
+    """The same of the first layers where they are no stage's that has the embedding, and what
+    enters needs no gradient: those that do not train, and the first that does."""
+
+    @property
+    def first(self) -> int:
+        """The first layer that trains; a stage before it keeps nothing: it has no backward."""
+        return max(0, len(self.bare) - 1)
 
 
 def drawn_out(less: PassBytes, more: PassBytes, far: float) -> PassBytes:
@@ -79,14 +87,16 @@ def rank_bytes(
     """Return what the micro-batches of a step take on a rank along the pipeline."""
     mine = range(rank, stages.count, stages.ranks)
     kept, peaks, host = [], [], []
-    for stage in mine:
-        layers = [one.layers[layer] for layer in stages.layers(stage)]
+    trained = [stages.bounds[stage + 1] > one.first for stage in mine]
+    for stage, trains in zip(mine, trained, strict=True):
+        alone = one.bare if stage or not trains else ()
+        layers = [(*alone, *one.layers[len(alone) :])[layer] for layer in stages.layers(stage)]
         last = stage == stages.count - 1
         entered = one.embedded if stage == 0 else one.hidden * (not one.keeps_input)
         waiting = (0.0 if one.offloads else layer.kept for layer in layers)
         below = [*accumulate(waiting, initial=entered)]
         made = 0.0 if last else one.hidden
-        kept.append(below[-1] + one.angles + (one.head.kept if last else made))
+        kept.append((below[-1] + one.angles + (one.head.kept if last else made)) * trains)
         # The gradient that came stays until the stage is done; the last layer's count has it.
         came = [made] * (len(layers) - 1) + [0.0]
         every = [
@@ -98,13 +108,17 @@ def rank_bytes(
     few = micro_batches
     if schedule.scheduler == "1f1b":
         few = min(micro_batches, ROUNDS * stages.ranks)
-    every_moment = moments(stages.ranks, schedule, few, rank)
+    begun = trained.index(True) if any(trained) else len(trained)
+    every_moment = moments(stages.ranks, schedule, few, rank, begun)
 
     def bytes_at(moment: Moment) -> tuple[float, float]:
         others = sum(n * size for n, size in zip(moment.under_way, kept, strict=True))
         here = peaks[moment.stage] + one.hidden * moment.messages
         return others + here, others
 
+    if not every_moment:  # forward alone, while what went in before, and what came out, is there
+        beside = (SENT + 2) * one.hidden + 2 * one.angles
+        return RankBytes(0.0, max(peaks) + beside, 0.0, 0)
     peak, others = max(map(bytes_at, every_moment))
     waits = max(
         sum(n * size for n, size in zip(m.under_way, host, strict=True)) + host[m.stage]
@@ -114,12 +128,18 @@ def rank_bytes(
 
 
 @lru_cache(maxsize=4096)
-def moments(ranks: int, schedule: Schedule, micro_batches: int, rank: int) -> tuple[Moment, ...]:
-    """Return the times at which a rank begins a backward, each that differs once."""
-    return tuple(dict.fromkeys(_moments(ranks, schedule, micro_batches, rank)))
+def moments(
+    ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int = 0
+) -> tuple[Moment, ...]:
+    """Return the times at which a rank begins a backward, each that differs once. begun: the first
+    of its stages that has one."""
+    every = _moments(ranks, schedule, micro_batches, rank, begun)
+    return tuple(dict.fromkeys(one for one in every if one.stage >= begun))
 
 
-def _moments(ranks: int, schedule: Schedule, micro_batches: int, rank: int) -> Iterator[Moment]:
+def _moments(
+    ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int
+) -> Iterator[Moment]:
     virtual = schedule.virtual
     actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual)
     last = ranks * virtual - 1
@@ -135,14 +155,14 @@ def _moments(ranks: int, schedule: Schedule, micro_batches: int, rank: int) -> I
         if kind == "forward":
             under_way[stage // ranks] += 1
             if stage < last:
-                _send(lines, (stage + 1) % ranks, gradient=False)
+                _send(lines, (stage + 1) % ranks, alone=stage // ranks < begun)
             continue
         under_way[stage // ranks] -= 1
         posted = sum(1 for source, left in coming.items() if left and source not in (-1, rank))
         sent = sum(sum(line) for line in lines.values())
         yield Moment(stage // ranks, tuple(under_way), posted + sent)
         if stage:
-            _send(lines, (stage - 1) % ranks, gradient=True)
+            _send(lines, (stage - 1) % ranks, alone=True)
 
 
 def _source(kind: str, stage: int, last: int, ranks: int) -> int:
@@ -151,6 +171,6 @@ def _source(kind: str, stage: int, last: int, ranks: int) -> int:
     return other % ranks if 0 <= other <= last else -1
 
 
-def _send(lines: dict[int, list[bool]], to: int, *, gradient: bool) -> None:
-    """Note what a line keeps; what goes forward is kept for the backward anyway."""
-    lines[to] = [*lines.get(to, []), gradient][-SENT:]
+def _send(lines: dict[int, list[bool]], to: int, *, alone: bool) -> None:
+    """Note what a line keeps. alone: nothing else does; what goes forward the backward needs."""
+    lines[to] = [*lines.get(to, []), alone][-SENT:]

@@ -60,6 +60,10 @@ FEW = {
         *("llama", "offload", "all", "bfloat16", Layout(pipeline=2)),
         *(Schedule(sizes=(3, 3)), 4),
     ),
+    "first layer frozen": Case(
+        *("llama", "nothing", "last layer", "bfloat16", Layout(pipeline=3)),
+        *(Schedule(sizes=(1, 2, 1)), 3),
+    ),
     "adapters": Case(
         *("qwen3", "nothing", "lora", "bfloat16", Layout(ulysses=2, pipeline=2)),
         *(Schedule(virtual=2, sizes=(2, 2, 2, 1)), 6),
