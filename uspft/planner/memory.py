@@ -206,7 +206,7 @@ def memory_of_ranks(
     with as many layers all are wanted; else the first, which has most micro-batches under way, and
     the last.
     """
-    one, batch = one or pass_bytes(shape, layout, row_tokens, options)
+    of_pass, batch = one or pass_bytes(shape, layout, row_tokens, options)
     windows, schedule = layer_windows(shape), options.schedule
     again = options.checkpointing
     stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule, again=again)
@@ -219,7 +219,7 @@ def memory_of_ranks(
         if sizes in met and not (alike or last):
             continue
         met.add(sizes)
-        taken = rank_bytes(one, stages, schedule, passes, rank)
+        taken = rank_bytes(of_pass, stages, schedule, passes, rank)
         state = state_in(shape, layout, options, stage_layers(stages, rank))
         parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
         device = {name: int(size) for name, size in (state.device | parts).items()}

@@ -120,7 +120,7 @@ class Space:
     recomputes: Collection[str] = ("nothing",)
     pipelines: Collection[int] | None = (1,)
     """Ranks that layers are split over."""
-    schedulers: Collection[Scheduler] = ("1f1b",)
+    schedulers: Collection[Scheduler] = (PLAIN.scheduler,)
     virtual: Collection[int] = (1, 2, 4)
     """Stages of each of these ranks."""
 
