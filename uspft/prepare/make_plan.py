@@ -71,7 +71,7 @@ def own_way(found: Examined) -> Way:
         stage_of(found.recipe),
         found.recipe.training.micro_batch_size,
         again if again in RECOMPUTES else RECOMPUTES[0],
-        tuple((name, value) for name, value in asked.items() if value not in (None, AUTO)),
+        options=tuple((name, value) for name, value in asked.items() if value not in (None, AUTO)),
     )
 
 
