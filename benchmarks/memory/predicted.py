@@ -62,7 +62,7 @@ def options_for(
         exchange_stages=stages,
         use_seq_parallel=asked.get("use_seq_parallel", False),
         dtype=dtype,
-        checkpointing=memory.gradient_checkpointing,
+        checkpointing=bool(memory.gradient_checkpointing),
         recompute="nothing" if auto else memory.recompute,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),

@@ -71,6 +71,8 @@ class Options:
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
+    in_part: bool = False
+    """Whether only some layers are checkpointed."""
     recompute: str = "nothing"
     offload_activations: bool = False
     loss_tile: int | None = 1024
@@ -150,7 +152,8 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
         gradient_reduction=memory.gradient_reduction,
-        checkpointing=memory.gradient_checkpointing,
+        checkpointing=bool(memory.gradient_checkpointing),
+        in_part=not isinstance(memory.gradient_checkpointing, bool),
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
@@ -260,6 +263,7 @@ def unpredicted(
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
         f"layers of {shape.model_type}": shape.model_type not in LAYER_KINDS,
+        "some layers checkpointed": options.in_part,
     }
     return tuple(what for what, here in found.items() if here)
 
