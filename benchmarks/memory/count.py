@@ -259,7 +259,7 @@ def module_of(
         held = world.layout
         shards = shards_under(model, world, tensor_of_rows=1, stages=stages)
         _split(model, Holders.of(shards, world.mesh.rank, groups, shapes_of(model)))
-    recompute, offload = save_memory(model, memory)
+    recompute, offload = save_memory(model, memory, stages)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
     parts = CausalModel(model, loss, held, recompute, offload=offload)
     return TrainedModel(parts, make_objective(CAUSAL.name, config)).train()

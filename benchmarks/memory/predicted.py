@@ -56,13 +56,14 @@ def options_for(
     of `Options`."""
     asked = parallel or {}
     model = ModelBlock(config=Path(), **(trained or {}))
-    auto = memory.recompute == "auto"
+    auto, again = memory.recompute == "auto", memory.gradient_checkpointing
     return Options(
         algorithm=CONTEXT[algorithm],
         exchange_stages=stages,
         use_seq_parallel=asked.get("use_seq_parallel", False),
         dtype=dtype,
-        checkpointing=bool(memory.gradient_checkpointing),
+        checkpointing=bool(again),
+        first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if auto else memory.recompute,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),

@@ -38,6 +38,7 @@ def splits_of(one: Ranked) -> set[str]:
     layout = one.layout
     matrices = "mesh" if layout.is_mesh else "tensor"
     degrees = {matrices: layout.tensor, "ulysses": layout.ulysses, "data": layout.data}
+    degrees["pipeline"] = layout.pipeline
     degrees[one.way.row.short] = layout.ring // layout.mesh_rows
     return {word for word, degree in degrees.items() if degree > 1}
 

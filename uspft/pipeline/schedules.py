@@ -42,6 +42,11 @@ class Schedule(NamedTuple):
     sizes: tuple[int, ...] = ()
     """The layers of each stage; () where they are dealt out by what they cost."""
 
+    def by_rank(self, ranks: int) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+        """Return the sizes as a recipe says them: [p], or [v][p] where ranks have several."""
+        rows = tuple(self.sizes[at : at + ranks] for at in range(0, len(self.sizes), ranks))
+        return rows[0] if len(rows) == 1 else rows
+
 
 PLAIN = Schedule()
 """1F1B, a stage a rank."""

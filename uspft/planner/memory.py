@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.families import FAMILIES
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
+from uspft.pipeline.stages import Each, first_layers
 from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.expert_memory import Experts
@@ -18,7 +19,7 @@ from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, LayerKind, layer_kinds
 from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
-from uspft.planner.stages import stage_layers, stages_of
+from uspft.planner.stages import schedule_of, stage_layers, stages_of
 from uspft.planner.state import WIDE, State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
@@ -71,8 +72,8 @@ class Options:
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
-    in_part: bool = False
-    """Whether only some layers are checkpointed."""
+    first_layers: int | Each | None = None
+    """How many layers of a stage, or of each, are checkpointed, where not all are."""
     recompute: str = "nothing"
     offload_activations: bool = False
     loss_tile: int | None = 1024
@@ -134,6 +135,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
     """
     zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
     parallel, slices = recipe.parallel_config, recipe.parallel_config.tensor_slices
+    again = memory.gradient_checkpointing
 
     def away(key: str) -> bool:
         return bool((zero.get(key) or {}).get("device", "none") != "none")
@@ -153,7 +155,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         offload_weights=away("offload_param"),
         gradient_reduction=memory.gradient_reduction,
         checkpointing=bool(memory.gradient_checkpointing),
-        in_part=not isinstance(memory.gradient_checkpointing, bool),
+        first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
@@ -161,7 +163,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         slices=slices if isinstance(slices, tuple) else (number(slices) or 1,) * 4,
         lora=lora_of(model),
         freeze=tuple(model.freeze),
-        schedule=Schedule(virtual=parallel.pp_interleave_num),
+        schedule=schedule_of(parallel),
         step_rows=recipe.training.global_batch_size,
     )
 
@@ -211,7 +213,7 @@ def memory_of_ranks(
     """
     of_pass, batch = one or pass_bytes(shape, layout, row_tokens, options)
     windows, schedule = layer_windows(shape), options.schedule
-    again = options.checkpointing
+    again = options.checkpointing and options.first_layers is None
     stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule, again=again)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
@@ -263,7 +265,6 @@ def unpredicted(
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
         f"layers of {shape.model_type}": shape.model_type not in LAYER_KINDS,
-        "some layers checkpointed": options.in_part,
     }
     return tuple(what for what, here in found.items() if here)
 
@@ -312,7 +313,7 @@ def pass_bytes(
     leaf = options.checkpointing and not outside[EMBEDDING] and (kinds[0].tensor > 1 or offloads)
     embedded = kinds[0].inside_bytes() if leaf else 0.0
     # Without checkpointing a norm keeps its input where that is in float32 anyway.
-    keeps = (options.checkpointing or options.element == WIDE) and not offloads
+    keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
@@ -337,7 +338,9 @@ def _layers(
     experts = _experts(shape, tokens, options)
     found = []
     trains = trained_layers(shape, options.lora, options.freeze)
-    for kind, window, trained in zip(layer_kinds(shape), windows, trains, strict=True):
+    again = _checkpointed(shape, layout, row_tokens, options)
+    of_layers = zip(layer_kinds(shape), windows, trains, strict=True)
+    for number, (kind, window, trained) in enumerate(of_layers):
         seen = None
         if window is not None and window < row_tokens:
             seen = Window(window, row_tokens, everywhere=len(set(windows)) == 1)
@@ -369,11 +372,22 @@ def _layers(
                 rank=options.lora.rank if options.lora else 0,
                 dropout=bool(options.lora and options.lora.dropout),
                 tile=options.mlp_tile,
-                recompute=options.recompute if options.checkpointing else None,
+                recompute=options.recompute if number in again else None,
                 offloads=options.offload_activations and options.checkpointing,
             )
         )
     return found
+
+
+def _checkpointed(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> Collection[int]:
+    """Return the layers that are checkpointed."""
+    if not options.checkpointing or options.first_layers is None:
+        return range(shape.layers) if options.checkpointing else ()
+    windows, schedule = layer_windows(shape), options.schedule
+    stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule, again=False)
+    return first_layers(options.first_layers, stages)
 
 
 def _full(shape: ModelShape) -> dict[str, Any]:

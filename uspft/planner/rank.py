@@ -31,6 +31,7 @@ from uspft.planner.memory import (
 )
 from uspft.planner.mesh_tuner import tune
 from uspft.planner.stage_memory import PassBytes, drawn_out
+from uspft.planner.stages import as_many
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 
@@ -225,8 +226,11 @@ class Needs:
         return Memory(parts, int(sum(state.host.values()) + host), doubts)
 
     def _pass(self, layout: Layout, options: Options) -> tuple[PassBytes, float]:
-        layout = replace(layout, data=1, pipeline=1)
-        options = replace(options, zero_stage=1, schedule=PLAIN_SCHEDULE, step_rows=None)
+        layout = replace(layout, data=1)
+        options = replace(options, zero_stage=1, step_rows=None)
+        if options.first_layers is None:  # stages say which layers are checkpointed
+            layout = replace(layout, pipeline=1)
+            options = replace(options, schedule=PLAIN_SCHEDULE)
         if (layout, options) not in self._passes:
             if short := _short(layout):
                 (less, _), (more, batch) = (
@@ -273,8 +277,12 @@ def _short(layout: Layout) -> tuple[int, int] | None:
 
 def options_under(way: Way, options: Options) -> Options:
     """Return what decides memory under a way."""
+    first = options.first_layers
+    if not isinstance(first, int | None) and not as_many(first, way.layout.pipeline, way.schedule):
+        first = None  # of other stages
     return replace(
         options,
+        first_layers=first,
         algorithm=way.row,
         use_seq_parallel=way.splits_tokens,
         micro_batch=way.rows,

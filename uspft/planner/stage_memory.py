@@ -48,8 +48,8 @@ class PassBytes:
     """Of the embedding's output, where it stays beside what the first layer keeps."""
     offloads: bool = False
     """Whether what layers keep waits on the host."""
-    keeps_input: bool = True
-    """Whether what a layer keeps has its input."""
+    keeps_input: tuple[bool, ...] = ()
+    """Of each layer whether what it keeps has its input."""
     bare: tuple[LayerBytes, ...] = ()
     """The same of the first layers where they are no stage's that has the embedding, and what
     enters needs no gradient: those that do not train, and the first that does."""
@@ -92,7 +92,8 @@ def rank_bytes(
         alone = one.bare if stage or not trains else ()
         layers = [(*alone, *one.layers[len(alone) :])[layer] for layer in stages.layers(stage)]
         last = stage == stages.count - 1
-        entered = one.embedded if stage == 0 else one.hidden * (not one.keeps_input)
+        held = one.keeps_input[stages.bounds[stage]]
+        entered = one.embedded if stage == 0 else one.hidden * (not held)
         waiting = (0.0 if one.offloads else layer.kept for layer in layers)
         below = [*accumulate(waiting, initial=entered)]
         made = 0.0 if last else one.hidden

@@ -4,19 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.pipeline.schedules import Schedule
-from uspft.pipeline.stages import Stages, dealt_out
+from uspft.pipeline.schedules import PLAIN, Schedule
+from uspft.pipeline.stages import Each, Stages, dealt_out
 from uspft.planner.flops import layer_flops
 from uspft.planner.machine import Hardware
 from uspft.planner.spread import Spread
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import StageLayers
 
+if TYPE_CHECKING:
+    from uspft.config import ParallelBlock
+
 AGAIN = 4 / 3
 """What a layer costs whose forward is made again, beside one whose is not."""
+
+
+def schedule_of(parallel: ParallelBlock) -> Schedule:
+    """Return how the ranks of a recipe's pipeline work, with the layers of its stages where it says
+    them."""
+    order, given = parallel.pipeline_scheduler, parallel.layers_per_stage or ()
+    sizes = tuple(n for row in given for n in (row if isinstance(row, tuple) else (row,)))
+    scheduler = order if order == "gpipe" else PLAIN.scheduler
+    return Schedule(scheduler, parallel.pp_interleave_num, sizes)
+
+
+def as_many(each: Each, ranks: int, schedule: Schedule) -> bool:
+    """Return whether numbers are those of as many stages: [p], or [v][p]."""
+    rows = [one for one in each if not isinstance(one, int)]
+    many = len(rows) in (0, schedule.virtual)
+    return many and all(len(row) == ranks for row in rows or [each])
 
 
 def stages_of(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from uspft.config.algorithms import CONTEXT, WHOLE, AlgorithmRow, Splits
+from uspft.config.algorithms import AUTO, CONTEXT, WHOLE, AlgorithmRow, Splits
 from uspft.families import FAMILIES, ModelShape
 from uspft.layout import Layout, ring_ranks_of_a_host
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
@@ -66,9 +66,16 @@ class Way:
             "context_parallel": layout.context // layout.mesh_rows,
             "context_parallel_algo": self.row.name if shared else None,
             "ulysses_degree_in_cp": layout.ulysses if both else None,
-            "pipeline_stage": layout.pipeline,
-            "pp_interleave_num": self.schedule.virtual,
         }
+        if layout.pipeline > 1:
+            found |= {
+                "pipeline_stage": layout.pipeline,
+                "pp_interleave_num": self.schedule.virtual,
+                "pipeline_interleave": self.schedule.virtual > 1,
+                "pipeline_scheduler": self.schedule.scheduler,
+                "micro_batch_num": AUTO,
+                "layers_per_stage": self.schedule.by_rank(layout.pipeline) or None,
+            }
         if layout.is_mesh:
             found |= {"tensor_mesh": (layout.mesh_rows, layout.mesh_columns)}
         return found

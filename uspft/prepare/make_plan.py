@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
+from uspft.config.pipeline_rules import beside_stages
 from uspft.families import FAMILIES
+from uspft.pipeline.schedules import Schedule
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import RECOMPUTES, layer_windows, lora_of, options_of
 from uspft.planner.rank import Ranked, Ranking, ranked, ranking
+from uspft.planner.stages import schedule_of
 from uspft.planner.step_shape import StepShape
 from uspft.planner.trained import counts_of
 from uspft.planner.ways import Space, Way
@@ -71,6 +75,7 @@ def own_way(found: Examined) -> Way:
         stage_of(found.recipe),
         found.recipe.training.micro_batch_size,
         again if again in RECOMPUTES else RECOMPUTES[0],
+        schedule=schedule_of(parallel),
         options=tuple((name, value) for name, value in asked.items() if value not in (None, AUTO)),
     )
 
@@ -83,9 +88,22 @@ def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
         stages={own.stage},
         rows={own.rows},
         recomputes=recomputes_of(found.loaded.recipe, recipe.launch.device),
+        pipelines=None,
+        schedulers={own.schedule.scheduler},
+        virtual={1, 2, 4, own.schedule.virtual},
     )
 
+    @cache
+    def beside(pipeline: int, schedule: Schedule) -> str | None:
+        """Say what the recipe's other keys have against stages."""
+        several = {"pipeline_stage": pipeline, "pp_interleave_num": schedule.virtual}
+        block = recipe.parallel_config.model_copy(update=several)
+        wrong = beside_stages(recipe.model_copy(update={"parallel_config": block}))
+        return " ".join(wrong[0][:2]) if wrong else None
+
     def why_not(way: Way) -> str | None:
+        if way.layout.pipeline > 1 and (reason := beside(way.layout.pipeline, way.schedule)):
+            return reason
         wrong = layout_findings(in_recipe(recipe, way), way.layout, found.shape)
         return wrong[0][1] if wrong else None
 

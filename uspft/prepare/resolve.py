@@ -28,6 +28,7 @@ from uspft.layout import Layout, context_degrees, layout_of
 from uspft.planner.auto import Choice, recommend
 from uspft.planner.memory import options_of
 from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
+from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way
 from uspft.prepare.chosen_layouts import with_layouts
 from uspft.prepare.known import Known
@@ -104,6 +105,9 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
         stages={stage_of(recipe)},
         rows={recipe.training.micro_batch_size},
         recomputes=recomputes_of(recipe, recipe.launch.device),
+        pipelines={parallel.pipeline_stage},
+        schedulers={schedule_of(parallel).scheduler},
+        virtual={parallel.pp_interleave_num},
     )
 
     def other_mesh(way: Way) -> str | None:
@@ -113,7 +117,8 @@ def choice(recipe: Recipe, known: Known) -> Choice | None:
     work = known.work
     step = step_shape(recipe, model, work.windows if work else ())
     step = replace(step, slices=step.slices or (1,) * 4) if on_mesh else step
-    ranks = ranks_of(recipe, known) or prod((parallel.model_parallel, parallel.context_parallel))
+    degrees = parallel.model_parallel, parallel.context_parallel, parallel.pipeline_stage
+    ranks = ranks_of(recipe, known) or prod(degrees)
     hardware = known.cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
     rows = work.rows if work else [step.row]
     tiled = settled_memory(recipe, model, None, None)

@@ -13,7 +13,6 @@ import transformers
 
 from benchmarks.memory.count import count
 from benchmarks.memory.predicted import predicted
-from tests.support.known import recipe
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
 from tests.support.shapes import hub
@@ -28,7 +27,6 @@ from uspft.planner.memory import (
     least_work,
     longest_row,
     memory_of,
-    options_of,
     unpredicted,
 )
 from uspft.prepare.invocation import CONFIGS
@@ -220,9 +218,6 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
     other = replace(shape, model_type="granite")
     assert memory_of(other, Layout(), 4096).unpredicted == ("layers of granite",)
-    memory = MemoryBlock(gradient_checkpointing=3)
-    in_part = options_of(recipe("zero1").model_copy(update={"memory": memory}), Layout())
-    assert unpredicted(shape, Layout(), 4096, options=in_part) == ("some layers checkpointed",)
 
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

@@ -41,6 +41,10 @@ class Case(NamedTuple):
 
 
 PLAIN, GPIPE = Schedule(sizes=(3, 2, 2, 3)), Schedule("gpipe", 1, (3, 2))
+SAVING = {
+    **SAVING,
+    "first layers": {"gradient_checkpointing": (2, 1, 0), "loss_tile_tokens": 1024},
+}
 FEW = {
     "1f1b": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=4), PLAIN, 6),
     "gpipe": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=2), GPIPE, 4),
@@ -63,6 +67,10 @@ FEW = {
     "first layer frozen": Case(
         *("llama", "nothing", "last layer", "bfloat16", Layout(pipeline=3)),
         *(Schedule(sizes=(1, 2, 1)), 3),
+    ),
+    "some layers checkpointed": Case(
+        *("llama", "first layers", "all", "bfloat16", Layout(pipeline=3)),
+        *(Schedule(sizes=(3, 3, 2)), 5),
     ),
     "adapters": Case(
         *("qwen3", "nothing", "lora", "bfloat16", Layout(ulysses=2, pipeline=2)),
