@@ -10,7 +10,7 @@ from uspft.pipeline.simulator import Timed
 from uspft.planner.timeline import PipelineTimeline
 
 GIB = 1 << 30
-WIDTH = 72
+WIDTH = 100
 """Characters of the longest line."""
 DIGITS, LETTERS = "0123456789", "abcdefghij"
 LEGEND = (
@@ -25,11 +25,11 @@ _FORWARD, _BACKWARD = ("#2f6fb0", "#6ba3d6", "#a9cbe8"), ("#c8641e", "#e39a5f", 
 
 def in_characters(drawn: PipelineTimeline, name: str) -> str:
     """Return a line for each rank: what it does when, how long it waits, what it holds."""
-    rows = [[f"timeline ({name})", "", "bubble", "tokens", "GiB"]]
+    rows = [["timeline", "", "bubble", "tokens", "GiB"]]
     for number, rank in enumerate(drawn.ranks):
         cells = [f"{drawn.bubble(number):.0%}", f"{rank.tokens:,}", _gib(drawn, number)]
         rows.append([f"rank {number}", _line(rank.timed, drawn.seconds), *cells])
-    return "\n".join([aligned(rows), f"{_span(drawn)}; {LEGEND}"])
+    return "\n".join([f"timeline of {name}: {_span(drawn)}", aligned(rows), LEGEND])
 
 
 def _line(timed: Sequence[Timed], seconds: float) -> str:
