@@ -61,6 +61,7 @@ def options_for(
         algorithm=CONTEXT[algorithm],
         exchange_stages=stages,
         use_seq_parallel=asked.get("use_seq_parallel", False),
+        slices=asked.get("tensor_slices", (1,) * 4),
         dtype=dtype,
         checkpointing=bool(again),
         first_layers=None if isinstance(again, bool) else again,

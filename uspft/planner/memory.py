@@ -12,15 +12,16 @@ from uspft.families import FAMILIES
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
-from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_bytes
+from uspft.planner.activations import HeadSizes, LayerBytes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.expert_memory import Experts
 from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.layer_kinds import LAYER_KINDS, LayerKind, layer_kinds
+from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
+from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
-from uspft.planner.state import WIDE, State, Zero, state_of
+from uspft.planner.state import State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
@@ -265,8 +266,15 @@ def unpredicted(
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
         f"layers of {shape.model_type}": shape.model_type not in LAYER_KINDS,
+        "layers without experts beside others": _mixed(shape),
     }
     return tuple(what for what, here in found.items() if here)
+
+
+def _mixed(shape: ModelShape) -> bool:
+    """Tell whether only some layers of a model have experts."""
+    raw = shape.raw
+    return bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1
 
 
 def activations_in(
@@ -277,9 +285,10 @@ def activations_in(
     Neither the replicas nor ZeRO's stage change them.
     """
     one, batch = pass_bytes(shape, layout, row_tokens, options)
-    waiting = (0.0 if one.offloads else each.kept for each in one.layers)
+    own = one.routers
+    waiting = ((0.0 if one.offloads else each.kept) + own for each in one.layers)
     below = [*accumulate(waiting, initial=one.embedded)]
-    peaks = [(kept + each.most, kept) for kept, each in zip(below, one.layers, strict=False)]
+    peaks = [(kept + own + each.most, kept) for kept, each in zip(below, one.layers, strict=False)]
     peaks.append((below[-1] + one.head.most, below[-1]))
     peak, kept = max(peaks)
     parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles}
@@ -294,8 +303,11 @@ def pass_bytes(
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, []
+    known: dict[tuple[int, bool], LayerBytes] = {}
     for sizes in kinds:
-        each.append(layer_bytes(sizes, reached=reached))
+        key = id(sizes), reached
+        known[key] = known.get(key) or layer_bytes(sizes, reached=reached)
+        each.append(known[key])
         reached = reached or bool(sizes.trained or sizes.adapted)
     head = HeadSizes(
         kinds[-1],
@@ -307,62 +319,75 @@ def pass_bytes(
     )
     loss = head_bytes(head, reached=reached)
     tokens = kinds[0].sharing.tokens
-    angles = tokens * max(one.kind.angle_bytes(shape.head_dim, options.element) for one in kinds)
+    angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
     offloads = kinds[0].offloads
     # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
-    leaf = options.checkpointing and not outside[EMBEDDING] and (kinds[0].tensor > 1 or offloads)
+    copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
+    leaf = options.checkpointing and not outside[EMBEDDING] and copied
     embedded = kinds[0].inside_bytes() if leaf else 0.0
     # Without checkpointing a norm keeps its input where that is in float32 anyway.
     keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
-    bare = tuple(layer_bytes(sizes, reached=False) for sizes in alone)
-    hidden = kinds[0].between_bytes()
-    one = PassBytes(tuple(each), loss, hidden, float(angles), embedded, offloads, keeps, bare)
+    routers = _router_bytes(shape, kinds[0])
+    balanced = max(loss.most, _balance_bytes(head, [routers] * shape.layers))
+    one = PassBytes(
+        tuple(each),
+        LayerBytes(loss.kept, balanced),
+        kinds[0].between_bytes(),
+        float(angles),
+        embedded,
+        offloads,
+        tuple(map(bool, keeps)),
+        tuple(layer_bytes(sizes, reached=False) for sizes in alone),
+        routers,
+    )
     return one, float(BATCH_BYTES * tokens)
+
+
+def _router_bytes(shape: ModelShape, sizes: LayerSizes) -> float:
+    """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
+    for; later their gradient's."""
+    of = sizes.experts
+    asked = of and _full(shape).get("output_router_logits", False)
+    return float(of.element * of.tokens * of.number) if of and asked else 0.0
+
+
+def _balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
+    """Return what is alive at the most while routers' loss is made (model/router.py), beside their
+    logits: the gradients that came with the loss, probabilities, and of a layer what they choose
+    and its logits in float32."""
+    s, (first, *_) = head.layer, [*filter(None, routers), 0.0]
+    wide = WIDE / s.element
+    gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
+    return (gradients + wide * (sum(routers) + 2 * first)) if first else 0.0
 
 
 def _layers(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options
 ) -> list[LayerSizes]:
-    """Return every layer as a rank has it."""
-    t, tokens = layout.mesh_columns, -(-options.micro_batch * row_tokens // layout.context)
-    heads, kv = (-(-each // t) for each in (shape.heads, shape.kv_heads))
-    windows = layer_windows(shape)
-    way = RING
-    if options.algorithm.all_at_once:
-        way = KeyTransfer(1, trimmed=False)
-    elif "exchange_stages" in options.algorithm.options:
-        way = KeyTransfer(options.exchange_stages)
-    experts = _experts(shape, tokens, options)
-    found = []
+    """Return every layer as a rank has it, those that are alike as one object."""
+    tokens = -(-options.micro_batch * row_tokens // layout.context)
+    experts, windows = _experts(shape, tokens, options), layer_windows(shape)
+    everywhere = len(set(windows)) == 1
     trains = trained_layers(shape, options.lora, options.freeze)
     again = _checkpointed(shape, layout, row_tokens, options)
+    known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
+    found = []
     of_layers = zip(layer_kinds(shape), windows, trains, strict=True)
     for number, (kind, window, trained) in enumerate(of_layers):
-        seen = None
-        if window is not None and window < row_tokens:
-            seen = Window(window, row_tokens, everywhere=len(set(windows)) == 1)
-        sharing = Sharing(
-            options.element,
-            tokens,
-            heads,
-            kv,
-            shape.head_dim,
-            layout.ulysses,
-            layout.ring,
-            way,
-            seen,
-            kind.sinks,
-        )
-        found.append(
-            LayerSizes(
-                sharing,
+        key = id(kind), window, id(trained), number in again
+        if key not in known:
+            seen = None
+            if window is not None and window < row_tokens:
+                seen = Window(window, row_tokens, everywhere)
+            known[key] = LayerSizes(
+                _sharing(shape, layout, tokens, options, seen, sinks=kind.sinks),
                 shape.hidden_size,
-                -(-shape.intermediate_size // t),
+                -(-shape.intermediate_size // layout.mesh_columns),
                 kind,
-                t,
+                layout.mesh_columns,
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
                 slices=options.slices,
@@ -375,7 +400,7 @@ def _layers(
                 recompute=options.recompute if number in again else None,
                 offloads=options.offload_activations and options.checkpointing,
             )
-        )
+        found.append(known[key])
     return found
 
 
@@ -390,6 +415,26 @@ def _checkpointed(
     return first_layers(options.first_layers, stages)
 
 
+def _sharing(
+    shape: ModelShape,
+    layout: Layout,
+    tokens: int,
+    options: Options,
+    window: Window | None,
+    *,
+    sinks: bool,
+) -> Sharing:
+    """Return how ranks share a row's attention. tokens: of one of them."""
+    way = RING
+    if options.algorithm.all_at_once:
+        way = KeyTransfer(1, trimmed=False)
+    elif "exchange_stages" in options.algorithm.options:
+        way = KeyTransfer(options.exchange_stages)
+    heads, kv = (-(-each // layout.mesh_columns) for each in (shape.heads, shape.kv_heads))
+    degrees = layout.ulysses, layout.ring
+    return Sharing(options.element, tokens, heads, kv, shape.head_dim, *degrees, way, window, sinks)
+
+
 def _full(shape: ModelShape) -> dict[str, Any]:
     """Return a model's config with what transformers takes where it has no such field."""
     return {**FAMILIES[shape.model_type].defaults, **shape.raw}
@@ -397,7 +442,7 @@ def _full(shape: ModelShape) -> dict[str, Any]:
 
 def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
-    kind = LAYER_KINDS.get(shape.model_type, LayerKind())
+    kind = LAYER_KINDS[shape.model_type]
     down = layer_projections(shape)[-1]
     if not kind.router:
         return None

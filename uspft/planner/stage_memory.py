@@ -54,6 +54,9 @@ class PassBytes:
     """The same of the first layers where they are no stage's that has the embedding, and what
     enters needs no gradient: those that do not train, and the first that does."""
 
+    routers: float = 0.0
+    """Of the logits of a layer's router, where their loss is asked for; stages have none."""
+
     @property
     def first(self) -> int:
         """The first layer that trains; a stage before it keeps nothing: it has no backward."""
