@@ -156,6 +156,8 @@ def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
         "zero": dict(ZERO[case.zero]),
     }
     for name in case.beside:
+        if (name, case.ranks) == ("gpipe", 1):
+            continue
         for block, keys in BESIDE[name].items():
             blocks[block] |= keys
     zero = blocks.pop("zero")
@@ -173,7 +175,7 @@ def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
 @contextmanager
 def assembled(case: Case, folder: Path, data: Path, output: str, **how: Any) -> Iterator[Any]:
     """The case's run; collective."""
-    faulthandler.dump_traceback_later(200, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
     run = prepared(recipe(case, folder, data), folder / output, **how)
     yield run
     run.engine.close()

@@ -146,8 +146,8 @@ def _page(
         yield f"and {more} more (--top N)"
     yield LEGEND
     yield from left_out_lines(order.left_out)
-    first, own = order.layouts[0], next(one for one in order.layouts if one.own)
-    for one in [first] if first is own else [first, own]:
+    first = order.layouts[0]
+    for one in [first, *([order.own] if order.own and order.own is not first else [])]:
         yield f"\n{parts_table(one)}"
         if one.layout.pipeline > 1:
             drawn = timeline_of(one, hardware, options_of(found.recipe, found.layout))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Forwards
@@ -72,8 +73,8 @@ class StepShape:
     attention: Forwards = ONCE
     """How often a layer's attention makes its forward transfers, and those of keys its products."""
     use_seq_parallel: bool = False
-    overlaps: bool = False
-    """DeepSpeed's overlap_comm."""
+    overlaps: bool | None = False
+    """DeepSpeed's overlap_comm; None where it is left to DeepSpeed, which overlaps at stage 3."""
     trained: float = 1.0
     """The share of the parameters that train."""
     gradient_bytes: int = GRADIENT_BYTES
@@ -84,6 +85,16 @@ class StepShape:
     """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
     schedule: Schedule = PLAIN
     """Of a pipeline's ranks."""
+    sample: DrawnRows | None = None
+    """Rows of the data over which attention is the mean; None: `row` stands for all."""
+    dealt: bool = True
+    """Whether attention of several documents, and under a window, is as it is dealt out to ranks,
+    or goes by closed forms."""
+
+    @property
+    def hides(self) -> bool:
+        """Whether ZeRO's transfers pass behind products."""
+        return self.stage == 3 if self.overlaps is None else self.overlaps
 
     @property
     def forwards(self) -> int:
