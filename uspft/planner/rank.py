@@ -201,14 +201,13 @@ def ranking(
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
-    first = list(islice(order, SHORTLIST))
     dealt = step.sample is not None
     dealt = dealt or not all(is_whole(step.row, window) for window in step.windows)
-    if dealt or any(each.layout.pipeline > 1 for each in first):
-        first = [one(each.way, step if dealt else search, closely=True) for each in first]
-        first.sort(key=_order)
+    if dealt or any(way.layout.pipeline > 1 for way in listed):
+        given = step if dealt else search
+        first = [one(each.way, given, closely=True) for each in islice(order, SHORTLIST)]
+        order = chain(sorted(first, key=_order), order)
         marked = [one for one in first if one.own] or marked
-    order = chain(first, order)
     names = {way.name for way in listed}
     return Ranking(_Listed(order, len(names)), next(iter(marked), None), found.left_out)
 

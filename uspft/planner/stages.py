@@ -35,8 +35,9 @@ def schedule_of(parallel: ParallelBlock) -> Schedule:
 def as_many(each: Each, ranks: int, schedule: Schedule) -> bool:
     """Return whether numbers are those of as many stages: [p], or [v][p]."""
     rows = [one for one in each if not isinstance(one, int)]
-    many = len(rows) in (0, schedule.virtual)
-    return many and all(len(row) == ranks for row in rows or [each])
+    if not rows:
+        return len(each) == ranks
+    return len(rows) == schedule.virtual and all(len(row) == ranks for row in rows)
 
 
 def stages_of(
