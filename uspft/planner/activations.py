@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
 from uspft.planner.expert_memory import Experts, routed
 from uspft.planner.layer_kinds import LLAMA, LayerKind
-from uspft.planner.mesh_memory import MeshProduct, all_features, inward, outward
+from uspft.planner.mesh_memory import MeshOperation, all_features, inward, outward
 from uspft.planner.operations import (
     INDEX,
     WIDE,
@@ -177,7 +177,7 @@ class Layer:
             size = x.size / takes * gives
             return linear(tape, x, size, weight, trains=self._trains(name), bias=bias)
         into = name != OUTWARD[block]
-        of = MeshProduct(
+        of = MeshOperation(
             s.element,
             s.sharing.tokens,
             s.hidden,
@@ -359,11 +359,14 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
     if sizes.recompute is None:
         out = layer(hidden[0])
         hidden.clear()
-        kept = tape.live - out.size
+        kept, forward = tape.live - out.size, tape.most
+        if sizes.element < WIDE and sizes.kind.norms.before_attention:
+            # transformers holds what the first layer takes, which nothing else keeps.
+            forward += size * (1 + sizes.kind.scaled)
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))
-        return LayerBytes(kept, tape.most)
+        return LayerBytes(kept, max(forward, tape.most))
     with tape.first_run():
         out = layer(hidden[0])
     trains = out.node is not None
