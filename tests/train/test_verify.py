@@ -168,6 +168,6 @@ def test_verify_as_a_user_runs_it(tmp_path: Path) -> None:
         assert all(
             (group["value"] > 0 or exact) and group["value"] < 0.5 for group in groups.values()
         )
-    assert all(len(one["losses"]) == 2 for one in found["layouts"])
+    assert all(len(one["losses"]) == 2 for one in tried)
     assert {entry.name for entry in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "verify"}
     assert not list((tmp_path / "out/verify").glob("*gradients*"))
