@@ -11,6 +11,7 @@ from uspft.commands.aligned import aligned
 from uspft.config import Recipe, as_tree
 from uspft.config.algorithms import AUTO
 from uspft.metrics import as_size
+from uspft.planner.attention_work import Sample
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import Options, options_of
@@ -31,7 +32,8 @@ def shown(order: Ranking, top: int | None, only: Sequence[str]) -> list[Ranked]:
     """
     asked = (one for one in order.layouts if not only or splits_of(one) <= {*only, "data"})
     first = list(islice(asked, top))
-    return first + [order.own] * (order.own is not None and order.own not in first)
+    own = [] if order.own is None or order.own in first else [order.own]
+    return first + own
 
 
 def splits_of(one: Ranked) -> set[str]:
@@ -172,6 +174,7 @@ def as_data(
     return {
         "layouts": layouts,
         "left_out": dict(order.left_out),
+        "rows": _rows(first.step.sample),
         "machine": {
             "name": hardware.name,
             "what": machine,
@@ -180,6 +183,14 @@ def as_data(
         },
         "model": {"type": first.step.model.model_type, "layers": first.step.model.layers},
     }
+
+
+def _rows(sample: Sample | None) -> dict[str, Any]:
+    """Return by how many rows of the data attention is priced; 0: a row is one document."""
+    if sample is None:
+        return {"sampled": 0}
+    found = {"sampled": len(sample.rows), "of": sample.source}
+    return {**found, "documents_per_row": sample.documents}
 
 
 def _seconds(value: float) -> str:

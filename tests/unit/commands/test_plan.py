@@ -131,7 +131,7 @@ def test_the_same_as_data(planned: Run) -> None:
 def test_memory_and_the_longest_row_stand_for_matrices_on_a_mesh(planned: Run) -> None:
     words = ["recipes/llama3.1-70b-lora-mesh-32k.yaml", "--top", "3"]
     page = planned(*words)
-    assert "not predicted" not in page
+    assert "not predicted: memory" not in page
     cells = list(table(page).values())[1:]
     assert len(cells) == 4 and all(number(line[1]) > 0 and number(line[2]) > 0 for line in cells)
     found = json.loads(planned(*words, "--json"))["layouts"]
@@ -226,3 +226,22 @@ def test_wrong_words_are_refused(
     verb = [] if words[0] == "check" else ["plan"]
     assert main([*verb, *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_rows_of_the_data_stand_for_all_where_it_is_here(planned: Run, tmp_path: Path) -> None:
+    recipe = "recipes/llama3.1-8b-text-hybrid-128k.yaml"
+    alone = planned(recipe, "--top", "3")
+    assert ", each priced as one document, since the data is not here" in alone
+    data = tmp_path / "d.jsonl"
+    lengths = [300] * 40 + [9000] * 4 + [60000]
+    data.write_text("".join(json.dumps({"input_ids": [7] * n}) + "\n" for n in lengths))
+    words = [recipe, f"data.train={data}", "data.format=tokenized", "--top", "3"]
+    page = planned(*words)
+    (step,) = re.findall(r"^step: .*$", page, re.M)
+    assert re.search(r"priced by \d+ rows of the first records, of \S+ documents", step), step
+    found = json.loads(planned(*words, "--json"))
+    assert found["rows"]["sampled"] > 8 and found["rows"]["documents_per_row"] > 20
+    one = json.loads(planned(recipe, "--top", "3", "--json"))
+    assert one["rows"] == {"sampled": 0}
+    seconds = [each["layouts"][0]["parts"]["attention"] for each in (found, one)]
+    assert seconds[0] < 0.7 * seconds[1], "documents of a row see less than all of it"
