@@ -11,7 +11,7 @@ from uspft.commands.aligned import aligned
 from uspft.config import Recipe, as_tree
 from uspft.config.algorithms import AUTO
 from uspft.metrics import as_size
-from uspft.planner.attention_work import Sample
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import Options, options_of
@@ -185,7 +185,7 @@ def as_data(
     }
 
 
-def _rows(sample: Sample | None) -> dict[str, Any]:
+def _rows(sample: DrawnRows | None) -> dict[str, Any]:
     """Return by how many rows of the data attention is priced; 0: a row is one document."""
     if sample is None:
         return {"sampled": 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uspft.config import Recipe
 from uspft.data import first_look, prepared, training_rows
-from uspft.planner.attention_work import Sample
+from uspft.planner.attention_work import DrawnRows
 from uspft.prepare.data import cache_of, tokenizer_here, tokenizer_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
@@ -19,7 +19,7 @@ MOST_SAMPLES = 1 << 14
 """Samples that are packed, where the first records are to fill rows."""
 
 
-def sample_of(found: Examined, place: Invocation) -> Sample | None:
+def sample_of(found: Examined, place: Invocation) -> DrawnRows | None:
     """Return rows of the data: those of a run where a command has tokenised it before, else rows
     packed of the first records; None where neither is here. Nothing is written. Raises DataError.
     """
@@ -34,10 +34,10 @@ def sample_of(found: Examined, place: Invocation) -> Sample | None:
                 stream = training_rows(recipe.data, corpus, recipe.seed)
                 rows = _spread(range(stream.rows_in_epoch(0)))
                 segments = tuple(stream.row(number).segments for number in rows)
-                return Sample(segments, "the data") if segments else None
+                return DrawnRows(segments, "the data") if segments else None
         lengths = first_look(recipe.data, tokenizer, vocabulary).lengths
     packed = _packed(recipe, documents_of(recipe, lengths))
-    return Sample(packed, "the first records") if packed else None
+    return DrawnRows(packed, "the first records") if packed else None
 
 
 def _packed(recipe: Recipe, lengths: list[int]) -> tuple[Segments, ...]:

@@ -185,7 +185,7 @@ def packed(*lengths: int) -> Segments:
 def test_packed_rows_are_dealt_out_for_a_shortlist(counted: Counted) -> None:
     rows = [packed(*(1 << n for n in range(8, 14)), 1 << 13) for _ in range(60)]
     rows += [packed(1 << 14, *[1 << 11] * 8), *[packed(*[1 << 10] * 32)] * 3]
-    step = replace(STEP, sample=attention_work.Sample(tuple(rows)))
+    step = replace(STEP, sample=attention_work.DrawnRows(tuple(rows)))
     whole, few = ranking(STEP, 8, Space(), H100), ranking(step, 8, Space(), H100)
     every = list(few.layouts)
     assert [one.step.dealt for one in every].count(True) == rank.SHORTLIST
