@@ -174,14 +174,17 @@ def as_data(
     return {
         "layouts": layouts,
         "left_out": dict(order.left_out),
-        "rows": _rows(first.step.sample),
         "machine": {
             "name": hardware.name,
             "what": machine,
             "measured": as_tree(hardware.measured) if hardware.measured else None,
             "error": hardware.error(first.layout.ranks),
         },
-        "model": {"type": first.step.model.model_type, "layers": first.step.model.layers},
+        "model": {
+            "type": first.step.model.model_type,
+            "layers": first.step.model.layers,
+            "rows": _rows(first.step.sample),
+        },
     }
 
 

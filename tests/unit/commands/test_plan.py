@@ -241,8 +241,9 @@ def test_rows_of_the_data_stand_for_all_where_it_is_here(planned: Run, tmp_path:
     (step,) = re.findall(r"^step: .*$", page, re.M)
     assert re.search(r"priced by \d+ rows of the first records, of \S+ documents", step), step
     found = json.loads(planned(*words, "--json"))
-    assert found["rows"]["sampled"] > 8 and found["rows"]["documents_per_row"] > 20
+    rows = found["model"]["rows"]
+    assert rows["sampled"] > 8 and rows["documents_per_row"] > 20
     one = json.loads(planned(recipe, "--top", "3", "--json"))
-    assert one["rows"] == {"sampled": 0}
+    assert one["model"]["rows"] == {"sampled": 0}
     seconds = [each["layouts"][0]["parts"]["attention"] for each in (found, one)]
     assert seconds[0] < 0.7 * seconds[1], "documents of a row see less than all of it"
