@@ -28,8 +28,8 @@ from benchmarks.meshslice import report as meshslice
 from benchmarks.meshslice.hosts import report as meshslice_hosts
 from benchmarks.orders import figures as orders
 from benchmarks.planning import report as planning
-from benchmarks.planning import speed
 from benchmarks.planning.hosts import figures as planning_hosts
+from benchmarks.planning.speed import figures as planning_speed
 from benchmarks.step import figures as step
 from benchmarks.switching import report as switching
 from benchmarks.switching.simulation import report as simulation
@@ -45,7 +45,7 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "orders": orders.figures,
     "planning": planning.figures,
     "planning-hosts": planning_hosts.figures,
-    "planning-speed": speed.figures,
+    "planning-speed": planning_speed.figures,
     "step": step.figures,
     "switching": switching.figures,
     "switching-simulation": simulation.figures,

@@ -184,7 +184,7 @@ FAULTS: dict[str, tuple[Case, str, Callable[..., Any]]] = {
     ),
     "gradients of several weights come in no order": (
         Case("mesh: several", "zero2", rows=2),
-        "uspft.tensor.meshslice._Product.ways",
+        "uspft.tensor.sliced.SlicedProduct.ways",
         lambda self: self.held,
     ),
     "columns take the queries of others": (

@@ -95,6 +95,8 @@ class Case:
     def keeps(self, one: Ranked) -> bool:
         """Whether a layout is what the keys that are set say."""
         layout, tensor, context = one.layout, self.tensor, self.context
+        if layout.pipeline > 1:  # a key that is set, to 1
+            return False
         split = (layout.tensor, one.way.splits_tokens) == (tensor, tensor > 1)
         if self.left in ("algorithm", "ulysses", "context") and not split:
             return False

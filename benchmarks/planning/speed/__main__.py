@@ -14,13 +14,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.machine import circumstances
 from benchmarks.lab.results import RESULTS, ROOT, write
-from benchmarks.lab.tables import as_tokens, markdown
+from benchmarks.planning.speed.figures import speed_table
 
 MODEL = {
     "model_type": "llama",
@@ -47,7 +46,6 @@ launch: {{device: cuda, hardware: h100}}
 ROWS = ((1 << 13, 2048), (1 << 17, 512), (1 << 20, 64))
 CASES = (*((ranks, *rows) for ranks in (256, 4096) for rows in ROWS), (65536, 1 << 17, 4096))
 """Ranks, tokens of a row, and rows of a step."""
-HEADS = ("ranks", "rows of a step", "layouts", "CPU s", "memory MiB")
 
 
 def measured(recipe: Path, ranks: int, tokens: int, rows: int) -> dict[str, Any]:
@@ -72,26 +70,6 @@ def measured(recipe: Path, ranks: int, tokens: int, rows: int) -> dict[str, Any]
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
         "memory_bytes": usage.ru_maxrss * 1024,
     }
-
-
-def speed_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line for each command."""
-    rows = [
-        [
-            f"{run['ranks']:,}",
-            f"{run['rows']} × {as_tokens(run['tokens'])}",
-            f"{run['layouts']:,}",
-            f"{run['cpu_seconds']:.1f}",
-            f"{run['memory_bytes'] / (1 << 20):.0f}",
-        ]
-        for run in runs
-    ]
-    return markdown(HEADS, rows, left=0)
-
-
-def figures(result: dict[str, Any]) -> dict[str, str]:
-    """Return what pages show of planning-speed.json, by name, as Markdown."""
-    return {"speed": speed_table(result["runs"])}
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""How long `plan` itself takes."""
