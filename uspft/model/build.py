@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from uspft.model.attention import NAME
+from uspft.model.linear import bind_linear_layers
 from uspft.parameters.experts import is_experts
 
 CPU = torch.device("cpu")
@@ -25,6 +26,7 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    bind_linear_layers(model)
     model.tie_weights()  # not above, where making a parameter empty makes a new object
     for buffer in model.buffers():
         # In float32 too: Gemma's embedding scale, made in dtype and used in it.
