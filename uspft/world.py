@@ -85,7 +85,7 @@ class World:
         return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
 
     def mix(self, x: Mixed, share: Share, rule: StateRule) -> Tensor:
-        """Return the out [T, H, V] of a rule with a state for this rank's tokens, differentiable."""
+        """Return a rule's out [T, H, V] for this rank's tokens, differentiable."""
         return mix(x, share, rule, self.mesh.ulysses, self.mesh.ring)
 
     def convolve(self, x: Tensor, share: Share, taps: int, convolution: Convolution) -> Tensor:

@@ -1,12 +1,13 @@
-"""Layers with a state over ranks that hold any pieces of packed rows, beside plain transformers with
-each document by itself in one process: loss and every gradient, in float64."""
+"""Layers with a state over ranks that hold any pieces of packed rows: loss and every gradient are
+those of plain transformers with each document by itself in one process, in float64."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -176,13 +177,12 @@ def orders() -> dict[str, list[tuple[Span, ...]]]:
     }
     cuts = sorted({0, ROW.length, *ROW.bounds, 2, 4, 7, 8, 9, 70, 100, 133, 150, 200})
     found["bounds"] = [
-        tuple(span for i, span in enumerate(zip(cuts, cuts[1:], strict=False)) if i % RANKS == r)
-        for r in range(RANKS)
+        tuple(span for i, span in enumerate(pairwise(cuts)) if i % RANKS == r) for r in range(RANKS)
     ]
     dice, cuts = random.Random(0), [0]
     while cuts[-1] < ROW.length:
         cuts.append(min(ROW.length, cuts[-1] + dice.choice([1, 1, 2, 3, 9, 20, 40])))
-    pieces = [(span, dice.randrange(RANKS)) for span in zip(cuts, cuts[1:], strict=False)]
+    pieces = [(span, dice.randrange(RANKS)) for span in pairwise(cuts)]
     found["random"] = [tuple(span for span, own in pieces if own == r) for r in range(RANKS)]
     found["padding alone"] = [((0, 100),), ((100, 200),), ((248, 256),), ((200, 248),)]
     found["dealt"] = Planned(RANKS).token_order(ROW)
@@ -212,7 +212,7 @@ def faulty(fault: str) -> list[Any]:
     chains, halo, pieces = fragments.chains_of, fragments.halo_of, fragments.fragments_of
     share = "uspft.sequence.rows.share."
     together = [(ROW.bounds[0], ROW.bounds[-1])]
-    scatter, joined = mixing._WithHalo.apply, states._entering
+    scatter, joined = mixing.WithHalo.apply, states.entering_states
     return {
         "documents run on": [
             mock.patch(share + "chains_of", lambda held, _, n: chains(held, together, n)),
@@ -238,23 +238,25 @@ def faulty(fault: str) -> list[Any]:
         ],
         "halo detached": [
             mock.patch.object(
-                mixing._WithHalo,
+                mixing.WithHalo,
                 "apply",
                 lambda x, *rest: _detached_halo(scatter, x, *rest),
             )
         ],
         "no entering state": [
             mock.patch.object(
-                states, "_entering", lambda *x: {f: 0 * s for f, s in joined(*x).items()}
+                states, "entering_states", lambda *x: {f: 0 * s for f, s in joined(*x).items()}
             )
         ],
         "transposed": [
-            mock.patch.object(states, "_entering", lambda c, e: joined(c, _changed(e, "mT")))
+            mock.patch.object(states, "entering_states", lambda c, e: joined(c, _changed(e, "mT")))
         ],
         "nothing passes": [
-            mock.patch.object(states, "_entering", lambda c, e: joined(c, _changed(e, "zero")))
+            mock.patch.object(
+                states, "entering_states", lambda c, e: joined(c, _changed(e, "zero"))
+            )
         ],
-        "states detached": [mock.patch.object(states, "_leaving", lambda *_: {})],
+        "states detached": [mock.patch.object(states, "leaving_gradients", lambda *_: {})],
         "key heads dealt evenly": [
             mock.patch.object(mixing, "split_heads", _even_heads),
         ],

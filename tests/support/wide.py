@@ -3,8 +3,8 @@ with such casts can be held to 1e-10."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 from unittest import mock

@@ -110,12 +110,12 @@ def convolve(x_Ct: Tensor, halo: Halo, convolution: Convolution, context: Group)
     itself; differentiable."""
     if halo.whole:
         return convolution(x_Ct)
-    laid_NC = _WithHalo.apply(x_Ct[0].t(), halo, context)
+    laid_NC = WithHalo.apply(x_Ct[0].t(), halo, context)
     own = put(torch.from_numpy(halo.own), x_Ct.device)
     return convolution(laid_NC.t()[None]).index_select(2, own)
 
 
-class _WithHalo(torch.autograd.Function):
+class WithHalo(torch.autograd.Function):
     """A rank's tokens with those before each of its fragments; one function has both transfers, so
     that ranks that need nothing take part in the backward's."""
 

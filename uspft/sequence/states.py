@@ -1,13 +1,12 @@
 """Layers with a state under context parallelism: the state passes from rank to rank, tokens stay.
 
-A gated delta net takes a state S [Dk, Dv] a head through its tokens, S ← e^g (I − β k kᵀ) S + β k vᵀ
-(arXiv 2412.06464). Of a whole fragment that is S ← M S + S₀, and both are what the rule itself makes
-of v widened to [0 | v] and the state [I | 0]. Ranks exchange these summaries, each composes the state
-that enters its fragments, and the gradient of a state runs the other way: dS ← Mᵀ dS + dS₀. What
-travels does not depend on the row's length.
+A gated delta net takes a state S [K, V] a head through its tokens, S ← e^g (I − β k kᵀ) S + β k vᵀ
+(arXiv 2412.06464). Of a whole fragment that is S ← M S + S₀, and both are what the rule itself
+makes of v widened to [0 | v] and the state [I | 0]. Ranks exchange these summaries, each composes
+the state that enters its fragments, and the gradient of a state runs the other way:
+dS ← Mᵀ dS + dS₀. What travels does not depend on the row's length.
 
-Shapes, as suffixes: T tokens of the ring rank; h/H value heads, g/G key heads; K key dim, V value
-dim.
+Shapes, as suffixes: T tokens of the ring rank; H value heads, G key heads; K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class _OverStates(torch.autograd.Function):
         like = _state_like(x)
         ways = chains.sends, chains.takes, chains.first
         every = summaries | _exchanged(summaries, ways, group, like, crossing=chains.crossing)
-        entering = _entering(chains, every)
+        entering = entering_states(chains, every)
         for fragment, state in entering.items():
             out[fragment] = rule(_part(x, fragment), state)[0]
         kept = [f for f in chains.mine if f in entering and f not in chains.last]
@@ -125,7 +124,7 @@ class _OverStates(torch.autograd.Function):
         mine = {f: _Summary(passes.get(f), d) for f, d in zip(state_of, local, strict=True)}
         ways = chains.sends_back, chains.takes_back, chains.last
         every = mine | _exchanged(mine, ways, group, like, crossing=chains.crossing)
-        dleaving = _leaving(chains, every)
+        dleaving = leaving_gradients(chains, every)
         ends = [f for f in leaving if f in dleaving]
         grads = torch.autograd.grad(
             [laid, *(leaving[f] for f in ends)],
@@ -210,7 +209,7 @@ def _exchanged(
     return found
 
 
-def _entering(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
+def entering_states(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
     """Return the state that enters each of this rank's fragments that do not begin a document."""
     holder = _holder(chains)
     found: dict[Fragment, Tensor] = {}
@@ -229,7 +228,7 @@ def _entering(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragme
     return {f: found[f] for f in chains.mine if f in found}
 
 
-def _leaving(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
+def leaving_gradients(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
     """Return the gradient of the state that leaves each of this rank's fragments that do not end a
     document."""
     holder = _holder(chains)
