@@ -15,6 +15,20 @@ import transformers
 from uspft.verify.plain_config import pin_frequencies
 
 VOCABULARY = 97
+_STATES: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2", {}),
@@ -63,6 +77,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "head_dim": 16,
             "sliding_window": 9,
+        },
+    ),
+    "qwen3_5_text": ("Qwen3_5Text", _STATES | {"head_dim": 16, "rope_parameters": _MROPE}),
+    "qwen3_next": (
+        "Qwen3Next",
+        _STATES
+        | {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
         },
     ),
 }

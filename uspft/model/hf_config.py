@@ -76,12 +76,14 @@ def _read(source: Path, overrides: Mapping[str, Any]) -> tuple[Any, Collection[s
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return each layer's sliding window in keys, the query's own counted; None: it sees all."""
+    """Return the sliding window of each layer with attention, in keys, the query's own counted;
+    None: it sees all."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if not types:
         return (window,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    attention = [kind for kind in types if kind != "linear_attention"]
+    return tuple(window if kind == "sliding_attention" else None for kind in attention)
 
 
 def heads_of(config: Any) -> Heads:

@@ -59,7 +59,7 @@ def test_the_sizes_are_those_of_transformers(tmp_path: Path) -> None:
         filled = FAMILIES[ours.model_type].defaults
         for key in filled.keys() - ours.raw.keys() - {"head_dim", "sliding_window"}:
             assert getattr(theirs, key) == filled[key]
-    assert len(bare) == 13
+    assert len(bare) == 15
 
 
 def test_where_a_config_is_looked_for(tmp_path: Path) -> None:

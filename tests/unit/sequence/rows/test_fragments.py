@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from uspft.sequence.rows.fragments import NOBODY, chains_of, fragments_of, halo_of
 from uspft.sequence.rows.spans import Span
@@ -42,7 +43,7 @@ def test_fragments_are_a_ranks_tokens_by_document() -> None:
             for one in mine:
                 assert positions[one.own] == list(range(one.start, one.stop))
                 assert {document_of(p, documents) for p in positions[one.own]} == {one.document}
-            for one, after in zip(mine, mine[1:], strict=False):  # neighbours are joined
+            for one, after in pairwise(mine):  # neighbours are joined
                 assert (one.stop, one.document) != (after.start, after.document)
 
 
