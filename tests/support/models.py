@@ -139,8 +139,10 @@ def make_model(folder: Path, kind: str, *, heads: int = 4, kv_heads: int = 4, **
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # with transformers' own a state is forgotten at once
+                parameter.copy_((0.02 + 0.5 * torch.rand_like(parameter)).log())
+            elif parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder

@@ -57,8 +57,8 @@ def parameter_count(
     for name, parameter in model.named_parameters() if active_only else ():
         if is_experts(name) and id(parameter) in counts:
             met: Any = model.config
-            share = counts[id(parameter)] * met.num_experts_per_tok
-            counts[id(parameter)] = share // met.num_local_experts
+            experts = getattr(met, "num_local_experts", None) or met.num_experts
+            counts[id(parameter)] = counts[id(parameter)] * met.num_experts_per_tok // experts
     if not embedding:
         table: Any = model.get_input_embeddings()  # type: ignore[operator]
         head: Any = model.get_output_embeddings()  # type: ignore[operator]

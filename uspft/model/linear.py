@@ -52,7 +52,7 @@ def _bind(modelling: ModuleType) -> None:
                 "install a transformers version that pyproject.toml allows"
             )
         if not hasattr(stock, "without_uspft"):
-            bound = wraps(stock)(partial(ours, stock))
+            bound: Any = wraps(stock)(partial(ours, stock))
             bound.without_uspft = stock
             setattr(modelling, name, bound)
 

@@ -9,7 +9,7 @@ this rank's, G/g key heads; K key dim, V value dim; C channels; N places of a la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -148,8 +148,9 @@ class WithHalo(torch.autograd.Function):
         return dx.to(dlaid_NC.dtype), None, None
 
 
-def _moved(rows: Tensor, sends: Any, takes: Any, group: Group) -> Tensor:
+def _moved(rows: Tensor, sends: Sequence[int], takes: Sequence[int], group: Group) -> Tensor:
     """Send rows [n, C] to the members, so many to each, and return those that arrive."""
     channels = rows.shape[1]
-    sizes = [[n * channels for n in counts] for counts in (sends, takes)]
-    return all_to_all(rows.reshape(-1).contiguous(), *sizes, group, STATE).view(-1, channels)
+    leaving, arriving = ([n * channels for n in counts] for counts in (sends, takes))
+    got = all_to_all(rows.reshape(-1).contiguous(), leaving, arriving, group, STATE)
+    return got.view(-1, channels)
