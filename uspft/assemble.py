@@ -23,8 +23,8 @@ from uspft.mesh import Groups
 from uspft.model.build import empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import heads_of, model_config, shared_window, softcap_of
-from uspft.model.loss import tile_tokens
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
+from uspft.model.tile_sizes import tile_tokens
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill, shapes_of
@@ -116,7 +116,8 @@ def assemble(
         passes = most_passes(recipe, world.layout)
         pipeline = None
         if stages:
-            module, pipeline = pipelined(parts, objective, stages, holders, world.mesh.pipeline)
+            line = world.mesh.pipeline
+            module, pipeline = pipelined(parts, objective, stages, holders, line, "1f1b", groups)
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from itertools import chain
 
 import torch.distributed as dist
 
@@ -57,6 +58,7 @@ class Groups:
         """ranks_per_host: ranks are numbered host by host; None: all are on one."""
         self._timeout, self._ranks_per_host = timeout, ranks_per_host
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._ways: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     @property
     def sets(self) -> list[tuple[int, ...]]:
@@ -76,11 +78,27 @@ class Groups:
         """
         for ranks in map(tuple, every):
             if (alone or len(ranks) > 1) and ranks not in self._handles:
-                self._handles[ranks] = handle = dist.new_group(list(ranks), timeout=self._timeout)
-                if rank in ranks:  # NCCL's first call needs all members, which an exchange may lack
-                    dist.barrier(group=handle)
+                self._handles[ranks] = self._made(ranks, rank)
         mine = next(tuple(ranks) for ranks in every if rank in ranks)
         return Group(self._handles.get(mine), mine, mine.index(rank), books)
+
+    def _made(self, ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
+        handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)
+        if rank in ranks:  # NCCL's first call needs all members, which an exchange may lack
+            dist.barrier(group=handle)
+        return handle
+
+    def ways(
+        self, every: Sequence[Sequence[int]], rank: int
+    ) -> Mapping[tuple[int, int], dist.ProcessGroup]:
+        """Return what carries messages from one member to the next of several rings, and what back,
+        by (sender, receiver), each way on a communicator of its own; collective, as `of` is."""
+        for ranks in every:
+            for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
+                for way in (pair, pair[::-1]):
+                    if way not in self._ways:
+                        self._ways[way] = self._made(way, rank)
+        return self._ways
 
     def by_host(self, every: Sequence[Sequence[int]], rank: int, books: Books) -> Group:
         """Return the same as `of`, by hosts where that is possible; collective."""
@@ -111,11 +129,12 @@ class Groups:
     def close(self) -> None:
         """Destroy all groups, for a process that goes on without them; collective."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        for ranks, handle in self._handles.items():
+        for ranks, handle in chain(self._handles.items(), self._ways.items()):
             if rank in ranks:
                 dist.barrier(group=handle)
                 dist.destroy_process_group(handle)
         self._handles.clear()
+        self._ways.clear()
 
 
 def make_mesh(layout: Layout, groups: Groups, books: Books) -> Mesh:

@@ -30,10 +30,10 @@ from uspft.mesh import Groups
 from uspft.model import grid
 from uspft.model import parallel as parallel_model
 from uspft.model.causal import CausalModel
-from uspft.model.hf_config import layer_windows
-from uspft.model.loss import tile_tokens
+from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.offload import Copies
 from uspft.model.parallelise import save_memory, shards_under
+from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
@@ -49,8 +49,9 @@ CONFIG = Path("config.json")
 """Stands for the model's config where a recipe would name one; it is not read."""
 
 
-def returns() -> VarlenKernel:
-    """Return a kernel that computes nothing, and allocates what a GPU's returns."""
+def returns(softcap: float | None = None) -> VarlenKernel:
+    """Return a kernel that computes nothing, and allocates what a GPU's returns. softcap: of
+    scores, which it says that it has."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, x: Varlen, scale: float) -> tuple[Tensor, Tensor]:
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
@@ -62,7 +63,7 @@ def returns() -> VarlenKernel:
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in qkv)
         return dq, dk, dv
 
-    return VarlenKernel("returns", forward, backward)
+    return VarlenKernel("returns", forward, backward, softcap)
 
 
 def count(
@@ -97,9 +98,8 @@ def count(
     for rank in range(0, layout.ranks, layout.mesh_columns * layout.ulysses):
         with one_of(layout.ranks, rank):
             groups = Groups()
-            world = world_of(
-                layout, algorithm, device, returns(), parallel, groups=groups, **options
-            )
+            kernel = returns(softcap_of(config))
+            world = world_of(layout, algorithm, device, kernel, parallel, groups=groups, **options)
             with device, nullcontext() if every_tile else patch.object(TiledCall, "spans", _few):
                 found.append(count_here(config, tokens, memory, world, groups, trained))
     return max(found, key=lambda counted: counted.most_bytes["all"])

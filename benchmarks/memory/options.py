@@ -5,8 +5,7 @@ from __future__ import annotations
 from benchmarks.memory.report import OURS, OURS_OFFLOADED
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape
-from uspft.model.loss import tile_tokens
-from uspft.model.tiles import mlp_tile_tokens
+from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 
 MODEL = "meta-llama/Llama-3.1-8B"
 

@@ -12,7 +12,7 @@ from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.model.loss import tile_tokens
+from uspft.model.tile_sizes import tile_tokens
 from uspft.planner.memory import BATCH_BYTES, Memory, Options, lora_of, memory_of
 
 COUNTED = 8

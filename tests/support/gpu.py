@@ -14,6 +14,8 @@ import torch
 
 from tests.support.launch import ROOT, environment, write_recipe
 
+LOSS, NORM = 0.01, 0.05
+"""How far, relatively, bfloat16 may round a loss and a norm of gradients apart."""
 Row = Callable[[str, str], None]
 """Adds a line, what and how much, to the table that the run of the tests ends with."""
 
@@ -49,3 +51,14 @@ def steps_of(recipe: dict[str, Any], folder: Path, *words: str) -> list[dict[str
     assert code == 0, shown[-4000:]
     lines = (folder / "out/metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def agree(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> tuple[bool, str]:
+    """Whether the records of steps agree with those of one process, and by how much they do."""
+    loss, norm = (
+        max(abs(a[key] / b[key] - 1) for a, b in zip(found, alone, strict=True))
+        for key in ("loss", "grad_norm")
+    )
+    seconds = found[-1]["step_seconds"]
+    told = f"loss {loss:.1e}, gradient norm {norm:.1e} off; {seconds:.2f} s a step"
+    return loss <= LOSS and norm <= NORM, told

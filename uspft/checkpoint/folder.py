@@ -23,15 +23,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from uspft.config.problems import InputError, said
-from uspft.parameters.part import Part, as_slices, flat_boxes
-from uspft.parameters.source import read_boxes
+from uspft.parameters.part import Part, as_slices, flat_boxes, read_boxes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = 1
 CHECKPOINTS, LATEST, STATE = "checkpoints", "latest", "state.json"
@@ -93,6 +93,8 @@ class Checkpoint:
             with self._opened(f"{kind}/{name}") as held:
                 self._require(name, tuple(held.get_shape()), part)
                 return read_boxes(held, part)
+        import torch
+
         self._require(name, stored[0].shape, part)
         out = torch.empty(part.size)
         for number, one in enumerate(stored):
@@ -107,6 +109,8 @@ class Checkpoint:
         """Read elements [start, stop) of a part laid flat, in the same way as `read` does."""
         if (start, stop) == (0, part.count):
             return self.read(kind, name, part).flatten()
+        import torch
+
         boxes = flat_boxes(part.size, start, stop)
         pieces = [self.read(kind, name, part.within(box)).flatten() for box in boxes]
         return torch.cat(pieces) if pieces else torch.empty(0)

@@ -19,7 +19,7 @@ from uspft.comm.collectives import (
     sum_parts,
     total,
 )
-from uspft.comm.deadline import deadline, set_deadline
+from uspft.comm.deadline import deadline, limit_of, set_deadline
 from uspft.comm.group import Group
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "deadline",
     "gather_over",
     "largest",
+    "limit_of",
     "max_over",
     "said_by_all",
     "set_deadline",

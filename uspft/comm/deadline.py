@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import distributed_c10d
+import torch
+from torch.distributed import ProcessGroup, distributed_c10d
 
 FIRST_STEP = 3
 """How many times as long collectives may wait before the first step has ended: ranks load weights,
@@ -23,3 +24,9 @@ def set_deadline(limit: timedelta) -> None:
     """
     for handle in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(limit, handle)
+
+
+def limit_of(handle: ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long a wait of a process group lasts at most, for tensors of a device."""
+    limit: timedelta = handle._get_backend(device).options._timeout
+    return limit

@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from uspft.config import Fault, Recipe
+from uspft.config.inputs import ELEMENT_BYTES
 from uspft.data import first_look
 from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
@@ -103,7 +102,7 @@ def _parameters(examined: ExaminedModel, dtype: str) -> str:
     where it chooses experts, each with its bytes."""
 
     def size(count: int) -> str:
-        return as_size(count * getattr(torch, dtype).itemsize)
+        return as_size(count * ELEMENT_BYTES[dtype])
 
     said = f"{examined.parameters:,} in all ({size(examined.parameters)} in {dtype})"
     if examined.active < examined.parameters:

@@ -36,6 +36,7 @@ from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
+from uspft.prepare.model import examine_model, must_be_built
 from uspft.prepare.weigh_strategies import has_strategies, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
@@ -87,6 +88,8 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     hosts = planned_hosts(place.environment)
     found = examine_for_plan(target, words, hosts, place.ranks)
     with found.placed():
+        if found.shape and must_be_built(found.here):
+            examine_model(found.here)
         if has_strategies(found):
             sizes, recipe = step_of(found).model, found.here
             with tokenizer_here(recipe) as tokenizer:

@@ -138,6 +138,10 @@ def _sources_or_none(value: Any) -> tuple[Source, ...] | None:
     return None if value is None else _sources(value)
 
 
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The bytes of an element, by `model.dtype`."""
+
+
 class ModelBlock(RecipeBlock):
     """The block names the model, which parameters train, the compute type and attention kernel."""
 

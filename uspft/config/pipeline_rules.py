@@ -33,7 +33,4 @@ def beside_stages(recipe: Recipe) -> list[Finding]:
     if stage in (2, 3) and zero.get("offload_optimizer"):
         what = f"loses gradients at stage {stage}, beside {virtual}"
         found.append((f"{_ZERO}.offload_optimizer", what, "leave it out, or write 1 virtual stage"))
-    if stage == 1 and zero.get("overlap_comm"):
-        what = f"is true, which gives wrong gradients at stage 1, beside {virtual}"
-        found.append((f"{_ZERO}.overlap_comm", what, "write false, or 1 virtual stage"))
     return found

@@ -4,8 +4,8 @@ parameters.
 On CPU its init compiles a shared-memory collective that training never uses (40 s, and a crash
 where there is no compiler). Every ZeRO engine imports its Muon optimizer, which no recipe can name,
 and with it torch's whole compiler (2 s of CPU a rank). It also logs at INFO. Upstream range:
-deepspeed >= 0.19, < 0.20. tests/unit/engine/test_quarantine.py fails when upstream changes, and so
-does tests/parity/test_holders.py for what ranks with different parameters need.
+deepspeed >= 0.19, < 0.20. tests/unit/engine/test_quarantine.py fails when upstream changes; for
+what ranks with different parameters need tests/parity/test_holders.py and test_pipelines.py do.
 """
 
 from __future__ import annotations
@@ -109,6 +109,15 @@ def begin_accumulation(optimizer: Any) -> None:
     optimizer.micro_step_id = 1
     if (buffer := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
         buffer.zero_()
+
+
+def leaves_out_unreached(engine: Any) -> bool:
+    """Return whether only those gradients cross ranks that a step's last backward pass reaches.
+
+    DeepSpeed 0.19 keeps the others, of a rank's other stages, to itself at stage 1 where it reduces
+    beside the backward pass.
+    """
+    return bool(engine.zero_optimization_stage() == 1 and engine.zero_overlap_comm())
 
 
 def compare_traces_within(optimizer: Any, group: Group) -> None:

@@ -238,6 +238,9 @@ It returns the terms summed over those whose tokens this rank counts, [terms] fl
 class StageRunner(Protocol):
     """A `Runner` of a module of which this rank has some stages."""
 
+    idle: nn.Parameter | None
+    """What the engine trains beside the module's named parameters, where none of these does."""
+
     def __call__(self, engine: Any, batches: Sequence[Batch], scales: Scales) -> Tensor: ...
 
     def forward(self, engine: Any, batch: Batch, scales: Scales) -> Tensor:

@@ -11,31 +11,31 @@ from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from uspft.comm import Group
+    from uspft.engine.mail import Lines
 
 
 class TiedTable:
     """The table on the first rank of a pipeline, and its copy on the last one."""
 
     def __init__(
-        self, table: nn.Parameter, size: tuple[int, ...], group: Group, dtype: torch.dtype
+        self, table: nn.Parameter, size: tuple[int, ...], lines: Lines, dtype: torch.dtype
     ) -> None:
         """table: the parameter, of no elements but on the first rank. size: of the part that ranks
-        hold. group: the ranks along the pipeline."""
-        self._table, self._size, self._group = table, size, group
+        hold. lines: between the ranks along the pipeline."""
+        self._table, self._size, self._lines = table, size, lines
         self._dtype, self._device = dtype, table.device
         self._came: Tensor | None = None
         self._sum: Tensor | None = None
         self.copy: Tensor | None = None
         """What the last rank's head uses."""
         trains = table.requires_grad
-        if group.index == 0 and trains:
+        self._is_first = lines.group.index == 0
+        if self._is_first and trains:
             table.register_hook(self._with_other)
-        if group.index == group.size - 1:
+        if lines.group.index == lines.group.size - 1:
             self.copy = torch.zeros(size, dtype=dtype, device=table.device, requires_grad=trains)
             if trains:
                 self.copy.register_post_accumulate_grad_hook(self._collect)
@@ -67,16 +67,15 @@ class TiedTable:
 
     def spread(self, stage: int) -> None:
         """Give the copy the table's values; collective. stage: ZeRO's."""
-        if self._group.index == 0 and stage == 3:
+        if self._is_first and stage == 3:
             with deepspeed.zero.GatheredParameters([self._table]):
                 self._send()
-        elif self._group.index == 0:
+        elif self._is_first:
             self._send()
         elif self.copy is not None:
             with torch.no_grad():
-                dist.recv(self.copy, self._group.ranks[0], group=self._group.handle)
+                self._lines.receive(0, self.copy)()
 
     def _send(self) -> None:
-        values = self._table.detach().contiguous()
-        self._group.books.add("pipeline", values.numel() * values.element_size())
-        dist.send(values, self._group.ranks[-1], group=self._group.handle)
+        last = self._lines.group.size - 1
+        self._lines.send(last, self._table.detach().contiguous()).wait()

@@ -99,7 +99,8 @@ class ZeroEngine:
         """Every parameter by its Hugging Face name, kept because a walk over the whole module for
         each parameter would take too long. What this rank holds nothing of has no elements here."""
         here = {name: p for name, p in self.named.items() if holders.holds(name)}
-        self._parameters = list(here.values())
+        idle = [pipeline.idle] if pipeline and pipeline.idle is not None else []
+        self._parameters = [*here.values(), *idle]
         self.replicas = Replicas(here, holders)
         optimizer = adamw(*_by_decay(self._parameters), recipe.optimizer)
         self._experts = ExpertSets(here, holders, self.stage)
@@ -198,7 +199,7 @@ class ZeroEngine:
         terms: Tensor = self.deepspeed(batch, scales)
         return terms
 
-    def take(self, batch: Batch, scales: Scales, stage: int, x: Tensor | None) -> Tensor:
+    def take(self, batch: Batch, scales: Scales, stage: int | None, x: Tensor | None) -> Tensor:
         """Take a micro-batch through a stage of a module that has some, as its forward does."""
         made: Tensor = self.deepspeed(batch, scales, stage, x)
         return made

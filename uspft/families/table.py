@@ -85,10 +85,24 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("switched", {"sliding_window": 4096}, qkv_bias=True, cut=_TYPED_CUT),
     "qwen3": Family("switched", _SWITCHED, projections=NORMED_HEADS, cut=_TYPED_CUT),
     "qwen3_moe": Family(
-        "switched", {"num_key_value_heads": 4, "sliding_window": 4096}, routed=True, cut=_CUT
+        "switched",
+        {
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        routed=True,
+        cut=_CUT,
     ),
     "mistral": Family("all", {"num_key_value_heads": 8, "sliding_window": 4096}, cut=_CUT),
-    "mixtral": Family("all", {"num_key_value_heads": 8}, routed=True, cut=_CUT),
+    "mixtral": Family(
+        "all",
+        {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        routed=True,
+        cut=_CUT,
+    ),
     "phi3": Family("all", ropes=_LONGROPE, scalings=_LONGROPE, projections=FUSED, cut=_CUT),
     "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT),
     "smollm3": Family(
@@ -97,7 +111,7 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(cut=LayerCut(after_first={"embedding_multiplier": 1.0})),
     "gemma2": Family(
         "typed",
-        {**_GEMMA, "attn_logit_softcapping": 50.0},
+        {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         whole_heads=True,
         norm_start=0.0,
         capped=True,
@@ -119,6 +133,8 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 64,
             "sliding_window": 128,
             "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
         },
         routed=True,
         rope=_GPT_OSS_ROPE,

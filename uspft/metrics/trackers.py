@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from uspft.config import as_tree, dump
 from uspft.config.problems import Interrupted, RunFailed, said
 from uspft.durable import write_text
@@ -160,6 +158,7 @@ def _runs(output: Path) -> dict[str, str]:
 
 def _prepare_accelerate() -> None:
     """Let accelerate look at the processes that there are, as its trackers ask; nothing changes."""
+    import torch
     from accelerate import PartialState
 
     threads = torch.get_num_threads()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from uspft.config.checks import closest
 from uspft.config.problems import Fault
 from uspft.model.dropout import TokenDropout, token_words
+from uspft.model.recompute import before_each_run
 from uspft.parameters.experts import expert_words
 from uspft.parameters.names import ADAPTER, is_adapter, plain_name
 from uspft.parameters.part import Part
@@ -51,7 +52,7 @@ def _tell_tokens(layer: nn.Module, dropouts: list[TokenDropout]) -> None:
         for dropout in dropouts:
             dropout.words = words
 
-    layer.register_forward_pre_hook(before, with_kwargs=True)
+    before_each_run(layer, before)
 
 
 def targets(model: Any, wanted: Collection[str] | None) -> list[str]:

@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from uspft.families.projections import COLUMNS, ROWS
 from uspft.parameters.used import used_of_held, used_ranges
 from uspft.tensor.cutting import Used, cut, put_back
-from uspft.tensor.megatron import summed
 from uspft.tensor.parts import Range
 from uspft.tensor.shared_heads import Maker, whole_head
+from uspft.tensor.sums import summed
 
 if TYPE_CHECKING:
     from uspft.comm import Group

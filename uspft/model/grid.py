@@ -25,12 +25,13 @@ from uspft.model.parallel import (
     split_along,
     table_of,
 )
+from uspft.model.recompute import before_each_run
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
 from uspft.tensor.cutting import cut
-from uspft.tensor.megatron import summed
 from uspft.tensor.parts import part_index, part_range
+from uspft.tensor.sums import summed
 
 if TYPE_CHECKING:
     from uspft.layout import Layout
@@ -106,7 +107,7 @@ def split_model(model: Any, holders: Holders) -> None:
     model.set_input_embeddings(SplitEmbedding(model.get_input_embeddings(), config, held))
     for layer in base.layers:
         call = Call(held)
-        layer.register_forward_pre_hook(call.begin, with_kwargs=True)
+        before_each_run(layer, call.begin)
         for name, norm in [*layer.named_children()]:
             if "norm" in name:
                 setattr(layer, name, SplitNorm(norm, _features(config, COLUMNS), call, added))

@@ -17,21 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, max_over, sum_over
 
-MAX_TILE_LOGITS = 1 << 27
-"""How many logits a tile has under `loss_tile_tokens: auto` (512 MiB in float32)."""
-MIN_TILE_TOKENS = 256
-"""How many tokens a tile needs at least for its products to fill a GPU."""
-
-
-def tile_tokens(wish: str | int, vocabulary: int) -> int | None:
-    """Return the tokens per tile that `memory.loss_tile_tokens` asks for.
-
-    wish: auto, none or a number. None stands for all tokens at once.
-    """
-    if wish == "none":
-        return None
-    return max(MIN_TILE_TOKENS, MAX_TILE_LOGITS // vocabulary) if wish == "auto" else int(wish)
-
 
 class Logits(NamedTuple):
     """How a head makes logits: products times scale, then cap · tanh(· / cap) if it has a cap."""

@@ -26,6 +26,7 @@ from uspft.families.table import FAMILIES
 from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
 from uspft.model.loss import Vocabulary
+from uspft.model.recompute import before_each_run
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
@@ -162,7 +163,7 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
     }
     for layer in model.base_model.layers:
         call = Call(held)
-        layer.register_forward_pre_hook(call.begin, with_kwargs=True)
+        before_each_run(layer, call.begin)
         for name, projection in table_of(model).items():
             block, _, last = name.rpartition(".")
             if not block:

@@ -9,7 +9,8 @@ from uspft.model import grid, parallel
 from uspft.model.offload import offload_inputs
 from uspft.model.recompute import Recompute, recompute_layers
 from uspft.model.staged import ranks_of
-from uspft.model.tiles import inner_features, mlp_tile_tokens, work_in_tiles
+from uspft.model.tile_sizes import mlp_tile_tokens
+from uspft.model.tiles import inner_features, work_in_tiles
 from uspft.parameters.fill import shapes_of
 
 if TYPE_CHECKING:

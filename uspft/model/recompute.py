@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from uspft.model.offload import HostShelf, Item
@@ -142,6 +143,31 @@ def attend_once(
     return out
 
 
+Begin = Callable[[nn.Module, Any, dict[str, Any]], None]
+"""A forward pre-hook: (module, args, kwargs)."""
+
+
+def before_each_run(layer: Any, begin: Begin) -> None:
+    """Have a layer call a function before it runs, and again before it runs for its backward pass.
+
+    transformers 5.23 leaves a layer's hooks out of what runs again, and what the last micro-batch
+    has told them is another one's where several are under way.
+    """
+    layer.register_forward_pre_hook(begin, with_kwargs=True)
+    layer.__dict__.setdefault("uspft_begins", []).append(begin)
+
+
+def _checkpointed(layer: Any, checkpoint: Any, run: partial[Any], *args: Any) -> Any:
+    """Return what a layer's run gives. run: of the layer's forward and its keyword arguments."""
+
+    def begun(*args: Any) -> Any:
+        for begin in layer.__dict__.get("uspft_begins", ()):
+            begin(layer, args, run.keywords)
+        return run(*args)
+
+    return checkpoint(begun, *args)
+
+
 def recompute_layers(model: Any, block: MemoryBlock) -> Recompute | None:
     """Switch gradient checkpointing on where the recipe asks for it.
 
@@ -153,4 +179,7 @@ def recompute_layers(model: Any, block: MemoryBlock) -> Recompute | None:
     # The method that transformers renamed in 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for layer in model.base_model.layers:
+        plain = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = partial(_checkpointed, layer, plain)
     return "nothing" if block.recompute == "auto" else block.recompute

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,9 @@ class StagedModel(nn.Module):
         """place: this rank's along the pipeline."""
         super().__init__()
         self.objective, self._last = objective, stages.count - 1
+        self.idle: nn.Parameter | None = None
+        """What trains in a stage where nothing else does."""
+        self._bare: frozenset[int] = frozenset()
         self.__dict__["parts"] = parts  # of which other ranks' parameters are no concern of ours
         self._named = parts.named()
         base = parts.model.base_model
@@ -62,20 +65,43 @@ class StagedModel(nn.Module):
         self.parts.train(mode)
         return self
 
+    def add_idle(self, bare: Collection[int]) -> None:
+        """Add a parameter of one element, always 0, for an engine that wants one in each backward.
+
+        bare: the stages of this rank in whose backward no other takes part.
+        """
+        device = self.parts.model.device
+        self.idle = nn.Parameter(torch.zeros(1, dtype=self.parts.model.dtype, device=device))
+        self._bare = frozenset(bare)
+
     def forward(
-        self, batch: Batch, scales: tuple[float | None, ...], stage: int, x: Tensor | None
+        self, batch: Batch, scales: tuple[float | None, ...], stage: int | None, x: Tensor | None
     ) -> Tensor:
         """Take a micro-batch through a stage; return what enters the next one, or of the last the
         objective's terms, [terms].
 
-        x: what the stage before made; None before the first.
+        stage: None for the idle parameter alone, as `nothing`. x: what the stage before made; None
+        before the first.
         """
+        if stage is None:
+            return self.nothing()
+        made = self._made(batch, scales, stage, x)
+        return _Beside.apply(made, self.idle) if stage in self._bare else made
+
+    def _made(
+        self, batch: Batch, scales: tuple[float | None, ...], stage: int, x: Tensor | None
+    ) -> Tensor:
         of_stage = _OfStage(self.parts, self.stages[str(stage)], x)
         if stage == self._last:
             terms: Tensor = self.objective(of_stage, batch, scales)
             return terms
         call = of_stage.begin(batch)
         return of_stage.layers(call, of_stage.embedding(call)).hidden
+
+    def nothing(self) -> Tensor:
+        """Return 0 as a float32 scalar, with a gradient of 0 for all of this rank that trains."""
+        every = [p.flatten()[0].float() for p in self.parameters() if p.requires_grad]
+        return torch.stack(every).sum() * 0.0
 
     def hidden_buffer(self, batch: Batch) -> Tensor:
         """Return memory for what stages of this rank take from others of a micro-batch."""
@@ -98,6 +124,19 @@ class StagedModel(nn.Module):
         """Return every parameter of the model once, by its Hugging Face name; those of other ranks'
         stages have no elements."""
         return self._named
+
+
+class _Beside(torch.autograd.Function):
+    """What a stage makes, as it is, with a gradient of 0 for a parameter that it does not use."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, idle: nn.Parameter) -> Tensor:
+        ctx.nothing = torch.zeros_like(idle)
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, ctx.nothing
 
 
 class _OfStage:

@@ -25,20 +25,6 @@ from uspft.model.dropout import TokenDropout
 
 TOKENS = -2
 """The dimension of inputs and output along which tokens lie, but for norms of heads."""
-MAX_TILE_FEATURES = 1 << 25
-"""How many inner features a tile has under `mlp_tile_tokens: auto` (64 MiB in bfloat16)."""
-MIN_TILE_TOKENS = 1024
-"""How many tokens a tile needs at least for its products to fill a GPU."""
-
-
-def mlp_tile_tokens(wish: str | int, inner: int) -> int | None:
-    """Return the tokens per tile that `memory.mlp_tile_tokens` asks for; None: all at once.
-
-    wish: auto, none or a number. inner: how many inner features an MLP makes of a token.
-    """
-    if wish == "none":
-        return None
-    return max(MIN_TILE_TOKENS, MAX_TILE_FEATURES // inner) if wish == "auto" else int(wish)
 
 
 def inner_features(config: Any) -> int:

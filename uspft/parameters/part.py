@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from uspft.tensor.parts import Range
 
@@ -63,6 +61,8 @@ class Part:
             return whole
         if not self.count:
             return whole.new_empty(self.size)
+        import torch
+
         for dim, ranges in enumerate(self.ranges):
             pieces = [whole.narrow(dim, a, b - a) for a, b in ranges]
             whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -91,6 +91,20 @@ class Part:
             for mine, theirs in zip(self.ranges, other.ranges, strict=True)
         ]
         yield from _pairs(sides)
+
+
+def read_boxes(held: Any, part: Part) -> Tensor:
+    """Read a part out of a slice of a safetensors file, its own bytes alone."""
+    if part.is_whole or not part.shape:
+        value: Tensor = held[:] if part.shape else held[...]
+        return value
+    pieces = [(there, held[as_slices(here)]) for here, there in part.boxes()]
+    if len(pieces) == 1:
+        return pieces[0][1]
+    out = pieces[0][1].new_empty(part.size)
+    for there, piece in pieces:
+        out[as_slices(there)] = piece
+    return out
 
 
 def _laid_out(ranges: Sequence[Range]) -> list[tuple[Range, Range]]:

@@ -17,7 +17,7 @@ from uspft.config.problems import InputError, said
 from uspft.families.table import FAMILIES
 from uspft.parameters.experts import find, fused_shapes, is_experts, is_router
 from uspft.parameters.names import plain_name
-from uspft.parameters.part import Part, as_slices
+from uspft.parameters.part import Part, read_boxes
 
 
 class WeightsError(InputError):
@@ -112,20 +112,6 @@ def _opened(path: Path) -> Iterator[Any]:
 def _require_shape(path: Path, name: str, shape: tuple[int, ...], part: Part) -> None:
     if shape != part.shape:
         raise WeightsError(f"{path}: {name} is {shape}, the config says {part.shape}", _AGAIN)
-
-
-def read_boxes(held: Any, part: Part) -> Tensor:
-    """Read a part out of a slice of a safetensors file, its own bytes alone."""
-    if part.is_whole or not part.shape:
-        value: Tensor = held[:] if part.shape else held[...]
-        return value
-    pieces = [(there, held[as_slices(here)]) for here, there in part.boxes()]
-    if len(pieces) == 1:
-        return pieces[0][1]
-    out = pieces[0][1].new_empty(part.size)
-    for there, piece in pieces:
-        out[as_slices(there)] = piece
-    return out
 
 
 def _file_of_each(folder: Path) -> dict[str, str]:

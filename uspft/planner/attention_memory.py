@@ -30,6 +30,7 @@ class Sharing:
     ring: int = 1
     way: KeyTransfer = RING
     window: Window | None = None
+    sinks: bool = False
 
     @property
     def widest(self) -> tuple[int, int]:
@@ -103,7 +104,7 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     pair = how.bytes(2 * members * kv)
     sizes = [one.size for one in qkv]
     query, keys, each = (one / how.tokens for one in (out, pair, lse))
-    token = BytesPerToken(query, keys, each, 4 // how.element)
+    token = BytesPerToken(query, keys, each, 4 // how.element, how.sinks)
     most = backward_bytes(how.ulysses, how.ring, token, how.way, how.window)
     made = _forward(tape, how, lse, out, pair)
     saved = [*made]
@@ -128,18 +129,21 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
 
 def _forward(tape: Tape, how: Sharing, lse: float, out: float, pair: float) -> list[Storage]:
     """Return the log-sum-exp and the output."""
-    unseen = tape.new(lse)
+    large = out * 4 / how.element
+    sums = tape.new(lse)
     if how.ring > 1:
         hands = tape.new(pair), tape.new(pair)
-        wide = tape.new(out * 4 / how.element)
+        found = tape.new(large)
         part = tape.new(out), tape.new(lse)
         del part, hands
-        if how.element == 4:
-            return [unseen, wide]
-        return [unseen, tape.new(out)]
-    made = [tape.new(lse), tape.new(out)]
-    del unseen
-    return made
+    else:
+        sums, found = tape.new(lse), tape.new(out)
+    if how.sinks:
+        sums = tape.new(lse)
+        found = tape.new(large)
+    if found.size > out:
+        found = tape.new(out)
+    return [sums, found]
 
 
 class Remembered:

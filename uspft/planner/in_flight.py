@@ -47,6 +47,13 @@ class BytesPerToken(NamedTuple):
     lse: float
     wide: int
     """How many times larger a sum in float32 is than what it sums."""
+    sinks: bool = False
+
+    @property
+    def of_sinks(self) -> float:
+        """What the gradient of sinks needs (kernels/sinks.py): the output and its gradient in
+        float32, and their product."""
+        return 3 * self.wide * self.query + self.lse if self.sinks else 0.0
 
 
 class Window(NamedTuple):
@@ -74,7 +81,7 @@ def backward_bytes(
     """Return the most bytes for a token of the fullest rank beside what was saved and the gradient
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
     if ring == 1 and window is None:
-        return 0.0
+        return token.query + token.pair + token.of_sinks if token.sinks else 0.0
     shares = _shares(ulysses, ring, window)
     found = [_walked(share, token, way, tiny=window is None) for share in shares]
     return max(found) / min(share.holdings[share.ring_index].tokens for share in shares)
@@ -194,13 +201,13 @@ def _ring(tape: Tape, share: Share, token: BytesPerToken) -> None:
             home = tokens_in(share.places((me + step) % ring, me))
             pending = leaving, tape.new(token.pair * home)
             del leaving
-        partials = []
+            partials = []
         hand[:] = coming
         del coming
     if pending:
         own.open()
         pending = None
-    _end(own, dq)
+    _end(tape, own, dq, token.of_sinks * tokens)
 
 
 def _among(share: Share, source: int, partials: Iterable[_Found]) -> list[_Found]:
@@ -213,9 +220,11 @@ def _among(share: Share, source: int, partials: Iterable[_Found]) -> list[_Found
     return found
 
 
-def _end(own: _Sum, dq: _Sum) -> None:
-    """Let what was summed be rounded, the keys' before the queries'."""
+def _end(tape: Tape, own: _Sum, dq: _Sum, of_sinks: float) -> None:
+    """Let what was summed be rounded, the keys' before the queries'. of_sinks: what the gradient of
+    sinks needs between."""
     keys = own.result()
+    tape.new(of_sinks)
     queries = dq.result()
     del keys, queries
 
@@ -256,7 +265,7 @@ def _exchange(tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken
         pending += _sent(tape, exchange, arrival, total, token)
     own.open()
     pending.clear()
-    _end(own, dq)
+    _end(tape, own, dq, token.of_sinks * tokens)
 
 
 def _sent(

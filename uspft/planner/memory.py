@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.families import FAMILIES
-from uspft.families.projections import NORMED_HEADS
 from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
+from uspft.planner.expert_memory import Experts
 from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.products import head_projection
+from uspft.planner.layer_kinds import LAYER_KINDS, LayerKind, layer_kinds
+from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.state import State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
@@ -36,8 +37,6 @@ USABLE_SHARE = 0.92
 and gaps take the rest."""
 RECOMPUTES = ("nothing", "exchange", "attention")
 """What of attention may be made again, the least work first."""
-KNOWN = ("llama", "mistral", "qwen2", "qwen3")
-"""The model types whose layers the formula knows."""
 ACTIVATIONS = ("activations", "at work", "batch")
 """The parts that rows need."""
 BATCH_BYTES = 6 * 8
@@ -72,6 +71,8 @@ class Options:
     loss_tile: int | None = 1024
     """Tokens; None for all at once."""
     mlp_tile: int | None = None
+    slices: tuple[int, ...] = (1, 1, 1, 1)
+    """Of each product on a mesh."""
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
     """Regular expressions over parameter names."""
@@ -119,7 +120,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
     `auto` counts as what it is without a need to save memory.
     """
     zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
-    parallel = recipe.parallel_config
+    parallel, slices = recipe.parallel_config, recipe.parallel_config.tensor_slices
 
     def away(key: str) -> bool:
         return bool((zero.get(key) or {}).get("device", "none") != "none")
@@ -143,6 +144,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
         mlp_tile=number(memory.mlp_tile_tokens),
+        slices=slices if isinstance(slices, tuple) else (number(slices) or 1,) * 4,
         lora=lora_of(model),
         freeze=tuple(model.freeze),
     )
@@ -192,8 +194,7 @@ def unpredicted(
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
-        f"layers of {shape.model_type}": shape.model_type not in KNOWN,
-        "matrices on a mesh": layout.is_mesh,
+        f"layers of {shape.model_type}": shape.model_type not in LAYER_KINDS,
         "stages of layers": layout.pipeline > 1,
     }
     return tuple(what for what, here in found.items() if here)
@@ -219,14 +220,16 @@ def activations_in(
         options.loss_tile,
         trains=outside[HEAD] if not shape.tied else outside[EMBEDDING],
         norm_trains=outside[LAST_NORM],
+        capped=_full(shape).get("final_logit_softcapping") is not None,
     )
     loss = head_bytes(head, reached=reached)
     tokens = kinds[0].sharing.tokens
-    batch = tokens * (BATCH_BYTES + 2 * shape.head_dim * options.element)
+    angles = max(one.kind.angle_bytes(shape.head_dim, options.element) for one in kinds)
+    batch = tokens * (BATCH_BYTES + angles)
     offloads = kinds[0].offloads
     # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
     leaf = options.checkpointing and not outside[EMBEDDING] and (kinds[0].tensor > 1 or offloads)
-    embedded = kinds[0].hidden_bytes(tokens) if leaf else 0.0
+    embedded = kinds[0].inside_bytes() if leaf else 0.0
     waiting = (0.0 if offloads else one.kept for one in each)
     below = [*accumulate(waiting, initial=embedded)]
     peaks = [(kept + one.most, kept) for kept, one in zip(below, each, strict=False)]
@@ -248,10 +251,10 @@ def _layers(
         way = KeyTransfer(1, trimmed=False)
     elif "exchange_stages" in options.algorithm.options:
         way = KeyTransfer(options.exchange_stages)
+    experts = _experts(shape, tokens, options)
     found = []
-    for window, trained in zip(
-        windows, trained_layers(shape, options.lora, options.freeze), strict=True
-    ):
+    trains = trained_layers(shape, options.lora, options.freeze)
+    for kind, window, trained in zip(layer_kinds(shape), windows, trains, strict=True):
         seen = None
         if window is not None and window < row_tokens:
             seen = Window(window, row_tokens, everywhere=len(set(windows)) == 1)
@@ -265,16 +268,19 @@ def _layers(
             layout.ring,
             way,
             seen,
+            kind.sinks,
         )
         found.append(
             LayerSizes(
                 sharing,
                 shape.hidden_size,
                 -(-shape.intermediate_size // t),
+                kind,
                 t,
-                options.use_seq_parallel or layout.is_mesh,
-                normed_heads=FAMILIES[shape.model_type].projections is NORMED_HEADS,
-                qkv_bias=shape.attention_bias,
+                options.use_seq_parallel and not layout.is_mesh,
+                mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
+                slices=options.slices,
+                experts=experts,
                 trained=trained.weights,
                 adapted=trained.adapters,
                 rank=options.lora.rank if options.lora else 0,
@@ -287,15 +293,45 @@ def _layers(
     return found
 
 
+def _full(shape: ModelShape) -> dict[str, Any]:
+    """Return a model's config with what transformers takes where it has no such field."""
+    return {**FAMILIES[shape.model_type].defaults, **shape.raw}
+
+
+def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None:
+    """Return the experts of a layer, where it has any."""
+    kind = LAYER_KINDS.get(shape.model_type, LayerKind())
+    down = layer_projections(shape)[-1]
+    if not kind.router:
+        return None
+    return Experts(
+        options.element,
+        tokens,
+        shape.hidden_size,
+        down.inputs,
+        down.copies,
+        down.per_token,
+        kind.router,
+        kind.wide_scores,
+        kind.probabilities,
+        kind.clamped,
+    )
+
+
 def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
     """Return the window of each layer in keys; None where it sees all."""
     window, family = shape.window, FAMILIES[shape.model_type]
     types, layers = shape.raw.get("layer_types"), range(shape.layers)
-    if window is None or (family.windows == "all" and not types):
+    one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
+    if window is None or (one_for_all and not types):
         return (window,) * shape.layers
     if types:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family.windows == "switched":
+        if shape.model_type == "smollm3":  # those without rotary positions
+            every = int(shape.raw.get("no_rope_layer_interval", 4))
+            turned = shape.raw.get("no_rope_layers") or [(i + 1) % every for i in layers]
+            return tuple(None if turned[i] else window for i in layers)
         first = shape.raw.get("max_window_layers", 28)
         return tuple(window if i >= first else None for i in layers)
     full = 6 if shape.model_type == "gemma3_text" else 2

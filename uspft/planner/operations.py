@@ -7,11 +7,14 @@ lets go of tensors where that does. Sizes are bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 
 DRAWN_BYTES, DRAWN_AT_ONCE = 4, 1 << 24
 """What a dropout draws for an element, and for how many at a time (model/dropout.py)."""
+INDEX = 8
+"""The bytes of a number of int64, as labels are."""
 WIDE = 4
 """The bytes of an element of float32, in which norms compute and gradients are summed."""
 
@@ -21,22 +24,26 @@ def added(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
     return tape.record((a, b), (a.size,), lambda: lambda grads: [grads[0], grads[0]])[0]
 
 
-def multiplied(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
-    """Return a · b, where b may be broadcast over a."""
+def multiplied(tape: Tape, a: Tensor, b: Tensor, size: float | None = None) -> Tensor:
+    """Return a · b, where b may be broadcast over a. size: of the product, where b is in a wider
+    type."""
     sizes, wanted = (a.size, b.size), (a.node, b.node)
     held = (a.storage if b.node else None), (b.storage if a.node else None)
+    made = a.size if size is None else size
 
     def backward() -> RunBackward:
         def run(grads: GradientStorages, held: object = held) -> GradientStorages:
-            of_a = tape.new(sizes[0]) if wanted[0] else None
-            of_b = tape.new(sizes[0]) if wanted[1] else None
-            if of_b and sizes[1] < sizes[0]:
+            of_a = tape.new(made) if wanted[0] else None
+            of_b = tape.new(made) if wanted[1] else None
+            if of_a and made > sizes[0]:
+                of_a = tape.new(sizes[0])
+            if of_b and sizes[1] < made:
                 of_b = tape.new(sizes[1])
             return [of_a, of_b]
 
         return run
 
-    return tape.record((a, b), (a.size,), backward, saves=True)[0]
+    return tape.record((a, b), (made,), backward, saves=True)[0]
 
 
 def remade(tape: Tape, x: Tensor, size: float | None = None) -> Tensor:
@@ -101,11 +108,25 @@ def linear(
     return tape.record((x, tape.parameter(trains)), (size,), backward, saves=True)[0]
 
 
-def rms_norm(tape: Tape, x: Tensor, wide: float, number: float, *, trains: bool) -> Tensor:
+class NormKind(NamedTuple):
+    """How a norm is made."""
+
+    wide: bool = False
+    """Whether its weight multiplies in float32."""
+    summed: bool = False
+    """Whether ranks have some features each (model/divided.py), whose squares they sum."""
+
+
+def rms_norm(
+    tape: Tape, x: Tensor, wide: float, number: float, how: NormKind, *, trains: bool
+) -> Tensor:
     """Return transformers' RMS norm of x, in float32 of so many bytes; number: of what it norms."""
     inner = _as(tape, x, wide)
-    scale = _mean_square(tape, inner, WIDE * number)
+    scale = _mean_square(tape, inner, WIDE * number, how)
     inner = multiplied(tape, inner, scale)
+    del scale
+    if how.wide:
+        return _as(tape, multiplied(tape, inner, tape.parameter(trains)), x.size)
     return multiplied(tape, _as(tape, inner, x.size), tape.parameter(trains))
 
 
@@ -113,13 +134,14 @@ def _as(tape: Tape, x: Tensor, size: float) -> Tensor:
     return x if size == x.size else remade(tape, x, size)
 
 
-def _mean_square(tape: Tape, x: Tensor, size: float) -> Tensor:
+def _mean_square(tape: Tape, x: Tensor, size: float, how: NormKind) -> Tensor:
     """Return what follows from the mean square of x's features."""
     before, held = x.size, x.storage
+    count = 3 if how.summed else 4  # spread where that is no view, powered, doubled, multiplied
 
     def backward() -> RunBackward:
         def run(grads: GradientStorages, held: object = held) -> GradientStorages:
-            steps = [tape.new(before) for _ in range(4)]  # spread, powered, doubled, multiplied
+            steps = [tape.new(before) for _ in range(count)]
             return [steps[-1]]
 
         return run
@@ -130,11 +152,66 @@ def _mean_square(tape: Tape, x: Tensor, size: float) -> Tensor:
     return tape.record((x,), (size,), backward, saves=True, made=made)[0]
 
 
-def turned(tape: Tape, x: Tensor) -> Tensor:
-    """Return queries or keys in their rotary positions, x · cos + half_turned(x) · sin."""
-    angles = Tensor(0.0, None, None, 0)
-    straight = multiplied(tape, x, angles)
-    return added(tape, straight, multiplied(tape, _half_turned(tape, x), angles))
+ANGLES = Tensor(0.0, None, None, 0)
+"""Cosines and sines, which the batch has."""
+
+
+def turned(tape: Tape, x: Tensor, size: float | None = None) -> Tensor:
+    """Return queries or keys in their rotary positions, x · cos + half_turned(x) · sin. size: in
+    the type of the angles."""
+    straight = multiplied(tape, x, ANGLES, size)
+    return added(tape, straight, multiplied(tape, _half_turned(tape, x), ANGLES, size))
+
+
+def turned_plainly(tape: Tape, x: Tensor, wide: float) -> Tensor:
+    """Return what is turned in its own type. wide: how much larger float32 is, here and below."""
+    return turned(tape, x)
+
+
+def turned_wide(tape: Tape, x: Tensor, wide: float) -> Tensor:
+    """Return what is turned by angles in float32, in its own type (OLMo 2)."""
+    return _as(tape, turned(tape, x, wide * x.size), x.size)
+
+
+def turned_in_part(tape: Tape, x: Tensor, wide: float) -> Tensor:
+    """Return what is turned as a part that is set before the rest again (Phi-3)."""
+    part, rest = sliced(tape, x, x.size), sliced(tape, x, 0.0)
+    return joined(tape, [turned(tape, part), rest])
+
+
+def turned_by_halves(tape: Tape, x: Tensor, wide: float) -> Tensor:
+    """Return both halves of a head, each turned with the other, one behind the other (gpt-oss)."""
+    first, second = halves(tape, x)
+    a = _subtracted(tape, multiplied(tape, first, ANGLES), multiplied(tape, second, ANGLES))
+    b = added(tape, multiplied(tape, second, ANGLES), multiplied(tape, first, ANGLES))
+    return joined(tape, [a, b])
+
+
+def _subtracted(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    size = a.size
+    return tape.record((a, b), (size,), lambda: lambda grads: [grads[0], tape.new(size)])[0]
+
+
+def sliced(tape: Tape, x: Tensor, size: float) -> Tensor:
+    """Return a view of some of x, whose gradient is as large as all of it."""
+    assert x.storage
+    whole = x.size
+    made = [x.storage]
+    return tape.record((x,), (size,), lambda: lambda grads: [tape.new(whole)], made=made)[0]
+
+
+def halves(tape: Tape, x: Tensor) -> list[Tensor]:
+    """Return two views of x, whose gradients become one tensor."""
+    assert x.storage
+    whole, made = x.size, [x.storage] * 2
+    sizes = whole / 2, whole / 2
+    return tape.record((x,), sizes, lambda: lambda grads: [tape.new(whole)], made=made)
+
+
+def joined(tape: Tape, parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors one behind another, whose gradients are views."""
+    size, number = sum(one.size for one in parts), len(parts)
+    return tape.record(parts, (size,), lambda: lambda grads: grads * number)[0]
 
 
 def _half_turned(tape: Tape, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from sys import getrefcount
 
 
 class Storage:
@@ -224,11 +225,15 @@ class _Pending:
         heapq.heappush(self._ready, node)
 
     def arrives(self, node: TapeNode, slot: int, gradient: Storage) -> None:
-        """Hand a gradient to an operation; a sum takes the place of two."""
+        """Hand a gradient to an operation; a sum takes the place of two, in the memory of the
+        first where nothing else holds that."""
         if node not in self._waiting:
             self.waits(node, [None] * node.outputs)
         here = self._waiting[node]
-        here[slot] = gradient if here[slot] is None else self._tape.new(gradient.size)
+        if here[slot] is None:
+            here[slot] = gradient
+        elif getrefcount(here[slot]) > 2:  # the list, and the argument
+            here[slot] = self._tape.new(gradient.size)
 
     def left(self) -> list[tuple[int, GradientStorages]]:
         """Return what still waits, by the numbers of operations."""

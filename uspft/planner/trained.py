@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from uspft.families import FAMILIES, ModelShape
-from uspft.families.projections import NORMED_HEADS
+from uspft.families import ModelShape
+from uspft.planner.layer_kinds import LAYER_KINDS, LayerKind
 from uspft.planner.products import ProductShape, head_projection, layer_projections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-NORMS = ("input_layernorm", "post_attention_layernorm")
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
+    | {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+)
+"""The last words of the projections of a layer."""
+EXPERTS = "mlp.experts."
 EMBEDDING, LAST_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
@@ -31,8 +34,7 @@ class Lora:
 
     def adapts(self, name: str) -> bool:
         """Tell whether a projection of a layer has an adapter."""
-        last = name.rpartition(".")[2]
-        if last not in (*ATTENTION, *MLP):
+        if name.rpartition(".")[2] not in PROJECTIONS or name.startswith(EXPERTS):
             return False
         return self.modules is None or any(f".{name}".endswith(f".{one}") for one in self.modules)
 
@@ -50,20 +52,31 @@ class Trained:
 
 def layer_modules(shape: ModelShape) -> dict[str, ProductShape]:
     """Return the modules of a layer that have weights, by name, each with its matrix."""
-    names = [f"self_attn.{name}" for name in ATTENTION]
-    projections = layer_projections(shape)
-    if shape.raw.get("num_experts_per_tok"):
-        router = "mlp.router" if shape.model_type == "gpt_oss" else "mlp.gate"
-        names += [router, "mlp.experts.gate_up_proj", "mlp.experts.up_proj"]
-        names += ["mlp.experts.down_proj"]
+    kind = LAYER_KINDS.get(shape.model_type, LayerKind())
+    query, key, value, out, *router, gate, up, down = layer_projections(shape)
+    found = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
+    if kind.fused:
+        found = {"self_attn.qkv_proj": _together(query, key, value)}
+    found["self_attn.o_proj"] = out
+    if kind.router:
+        (found[kind.router],) = router
+        found |= {f"{EXPERTS}gate_up_proj": _together(gate, up), f"{EXPERTS}down_proj": down}
+    elif kind.fused:
+        found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
     else:
-        names += [f"mlp.{name}" for name in MLP]
-    found = dict(zip(names, projections, strict=True))
-    found |= {name: ProductShape(1, shape.hidden_size) for name in NORMS}
-    if FAMILIES[shape.model_type].projections is NORMED_HEADS or shape.model_type == "qwen3_moe":
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            found[name] = ProductShape(1, shape.head_dim)
+        found |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down}
+    found |= {name: ProductShape(1, shape.hidden_size) for name in kind.norms if name}
+    if kind.normed_heads or kind.normed_together:
+        heads = (query.outputs, key.outputs) if kind.normed_together else (shape.head_dim,) * 2
+        found |= {
+            f"self_attn.{n}_norm": ProductShape(1, h) for n, h in zip("qk", heads, strict=True)
+        }
     return found
+
+
+def _together(*shapes: ProductShape) -> ProductShape:
+    """Return matrices that lie one below another."""
+    return replace(shapes[0], outputs=sum(one.outputs for one in shapes))
 
 
 def trained_layers(
@@ -80,11 +93,16 @@ def _trained(
     found = []
     for number in range(layers):
         at = f"model.layers.{number}"
-        weights = [] if lora else [n for n in names if not _frozen(f"{at}.{n}.weight", freeze)]
+        weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
         adapted = [n for n in names if lora and lora.adapts(n)]
         adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
         found.append(Trained(frozenset(weights), frozenset(adapted)))
     return tuple(found)
+
+
+def _parameter(name: str) -> str:
+    """Return the name of a module's weight; experts are parameters themselves."""
+    return name if name.startswith(EXPERTS) else f"{name}.weight"
 
 
 def _frozen(name: str, freeze: tuple[str, ...]) -> bool:

@@ -3,11 +3,11 @@ shipped one."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from uspft.config import Finding, RecipeError
 from uspft.config.algorithms import AUTO
@@ -19,6 +19,9 @@ from uspft.prepare.invocation import CONFIGS
 KEY = "launch.hardware"
 STANDS_IN = {"cuda": "h100", "cpu": "cpu"}
 """The shipped file that a run on a device takes where no other is known to fit it."""
+
+DRIVERS = ("libcuda.so.1", "libnvidia-ml.so.1", "libamdhip64.so")
+"""The libraries of which torch needs one to see a GPU."""
 
 
 class Cluster(NamedTuple):
@@ -38,10 +41,34 @@ def shipped() -> dict[str, Path]:
     return {file.stem: file for file in sorted((CONFIGS / "hardware").glob("*.yaml"))}
 
 
+def has_driver() -> bool:
+    """Tell whether a driver of GPUs is on this host."""
+    for name in DRIVERS:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def gpu_count() -> int:
+    """Return how many GPUs torch sees on this host; it is not imported where there is no driver."""
+    if "torch" not in sys.modules and not has_driver():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def gpu_name() -> str | None:
     """Return the name of this host's first GPU, or None where there is none to be asked."""
+    if not gpu_count():
+        return None
+    import torch
+
     try:
-        return torch.cuda.get_device_name(0) if torch.cuda.device_count() else None
+        return torch.cuda.get_device_name(0)
     except (AssertionError, RuntimeError):  # torch without CUDA, or a driver that does not answer
         return None
 

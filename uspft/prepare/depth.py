@@ -16,7 +16,7 @@ from uspft.config.objectives import OBJECTIVES
 from uspft.layout import Layout
 from uspft.model.build import empty_model
 from uspft.model.hf_config import attention_of
-from uspft.model.loss import tile_tokens
+from uspft.model.tile_sizes import tile_tokens
 from uspft.planner.memory import USABLE_SHARE, Options, memory_of, options_of
 
 if TYPE_CHECKING:

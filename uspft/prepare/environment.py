@@ -8,8 +8,6 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 from uspft import __version__
 from uspft.config import Recipe
 from uspft.launcher import Hosts
@@ -30,6 +28,8 @@ def environment_of(recipe: Recipe, hosts: Hosts, place: Invocation) -> str:
     processes, gpus = recipe.launch.processes, []
     assert isinstance(processes, int)
     if recipe.launch.device == "cuda":
+        import torch
+
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found = {
         "command": place.command,

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from uspft.config import Fault, Finding, InputError, Loaded, Problem, Recipe, RecipeError, read
 from uspft.config.algorithms import AUTO
 from uspft.config.strategies import KEY, layouts_of, row_lengths
@@ -18,7 +16,7 @@ from uspft.data import not_checked, source_problems
 from uspft.families import ModelShape, check_length
 from uspft.layout import Layout, layout_of
 from uspft.planner.mesh_tuner import Tuning
-from uspft.prepare.cluster import cluster_of, gpu_name
+from uspft.prepare.cluster import cluster_of, gpu_count, gpu_name
 from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.installed import tracker_findings
 from uspft.prepare.known import Known
@@ -223,7 +221,7 @@ def examine(
     """
     given = read(path, overrides)
     loaded, sound = given.loaded, given.sound
-    known = Known(hosts, torch.cuda.device_count(), ranks)
+    known = Known(hosts, gpu_count(), ranks)
     paths = find_paths(loaded.recipe, path)
     asked = paths.recipe
     loaded = replace(loaded, recipe=asked)

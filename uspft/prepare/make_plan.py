@@ -8,17 +8,17 @@ from pathlib import Path
 
 from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
-from uspft.model.hf_config import layer_windows
+from uspft.families import FAMILIES
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import RECOMPUTES, options_of
+from uspft.planner.memory import RECOMPUTES, layer_windows, lora_of, options_of
 from uspft.planner.rank import Ranked, Ranking, ranked, ranking
 from uspft.planner.step_shape import StepShape
+from uspft.planner.trained import counts_of
 from uspft.planner.ways import Space, Way
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.layout_findings import layout_findings
-from uspft.prepare.model import examine_model
 from uspft.prepare.paths import find_paths
 from uspft.prepare.step import recomputes_of, stage_of, step_shape
 
@@ -52,11 +52,11 @@ def step_of(found: Examined) -> StepShape:
     if model is None:
         what = f"the sizes of {recipe.model.name_or_path} are not on this machine"
         raise Fault([("model.name_or_path", what, "name its folder, or a model of configs/models")])
-    examined = examine_model(found.here)
     # What the file leaves out is as transformers has it, such as how many experts a token meets.
-    whole = replace(model, raw={**examined.config.to_dict(), **model.raw})
-    windows = layer_windows(examined.config)
-    return step_shape(recipe, whole, windows, trained=examined.trained / examined.parameters)
+    whole = replace(model, raw={**FAMILIES[model.model_type].defaults, **model.raw})
+    counts = counts_of(whole, 1, lora_of(recipe.model), tuple(recipe.model.freeze))
+    share = counts.trained / counts.every
+    return step_shape(recipe, whole, layer_windows(whole), trained=share)
 
 
 def own_way(found: Examined) -> Way:

@@ -9,8 +9,7 @@ from uspft.config.algorithms import AUTO
 from uspft.config.strategies import strategies_of, under
 from uspft.layout import Layout, layout_of
 from uspft.metrics import as_size
-from uspft.model.loss import tile_tokens
-from uspft.model.tiles import mlp_tile_tokens
+from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.memory import (
     RECOMPUTES,
     fits,

@@ -34,6 +34,15 @@ class ExaminedModel(NamedTuple):
     """How many of all a token meets, which are fewer where it chooses experts."""
 
 
+def must_be_built(recipe: Recipe) -> bool:
+    """Tell whether a recipe names parts of its model, or weights that are here, which it takes a
+    built model to check."""
+    model = recipe.model
+    names = model.adapter or model.freeze or model.overrides or model.add_tokens
+    folder = model.name_or_path if model.config is None else None
+    return bool(names or strategies_of(recipe) or (folder and os.path.isdir(folder)))
+
+
 def examine_model(recipe: Recipe) -> ExaminedModel:
     """Build the model on meta, compare it with weights that are here, and choose what trains.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
-
 from uspft.checkpoint.folder import CHECKPOINTS, step_folders
 from uspft.config import Fault, Finding, Recipe
+from uspft.config.inputs import ELEMENT_BYTES
 from uspft.metrics import as_size
 from uspft.prepare.output import KEY, output_of
 
@@ -32,10 +31,10 @@ def space_needed(recipe: Recipe, trained: int, parameters: int, steps: int | Non
         wanted = min(wanted, -(-steps // every)) if steps else wanted
     there = step_folders(output_of(recipe) / CHECKPOINTS)
     kept = len(there) if recipe.checkpoint.resume == "auto" else 0
-    size = max(wanted - kept, 1) * STATES * torch.float32.itemsize * trained
+    size = max(wanted - kept, 1) * STATES * ELEMENT_BYTES["float32"] * trained
     if recipe.export.huggingface:
-        size += getattr(torch, model.dtype).itemsize * parameters
-    return size + (torch.float32.itemsize * trained if model.adapter else 0)
+        size += ELEMENT_BYTES[model.dtype] * parameters
+    return size + (ELEMENT_BYTES["float32"] * trained if model.adapter else 0)
 
 
 def space_free(folder: Path) -> int:

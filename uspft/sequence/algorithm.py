@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from torch import Tensor
-
-from uspft.comm import Group
-from uspft.kernels import Kernel
 from uspft.segments import Segments
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from uspft.comm import Group
+    from uspft.kernels import Kernel
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Rule:
         return self if self.sinks is None else replace(self, sinks=self.sinks[slice(*heads)])
 
 
-Attend = Callable[[tuple[Tensor, ...]], Tensor]
+Attend: TypeAlias = "Callable[[tuple[Tensor, ...]], Tensor]"
 """A function of q, k, v and, where there are any, sinks → attention out, differentiable."""
 
 

@@ -4,17 +4,18 @@ that its queries see (Megatron's all_gather)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Rule, Split, rows_must_divide
-from uspft.sequence.exchange import attend_exchanged
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_traffic
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class AllGather:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
+        from uspft.sequence.exchange import attend_exchanged
+
         return attend_exchanged(qkv, _exchange(share), rule, split.ring, split.kernel)
 
     def cost(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from uspft.kernels import Kernel
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Rule, Split, rows_must_divide
-from uspft.sequence.exchange import attend_exchanged
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
 from uspft.sequence.rows.share import Share, everyones
@@ -23,7 +20,11 @@ from uspft.sequence.rows.traffic import (
     heads_traffic,
     widest_kv,
 )
-from uspft.sequence.ulysses import attend_over_heads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from uspft.kernels import Kernel
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ class Planned:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
+        from uspft.sequence.exchange import attend_exchanged
+        from uspft.sequence.head_exchange import attend_over_heads
+
         def inner(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule, kernel: Kernel) -> Tensor:
             return attend_exchanged(qkv, self.exchange(share), rule, split.ring, kernel)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Rule, Split, rows_must_divide
@@ -20,7 +19,9 @@ from uspft.sequence.rows.traffic import (
     ring_traffic,
     widest_kv,
 )
-from uspft.sequence.ulysses import blocks_over_heads
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Usp:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
+        from uspft.sequence.head_exchange import blocks_over_heads
+
         return blocks_over_heads(qkv, share, rule, split)
 
     def cost(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
 from uspft.sequence.algorithm import Rule, Split
-from uspft.sequence.ring import attend_blocks
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Whole:
     def attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
     ) -> Tensor:
+        from uspft.sequence.ring_attention import attend_blocks
+
         return attend_blocks(qkv, share, rule, split.ring, split.kernel)
 
     def cost(

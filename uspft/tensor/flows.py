@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from uspft.comm import Waited, start_gather, start_sum_parts
+from uspft.tensor.parts import next_divisor
 from uspft.tensor.tensor_algorithm import Grid
 
 KIND = "tensor"
@@ -176,23 +177,18 @@ class Slices:
         blocks[:, number] = made.unflatten(0, (-1, self.block))
 
 
-def next_divisor(number: int, least: int) -> int:
-    """Return the smallest divisor of a number that is at least `least`, or the number itself."""
-    return next((n for n in range(least, number) if number % n == 0), number)
-
-
 def _plus(out: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return out + a · b in out's memory, or a · b in a type where there is no `out`."""
     if out is None:
         return _product(a, b, dtype)
-    if a.is_cuda and a.dtype != dtype:
+    if not a.is_cpu and a.dtype != dtype:
         return out.add_(torch.mm(a, b, out_dtype=dtype))
     return out.addmm_(a.to(dtype), b.to(dtype))
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a · b in a type."""
-    if a.is_cuda and a.dtype != dtype:
+    if not a.is_cpu and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a.to(dtype), b.to(dtype))
 

@@ -56,3 +56,13 @@ def divide_heads(query_heads: int, kv_heads: int, ranks: int) -> bool:
     With more ranks than key-value heads, several ranks share one.
     """
     return query_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def tokens_of_each(tokens: int, ranks: int) -> int:
+    """Return how many tokens a tensor rank has, those that fill it up counted."""
+    return -(-tokens // ranks)
+
+
+def next_divisor(number: int, least: int) -> int:
+    """Return the smallest divisor of a number that is at least `least`, or the number itself."""
+    return next((n for n in range(least, number) if number % n == 0), number)

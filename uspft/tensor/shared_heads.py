@@ -17,7 +17,7 @@ from torch import Tensor, autograd, cat
 from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, all_to_all
-from uspft.tensor.megatron import KIND
+from uspft.tensor.sums import KIND
 
 
 class Maker(NamedTuple):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
-from uspft.comm import Group
 from uspft.config.problems import Finding
-from uspft.tensor.cutting import Used
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from uspft.comm import Group
+    from uspft.tensor.cutting import Used
 
 
 class Grid(Protocol):

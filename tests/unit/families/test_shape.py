@@ -11,6 +11,8 @@ import pytest
 from tests.support.shapes import LLAMA, PLAIN, QWEN3, read, shape, without
 from uspft.config.recipe import ModelBlock
 from uspft.families import FAMILIES, read_shape
+from uspft.model import hf_config
+from uspft.planner.memory import layer_windows
 
 
 def test_sizes_of_both_generations_of_config(tmp_path: Path) -> None:
@@ -60,6 +62,23 @@ def test_the_sizes_are_those_of_transformers(tmp_path: Path) -> None:
         for key in filled.keys() - ours.raw.keys() - {"head_dim", "sliding_window"}:
             assert getattr(theirs, key) == filled[key]
     assert len(bare) == 15
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_windows_of_layers_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    bare = {**PLAIN, "model_type": kind, "rope_theta": 70000.0, "attn_logit_softcapping": None}
+    wide = {"sliding_window": 64, "use_sliding_window": True, "num_hidden_layers": 36}
+    given: list[dict[str, Any]] = [{}, wide, {**wide, "max_window_layers": 3}]
+    given += [{"sliding_window": 64, "num_hidden_layers": 7}]
+    if FAMILIES[kind].windows == "none":
+        given = [{}]
+    for more in given:
+        ours = shape(tmp_path, {**bare, **more})
+        theirs = AutoConfig.from_pretrained(tmp_path)
+        assert layer_windows(ours) == hf_config.layer_windows(theirs), more
+    assert len(FAMILIES) == 13
 
 
 def test_where_a_config_is_looked_for(tmp_path: Path) -> None:

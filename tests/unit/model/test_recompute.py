@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
-from uspft.model.recompute import Kept, attend_once
+from uspft.config.recipe import MemoryBlock
+from uspft.model.recompute import Kept, attend_once, before_each_run, recompute_layers
 
 LAYERS = 2
 
@@ -52,3 +55,31 @@ def test_what_was_given_back_is_let_go_of() -> None:
     torch.testing.assert_close(x.grad, want.grad)
     run(memory, calls)
     assert len(calls) == 2 * LAYERS, "the next step attends anew"
+
+
+def test_a_layer_that_runs_again_is_told_of_its_own_call() -> None:
+    """Several micro-batches are under way in a pipeline: the last call is another one's."""
+    config = transformers.LlamaConfig(
+        vocab_size=9,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    told: list[tuple[int, str]] = []
+
+    def tell(number: int) -> Any:
+        return lambda layer, args, kwargs: told.append((number, kwargs["uspft"]))
+
+    for number, layer in enumerate(model.base_model.layers):
+        before_each_run(layer, tell(number))
+    assert recompute_layers(model.train(), MemoryBlock()) == "nothing"
+    x = torch.ones(1, 3, 8, requires_grad=True)
+    first = model.base_model(inputs_embeds=x, use_cache=False, uspft="first").last_hidden_state
+    model.base_model(inputs_embeds=x, use_cache=False, uspft="second")
+    assert {call for _, call in told} == {"first", "second"}
+    told.clear()
+    first.sum().backward()
+    assert {number for number, _ in told} == {0, 1} and {call for _, call in told} == {"first"}

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.support.models import ARCHITECTURES, VOCABULARY
 from uspft.model.dropout import TokenDropout, token_words
-from uspft.model.tiles import Tiled, inner_features, mlp_tile_tokens, work_in_tiles
+from uspft.model.tile_sizes import mlp_tile_tokens
+from uspft.model.tiles import Tiled, inner_features, work_in_tiles
 
 TOKENS = 33
 NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")

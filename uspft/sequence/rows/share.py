@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from uspft.kernels import Block
+from uspft.blocks import Block
 from uspft.segments import Segments
 from uspft.sequence.rows.fragments import Chains, Halo, chains_of, halo_of
 from uspft.sequence.rows.spans import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from uspft.kernels import Block, Mask
+from uspft.blocks import Block, Mask
 
 Span = tuple[int, int]
 

@@ -1,0 +1,328 @@
+"""Runs of pipelines, and what plain transformers in one process gives for the same data."""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+
+from tests.support.models import ARCHITECTURES, Documents, Reference, make_documents, reference
+from tests.support.runs import held, prepared, small_recipe
+from tests.support.stages import ZERO
+
+ROW, STEPS, RATE, CLIP = 48, 2, 1e-3, 0.5
+LENGTHS = [[31, 17], [48], [20, 28], [40, 8], [33, 15], [25, 23], [29, 19], [26, 22]]
+"""Of each row's documents."""
+FEW, MANY = 5, 9
+"""Layers of a model: stages of it differ."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    kind: str
+    ranks: int
+    virtual: int = 1
+    zero: str = "zero1"
+    rows: int = 4
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+    tied: bool = False
+    algorithm: str = "ring_cp"
+    beside: tuple[str, ...] = ()
+    """What else the recipe asks for, by its names in BESIDE."""
+
+    @property
+    def title(self) -> str:
+        degrees = f"p{self.ranks}v{self.virtual}m{-(-self.rows // self.data)}"
+        beside = f"d{self.data}c{self.context}t{self.tensor}"
+        words = " ".join([self.algorithm * (self.context > 1), *self.beside]).strip()
+        return f"{self.kind}{'-tied' * self.tied} {degrees} {beside} {self.zero} {words}".strip()
+
+    @property
+    def world(self) -> int:
+        return self.ranks * self.data * self.context * self.tensor
+
+    @property
+    def steps(self) -> int:
+        """How many the data have rows for, at most STEPS."""
+        return min(STEPS, len(LENGTHS) // self.rows)
+
+    @property
+    def layers(self) -> int:
+        return FEW if self.ranks * self.virtual <= FEW else MANY
+
+    @property
+    def model(self) -> str:
+        return f"{self.kind}-{self.layers}{'-tied' * self.tied}"
+
+    @property
+    def frozen(self) -> str:
+        """The expression whose parameters do not train; empty: all do."""
+        every = [BESIDE[name].get("model", {}).get("freeze", []) for name in self.beside]
+        return "|".join(chain(*every))
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "tokens": {"parallel_config": {"use_seq_parallel": True}},
+    "mesh": {"parallel_config": {"tensor_parallel_algo": "meshslice", "tensor_mesh": [1, 2]}},
+    "tiles": {"memory": {"loss_tile_tokens": 5, "mlp_tile_tokens": 7}},
+    "adapter": {"model": {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}},
+    "dropout": {"model": {"adapter": {"type": "lora", "rank": 4, "alpha": 8, "dropout": 0.3}}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "recompute": {"memory": {"gradient_checkpointing": True}},
+    "nothing": {"memory": {"gradient_checkpointing": True, "recompute": "nothing"}},
+    "exchange": {"memory": {"gradient_checkpointing": True, "recompute": "exchange"}},
+    "attention": {"memory": {"gradient_checkpointing": True, "recompute": "attention"}},
+    "kept": {"memory": {"gradient_checkpointing": False}},
+    "host": {"memory": {"offload_activations": "cpu"}},
+    "overlap": {"zero": {"overlap_comm": True}},
+    "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}},
+    "first frozen": {"model": {"freeze": [r"embed_tokens|layers\.[01]\."]}},
+    "table alone": {"model": {"freeze": [r"layers\.|norm|lm_head"]}},
+    "odd frozen": {"model": {"freeze": [r"layers\.[1-9]\.|model\.norm|lm_head"]}},
+}
+
+
+def make(folder: Path, case: Case) -> Path:
+    """The case's model, of random weights, on disk."""
+    path = folder / case.model
+    if path.exists():
+        return path
+    name, own = ARCHITECTURES[case.kind]
+    if case.kind == "mistral":
+        own = {"sliding_window": 7}
+    elif case.kind == "smollm3":
+        own = {"no_rope_layers": [layer % 2 for layer in range(case.layers)]}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=case.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        initializer_range=0.08,
+        max_position_embeddings=512,
+        **{**own, "tie_word_embeddings": case.tied},
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return path
+
+
+def inputs(folder: Path, cases: list[Case]) -> Documents:
+    """The cases' models in a folder, and their data."""
+    for case in cases:
+        make(folder, case)
+    return make_documents(folder / "d.jsonl", list(chain(*LENGTHS)), masked=[0.0, 0.9, 0.3])
+
+
+def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
+    """What the case's recipe says."""
+    parallel: dict[str, Any] = {
+        "pipeline_stage": case.ranks,
+        "pp_interleave_num": case.virtual,
+        "model_parallel": case.tensor,
+    }
+    if case.context > 1:
+        parallel |= {"context_parallel": case.context, "context_parallel_algo": case.algorithm}
+    blocks: dict[str, dict[str, Any]] = {
+        "parallel_config": parallel,
+        "model": {},
+        "memory": {},
+        "zero": dict(ZERO[case.zero]),
+    }
+    for name in case.beside:
+        for block, keys in BESIDE[name].items():
+            blocks[block] |= keys
+    zero = blocks.pop("zero")
+    return small_recipe(
+        folder / case.model,
+        data,
+        ROW,
+        data={"packing": "best_fit", "eval": str(data)},
+        deepspeed={"zero_optimization": zero},
+        training={"steps": case.steps, "global_batch_size": case.rows, "max_grad_norm": CLIP},
+        **blocks,
+    )
+
+
+def allow() -> None:
+    """Let recipes of this process ask for pipelines."""
+    from uspft.config import available
+
+    every = tuple(one for one in available.LATER if one.feature != "pipeline parallelism")
+    available.LATER = every  # type: ignore[misc]
+
+
+@contextmanager
+def assembled(case: Case, folder: Path, data: Path, output: str, **how: Any) -> Iterator[Any]:
+    """The case's run; collective."""
+    from uspft.engine.pipelined import forward_and_backward
+
+    allow()
+    faulthandler.dump_traceback_later(200, exit=True)
+    with ExitStack() as stack:
+        if "gpipe" in case.beside:
+            gpipe = lambda _, *degrees: forward_and_backward("gpipe", *degrees)  # noqa: E731
+            stack.enter_context(patch("uspft.engine.pipelined.forward_and_backward", gpipe))
+        run = prepared(recipe(case, folder, data), folder / output, **how)
+        yield run
+        run.engine.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def saved(run: Any, folder: Path) -> None:
+    """Save the run's first step, without what is beside the weights."""
+    from uspft.checkpoint.model_files import write_model_files
+    from uspft.checkpoint.save import save_checkpoint
+
+    def describe(at: Path) -> dict[str, Any]:
+        write_model_files(at / "model", run.config, run.job, 1)
+        found: dict[str, Any] = run.job.identity
+        return found
+
+    folder.mkdir(exist_ok=True)
+    save_checkpoint(run.engine, folder, 1, 2, describe)
+
+
+def trained(
+    case: Case,
+    folder: Path,
+    data: Path,
+    output: str,
+    *,
+    save: Path | None = None,
+    within: AbstractContextManager[Any] | None = None,
+) -> dict[str, Any]:
+    """What a case's steps give; collective. save: where its first step is saved, if anywhere.
+    within: what surrounds the steps."""
+    from uspft.training.evaluate import evaluate
+
+    found: dict[str, Any] = {"losses": [], "norms": [], "targets": []}
+    with assembled(case, folder, data, output) as run:
+        scores: Any = evaluate(run.engine, run.evaluation, lambda: False)
+        (score,) = scores.values()
+        found["evaluated"] = score.told(run.engine.module.objective)["loss"]
+        books = run.world.mesh.pipeline.books
+        books.bytes.clear()
+        with within or nullcontext():
+            for step in range(1, case.steps + 1):
+                batches = run.loader.batches(step)
+                result = run.engine.step(batches, RATE, False)
+                assert len(result.seconds) == len(batches)
+                found["losses"].append(result.loss)
+                found["norms"].append(result.grad_norm)
+                found["targets"].append(result.counts["target_tokens"])
+                if step == 1:
+                    found["moments"] = held(run.engine, "exp_avg")
+                    if save:
+                        saved(run, save)
+        found["sent"] = books.bytes["pipeline"]
+        found["end"] = held(run.engine)
+    return found
+
+
+def plain(case: Case, folder: Path, data: Documents, steps: int, rows: int = 0) -> Reference:
+    """What one process of plain transformers gives for a case. rows: of a step, if not the case's
+    own."""
+    return _plain(folder / case.model, data.path, case.frozen, steps, rows or case.rows)
+
+
+@cache
+def _plain(model: Path, data: Path, frozen: str, steps: int, rows: int) -> Reference:
+    made = make_documents(data, list(chain(*LENGTHS)), masked=[0.0, 0.9, 0.3])
+    documents = iter(made.documents)
+    every = [[next(documents) for _ in row] for row in LENGTHS]
+    taken = [list(chain(*every[n : n + rows])) for n in range(0, rows * steps, rows)]
+
+    def prepare(net: Any) -> dict[str, torch.nn.Parameter]:
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(not frozen or not re.search(frozen, name))
+        return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+    return reference(model, taken, rate=RATE, clip=CLIP, prepare=prepare)
+
+
+def far(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative difference, and whose it is; what is tiny is measured by the mean."""
+    assert got.keys() == want.keys()
+    total = sum(float(one.double().norm()) ** 2 for one in want.values())
+    count = sum(one.numel() for one in want.values())
+
+    def of(name: str) -> float:
+        least = 1e-3 * (total * want[name].numel() / count) ** 0.5
+        size = max(float(want[name].double().norm()), least)
+        return float((got[name].double() - want[name].double()).norm()) / size
+
+    with torch.no_grad():
+        return max((of(name), name) for name in want)
+
+
+MOVED = 5e-3
+"""By how much of their change weights may differ after Adam, which makes rounding of gradients near
+0 a step: ranks alone come to 1.4e-3, and a table that does not come back to 4e-2."""
+
+
+def moved_apart(end: dict[str, torch.Tensor], want: Reference) -> float:
+    """The largest difference of a parameter's change, relative to it; of those that train."""
+    changes = [{name: at[name] - old for name, old in want.start.items()} for at in (end, want.end)]
+    return far(*changes)[0]
+
+
+def mismatch(case: Case, got: dict[str, Any], folder: Path, data: Documents) -> list[str]:
+    """What of a case's answer differs from plain transformers by more than rounding in float32."""
+    want = plain(case, folder, data, case.steps)
+    first = plain(case, folder, data, 1)
+    every = plain(case, folder, data, 1, rows=len(LENGTHS))
+    found = []
+
+    def near(what: str, ours: list[Any], theirs: list[Any], most: float) -> None:
+        pairs = zip(ours, theirs, strict=True)
+        if not all(abs(a - b) <= most * abs(b) for a, b in pairs):
+            found.append(f"{what} {ours} != {theirs}")
+
+    near("losses", got["losses"], want.losses, 1e-6)
+    near("norms", got["norms"], want.grad_norms, 3e-6)
+    near("targets", got["targets"], want.targets, 0)
+    near("evaluated", [got["evaluated"]], [every.losses[0]], 1e-6)
+    if not min(want.grad_norms) > 1.5 * CLIP:
+        found.append(f"clipping is not active at {want.grad_norms}")
+    apart, whose = far(got["moments"], first.moments)
+    if not apart < 1e-5:
+        found.append(f"gradient of {whose} is {apart:.1e} off")
+    if not (moved := moved_apart(got["end"], want)) < MOVED:
+        found.append(f"weights are {moved:.1e} off")
+    return found
+
+
+def unlike(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
+    """What of two runs of this project differs by more than rounding in float32."""
+    found = [
+        f"{what} {got[what]} != {want[what]}"
+        for what in ("losses", "norms", "targets")
+        if not all(abs(a - b) <= 3e-6 * abs(b) for a, b in zip(got[what], want[what], strict=True))
+    ]
+    if not abs(got["evaluated"] / want["evaluated"] - 1) <= 3e-6:
+        found.append(f"evaluated {got['evaluated']} != {want['evaluated']}")
+    apart, whose = far(got["moments"], want["moments"])
+    return found + [f"gradient of {whose} is {apart:.1e} off"] * (not apart < 1e-5)

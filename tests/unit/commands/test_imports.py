@@ -1,0 +1,44 @@
+"""`plan` predicts without torch, and `check` refuses without it: importing it takes seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
+RECIPE = """
+model: {name_or_path: meta-llama/Llama-3.1-8B, tokenizer: org/name}
+data: {train: org/data, format: text, sequence_length: 8k}
+parallel_config: {context_parallel: 2, context_parallel_algo: auto}
+training: {steps: 1, global_batch_size: 8}
+launch: {device: cuda, hardware: h100}
+"""
+CODE = """
+import json, sys
+from uspft.commands.main import main
+imported = {}
+def told(what):
+    imported[what] = [name for name in sys.argv[2:] if name in sys.modules]
+import uspft.commands.plan, uspft.commands.check
+told("imports")
+assert main(["plan", sys.argv[1], "--ranks", "16", "--top", "2"]) == 0
+told("plan")
+assert main(["check", sys.argv[1], "--ranks", "16", "parallel_config.model_parallel=3"]) == 2
+told("refused")
+assert main(["check", sys.argv[1], "--ranks", "16"]) == 0
+told("check")
+print(json.dumps(imported))
+"""
+
+
+def test_plan_and_what_check_refuses_import_no_torch(tmp_path: Path) -> None:
+    """A check of a model builds it, and imports torch for that."""
+    (recipe := tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = [sys.executable, "-c", CODE, str(recipe), *HEAVY]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    imported = json.loads(done.stdout.splitlines()[-1])
+    assert imported.pop("check")[:2] == ["torch", "transformers"]  # else nothing would show
+    assert imported == {"imports": [], "plan": [], "refused": []}

@@ -1,0 +1,108 @@
+"""How transformers makes a layer of each family, as far as memory is concerned: a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from uspft.families import ModelShape
+from uspft.planner.operations import (
+    WIDE,
+    turned_by_halves,
+    turned_in_part,
+    turned_plainly,
+    turned_wide,
+)
+from uspft.planner.tape import Tape, Tensor
+
+
+class Norms(NamedTuple):
+    """The names of the norms before and behind a layer's two blocks; empty where there is none."""
+
+    before_attention: str = "input_layernorm"
+    behind_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    behind_mlp: str = ""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer differs from LLaMA's."""
+
+    norms: Norms = Norms()
+    wide_norms: bool = False
+    """Whether norms multiply by their weight in float32."""
+    turned: Callable[[Tape, Tensor, float], Tensor] | None = turned_plainly
+    """What brings queries and keys into their positions; None: they have none."""
+    normed_heads: bool = False
+    """Whether queries and keys are normed, a head at a time."""
+    normed_together: bool = False
+    """Whether they are normed over all heads, before these are told apart."""
+    fused: bool = False
+    """Whether queries, keys and values are one projection, and gate and up another."""
+    scaled: bool = False
+    """Whether what a block adds is multiplied by a number."""
+    qkv_bias: bool = False
+    """Whether projections of queries, keys and values have one."""
+    router: str = ""
+    """The name of what chooses experts; empty where there are none."""
+    wide_scores: bool = False
+    """Whether experts are weighted in float32."""
+    probabilities: bool = True
+    """Whether a router chooses by the probabilities of all experts, which it makes in float32."""
+    clamped: bool = False
+    """Whether experts have biases, and clamp what their gate multiplies."""
+    sinks: bool = False
+    """Whether attention has sinks."""
+    angles: float = 2.0
+    """The cosines and sines of a token that the batch has, in head dims."""
+
+    def angle_bytes(self, dim: int, element: int) -> float:
+        """Return the bytes of the cosines and sines of a token."""
+        return self.angles * dim * (WIDE if self.turned is turned_wide else element)
+
+
+_GEMMA = Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+
+LAYER_KINDS: dict[str, LayerKind] = {
+    "llama": LayerKind(),
+    "mistral": LayerKind(),
+    "smollm3": LayerKind(),
+    "qwen2": LayerKind(),
+    "qwen3": LayerKind(normed_heads=True),
+    "granite": LayerKind(scaled=True),
+    "phi3": LayerKind(fused=True, turned=turned_in_part),
+    "gemma2": LayerKind(_GEMMA, wide_norms=True),
+    "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
+    "olmo2": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
+    "mixtral": LayerKind(router="mlp.gate", wide_scores=True),
+    "qwen3_moe": LayerKind(router="mlp.gate", normed_heads=True),
+    "gpt_oss": LayerKind(
+        wide_norms=True,
+        turned=turned_by_halves,
+        router="mlp.router",
+        probabilities=False,
+        clamped=True,
+        sinks=True,
+        angles=1.0,
+    ),
+}
+
+
+def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer of a model."""
+    kind = LAYER_KINDS.get(shape.model_type, LayerKind())
+    kind = replace(kind, qkv_bias=shape.attention_bias)
+    if shape.model_type != "smollm3":
+        return (kind,) * shape.layers
+    every = shape.raw.get("no_rope_layer_interval", 4)
+    usual = [(number + 1) % every != 0 for number in range(shape.layers)]
+    turned = shape.raw.get("no_rope_layers") or usual
+    return tuple(kind if there else replace(kind, turned=None) for there in turned)

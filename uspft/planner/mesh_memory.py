@@ -1,0 +1,219 @@
+"""What products on a mesh keep and need, on a tape, as tensor/meshslice.py and tensor/flows.py go
+on a GPU. Sizes are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+
+WIDE = 4
+"""The bytes of an element of float32, in which slices are summed."""
+
+
+class MeshProduct(NamedTuple):
+    """A product of this rank's tokens with one or more matrices side by side."""
+
+    element: int
+    tokens: int
+    hidden: int
+    rows: int
+    columns: int
+    slices: int
+
+    def slice(self, features: float) -> float:
+        """Return the bytes of all ranks' features of a slice, times features of this rank."""
+        return self.element * self.hidden / self.slices * features
+
+    @property
+    def panels(self) -> float:
+        """The bytes of all ranks' features of a slice of this rank's tokens."""
+        return self.slice(self.tokens)
+
+    def own(self, features: float) -> float:
+        """Return the bytes of features of this rank's tokens."""
+        return float(self.element * self.tokens * features)
+
+
+Held = tuple[Storage | None, ...]
+
+
+def _maybe(tape: Tape, there: bool, size: float) -> Storage | None:
+    return tape.new(size) if there else None
+
+
+def _features_gathered(tape: Tape, of: MeshProduct) -> Held:
+    """Start to gather a slice of this rank's tokens over mesh columns."""
+    part = _maybe(tape, of.slices > 1, of.panels / of.columns)
+    return part, _maybe(tape, of.columns > 1, of.panels)
+
+
+def _weights_gathered(tape: Tape, of: MeshProduct, features: float, *, copied: bool = True) -> Held:
+    """Start to gather a slice of the weights over mesh rows. copied: whether it is one first."""
+    along = _maybe(tape, copied, of.slice(features) / of.rows)
+    return along, _maybe(tape, of.rows > 1, of.slice(features))
+
+
+def _plus(tape: Tape, out: Storage | None, size: float) -> Storage:
+    """Return the sum of what slices have made, which each has made apart."""
+    made = tape.new(size)
+    return out or made
+
+
+def output_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
+    """Return [t, n/C]. features: n/C."""
+
+    def start() -> tuple[Held, Held]:
+        return _features_gathered(tape, of), _weights_gathered(tape, of, features)
+
+    wide = WIDE if of.slices > 1 else of.element
+    ahead, out = start(), None
+    for number in range(of.slices):
+        here, ahead = ahead, start() if number + 1 < of.slices else ahead
+        panels = _maybe(tape, of.columns > 1, of.panels)
+        out = _plus(tape, out, wide * of.tokens * features)
+        del panels
+    assert out
+    return out if wide == of.element else tape.new(of.own(features))
+
+
+def left_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
+    """Return [t, d/C], of [t, k/C]. features: k/C."""
+    out = tape.new(of.own(of.hidden / of.columns))
+    ahead: Held = _weights_gathered(tape, of, features)
+    leaving: Held = ()
+    for number in range(of.slices):
+        more = number + 1 < of.slices
+        here, ahead = ahead, _weights_gathered(tape, of, features) if more else ahead
+        product = tape.new(of.panels)
+        made = tape.new(of.panels) if of.columns > 1 else product
+        del product
+        leaving = made, _maybe(tape, of.columns > 1, of.panels / of.columns)
+    return out
+
+
+def right_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
+    """Return [d/R, n/C], of [t, d/C] and [t, n/C]. features: n/C."""
+    out, wide = tape.new(of.element * of.hidden / of.rows * features), _wide(of)
+    ahead = _features_gathered(tape, of)
+    leaving: Held = ()
+    for number in range(of.slices):
+        panels = _maybe(tape, of.columns > 1, of.panels)
+        if number + 1 < of.slices:
+            ahead = _features_gathered(tape, of)
+        leaving = _leaving(tape, of, features, wide)
+        del panels
+    return out
+
+
+def _wide(of: MeshProduct) -> int:
+    return WIDE if of.rows > 1 else of.element
+
+
+def _leaving(tape: Tape, of: MeshProduct, features: float, wide: int) -> Held:
+    """Make a slice of a weight's gradient, and start to sum it over mesh rows."""
+    size = wide / of.element * of.slice(features)
+    return tape.new(size), _maybe(tape, of.rows > 1, size / of.rows)
+
+
+def output_and_right_stationary(
+    tape: Tape, of: MeshProduct, features: float
+) -> tuple[Storage, Storage]:
+    """Return [t, n/C] and [d/R, n/C], of [t, d/C], [d/R, n/C] and [t, n/C]. features: n/C."""
+
+    def start() -> tuple[Held, Held]:
+        cut = of.slices > 1
+        return _features_gathered(tape, of), _weights_gathered(tape, of, features, copied=cut)
+
+    right = tape.new(of.element * of.hidden / of.rows * features)
+    ahead, out = start(), None
+    leaving: Held = ()
+    for number in range(of.slices):
+        here, ahead = ahead, start() if number + 1 < of.slices else ahead
+        panels = _maybe(tape, of.columns > 1, of.panels)
+        made = tape.new(WIDE / of.element * of.slice(features))
+        out = _plus(tape, out, WIDE * of.tokens * features)
+        leaving = made, _maybe(tape, of.rows > 1, made.size / of.rows)
+        del panels
+    assert out
+    return (out if of.element == WIDE else tape.new(of.own(features))), right
+
+
+def inward(
+    tape: Tape, x: Tensor, of: MeshProduct, outputs: Sequence[float], trains: Sequence[bool]
+) -> list[Tensor]:
+    """Return what projections into a block make. outputs: the features of each."""
+    before, held = x.node, x.storage if any(trains) else None
+    whole = output_stationary(tape, of, sum(outputs))
+    alone = len(outputs) == 1
+    made = [whole if alone else tape.new(of.own(each)) for each in outputs]
+    del whole
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
+            found: GradientStorages = [None] * (1 + len(outputs))
+            if before:
+                joined = tape.new(of.own(sum(outputs)))
+                found[0] = left_stationary(tape, of, sum(outputs))
+                del joined
+            wanted = [each for each, train in zip(outputs, trains, strict=True) if train]
+            if wanted:
+                joined = tape.new(of.own(sum(wanted)))
+                every = right_stationary(tape, of, sum(wanted))
+                del joined
+                for number, train in enumerate(trains, 1):
+                    if train:
+                        found[number] = tape.new(_weight(of, outputs[number - 1]))
+                del every
+            return found
+
+        return run
+
+    ways = [tape.parameter(train) for train in trains]
+    sizes = [of.own(each) for each in outputs]
+    return tape.record([x, *ways], sizes, backward, saves=any(trains), made=made)
+
+
+def outward(tape: Tape, x: Tensor, of: MeshProduct, features: float, *, trains: bool) -> Tensor:
+    """Return what the projection out of a block makes of this rank's features inside of it."""
+    before, held = x.node, x.storage if trains else None
+    made = left_stationary(tape, of, features)
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
+            if before and trains:
+                return [*output_and_right_stationary(tape, of, features)]
+            if trains:
+                return [None, right_stationary(tape, of, features)]
+            return [output_stationary(tape, of, features), None]
+
+        return run
+
+    size = of.own(of.hidden / of.columns)
+    return tape.record([x, tape.parameter(trains)], [size], backward, saves=trains, made=[made])[0]
+
+
+def _weight(of: MeshProduct, features: float) -> float:
+    return of.element * of.hidden / of.rows * features
+
+
+def all_features(tape: Tape, x: Tensor, ways: int) -> Tensor:
+    """Return what so many ranks have features of, whole."""
+    if ways == 1:
+        return x
+    before, whole = x.size, x.size * ways
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
+            by_ranks = tape.new(whole)
+            found = tape.new(before)
+            del by_ranks
+            return [found]
+
+        return run
+
+    every = tape.new(whole)
+    made = [tape.new(whole)]
+    del every
+    return tape.record((x,), (whole,), backward, made=made)[0]

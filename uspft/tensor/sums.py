@@ -1,0 +1,129 @@
+"""Sums over tensor ranks and the gathering of their tokens, each with its transpose backward.
+
+Shapes, as suffixes: T tokens that the tensor ranks have together, p the same with padding to a
+multiple of the ranks, t one rank's of those; d hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from uspft.comm import Group, gather_over, sum_over, sum_parts
+from uspft.tensor.parts import tokens_of_each
+
+KIND = "tensor"
+"""What its transfers count as."""
+
+
+def for_all(x: Tensor, group: Group) -> Tensor:
+    """Return x for a part of each rank's own; its gradient is the sum over ranks."""
+    found: Tensor = _Copied.apply(x, group)
+    return found
+
+
+def sum_of_all(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of x over ranks, with which they all go on alike; differentiable."""
+    found: Tensor = _Summed.apply(x, group)
+    return found
+
+
+def all_tokens(x_td: Tensor, tokens: int, group: Group) -> Tensor:
+    """Return all ranks' tokens, [T, d]; differentiable. tokens: T."""
+    found: Tensor = _Gathered.apply(x_td, tokens, group)
+    return found
+
+
+def own_tokens_of_sum(x_Td: Tensor, group: Group) -> Tensor:
+    """Return this rank's tokens of the sum over ranks, [t, d]; differentiable."""
+    found: Tensor = _Parted.apply(x_Td, group)
+    return found
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of x over ranks, of which each goes on alone with it; differentiable."""
+    found: Tensor = _SummedForAll.apply(x, group)
+    return found
+
+
+def _gathered(x_td: Tensor, tokens: int, group: Group) -> Tensor:
+    return gather_over(x_td.contiguous(), group, KIND)[:tokens]
+
+
+def _summed_part(x_Td: Tensor, group: Group) -> Tensor:
+    missing = tokens_of_each(len(x_Td), group.size) * group.size - len(x_Td)
+    x_pd = pad(x_Td, (0, 0, 0, missing)) if missing else x_Td.contiguous()
+    return sum_parts(x_pd, group, KIND)
+
+
+class _Copied(torch.autograd.Function):
+    """The same forward; the sum over ranks backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return sum_over(dx.contiguous().clone(), ctx.group, KIND), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over ranks forward; the same backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return sum_over(x.contiguous().clone(), group, KIND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        return dout, None
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' tokens forward; this rank's tokens of the sum over ranks backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_td: Tensor, tokens: int, group: Group) -> Tensor:
+        ctx.group = group
+        return _gathered(x_td, tokens, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_Td: Tensor) -> tuple[Tensor, None, None]:
+        return _summed_part(dx_Td, ctx.group), None, None
+
+
+class _Parted(torch.autograd.Function):
+    """This rank's tokens of the sum over ranks forward; all ranks' tokens backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_Td: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.tokens = group, len(x_Td)
+        return _summed_part(x_Td, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_td: Tensor) -> tuple[Tensor, None]:
+        return _gathered(dout_td, ctx.tokens, ctx.group), None
+
+
+class _SummedForAll(torch.autograd.Function):
+    """The sum over ranks forward; since each rank uses it, the sum over ranks backward too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return sum_over(x.contiguous().clone(), group, KIND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        return sum_over(dout.contiguous().clone(), ctx.group, KIND), None
