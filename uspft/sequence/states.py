@@ -51,10 +51,8 @@ def mix_over_states(x: Mixed, chains: Chains, rule: StateRule, group: Group) -> 
 
     The layer of arXiv 2412.06464 over sequence pieces, as LASP-2 exchanges states (2502.07563).
     """
-    if chains.crossing or chains.documents:
-        out: Tensor = _OverStates.apply(*x, chains, rule, group)
-        return out
-    return _laid(x.v, {f: rule(_part(x, f), None)[0] for f in _real(chains.mine)})
+    out: Tensor = _OverStates.apply(*x, chains, rule, group)
+    return out
 
 
 class _OverStates(torch.autograd.Function):
@@ -63,7 +61,8 @@ class _OverStates(torch.autograd.Function):
 
     A graph kept from the forward would hold all that the rule does, and under checkpointing its
     saved tensors would make the layer run again at every use. One function has both transfers, so
-    that a rank whose tokens use nothing that arrives takes part in the backward's too.
+    that a rank whose tokens use nothing that arrives takes part in the backward's too; and it is
+    one whatever documents a rank has, so that ZeRO-3 meets modules in one order on all ranks.
     """
 
     @staticmethod
