@@ -15,7 +15,7 @@ from uspft.data.eval_rows import EvalSet, evaluation_sets
 from uspft.data.loader import RowLoader
 from uspft.data.orders import Orders
 from uspft.engine.deepspeed_config import most_passes
-from uspft.engine.pipelined import pipelined, stages_of
+from uspft.engine.pipelined import pipelined
 from uspft.engine.step import Engine, LossModule
 from uspft.engine.zero import ZeroEngine, partitioner
 from uspft.job import Job
@@ -29,6 +29,7 @@ from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.shards import Holders
+from uspft.pipeline.stages import stages_of
 from uspft.switching.dealing import training_loader
 from uspft.switching.moving import MovingEngine, hosts_of_ranks
 from uspft.world import World, live_worlds
@@ -94,14 +95,14 @@ def assemble(
     dtype = getattr(torch, recipe.model.dtype)
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
     choose_trained(model, recipe.model, recipe.seed)
-    stages = stages_of(recipe, config)  # None: one has all layers
+    stages = stages_of(recipe)  # None: each rank has all layers
     shards = [shards_under(model, one, tensor_of_rows=most, stages=stages) for one in under]
     holders = Holders.of(shards[-1], world.mesh.rank, groups, shapes_of(model))
     source = weights(recipe.model, recipe.seed, model, checkpoint)
     fill(model, dtype, source, holders, None if moves else partitioner(recipe, holders))
     divide_matrices(model, worlds, holders, moves=moves)  # tensor parallelism
     model.train()
-    recompute, offload = save_memory(model, recipe.memory)
+    recompute, offload = save_memory(model, recipe.memory, stages)
 
     # What is trained: embedding, layers and head, and the objective that calls them.
     tile, held = tile_tokens(recipe.memory.loss_tile_tokens, config.vocab_size), under[-1].layout
@@ -116,8 +117,8 @@ def assemble(
         passes = most_passes(recipe, world.layout)
         pipeline = None
         if stages:
-            line = world.mesh.pipeline
-            module, pipeline = pipelined(parts, objective, stages, holders, line, "1f1b", groups)
+            line, order = world.mesh.pipeline, recipe.parallel_config.pipeline_scheduler
+            module, pipeline = pipelined(parts, objective, stages, holders, line, order, groups)
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:
         load_state(engine, checkpoint, loader.empty())

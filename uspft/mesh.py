@@ -38,6 +38,12 @@ class Mesh:
     """The ranks of all stages, through which a micro-batch goes."""
 
     @property
+    def who(self) -> str:
+        """This rank, as a message names it."""
+        stage = f" (stage {self.pipeline.index})" if self.layout.pipeline > 1 else ""
+        return f"rank {self.rank}{stage}"
+
+    @property
     def counts(self) -> bool:
         """Whether this rank counts the tokens that it sees, which no other rank then does.
 

@@ -138,7 +138,8 @@ def count_here(
     counting = LiveBytes()
     with patch.object(Copies, "to_host", _apart(counting)):
         layers = module.parts.model.base_model.layers
-        return measure(module, layers, lambda: module(batch, (1.0,)).sum(), counting)
+        scales = (1.0,) * len(module.objective.terms)
+        return measure(module, layers, lambda: module(batch, scales).sum(), counting)
 
 
 def _few(call: TiledCall, x: Tensor) -> Iterator[tuple[int, int]]:

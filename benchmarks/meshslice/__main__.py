@@ -3,7 +3,8 @@
     python -m benchmarks.meshslice [--out DIR]
 
 GPT-3's and Megatron-NLG's layers on 16 to 256 chips with TPUv4's figures, a row of 2,048 tokens for
-two chips: a simulation by discrete events, so every figure is modelled. It takes two minutes.
+two chips, or 32 rows whatever the chips: a simulation by discrete events of chips whose products,
+copies and transfers share a memory, so every figure is modelled. It takes two minutes.
 """
 
 from __future__ import annotations

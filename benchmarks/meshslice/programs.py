@@ -2,7 +2,9 @@
 
 In a flow a matrix [down, across] stays; [down, sliced] travels along mesh rows and [sliced, across]
 along mesh columns: both are gathered for an output that stays, and else one is gathered and the
-other, the output, is reduced and scattered.
+other, the output, is reduced and scattered. Every task reads and writes the chip's memory: a
+product its matrices, and the sum in float32 that it adds to; a hop what it sends and what comes,
+and of a sum the part that it is added to; a copy what it cuts out or puts in its place.
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ from math import lcm, sqrt
 
 from benchmarks.meshslice.events import Task
 from benchmarks.meshslice.torus import ELEMENT_BYTES, Axis, Moved, Torus
-from uspft.planner.mesh_products import Flow, Slice, flow_seconds
+from uspft.planner.machine import product_bytes
+from uspft.planner.mesh_products import Flow, flow_sides
 
 AXES: tuple[Axis, Axis] = ("row", "column")
 SCATTERED: Mapping[Flow, Axis | None] = {"output": None, "left": "row", "right": "column"}
 """The axis along which a flow's output travels."""
+PASSES: Mapping[Moved, int] = {"gather": 2, "scatter": 3}
+"""How often a hop reads or writes the bytes that it moves."""
+COPIED = 2
+"""Times that a copy reads or writes its bytes."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,12 @@ class Product:
         flops = 2.0 * self.down * self.sliced * self.across
         return flops / (torus.rows * torus.columns * torus.flops)
 
+    def bytes(self, torus: Torus, parts: int) -> float:
+        """Return the bytes that one of so many parts of a chip's product reads and writes."""
+        sizes = self.down / torus.rows, self.sliced / parts, self.across / torus.columns
+        added = self.flow == "output" and parts > 1
+        return product_bytes(*flow_sides(self.flow, *sizes), ELEMENT_BYTES, added=added)
+
     def moved(self, axis: Axis) -> Moved:
         return "scatter" if SCATTERED[self.flow] == axis else "gather"
 
@@ -50,22 +63,36 @@ class Program:
         self.torus = torus
         self.tasks: list[Task] = []
 
-    def compute(self, seconds: float, *after: int | None) -> int:
-        return self._add(Task("compute", seconds, _those(after)))
+    def multiply(self, product: Product, parts: int, *after: int | None) -> int:
+        """Add one of so many parts of a product."""
+        seconds, moved = product.seconds(self.torus) / parts, product.bytes(self.torus, parts)
+        return self._add(Task("compute", seconds, _those(after), bytes=moved))
+
+    def copy(self, of_bytes: float, *after: int | None) -> int:
+        """Add a copy, which memory alone bounds."""
+        return self._add(Task("compute", 0.0, _those(after), bytes=COPIED * of_bytes))
 
     def hop(
-        self, axis: Axis, seconds: float, *after: int | None, brought_by: int | None = None
+        self,
+        axis: Axis,
+        seconds: float,
+        of_bytes: float,
+        *after: int | None,
+        brought_by: int | None = None,
     ) -> int:
-        return self._add(Task(axis, seconds, _those(after), brought_by))
+        """Add a message to the next chip; of_bytes: those that it reads and writes."""
+        return self._add(Task(axis, seconds, _those(after), brought_by, of_bytes))
 
     def collective(self, axis: Axis, kind: Moved, whole: float, *after: int | None) -> int | None:
         """Add a ring's hops, of which the first is launched; return the last of them."""
         ranks, link = self.torus.ranks(axis), self.torus.link(axis, kind)
-        each = link.hop_seconds + whole / ranks / link.bytes_per_second
+        shard = whole / ranks
+        each = link.hop_seconds + shard / link.bytes_per_second
         last: int | None = None
         for number in range(ranks - 1):
             first = link.launch_seconds if number == 0 else 0.0
-            last = self.hop(axis, first + each, *(after if number == 0 else ()), brought_by=last)
+            waits = after if number == 0 else ()
+            last = self.hop(axis, first + each, PASSES[kind] * shard, *waits, brought_by=last)
         return last
 
     def _add(self, task: Task) -> int:
@@ -73,28 +100,42 @@ class Program:
         return len(self.tasks) - 1
 
 
-def meshslice(product: Product, torus: Torus, slices: int) -> list[Task]:
+def meshslice(
+    product: Product, torus: Torus, slices: int, *, copies: bool = True, overlaps: bool = True
+) -> list[Task]:
     """MeshSlice: slices of what travels, of which two have room at a time; one slice is what is
-    called Collective."""
+    called Collective.
+
+    copies: whether each of several slices is cut out of what a chip holds, and put in its place.
+    overlaps: whether anything moves while a chip multiplies.
+    """
     program, scattered = Program(torus), SCATTERED[product.flow]
     whole = {axis: product.whole_bytes(axis, torus) / slices for axis in AXES}
+    cut = copies and slices > 1
     computed: list[int] = []
 
-    def gather(number: int) -> list[int | None]:
+    def gather(number: int, *after: int | None) -> list[int | None]:
         room = computed[number - 2] if number >= 2 else None
-        return [
-            program.collective(axis, "gather", whole[axis], room)
-            for axis in AXES
-            if axis != scattered
-        ]
+        found = []
+        for axis in AXES:
+            if axis != scattered:
+                part = program.copy(whole[axis] / torus.ranks(axis), room, *after) if cut else room
+                moved = program.collective(axis, "gather", whole[axis], part, *after)
+                found.append(part if moved is None else moved)
+        return found
 
-    arrived = gather(0)
+    arrived, left = gather(0), None
     for number in range(slices):
-        following = gather(number + 1) if number + 1 < slices else []
-        computed.append(program.compute(product.seconds(torus) / slices, *arrived))
-        arrived = following
+        more = number + 1 < slices
+        following = gather(number + 1) if more and overlaps else []
+        computed.append(program.multiply(product, slices, *arrived))
+        left = computed[-1]
         if scattered is not None:
-            program.collective(scattered, "scatter", whole[scattered], computed[-1])
+            sent = program.collective(scattered, "scatter", whole[scattered], computed[-1])
+            left = computed[-1] if sent is None else sent
+            if cut:
+                program.copy(whole[scattered] / torus.ranks(scattered), left)
+        arrived = gather(number + 1, left) if more and not overlaps else following
     return program.tasks
 
 
@@ -107,18 +148,19 @@ def wang(product: Product, torus: Torus, hidden: Axis) -> list[Task]:
     before: int | None = None
     if plain != scattered:
         before = program.collective(plain, "gather", whole[plain])
-    ranks, link = torus.ranks(hidden), torus.link(hidden, product.moved(hidden))
-    seconds = link.launch_seconds + link.hop_seconds + whole[hidden] / ranks / link.bytes_per_second
-    part = product.seconds(torus) / ranks
-    computed, hop = program.compute(part, before), None
+    ranks, kind = torus.ranks(hidden), product.moved(hidden)
+    link, shard = torus.link(hidden, kind), whole[hidden] / ranks
+    seconds = link.launch_seconds + link.hop_seconds + shard / link.bytes_per_second
+    passed = PASSES[kind] * shard
+    computed, hop = program.multiply(product, ranks, before), None
     earlier = before
     for _ in range(ranks - 1):
         if hidden == scattered:  # the sum moves on when this chip has added its part
-            hop = program.hop(hidden, seconds, computed, brought_by=hop)
-            computed = program.compute(part, computed)
+            hop = program.hop(hidden, seconds, passed, computed, brought_by=hop)
+            computed = program.multiply(product, ranks, computed)
         else:  # a message is sent when the part before the current one is done
-            hop = program.hop(hidden, seconds, earlier, brought_by=hop)
-            earlier, computed = computed, program.compute(part, hop)
+            hop = program.hop(hidden, seconds, passed, earlier, brought_by=hop)
+            earlier, computed = computed, program.multiply(product, ranks, hop)
     if plain == scattered:
         program.collective(plain, "scatter", whole[plain], computed)
     return program.tasks
@@ -130,17 +172,21 @@ def summa(product: Product, torus: Torus) -> list[Task]:
     program, scattered = Program(torus), SCATTERED[product.flow]
     panels = lcm(torus.rows, torus.columns)
     seconds = {axis: _broadcast(product, torus, axis, panels) for axis in AXES}
+    passed = {
+        axis: PASSES[product.moved(axis)] * product.whole_bytes(axis, torus) / panels
+        for axis in AXES
+    }
     computed: list[int] = []
     for number in range(panels):
         room = computed[number - 2] if number >= 2 else None
         arrived = [
-            program.hop(axis, seconds[axis], room)
+            program.hop(axis, seconds[axis], passed[axis], room)
             for axis in AXES
             if axis != scattered and torus.ranks(axis) > 1
         ]
-        computed.append(program.compute(product.seconds(torus) / panels, *arrived))
+        computed.append(program.multiply(product, panels, *arrived))
         if scattered is not None and torus.ranks(scattered) > 1:
-            program.hop(scattered, seconds[scattered], computed[-1])
+            program.hop(scattered, seconds[scattered], passed[scattered], computed[-1])
     return program.tasks
 
 
@@ -154,43 +200,32 @@ def cannon(product: Product, torus: Torus) -> list[Task]:
         raise ValueError(f"Cannon needs a square, not {torus.rows} × {torus.columns}")
     scattered = SCATTERED[product.flow]
 
-    def shift(axis: Axis) -> float:
-        link = torus.link(axis, product.moved(axis))
-        block = product.whole_bytes(axis, torus) / ranks
-        return link.launch_seconds + link.hop_seconds + 2 * block / link.bytes_per_second
+    def shift(axis: Axis, *after: int | None) -> int:
+        kind = product.moved(axis)
+        link, block = torus.link(axis, kind), product.whole_bytes(axis, torus) / ranks
+        seconds = link.launch_seconds + link.hop_seconds + 2 * block / link.bytes_per_second
+        return program.hop(axis, seconds, PASSES[kind] * block, *after)
 
     last: dict[Axis, int | None] = dict.fromkeys(AXES)
     for axis in AXES:
         if axis != scattered:
             for _ in range(ranks // 2):  # the furthest, by the shorter way
-                last[axis] = program.hop(axis, shift(axis), last[axis])
+                last[axis] = shift(axis, last[axis])
     computed: int | None = None
     for number in range(ranks):
         arrived = [last[axis] for axis in AXES if axis != scattered]
         if number + 1 < ranks:
             for axis in AXES:
                 if axis != scattered:
-                    last[axis] = program.hop(axis, shift(axis), last[axis], computed)
-        computed = program.compute(product.seconds(torus) / ranks, *arrived)
+                    last[axis] = shift(axis, last[axis], computed)
+        computed = program.multiply(product, ranks, *arrived)
         if scattered is not None and number + 1 < ranks:
-            last[scattered] = program.hop(scattered, shift(scattered), computed, last[scattered])
+            last[scattered] = shift(scattered, computed, last[scattered])
     if scattered is not None:
         back = computed
         for _ in range(ranks // 2):
-            back = program.hop(scattered, shift(scattered), back)
+            back = shift(scattered, back)
     return program.tasks
-
-
-def formula_seconds(product: Product, torus: Torus, slices: int) -> float:
-    """Return the seconds of MeshSlice's flow by the autotuner's formula."""
-    row, column = (
-        torus.collective_seconds(
-            axis, product.moved(axis), product.whole_bytes(axis, torus) / slices
-        )
-        for axis in AXES
-    )
-    one = Slice(row, column, product.seconds(torus) / slices)
-    return flow_seconds(product.flow, one, slices)
 
 
 def _broadcast(product: Product, torus: Torus, axis: Axis, panels: int) -> float:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.lab.tables import markdown
 from benchmarks.meshslice.shapes import MODELS, Transformer
 from benchmarks.meshslice.simulate import (
     BASELINES,
+    Found,
     Run,
     baseline,
+    busiest_seconds,
     chosen,
     mean_gain,
     one_count,
+    predicted,
+    sliced,
+    slices_on,
     tuned,
 )
-from benchmarks.meshslice.torus import Torus
+from uspft.planner.mesh_products import FLOWS
 
 CHIPS = (16, 32, 64, 128, 256)
 LINKS = (("fast", "fast"), ("fast", "slow"), ("slow", "fast"), ("slow", "slow"))
@@ -36,6 +42,18 @@ PAPER: Mapping[str, tuple[str, str]] = {
 }
 """What MeshSlice's authors report for GPT-3 and Megatron-NLG on 256 simulated TPUv4; figures that
 they give for both together stand in both places."""
+SLICING: Mapping[str, tuple[str, str]] = {
+    "slices behind which nothing moves, seconds more than Collective": ("4.5 %", "4.5 %"),
+    "of that, copies": ("1.3 %", "1.3 %"),
+    "slices behind which everything moves, Collective's seconds more": ("38.6 %", "32.8 %"),
+}
+"""What they report of 4 × 4 real TPUv4, on which nothing moves while a chip multiplies; the last
+line is their estimate."""
+DATAFLOWS = ("21.2 %", "5.1 %")
+"""What choosing for each product the matrix that stays gains, as they report."""
+STRONG_BATCH, STRONG_CHIPS = 32, (16, 64, 256, 1024)
+"""Rows of a step of strong scaling, as theirs, and chips, of which theirs are 256 at most."""
+COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 SIDES = (", modelled", ", paper")
@@ -55,6 +73,72 @@ def weak_scaling(model: Transformer, chips: int) -> dict[str, Any]:
     }
 
 
+def strong_scaling(model: Transformer, chips: int) -> dict[str, Any]:
+    """This simulates a step of as many rows on ever more chips, with links of either dimension."""
+    found: dict[str, Any] = {"model": model.name, "chips": chips, "batch": STRONG_BATCH}
+    for links in ("fast", "slow"):
+        run = Run(model, chips, STRONG_BATCH, {"row": links, "column": links})
+        best, collective, wang = chosen(run), baseline(run, "Collective"), baseline(run, "Wang")
+        assert collective and wang
+        bound, transfers = busiest_seconds(run, run.torus(best.rows))
+        found[links] = {
+            "mesh": (best.rows, best.columns),
+            "of_peak": run.ideal_seconds / best.seconds,
+            "collective": collective.seconds / best.seconds,
+            "wang": wang.seconds / best.seconds,
+            "transfers": transfers / run.ideal_seconds,
+            "at_most": collective.seconds / bound,
+        }
+    return found
+
+
+def slicing(model: Transformer) -> dict[str, str]:
+    """This works out what slices cost where they hide nothing, on the mesh that was measured: all
+    products in four slices."""
+    run = Run.weak(model, 16, "fast", "slow")
+    torus = run.torus(4)
+    collective = sliced(run, torus, [1] * 4).seconds
+
+    def more(**how: bool) -> float:
+        return sliced(run, torus, [4] * 4, **how).seconds / collective - 1
+
+    alone, uncut = more(overlaps=False), more(overlaps=False, copies=False)
+    behind = collective / sliced(run, torus, slices_on(run, torus)).seconds - 1
+    return dict(zip(SLICING, map(_percent, (alone, alone - uncut, behind)), strict=True))
+
+
+def dataflows(model: Transformer) -> dict[str, float]:
+    """Return how much longer a layer takes at 256 chips where one matrix stays in all products."""
+    run = Run.weak(model, 256)
+    best = chosen(run).seconds
+    return {kept: chosen(replace(run, kept=kept)).seconds / best - 1 for kept in FLOWS}
+
+
+def memory(model: Transformer) -> dict[str, Any]:
+    """This simulates several numbers of slices on the mesh of 256 chips, with and without a memory
+    that tasks share, beside the formula."""
+    run = Run.weak(model, 256)
+    best, free = chosen(run), replace(run, memory=math.inf)
+    torus = run.torus(best.rows)
+
+    def of_peak(found: Found) -> float:
+        return run.ideal_seconds / found.seconds
+
+    return {
+        "model": model.name,
+        "slices": best.slices,
+        "of_peak": of_peak(best),
+        "by_count": {
+            str(count): {
+                "shared": of_peak(sliced(run, torus, [count] * 4)),
+                "formula": run.ideal_seconds / predicted(run, torus, [count] * 4),
+                "free": of_peak(sliced(free, free.torus(best.rows), [count] * 4)),
+            }
+            for count in COUNTS
+        },
+    }
+
+
 def headlines(model: Transformer) -> dict[str, str]:
     """This works out the figures that the paper reports, by its own words for them."""
     run, small = Run.weak(model, 256), Run.weak(model, 16)
@@ -68,7 +152,7 @@ def headlines(model: Transformer) -> dict[str, str]:
     lost = 1 - run.ideal_seconds / best.seconds * chosen(small).seconds / small.ideal_seconds
     values = (
         f"{mesh[0]} × {mesh[1]}",
-        str(one_count(run, Torus(*mesh, run.dimension))),
+        str(one_count(run, run.torus(best.rows))),
         _percent(wang.seconds / best.seconds - 1),
         _percent(beside.seconds / best.seconds - 1),
         _percent((wang.seconds + other) / (best.seconds + other) - 1),
@@ -86,7 +170,7 @@ def by_links(model: Transformer, row: str, column: str) -> dict[str, Any]:
     run = Run.weak(model, 256, row, column)
     best, wang = chosen(run), baseline(run, "Wang")
     assert wang
-    count = one_count(run, Torus(best.rows, best.columns, run.dimension))
+    count = one_count(run, run.torus(best.rows))
     return {
         **{"model": model.name, "row": row, "column": column, "one_count": count},
         **{"MeshSlice": asdict(best), "Wang": asdict(wang)},
@@ -98,31 +182,83 @@ def record() -> dict[str, Any]:
     return {
         "modelled": "a simulation by discrete events; nothing was measured",
         "weak_scaling": [weak_scaling(model, chips) for model in MODELS for chips in CHIPS],
+        "strong_scaling": [
+            strong_scaling(model, chips) for model in MODELS for chips in STRONG_CHIPS
+        ],
         "headlines": {model.name: headlines(model) for model in MODELS},
+        "slicing": {model.name: slicing(model) for model in MODELS},
+        "dataflows": {model.name: dataflows(model) for model in MODELS},
+        "memory": [memory(model) for model in MODELS],
         "links": [by_links(model, *pair) for model in MODELS for pair in LINKS],
     }
 
 
 def figures(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what pages show of a result, by name, as Markdown: weak scaling, beside the paper, and
-    other links."""
+    """Return what pages show of a result, by name, as Markdown."""
     weak = ["model, chips", "mesh", "slices", "of the peak", *BASELINES]
-    lines = [_weak(one) for one in result["weak_scaling"]]
-    beside = ["256 chips", *(f"{name}{who}" for name in result["headlines"] for who in SIDES)]
-    both = list(result["headlines"].values())
-    headed = [
-        [
-            what,
-            *(cell for told, mine in zip(paper, both, strict=True) for cell in (mine[what], told)),
-        ]
-        for what, paper in PAPER.items()
-    ]
+    strong = ["model, chips", "links", "mesh", "of the peak", "Wang", "Collective"]
+    strong += ["at most", "transfers ÷ products"]
     links = ["model", "mesh rows", "mesh columns", "mesh", "one number of slices", "Wang"]
+    counts = ["of the peak", *(f"{count} slices" for count in COUNTS), "the tuner's"]
     return {
-        "weak scaling": markdown(weak, lines),
-        "paper": markdown(beside, headed),
+        "weak scaling": markdown(weak, [_weak(one) for one in result["weak_scaling"]]),
+        "strong scaling": markdown(strong, list(_strong(result["strong_scaling"])), left=2),
+        "paper": _beside("256 chips", result["headlines"], PAPER),
+        "slicing": _beside("4 × 4 chips", result["slicing"], SLICING),
+        "dataflows": _dataflows(result["dataflows"]),
+        "memory": markdown(counts, [line for one in result["memory"] for line in _memory(one)]),
         "links": markdown(links, [_links(one) for one in result["links"]], left=3),
     }
+
+
+def _beside(
+    head: str, mine: Mapping[str, Mapping[str, str]], told: Mapping[str, tuple[str, str]]
+) -> str:
+    """Return a line for each figure: of each model the modelled one beside the paper's."""
+    heads = [head, *(f"{name}{who}" for name in mine for who in SIDES)]
+    lines = [
+        [
+            what,
+            *(
+                cell
+                for one, own in zip(paper, mine.values(), strict=True)
+                for cell in (own[what], one)
+            ),
+        ]
+        for what, paper in told.items()
+    ]
+    return markdown(heads, lines)
+
+
+def _strong(every: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    for links in ("fast", "slow"):
+        for one in every:
+            found = one[links]
+            rows, columns = found["mesh"]
+            yield [
+                f"{one['model']}, {one['chips']}",
+                links,
+                f"{rows} × {columns}",
+                f"{found['of_peak']:.3f}",
+                *(f"{found[name]:.2f}" for name in ("wang", "collective", "at_most", "transfers")),
+            ]
+
+
+def _dataflows(every: Mapping[str, Mapping[str, float]]) -> str:
+    heads = ["256 chips, seconds more where one matrix always stays", *next(iter(every.values()))]
+    lines = [
+        [name, *(_percent(more) for more in found.values()), paper]
+        for (name, found), paper in zip(every.items(), DATAFLOWS, strict=True)
+    ]
+    return markdown([*heads, "the choice gains, paper"], lines)
+
+
+def _memory(one: Mapping[str, Any]) -> Iterator[list[str]]:
+    names = {"shared": "simulated", "formula": "formula", "free": "simulated, memory free"}
+    for key, name in names.items():
+        cells = [f"{found[key]:.3f}" for found in one["by_count"].values()]
+        tuned_share = f"{one['of_peak']:.3f}" if key == "shared" else "–"
+        yield [f"{one['model']}, {name}", *cells, tuned_share]
 
 
 def _weak(one: Mapping[str, Any]) -> list[str]:

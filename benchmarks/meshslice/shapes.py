@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 
 from benchmarks.meshslice.programs import Product
-from uspft.planner.mesh_products import FLOWS, kept_of
+from benchmarks.meshslice.torus import ELEMENT_BYTES
+from uspft.layout import Layout
+from uspft.planner.mesh_products import FLOWS, MeshProduct, Stationary, kept_of
+from uspft.planner.products import ProductShape
 
 SEQUENCE = 2048
-BLOCK, MAX_SLICES = 8, 64
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,18 @@ MEGATRON_NLG = Transformer("Megatron-NLG 530B", 105, 20480, 128)
 MODELS = (GPT_3, MEGATRON_NLG)
 
 
-def flows(tokens: int, inputs: int, outputs: int) -> list[Product]:
-    """Return a product's flows: forward, gradient of the input, of the weight. The largest of its
-    matrices stays where it is."""
-    stays = kept_of(tokens, inputs, outputs)
-    sizes = {
-        "output": (tokens, inputs, outputs),
-        "input": (tokens, outputs, inputs),
-        "weight": (inputs, tokens, outputs),
-    }[stays]
-    return [Product(flow, *sizes) for flow in FLOWS[stays]]
+def mesh_product(
+    name: str, tokens: int, inputs: int, outputs: int, kept: Stationary | None = None
+) -> MeshProduct:
+    """Return a product as the planner has it. kept: the matrix that stays where it is in all flows;
+    None: the largest one."""
+    stays = kept or kept_of(tokens, inputs, outputs)
+    whole = ProductShape(inputs, outputs, "inputs" if stays == "input" else "outputs")
+    hidden = outputs if stays == "input" else inputs
+    return MeshProduct(name, stays, hidden, (whole,), ELEMENT_BYTES, gathers_once=False)
 
 
-def slice_counts(product: Product, rows: int, columns: int) -> list[int]:
-    """Return the numbers of slices that a mesh allows, of blocks that suit a TPU's memory."""
-    held = [product.sliced // ranks for ranks in (rows, columns) if product.sliced % ranks == 0]
-    if len(held) < 2:
-        return []
-    return [count for count in range(1, MAX_SLICES + 1) if gcd(*held) % (count * BLOCK) == 0]
+def flows(product: MeshProduct, tokens: int) -> list[Product]:
+    """Return a product's flows: forward, gradient of the input, of the weight."""
+    down, sliced, across = map(round, product.sides(tokens, Layout()))
+    return [Product(flow, down, sliced, across) for flow in FLOWS[product.kept]]

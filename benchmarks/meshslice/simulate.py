@@ -1,7 +1,8 @@
 """What each algorithm takes for a model's layers on so many chips, each on the mesh that suits it.
 
-MeshSlice's mesh and slices are what the autotuner's formula says; those of the others are the best
-of all that were simulated.
+MeshSlice's mesh and slices are what the planner's tuner takes, by its formula; those of the others
+are the best of all that were simulated. The simulation knows what the formula does not: that
+products, copies and transfers share a chip's memory.
 """
 
 from __future__ import annotations
@@ -11,17 +12,15 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from benchmarks.meshslice.events import Task, simulate
-from benchmarks.meshslice.programs import (
-    AXES,
-    Product,
-    cannon,
-    formula_seconds,
-    meshslice,
-    summa,
-    wang,
-)
-from benchmarks.meshslice.shapes import SEQUENCE, Transformer, flows, slice_counts
-from benchmarks.meshslice.torus import Axis, Torus
+from benchmarks.meshslice.programs import AXES, Product, cannon, meshslice, summa, wang
+from benchmarks.meshslice.shapes import SEQUENCE, Transformer, flows, mesh_product
+from benchmarks.meshslice.torus import MEMORY_BYTES_PER_SECOND, Axis, Torus
+from uspft.families import ModelShape
+from uspft.planner.mesh_products import MeshProduct, Stationary
+from uspft.planner.mesh_step import product_part
+from uspft.planner.mesh_tuner import best_slices
+from uspft.planner.step_shape import StepShape
+from uspft.segments import Segments
 
 Programs = Callable[[Product, Torus], Sequence[Sequence[Task]]]
 """The programs among which an algorithm takes the fastest one for a flow."""
@@ -33,7 +32,6 @@ BASELINES: Mapping[str, Programs] = {
     "Cannon": lambda product, torus: [cannon(product, torus)],
     "1-D": lambda product, torus: [wang(product, torus, axis) for axis in AXES],
 }
-MEMORY_BYTES_PER_SECOND = 1.2e12
 SCORE_PASSES, ELEMENT_PASSES = 10, 60
 """Times that attention's scores, and elements of the hidden size, are read or written forward and
 backward, where softmax is a kernel of its own."""
@@ -58,6 +56,9 @@ class Run:
     chips: int
     batch: int
     dimension: Mapping[Axis, str]
+    kept: Stationary | None = None
+    """The matrix that stays in all products; None: of each the largest."""
+    memory: float = MEMORY_BYTES_PER_SECOND
 
     @classmethod
     def weak(cls, model: Transformer, chips: int, row: str = "fast", column: str = "fast") -> Run:
@@ -67,21 +68,43 @@ class Run:
     def tokens(self) -> int:
         return self.batch * SEQUENCE
 
+    def torus(self, rows: int) -> Torus:
+        """Return the chips in so many rows."""
+        return Torus(rows, self.chips // rows, self.dimension, memory=self.memory)
+
     @property
     def tori(self) -> Iterator[Torus]:
         for rows in range(1, self.chips + 1):
             if self.chips % rows == 0:
-                yield Torus(rows, self.chips // rows, self.dimension)
+                yield self.torus(rows)
+
+    @property
+    def products(self) -> list[MeshProduct]:
+        """The products of a layer, as the planner has them."""
+        return [
+            mesh_product(name, self.tokens, *sizes, kept=self.kept)
+            for name, sizes in self.model.products.items()
+        ]
 
     @property
     def flows(self) -> list[list[Product]]:
         """The flows of each product."""
-        return [flows(self.tokens, *sizes) for sizes in self.model.products.values()]
+        return [flows(product, self.tokens) for product in self.products]
+
+    @property
+    def step(self) -> StepShape:
+        """A layer's step as the planner has it."""
+        model, dim = self.model, self.model.hidden // self.model.heads
+        heads = (model.heads, model.heads, dim)
+        sizes = (4 * model.hidden, 1, SEQUENCE)
+        shape = ModelShape("llama", model.hidden, 1, *heads, *sizes, None, False, False, {})
+        row = Segments.single(SEQUENCE)
+        return StepShape(shape, row, (None,), self.batch, self.batch, recompute=False)
 
     @property
     def ideal_seconds(self) -> float:
         """The seconds of a layer's products alone."""
-        torus = Torus(1, self.chips)
+        torus = self.torus(1)
         return sum(one.seconds(torus) for every in self.flows for one in every)
 
     @property
@@ -89,28 +112,36 @@ class Run:
         """The seconds of a layer beside its products, which no algorithm changes: attention's own
         products, and what memory bounds."""
         hidden = self.model.hidden
-        attention = 12.0 * SEQUENCE * hidden / Torus(1, 1).flops
+        attention = 12.0 * SEQUENCE * hidden / self.torus(1).flops
         scores = SCORE_PASSES * self.model.heads * SEQUENCE + ELEMENT_PASSES * hidden
         return self.tokens / self.chips * (attention + 2 * scores / MEMORY_BYTES_PER_SECOND)
 
 
+def predicted(run: Run, torus: Torus, counts: Sequence[int]) -> float:
+    """Return the seconds that the planner's formula says of so many slices of each product."""
+    return sum(
+        product_part(run.step, product, count, torus.layout, torus.hardware).seconds
+        for product, count in zip(run.products, counts, strict=True)
+    )
+
+
+def slices_on(run: Run, torus: Torus) -> list[int]:
+    """Return the slices of each product that the planner's tuner takes; 0 where none divide."""
+    return [best_slices(run.step, one, torus.layout, torus.hardware) for one in run.products]
+
+
 def tuned(run: Run, torus: Torus) -> Found | None:
-    """Return MeshSlice with the slices that the formula says, simulated; None where none divide."""
-    counts = [
-        min(
-            slice_counts(products[0], torus.rows, torus.columns),
-            key=lambda count: sum(formula_seconds(one, torus, count) for one in products),
-            default=0,
-        )
-        for products in run.flows
-    ]
+    """Return MeshSlice with the tuner's slices, simulated; None where none divide."""
+    counts = slices_on(run, torus)
     return sliced(run, torus, counts) if all(counts) else None
 
 
-def sliced(run: Run, torus: Torus, counts: Sequence[int]) -> Found:
+def sliced(
+    run: Run, torus: Torus, counts: Sequence[int], *, copies: bool = True, overlaps: bool = True
+) -> Found:
     """Return MeshSlice with so many slices of each product, simulated."""
     seconds = [
-        simulate(meshslice(one, torus, count)).seconds
+        _seconds(meshslice(one, torus, count, copies=copies, overlaps=overlaps), torus)
         for products, count in zip(run.flows, counts, strict=True)
         for one in products
     ]
@@ -118,14 +149,18 @@ def sliced(run: Run, torus: Torus, counts: Sequence[int]) -> Found:
 
 
 def chosen(run: Run) -> Found:
-    """Return MeshSlice on the mesh of two dimensions that the formula says, simulated."""
+    """Return MeshSlice on the mesh of two dimensions that the tuner takes, simulated."""
     tori = [torus for torus in run.tori if torus.rows > 1 and torus.columns > 1]
-    return _fastest(filter(None, (tuned(run, torus) for torus in tori)))
+    counts = {(torus.rows, torus.columns): slices_on(run, torus) for torus in tori}
+    legal = [torus for torus in tori if all(counts[torus.rows, torus.columns])]
+    best = min(legal, key=lambda torus: predicted(run, torus, counts[torus.rows, torus.columns]))
+    return sliced(run, best, counts[best.rows, best.columns])
 
 
 def one_count(run: Run, torus: Torus) -> int:
     """Return the one power of two of slices that suits all products best."""
-    allowed = [slice_counts(products[0], torus.rows, torus.columns) for products in run.flows]
+    step, places = run.step, (torus.rows, torus.columns)
+    allowed = [one.legal_slices(*places, step.step_rows * SEQUENCE) for one in run.products]
     counts = [1 << n for n in range(7) if all(1 << n in every for every in allowed)]
     length = len(allowed)
     return min(counts, key=lambda count: sliced(run, torus, [count] * length).seconds)
@@ -140,7 +175,20 @@ def baseline(run: Run, name: str, mesh: tuple[int, int] | None = None) -> Found 
         fits = flat == (name == "1-D") and (square or name != "Cannon")
         if fits and mesh in (None, (torus.rows, torus.columns)):
             found.append(_on(run, torus, BASELINES[name]))
-    return _fastest(found) if found else None
+    return min(found, key=lambda one: one.seconds) if found else None
+
+
+def busiest_seconds(run: Run, torus: Torus) -> tuple[float, float]:
+    """Return what no way to slice a layer's flows takes less than on a mesh: of each flow the
+    seconds of its products, or of the links along one axis where those take longer; and the seconds
+    of those links alone."""
+    bound = links = 0.0
+    for products in run.flows:
+        for one in products:
+            busy = simulate(meshslice(one, torus, 1)).busy
+            moved = max(busy.get(axis, 0.0) for axis in AXES)
+            bound, links = bound + max(moved, busy["compute"]), links + moved
+    return bound, links
 
 
 def mean_gain(slow: Found, fast: Found) -> float:
@@ -151,12 +199,12 @@ def mean_gain(slow: Found, fast: Found) -> float:
 
 def _on(run: Run, torus: Torus, programs: Programs) -> Found:
     seconds = [
-        min(simulate(program).seconds for program in programs(one, torus))
+        min(_seconds(program, torus) for program in programs(one, torus))
         for products in run.flows
         for one in products
     ]
     return Found(torus.rows, torus.columns, sum(seconds), tuple(seconds))
 
 
-def _fastest(found: Sequence[Found] | Iterator[Found]) -> Found:
-    return min(found, key=lambda one: one.seconds)
+def _seconds(program: Sequence[Task], torus: Torus) -> float:
+    return simulate(program, memory=torus.memory).seconds

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
+from uspft.layout import Layout
 from uspft.planner.links import Link
+from uspft.planner.machine import Hardware
 
 Axis = Literal["row", "column"]
 """Along a mesh row (its chips differ in the mesh column), or along a mesh column."""
@@ -20,6 +24,8 @@ RATES: Mapping[str, Mapping[Moved, float]] = {
     "fast": {"gather": 79.75e9, "scatter": 63.17e9},
 }
 """Bytes a second along the two dimensions of the mesh of 4 × 4 that was measured."""
+MEMORY_BYTES_PER_SECOND = 1.2e12
+"""Of a TPUv4, as its maker says."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class Torus:
     dimension: Mapping[Axis, str] = field(default_factory=lambda: {"row": "fast", "column": "fast"})
     """Which of the two measured dimensions each axis is like."""
     flops: float = 242e12
+    memory: float = MEMORY_BYTES_PER_SECOND
+    """Bytes that a chip reads and writes in a second; infinite where that is to cost nothing."""
 
     def ranks(self, axis: Axis) -> int:
         return self.columns if axis == "row" else self.rows
@@ -42,9 +50,43 @@ class Torus:
             bytes_per_second=RATES[self.dimension[axis]][kind],
         )
 
-    def collective_seconds(self, axis: Axis, kind: Moved, whole_bytes: float) -> float:
-        """Return the seconds of a gather to, or of a reduce-scatter from, so many bytes."""
-        ranks = self.ranks(axis)
-        if ranks == 1:
-            return 0.0
-        return self.link(axis, kind).ring_seconds(ranks, whole_bytes / ranks)
+    @property
+    def layout(self) -> Layout:
+        """The same chips as ranks of the planner, whose tensor ranks are all of them."""
+        return Layout(self.columns, ring=self.rows, mesh_rows=self.rows)
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """The same chips as the planner has them.
+
+        A mesh row is a host, so that the links along mesh rows and along mesh columns are two.
+        """
+
+        def links(axis: Axis) -> dict[str, Any]:
+            gather, scatter = (self._line(axis, kind) for kind in ("gather", "scatter"))
+            return {**gather, "reduce_scatter": scatter}
+
+        rate = self.memory if math.isfinite(self.memory) else 1e30
+        speed = {"forward_flops": self.flops, "backward_flops": self.flops, "launch_seconds": 0}
+        return Hardware.model_validate(
+            {
+                "name": "tpuv4",
+                "what": "a torus of TPUv4",
+                "sources": ["MeshSlice's autotuner, github.com/hwnam831/meshslice"],
+                "peak_flops": self.flops,
+                "ranks_per_host": self.columns,
+                "memory": {"bytes": 32e9, "bytes_per_second": rate},
+                "products": {"share": 1.0, "launch_seconds": 0.0},
+                "attention": speed,
+                "inside": links("row"),
+                "between": links("column"),
+            }
+        )
+
+    def _line(self, axis: Axis, kind: Any) -> dict[str, float]:
+        link = self.link(axis, kind)
+        return {
+            "launch_seconds": link.launch_seconds,
+            "hop_seconds": link.hop_seconds,
+            "bytes_per_second": link.bytes_per_second,
+        }

@@ -42,14 +42,19 @@ def score(runs: Sequence[Run], hardware: Hardware) -> Score:
     found: dict[Block, list[tuple[float, float]]] = {}
     for run in runs:
         found.setdefault(run.block, []).append((run.seconds, run.predicted(hardware)))
+    return score_of(list(found.values()))
+
+
+def score_of(blocks: Sequence[Sequence[tuple[float, float]]]) -> Score:
+    """Return how well times are predicted. blocks: in each, measured and predicted seconds."""
     right = pairs = 0
     regret = 1.0
-    for times in found.values():
+    for times in blocks:
         for (a, b), (c, d) in combinations(times, 2):
             if max(a, c) > APART * min(a, c):
                 pairs += 1
                 right += (a - c) * (b - d) > 0
         fastest = min(measured for measured, _ in times)
         regret = max(regret, min(times, key=lambda one: one[1])[0] / fastest)
-    errors = [abs(math.log(b / a)) for times in found.values() for a, b in times]
+    errors = [abs(math.log(b / a)) for times in blocks for a, b in times]
     return Score(right, pairs, regret, sum(errors) / len(errors))

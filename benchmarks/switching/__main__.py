@@ -26,6 +26,7 @@ from benchmarks.lab import results
 from benchmarks.lab.cluster import NoCluster, hosts_of
 from benchmarks.lab.machine import circumstances
 from benchmarks.lab.processes import Ranks, records_of
+from benchmarks.planning.hosts.runs import on_all
 from benchmarks.switching import report
 from benchmarks.switching.automatic import corpora, taken
 from benchmarks.switching.contenders import PEER, contenders
@@ -40,7 +41,6 @@ from benchmarks.switching.setting import (
     make_model,
     make_samples,
 )
-from benchmarks.tensor.runs import on_all
 from uspft.prepare.examine import Examined
 
 NAME = "switching"

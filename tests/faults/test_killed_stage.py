@@ -12,7 +12,7 @@ from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import living, write_recipe
 from tests.support.models import make_documents
-from tests.support.pipelines import LENGTHS, Case, allow, make, recipe
+from tests.support.pipelines import LENGTHS, Case, make, recipe
 
 CASE = Case("llama", 4, rows=2)
 AT_STEP = 2
@@ -23,7 +23,6 @@ def loses_the_second_stage(mark: Path) -> None:
     from uspft.engine.mail import Mail
     from uspft.engine.zero import ZeroEngine
 
-    allow()
     step, send = ZeroEngine.step, Mail.send
     steps = 0
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.models import Documents, make_documents, make_model
 from tests.support.ranks import spawn
-from tests.support.runs import prepared, small_recipe
+from tests.support.runs import close, prepared, small_recipe
 from uspft.batch import Batch
 from uspft.config.problems import RunFailed
 from uspft.training.guards import Guards
@@ -55,7 +55,25 @@ FAULTS: dict[str, tuple[Callable[[Any, Batch], None], str]] = {
 }
 
 
+def in_stages(folder: Path, data: Documents) -> str | None:
+    """What is said where the ranks of two stages read different rows."""
+    staged = small_recipe(folder / "model", data.path, 64, parallel_config={"pipeline_stage": 2})
+    run = prepared(staged, folder / "staged")
+    (batch,) = run.loader.batches(1)
+    guards = Guards(run, lambda line: None)
+    guards.rows(1, [batch])
+    other_rows(run, batch)
+    try:
+        guards.rows(1, [batch])
+    except RunFailed as error:
+        return str(error)
+    finally:
+        close(run)
+    return None
+
+
 def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
+    said = in_stages(folder, data)
     recipe = small_recipe(
         folder / "model",
         data.path,
@@ -68,7 +86,7 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     run = prepared(recipe, folder / "out")
     lines: list[str] = []
     guards = Guards(run, lines.append)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"in stages": said}
     for name, (break_it, _) in FAULTS.items():
         (batch,) = run.loader.batches(1)
         guards.rows(1, [batch])
@@ -92,7 +110,8 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
 def test_every_fault_is_seen_on_every_rank(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "llama")
     data = make_documents(tmp_path / "d.jsonl", [64, 60, 31], masked=[0.0, 0.4])
-    for found in spawn(2, work, tmp_path, data):
+    for rank, found in enumerate(spawn(2, work, tmp_path, data)):
+        assert f"read different rows (rank {rank} (stage {rank}): " in found["in stages"]
         for name, (_, said) in FAULTS.items():
             assert found[name] and said in found[name], (name, found[name])
         assert len(found["sizes"]) == 1 and "on each of 2 ranks" in found["sizes"][0]

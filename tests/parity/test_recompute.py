@@ -76,8 +76,10 @@ CHOSEN = [
     *((name, "nothing") for name in LAYOUTS),
     ("ulysses", "exchange"),
     *((name, "attention") for name in LAYOUTS),
+    ("whole", "attention of the first"),
+    ("ring", "nothing of the first"),
 ]
-"""Layouts, and what of attention is made again."""
+"""Layouts, and what of attention is made again; of both layers, or of one alone."""
 
 
 def choosing(
@@ -91,7 +93,8 @@ def choosing(
     for name, again in [*dict.fromkeys((name, "none") for name, _ in chosen), *chosen]:
         memory: dict[str, Any] = {"gradient_checkpointing": False}
         if again != "none":
-            memory = {"recompute": again, "offload_activations": "cpu"}
+            memory = {"recompute": again.split()[0], "offload_activations": "cpu"}
+            memory |= {"gradient_checkpointing": 1} if again.endswith("of the first") else {}
         recipe = small_recipe(
             folder / "model",
             data.path,
@@ -140,13 +143,14 @@ def test_what_is_made_again_is_sent_again_and_changes_nothing(tmp_path: Path) ->
         (plain, ends), plain_calls = answers[name, "none"]
         (records, other), calls = answers[name, again]
         # Of a layer's three products with keys, forward and backward, one is made again.
-        assert calls == plain_calls * (1 + (again == "attention"))
+        first = 0.5 if again.endswith("of the first") else 1
+        assert calls == plain_calls * (1 + first * again.startswith("attention"))
         for one, two in zip(plain, records, strict=True):
             assert two["loss"] == one["loss"] and two["grad_norm"] == one["grad_norm"]
             for kind, sent in one["comm_bytes"].items():
                 factor = two["comm_bytes"][kind] / sent
                 # Of heads, there and back are equal; gradients of keys go home once.
-                if again == "nothing":
+                if again.startswith("nothing"):
                     assert factor == 1
                 elif kind == "all_to_all":
                     assert factor == 1.5

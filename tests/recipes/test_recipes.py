@@ -38,6 +38,7 @@ LAYOUTS = {
     "tensor": "megatron",
     "mesh": "meshslice",
     "switching": "strategies",
+    "pipeline": "stages",
 }
 QUICKSTART = "quickstart.yaml"
 
@@ -86,6 +87,11 @@ WANTED = {
         64,
         "each matrix split over 8 (tensor 8), each row shared by 8 (zigzag ring), 1 row at a time; "
         "ZeRO-3, bfloat16 on cuda",
+    ),
+    "llama3.1-70b-text-pipeline-8k-64gpu.yaml": Wanted(
+        64,
+        "each matrix split over 8 (tensor 8), each row whole on each of them, layers in 8 stages, "
+        "1 row at a time; ZeRO-1, bfloat16 on cuda",
     ),
     "qwen2.5-32b-lora-planned-32k.yaml": Wanted(
         8, "each row shared by 8 (exchange), 1 row at a time; ZeRO-3, bfloat16 on cuda"
@@ -150,7 +156,7 @@ def test_the_files_are_found() -> None:
     assert set(RECIPES) == set(WANTED)
     assert set(MODELS) == {*PARAMETERS, "quickstart.json"}
     assert len(MODELS) == 17
-    assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 8 + ["zero"] * 4
+    assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 9 + ["zero"] * 4
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -225,6 +231,8 @@ def test_a_recipe_is_named_after_what_it_holds(name: str) -> None:
         split = parallel.tensor_parallel_algo
     if parallel.strategies:
         split = "strategies"
+    if parallel.pipeline_stage > 1:
+        split = "stages"
     assert split == LAYOUTS[built["layout"]]
     unit = {"k": 1024, "m": 1024**2}[built["length"][-1]]
     assert found.data.sequence_length == int(built["length"][:-1]) * unit
@@ -237,7 +245,8 @@ def test_a_recipe_for_gpus_saves_their_memory(name: str) -> None:
     assert (found.model.dtype, found.launch.device) == ("bfloat16", "cuda")
     assert found.memory.gradient_checkpointing
     parallel = found.parallel_config
-    replicas = WANTED[name].ranks // (parallel.context_parallel * parallel.model_parallel)
+    shared = parallel.context_parallel * parallel.model_parallel * parallel.pipeline_stage
+    replicas = WANTED[name].ranks // shared
     assert found.training.global_batch_size % replicas == 0, "a step would hold empty rows"
 
 

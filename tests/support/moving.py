@@ -166,7 +166,7 @@ def started(
     fill(model, dtype, weights_of(block, job.recipe.seed, model, checkpoint), holders)
     split_model(model, holders, moves=True)
     model.train()
-    recompute = recompute_layers(model, job.here.memory)
+    recompute = recompute_layers(model, job.here.memory, range(model.config.num_hidden_layers))
     engine = MovingEngine(
         TrainedModel(
             CausalModel(model, None, None, recompute), make_objective(CAUSAL.name, config)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import faulthandler
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
@@ -19,6 +18,7 @@ import transformers
 from tests.support.models import ARCHITECTURES, Documents, Reference, make_documents, reference
 from tests.support.runs import held, prepared, small_recipe
 from tests.support.stages import ZERO
+from uspft.pipeline.stages import dealt_out
 
 ROW, STEPS, RATE, CLIP = 48, 2, 1e-3, 0.5
 LENGTHS = [[31, 17], [48], [20, 28], [40, 8], [33, 15], [25, 23], [29, 19], [26, 22]]
@@ -76,7 +76,7 @@ class Case:
 
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "gpipe": {},
+    "gpipe": {"parallel_config": {"pipeline_scheduler": "gpipe"}},
     "tokens": {"parallel_config": {"use_seq_parallel": True}},
     "mesh": {"parallel_config": {"tensor_parallel_algo": "meshslice", "tensor_mesh": [1, 2]}},
     "tiles": {"memory": {"loss_tile_tokens": 5, "mlp_tile_tokens": 7}},
@@ -143,6 +143,10 @@ def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
         "pp_interleave_num": case.virtual,
         "model_parallel": case.tensor,
     }
+    if case.ranks > 1:  # as many in each as can be, whatever they cost
+        sizes = dealt_out([1.0] * case.layers, case.ranks, case.virtual).sizes
+        rows = [list(sizes[at : at + case.ranks]) for at in range(0, len(sizes), case.ranks)]
+        parallel["layers_per_stage"] = rows
     if case.context > 1:
         parallel |= {"context_parallel": case.context, "context_parallel_algo": case.algorithm}
     blocks: dict[str, dict[str, Any]] = {
@@ -166,28 +170,13 @@ def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
     )
 
 
-def allow() -> None:
-    """Let recipes of this process ask for pipelines."""
-    from uspft.config import available
-
-    every = tuple(one for one in available.LATER if one.feature != "pipeline parallelism")
-    available.LATER = every  # type: ignore[misc]
-
-
 @contextmanager
 def assembled(case: Case, folder: Path, data: Path, output: str, **how: Any) -> Iterator[Any]:
     """The case's run; collective."""
-    from uspft.engine.pipelined import forward_and_backward
-
-    allow()
     faulthandler.dump_traceback_later(200, exit=True)
-    with ExitStack() as stack:
-        if "gpipe" in case.beside:
-            gpipe = lambda _, *degrees: forward_and_backward("gpipe", *degrees)  # noqa: E731
-            stack.enter_context(patch("uspft.engine.pipelined.forward_and_backward", gpipe))
-        run = prepared(recipe(case, folder, data), folder / output, **how)
-        yield run
-        run.engine.close()
+    run = prepared(recipe(case, folder, data), folder / output, **how)
+    yield run
+    run.engine.close()
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -29,7 +29,7 @@ ROW = 64
 LENGTHS = [40, 24, 64, 33, 31, 64, 50, 14]
 CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "packed": ("float32", "best_fit", 3, ["ulysses_cp 2", "planned_cp 2"]),
-    "single": ("float32", "none", 1, ["ring_cp 2"]),
+    "single": ("float32", "none", 1, ["ring_cp 2", "whole rows, stages 2"]),
     "bfloat16": ("bfloat16", "best_fit", 2, ["whole rows, data 2"]),
     "adapter": ("float32", "best_fit", 3, ["ring_cp 2"]),
 }
@@ -69,7 +69,9 @@ def alone(rank: int, folder: Path) -> None:
 def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool, str]]:
     """(case, fault) → whether the verdict is as it must be, and the table."""
     from uspft.planner.layouts import candidates
+    from uspft.prepare.known import Known
     from uspft.prepare.layout_findings import layout_findings
+    from uspft.prepare.make_verify_job import with_layers
     from uspft.verify.ranks import run_layouts
     from uspft.verify.report import Report
     from uspft.verify.result import results
@@ -82,6 +84,9 @@ def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool
         layouts = [one for one in every if one.name in CASES[case][3]]
         (folder / case / LAYOUTS).unlink(missing_ok=True)
         dist.barrier()
+        shape = read_shape(work.job.here.model, CONFIGS)
+        assert isinstance(shape, ModelShape)
+        layouts = [with_layers(work.job.recipe, one, Known(shape=shape)) for one in layouts]
         work = replace(work, layouts=tuple(one.parallel for one in layouts))
         run_layouts(work, torch.device("cpu"), lambda line: None)
         if rank == 0:

@@ -13,7 +13,7 @@ from uspft.calibration.points import LinkPoint, Points
 from uspft.config import as_tree
 from uspft.planner.flops import PEAK_BF16, device_of
 from uspft.planner.least_squares import Fit, fit_seconds
-from uspft.planner.links import COLLECTIVES
+from uspft.planner.links import COLLECTIVES, SUMS
 from uspft.planner.machine import Hardware
 
 
@@ -31,14 +31,14 @@ class FittedLine(NamedTuple):
     def of(
         cls, what: str, unit: str, causes: Sequence[Sequence[float]], seconds: Sequence[float]
     ) -> FittedLine:
-        """Fit a line to times by their causes: 1, hops where there are any, and units.
+        """Fit a line to times by their causes: 1, and units.
 
         Where noise has left nothing to the units, the rate is the best one that was seen.
         """
         fit = fit_seconds(causes, seconds)
-        launch, *hops, each = fit.coefficients
+        launch, each = fit.coefficients
         fastest = max(cause[-1] / one for cause, one in zip(causes, seconds, strict=True))
-        return cls(what, fit, launch, sum(hops), 1 / each if each else fastest, unit)
+        return cls(what, fit, launch, 0.0, 1 / each if each else fastest, unit)
 
 
 class Fitted(NamedTuple):
@@ -68,26 +68,31 @@ class Fitted(NamedTuple):
         )
 
 
-def fitted(points: Points, name: str, stands_in: Hardware) -> Fitted:
+def fitted(points: Points, name: str, stands_in: Hardware, date: str) -> Fitted:
     """Return the keys of a hardware file that points give.
 
-    stands_in: the cluster whose links stand where there were none to measure.
+    stands_in: the cluster whose links stand where there were none to measure. date: when the points
+    were measured.
     """
     lines: list[FittedLine] = []
-    links, notes = {}, []
+    links, notes, figures = {}, [], ["memory", "products", "attention"]
     for where in ("inside", "between"):
         found = [point for point in points.links if point.where == where]
         if found:
-            links[where] = _links(where, found, lines)
+            links[where] = _links(where, points, found, lines)
+            figures.append(where)
         else:
             links[where] = _kept(as_tree(getattr(stands_in, where)))
             notes.append(f"{where}: not measured, those of {stands_in.name} stand for it")
     products, attention = _products(points, lines), _attention(points, lines)
+    hide = _hide(points)
+    figures += ["hide"] * len(hide)
     tree = {
         "name": name,
         "what": f"{points.hosts} × {points.ranks_per_host} ranks on {points.device}, as measured",
         **_peak(points, products.rate),
         "kernel": points.kernel,
+        "measured": {"date": date, "versions": _versions(points), "figures": figures},
         "sources": [_source(points), *notes],
         "ranks_per_host": points.ranks_per_host,
         "memory": {
@@ -101,6 +106,7 @@ def fitted(points: Points, name: str, stands_in: Hardware) -> Fitted:
         },
         "attention": attention,
         **links,
+        **hide,
     }
     return Fitted(tree, lines)
 
@@ -117,11 +123,28 @@ def _comment(text: str) -> str:
 
 
 def _source(points: Points) -> str:
-    backend = "gloo" if points.device == "cpu" else "nccl"
     return (
-        f"measured by uspft {__version__} calibrate: {points.hosts} host(s) of "
-        f"{points.ranks_per_host} ranks, {backend}, torch {torch.__version__}, {points.dtype}"
+        f"measured by uspft calibrate: {points.hosts} host(s) of {points.ranks_per_host} ranks, "
+        f"{points.dtype}"
     )
+
+
+def _versions(points: Points) -> str:
+    """Return the programs that took part."""
+    backend = "gloo"
+    if points.device != "cpu":
+        backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return f"uspft {__version__}, torch {torch.__version__}, {backend}, {points.kernel} attention"
+
+
+def _hide(points: Points) -> dict[str, float]:
+    """Return the share of what transfers and attention could have in common that they have; empty
+    where one rank has measured alone."""
+    able = sum(one.could_hide for one in points.hiding)
+    if not able:
+        return {}
+    share = sum(one.hidden for one in points.hiding) / able
+    return {"hide": _round(min(1.0, max(0.0, share)))}
 
 
 def _peak(points: Points, rate: float) -> dict[str, Any]:
@@ -160,32 +183,73 @@ def _attention(points: Points, lines: list[FittedLine]) -> dict[str, float]:
     return {**found, "launch_seconds": _round((forward.launch + backward.launch) / 2)}
 
 
-def _links(where: str, points: Sequence[LinkPoint], lines: list[FittedLine]) -> dict[str, Any]:
+def _links(
+    where: str, cluster: Points, points: Sequence[LinkPoint], lines: list[FittedLine]
+) -> dict[str, Any]:
     """Return a line for each collective; what stands for any other is that of the all-gather."""
     found: dict[str, Any] = {}
+    here = cluster.ranks_per_host
     for kind in COLLECTIVES:
-        alone = [one for one in points if one.kind == kind and one.senders == 1]
-        line = _line(f"{kind} {where}", alone)
-        lines.append(line)
+        every = [one for one in points if one.kind == kind]
+        rates = _by_load(f"{kind} {where}", every, lines)
+        alone = rates.pop(ALONE)
         found[kind] = {
-            "launch_seconds": _round(line.launch),
-            "hop_seconds": _round(line.hop),
-            "bytes_per_second": _round(line.rate),
+            "launch_seconds": _round(alone.launch),
+            "hop_seconds": _round(alone.hop),
+            "bytes_per_second": _round(alone.rate),
         }
-        sizes = sorted({one.ranks for one in alone})
+        sizes = sorted({one.ranks for one in every})
         if kind == "all_to_all" and where == "inside" and len(sizes) > 1:
             found[kind]["by_ranks"] = {
-                str(ranks): _rate_of([one for one in alone if one.ranks == ranks], lines)
+                str(ranks): _rate_of([one for one in every if one.ranks == ranks], lines)
                 for ranks in sizes
             }
-    shared = [one for one in points if one.senders > 1]
-    if shared:
-        senders = shared[0].senders
-        line = _line(f"{senders} ranks at once {where}", shared)
-        lines.append(line)
-        together = min(senders * line.rate, senders * found["point_to_point"]["bytes_per_second"])
-        found["host_bytes_per_second"] = _round(together)
+        if kind in SUMS and rates:  # each group's ring leaves its host once
+            found[kind]["host_by_members"] = {
+                str(load.members): _round(here // load.members * line.rate)
+                for load, line in rates.items()
+            }
+        elif rates:
+            ((load, line),) = rates.items()
+            found["host_bytes_per_second"] = _round(load.senders * min(line.rate, alone.rate))
     return {**found["all_gather"], **found}
+
+
+class Load(NamedTuple):
+    """What else uses a host's links while a group does: see `LinkPoint`."""
+
+    senders: int
+    members: int
+
+
+ALONE = Load(1, 1)
+
+
+def _by_load(
+    what: str, points: Sequence[LinkPoint], lines: list[FittedLine]
+) -> dict[Load, FittedLine]:
+    """Return the line of a collective under each load: they differ in their rates alone, and are
+    fitted together, since groups of one size do not tell a launch from a hop."""
+    loads = sorted({Load(one.senders, one.members) for one in points})
+    seconds = [one.seconds for one in points]
+    causes = []
+    for one in points:
+        *latency, moved = one.causes
+        mine = [moved * (load == (one.senders, one.members)) for load in loads]
+        causes.append([*latency, *mine])
+    fit = fit_seconds(causes, seconds)
+    launch, hop, *each = fit.coefficients
+    found = {}
+    for number, load in enumerate(loads):
+        own = [i for i, cause in enumerate(causes) if cause[2 + number]]
+        fastest = max(causes[i][2 + number] / seconds[i] for i in own)
+        rate = 1 / each[number] if each[number] else fastest
+        part = Fit(fit.coefficients, tuple(fit.residuals[i] for i in own))
+        on_host = f", {load.members} a host" if points[0].kind in SUMS else ""
+        name = what if load == ALONE else f"{what}{on_host}, {load.senders} at once"
+        found[load] = FittedLine(name, part, launch, hop, rate, "GB/s")
+    lines += found.values()
+    return found
 
 
 def _rate_of(points: Sequence[LinkPoint], lines: list[FittedLine]) -> float:
@@ -194,11 +258,6 @@ def _rate_of(points: Sequence[LinkPoint], lines: list[FittedLine]) -> float:
     name = f"{points[0].kind} of {points[0].ranks}"
     lines.append(FittedLine.of(name, "GB/s", causes, [one.seconds for one in points]))
     return _round(lines[-1].rate)
-
-
-def _line(what: str, points: Sequence[LinkPoint]) -> FittedLine:
-    seconds = [one.seconds for one in points]
-    return FittedLine.of(what, "GB/s", [one.causes for one in points], seconds)
 
 
 def _kept(tree: dict[Any, Any]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class LinkPoint:
     seconds: float
     senders: int = 1
     """The ranks of a host that send to another host at the same time."""
+    members: int = 1
+    """The ranks of each group that a host has, where the group spans hosts."""
 
     @property
     def causes(self) -> tuple[float, float, float]:
@@ -57,6 +59,25 @@ class AttentionPoint:
 
 
 @dataclass(frozen=True)
+class HidingPoint:
+    """The times of a transfer to the next rank of a ring, of attention, and of both at once."""
+
+    transfer: float
+    attention: float
+    both: float
+
+    @property
+    def could_hide(self) -> float:
+        """The seconds that the two could have in common."""
+        return min(self.transfer, self.attention)
+
+    @property
+    def hidden(self) -> float:
+        """The seconds that they have in common."""
+        return self.transfer + self.attention - self.both
+
+
+@dataclass(frozen=True)
 class Points:
     """All points of one cluster, and what it is."""
 
@@ -71,6 +92,8 @@ class Points:
     links: Sequence[LinkPoint] = field(default_factory=tuple)
     products: Sequence[ProductPoint] = field(default_factory=tuple)
     attention: Sequence[AttentionPoint] = field(default_factory=tuple)
+    hiding: Sequence[HidingPoint] = field(default_factory=tuple)
+    """There are none where one rank measures alone."""
 
     def leave(self, folder: Path) -> None:
         (folder / FILE).write_text(json.dumps(asdict(self)))
@@ -78,7 +101,12 @@ class Points:
     @classmethod
     def found(cls, folder: Path) -> Points:
         tree: dict[str, Any] = json.loads((folder / FILE).read_text())
-        kinds = {"links": LinkPoint, "products": ProductPoint, "attention": AttentionPoint}
+        kinds = {
+            "links": LinkPoint,
+            "products": ProductPoint,
+            "attention": AttentionPoint,
+            "hiding": HidingPoint,
+        }
         for name, kind in kinds.items():
             tree[name] = tuple(kind(**one) for one in tree[name])
         return cls(**tree)

@@ -1,7 +1,8 @@
 """What every rank does while a cluster is measured; collective throughout.
 
 A time is that of several calls in a row, divided by their number, on the slowest rank; of a few
-trials the median counts.
+trials the median counts. A sweep over sizes ends with the first that takes long, so that slow links
+take no longer than fast ones.
 """
 
 from __future__ import annotations
@@ -11,20 +12,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from uspft.blocks import Block, Mask
-from uspft.calibration.points import AttentionPoint, LinkPoint, Points, ProductPoint
+from uspft.calibration.points import (
+    AttentionPoint,
+    HidingPoint,
+    LinkPoint,
+    Points,
+    ProductPoint,
+)
 from uspft.comm import Books, Group, Move, largest, shift
 from uspft.kernels import Kernel
 from uspft.launcher import host_memory
 from uspft.mesh import Groups
+from uspft.planner.links import COLLECTIVES, SUMS, Collective
 
 KIB, MIB = 1 << 10, 1 << 20
 TRIALS, MOST_CALLS = 3, 100
+LONG_SECONDS = 0.5
+"""A call that takes so long is timed once, and no larger one after it."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +55,14 @@ class SweepSizes:
 
 SIZES = {
     "cpu": SweepSizes(
-        messages=[size * KIB for size in (16, 64, 256, 1024, 4096, 16384)],
+        messages=[size * KIB for size in (1, 16, 64, 256, 1024, 4096, 16384)],
         products=(256, 512, 1024, 1536),
         tokens=(256, 512, 1024, 2048),
         copied=64 * MIB,
         trial_seconds=0.02,
     ),
     "cuda": SweepSizes(
-        messages=[size * MIB // 16 for size in (1, 16, 256, 2048, 8192)],
+        messages=[KIB, *(size * MIB // 16 for size in (1, 16, 256, 2048, 8192))],
         products=(1024, 2048, 4096, 8192),
         tokens=(2048, 8192, 16384, 32768),
         copied=1024 * MIB,
@@ -100,7 +110,9 @@ class Bench:
             return largest([mine], everyone, self.device)[0]  # on every rank the same
 
         trial(1)  # warms up
-        calls = max(1, min(MOST_CALLS, round(self.sizes.trial_seconds / trial(1))))
+        if (once := trial(1)) > LONG_SECONDS:
+            return once
+        calls = max(1, min(MOST_CALLS, round(self.sizes.trial_seconds / once)))
         return statistics.median(trial(calls) for _ in range(TRIALS))
 
     def _wait(self) -> None:
@@ -108,7 +120,13 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
-def measure(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Points:
+Says = Callable[[str], None]
+"""A function that is told what is measured next."""
+
+
+def measure(
+    bench: Bench, kernel: Kernel, heads: tuple[int, int, int], says: Says = lambda _: None
+) -> Points:
     """Measure everything, and return the same on every rank; collective.
 
     heads: query heads, KV heads and head dim of attention.
@@ -116,6 +134,18 @@ def measure(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Points
     hosts = bench.world // bench.ranks_per_host
     cuda = bench.device.type == "cuda"
     properties = torch.cuda.get_device_properties(bench.device) if cuda else None
+    says("memory")
+    copied = _copied(bench)
+    sweeps, links = _sweeps_of_links(bench.ranks_per_host, hosts), list[LinkPoint]()
+    for number, sweep in enumerate(sweeps, 1):
+        says(f"links, {number} of {len(sweeps)}: {sweep.what}")
+        links += _links(bench, sweep)
+    says("products")
+    products = tuple(_products(bench))
+    says("attention")
+    attention = tuple(_attention(bench, kernel, heads))
+    if bench.world > 1:
+        says("what a ring hides")
     return Points(
         properties.name if properties else "cpu",
         str(bench.dtype).removeprefix("torch."),
@@ -123,10 +153,11 @@ def measure(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Points
         hosts,
         bench.ranks_per_host,
         properties.total_memory if properties else host_memory() / bench.ranks_per_host,
-        _copied(bench),
-        tuple(_links(bench, hosts)),
-        tuple(_products(bench)),
-        tuple(_attention(bench, kernel, heads)),
+        copied,
+        tuple(links),
+        products,
+        attention,
+        tuple(_hiding(bench, kernel, heads)) if bench.world > 1 else (),
     )
 
 
@@ -148,84 +179,138 @@ def _attention(
     bench: Bench, kernel: Kernel, heads: tuple[int, int, int]
 ) -> Iterator[AttentionPoint]:
     """Yield the times of the run's kernel on causal squares, while every rank computes one."""
-    query, kv, dim = heads
     for tokens in bench.sizes.tokens:
-        q, k, v, dout = (
-            torch.randn(tokens, count, dim, device=bench.device).to(bench.dtype)
-            for count in (query, kv, kv, query)
-        )
-        blocks, scale = (Block(0, tokens, 0, tokens, Mask.CAUSAL),), dim**-0.5
-        (part,) = kernel.forward((q, k, v), blocks, scale)
-        forward = partial(kernel.forward, (q, k, v), blocks, scale)
-        saved = (part.out, part.lse, dout)
-        backward = partial(kernel.backward, (q, k, v), saved, blocks, scale)
-        yield AttentionPoint(tokens, query, dim, False, bench.seconds(forward))
-        yield AttentionPoint(tokens, query, dim, True, bench.seconds(backward))
+        for backward, call in enumerate(_attended(bench, kernel, heads, tokens)):
+            query, _, dim = heads
+            yield AttentionPoint(tokens, query, dim, bool(backward), bench.seconds(call))
 
 
-def _links(bench: Bench, hosts: int) -> Iterator[LinkPoint]:
-    """Yield the times of groups of two, four and so on and of all ranks inside a host, and between
-    hosts of one rank of each, alone and then all at once.
+def _attended(
+    bench: Bench, kernel: Kernel, heads: tuple[int, int, int], tokens: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return calls of the run's kernel on a causal square: forward, and backward."""
+    query, kv, dim = heads
+    q, k, v, dout = (
+        torch.randn(tokens, count, dim, device=bench.device).to(bench.dtype)
+        for count in (query, kv, kv, query)
+    )
+    blocks, scale = (Block(0, tokens, 0, tokens, Mask.CAUSAL),), dim**-0.5
+    (part,) = kernel.forward((q, k, v), blocks, scale)
+    saved = (part.out, part.lse, dout)
+    forward = partial(kernel.forward, (q, k, v), blocks, scale)
+    return forward, partial(kernel.backward, (q, k, v), saved, blocks, scale)
 
-    The groups of a host work at the same time, as they do in a step.
+
+def _hiding(bench: Bench, kernel: Kernel, heads: tuple[int, int, int]) -> Iterator[HidingPoint]:
+    """Yield the times of attention, of a ring's transfers, and of both at once, of the sizes at
+    which the one takes about as long as the other; the ring is that of all ranks."""
+    group = bench.group([range(bench.world)])
+    for tokens in bench.sizes.tokens[-2:]:
+        forward, _ = _attended(bench, kernel, heads, tokens)
+        attention = bench.seconds(forward)
+        for of_bytes in bench.sizes.messages:
+            move = _next(bench, of_bytes)
+            transfer = bench.seconds(partial(_moved, move, group))
+            if transfer > attention / 2 or of_bytes == bench.sizes.messages[-1]:
+                both = bench.seconds(partial(_moved, move, group, forward))
+                yield HidingPoint(transfer, attention, both)
+                break
+
+
+class Sweep(NamedTuple):
+    """Groups whose collectives are measured, all at once."""
+
+    what: str
+    where: str
+    every: Sequence[Sequence[int]]
+    """The members of each group; together they are all ranks."""
+    kinds: Sequence[Collective]
+    senders: int = 1
+    """The ranks of a host that send to another host at the same time; where they are fewer than it
+    has, those after the first wait."""
+    members: int = 1
+    """The ranks of each group that a host has, where the group spans hosts."""
+
+
+def _sweeps_of_links(here: int, hosts: int) -> list[Sweep]:
+    """Return what is measured of links: groups of two, four and so on and of all ranks inside a
+    host; and between hosts groups of one rank of each, alone and then all at once, and sums and
+    all-gathers of groups with one, two, four and so on on each, all at once.
+
+    here: ranks of a host. The groups of a host work at the same time, as they do in a step.
     """
-    here, world = bench.ranks_per_host, bench.world
-    widths = {1 << n for n in range(1, here.bit_length())} | {here}
-    for width in sorted(widths) if here > 1 else ():
-        if here % width == 0:
-            every = [range(first, first + width) for first in range(0, world, width)]
-            yield from _collectives(bench, every, "inside")
-    if hosts > 1:
-        every = [range(first, world, here) for first in range(here)]
-        alone = bench.rank % here == 0
-        yield from _collectives(bench, every, "between", takes_part=alone)
-        if here > 1:
-            yield from _messages(bench, every, "between", senders=here)
+    world, found = here * hosts, list[Sweep]()
+    widths = [n for n in _widths(here) if n > 1]
+    for width in widths:
+        every = [list(range(first, first + width)) for first in range(0, world, width)]
+        found.append(Sweep(f"groups of {width} inside a host", "inside", every, COLLECTIVES))
+    if hosts == 1:
+        return found
+    by_place = [range(first, world, here) for first in range(here)]
+    found.append(Sweep("one rank of each host", "between", by_place, COLLECTIVES))
+    if here > 1:
+        what = f"{here} flows that share a host's links"
+        found.append(Sweep(what, "between", by_place, ("point_to_point",), here))
+        for members in _widths(here):
+            every = [
+                [host * here + first + i for host in range(hosts) for i in range(members)]
+                for first in range(0, here, members)
+            ]
+            what = f"sums across hosts, {members} of each group on a host"
+            found.append(Sweep(what, "between", every, SUMS, here, members))
+    return found
 
 
-def _collectives(
-    bench: Bench, every: Sequence[Sequence[int]], where: str, *, takes_part: bool = True
-) -> Iterator[LinkPoint]:
-    group = bench.group(every)
-    for of_bytes in bench.sizes.messages:
-        count = max(1, of_bytes // 4 // group.size) * group.size
-        for kind, call in _calls(count, group, bench.device).items():
-            sent = count // group.size * (group.size - 1) if kind == "all_to_all" else count
+def _widths(here: int) -> list[int]:
+    """Return 1, 2, 4 and so on, and all ranks of a host, of which those count that divide it."""
+    widths = {1 << n for n in range(here.bit_length())} | {here}
+    return sorted(width for width in widths if here % width == 0)
+
+
+def _links(bench: Bench, sweep: Sweep) -> Iterator[LinkPoint]:
+    """Yield the times of a sweep, each kind from the smallest size on."""
+    group = bench.group(sweep.every)
+    alone = sweep.where == "between" and sweep.senders == 1
+    takes_part = not alone or bench.rank % bench.ranks_per_host == 0
+    for kind in sweep.kinds:
+        for of_bytes in bench.sizes.messages:
+            call, moved = _call(bench, kind, of_bytes, group)
             seconds = bench.seconds(call, takes_part=takes_part)
-            yield LinkPoint(kind, where, group.size, 4 * sent, seconds)
-    yield from _messages(bench, every, where, takes_part=takes_part)
+            shared = sweep.senders, sweep.members
+            yield LinkPoint(kind, sweep.where, group.size, moved, seconds, *shared)
+            if seconds > LONG_SECONDS:
+                break
 
 
-def _calls(count: int, group: Group, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return a call for each collective on so many numbers of 4 bytes."""
-    whole = torch.zeros(count, device=device)
+def _call(
+    bench: Bench, kind: Collective, of_bytes: int, group: Group
+) -> tuple[Callable[[], object], int]:
+    """Return a call of a collective on about so many bytes, or of a message to the next member, and
+    the bytes as `LinkPoint` counts them."""
+    if kind == "point_to_point":
+        move = _next(bench, of_bytes)
+        return partial(_moved, move, group), 4 * move.x.numel()
+    count = max(1, of_bytes // 4 // group.size) * group.size
+    sent = count // group.size * (group.size - 1) if kind == "all_to_all" else count
+    whole = torch.zeros(count, device=bench.device)
     out, part = torch.empty_like(whole), whole[: count // group.size].clone()
     at: dict[str, Any] = {"group": group.handle}
-    return {
+    calls: dict[Collective, Callable[[], object]] = {
         "all_gather": partial(dist.all_gather_into_tensor, out, part, **at),
         "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, **at),
         "all_reduce": partial(dist.all_reduce, whole, **at),
         "all_to_all": partial(dist.all_to_all_single, out, whole, **at),
     }
+    return calls[kind], 4 * sent
 
 
-def _messages(
-    bench: Bench,
-    every: Sequence[Sequence[int]],
-    where: str,
-    *,
-    takes_part: bool = True,
-    senders: int = 1,
-) -> Iterator[LinkPoint]:
-    """Yield the times in which each member of a group sends to the next one."""
-    group = bench.group(every)
-    for of_bytes in bench.sizes.messages:
-        x = torch.zeros(of_bytes // 4, device=bench.device)
-        move = Move(x, torch.empty_like(x), 1)
-        seconds = bench.seconds(partial(_moved, move, group), takes_part=takes_part)
-        yield LinkPoint("point_to_point", where, group.size, 4 * x.numel(), seconds, senders)
+def _next(bench: Bench, of_bytes: int) -> Move:
+    """Return a message of so many bytes to the next member of a group."""
+    x = torch.zeros(of_bytes // 4, device=bench.device)
+    return Move(x, torch.empty_like(x), 1)
 
 
-def _moved(move: Move, group: Group) -> None:
+def _moved(move: Move, group: Group, meanwhile: Callable[[], object] = lambda: None) -> None:
     (wait,) = shift([move], group, "ring")
+    meanwhile()
     wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -57,7 +58,7 @@ def calibrate(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             return code
         points = Points.found(folder)
     stands_in = read_hardware(shipped()[STANDS_IN[found.recipe.launch.device]])
-    fits = fitted(points, file.stem, stands_in)
+    fits = fitted(points, file.stem, stands_in, datetime.now(UTC).date().isoformat())
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, as_yaml(fits))
     screen.print(fits.table(), markup=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from uspft.calibration.sweeps import SIZES, Bench, measure
+from uspft.calibration.sweeps import SIZES, Bench, Says, measure
 from uspft.comm import said_by_all
 from uspft.commands.joining import joined
 from uspft.commands.shared import ranks_of_host
@@ -34,11 +35,22 @@ def rank(folder: Path, place: Invocation, waiting: Waiting) -> int:
         kernel, _ = believed_kernel(
             recipe.model.attention, [heads], dtype, device, softcap, said_by_all=said_by_all
         )
-        points = measure(bench, kernel, heads)
+        points = measure(bench, kernel, heads, _progress(dist.get_rank()))
         if dist.get_rank() == 0:
             points.leave(folder)
         bench.groups.close()
     return 0
+
+
+def _progress(rank: int) -> Says:
+    """Return what tells a person what is measured next, and when: the first rank prints it."""
+    started = time.monotonic()
+
+    def says(what: str) -> None:
+        if rank == 0:
+            print(f"{time.monotonic() - started:4.0f} s: measuring {what}", flush=True)
+
+    return says
 
 
 def _heads(recipe: Recipe) -> tuple[tuple[int, int, int], float | None]:

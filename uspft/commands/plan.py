@@ -118,7 +118,7 @@ def _page(
     """Yield what a person reads."""
     yield f"layout: {found.sentence}"
     yield f"hardware: {found.hardware}"
-    yield machine_line(hardware)
+    yield machine_line(hardware, found.layout.ranks)
     yield f"{_step(step)}\n"
     if tuning := found.tuning:
         yield f"{_meshes(tuning, found.layout)}\n"

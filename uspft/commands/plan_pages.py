@@ -109,21 +109,28 @@ def parts_table(one: Ranked) -> str:
     return aligned(rows)
 
 
-def machine_line(hardware: Hardware) -> str:
-    """Return which of a machine's figures are measured, and what tells two layouts apart."""
-    if hardware.calibrated:
-        return "machine: as calibrate measured it; layouts within 5 % are a tie"
+def machine_line(hardware: Hardware, ranks: int) -> str:
+    """Return which of a machine's figures are measured, and what tells two layouts of so many ranks
+    apart."""
+    ties = f"layouts within {hardware.error(ranks):.0%} are a tie".replace("%", " %")
+    if measured := hardware.measured:
+        told = f"machine: measured on {measured.date} ({measured.versions}): "
+        told += ", ".join(measured.figures)
+        missing = hardware.missing(ranks)
+        others = f"; not measured, those of another file stand in: {', '.join(missing)}"
+        return f"{told}{others if missing else ''}; {ties}"
     silent = [name for name, given in _optional(hardware).items() if not given]
     guessed = f"; guessed, since the file has none: {', '.join(silent)}" if silent else ""
-    return f"machine: published figures, none measured here; layouts within 12 % are a tie{guessed}"
+    return f"machine: published figures, none measured here; {ties}{guessed}"
 
 
 def _optional(hardware: Hardware) -> Mapping[str, bool]:
     """Return the figures that decide the order, and whether the file has them."""
     exchange = hardware.inside.link("all_to_all")
+    sums = hardware.between.of_host("reduce_scatter", 1)
     return {
         "all-to-all by the size of the group": exchange.by_ranks is not None,
-        "sums across hosts by the members of a host": hardware.between.host_by_members is not None,
+        "sums across hosts by the members of a host": sums is not None,
         "what a ring hides": "hide" in hardware.model_fields_set,
         "launches": "launch_seconds" in hardware.inside.model_fields_set,
     }
@@ -163,7 +170,12 @@ def as_data(
     return {
         "layouts": layouts,
         "left_out": dict(order.left_out),
-        "machine": {"name": hardware.name, "calibrated": hardware.calibrated, "what": machine},
+        "machine": {
+            "name": hardware.name,
+            "what": machine,
+            "measured": as_tree(hardware.measured) if hardware.measured else None,
+            "error": hardware.error(first.layout.ranks),
+        },
         "model": {"type": first.step.model.model_type, "layers": first.step.model.layers},
     }
 

@@ -51,12 +51,8 @@ LATER = (
         {f"{at}.fine_grain_interleave": (_above_one, "1") for at in _LAYOUTS},
     ),
     Later(
-        "pipeline parallelism",
-        {
-            f"{at}.{key}": (_above_one, "1")
-            for at in _LAYOUTS
-            for key in ("pipeline_stage", "micro_batch_num", "pp_interleave_num", "seq_split_num")
-        },
+        "sending parts of a row through a pipeline",
+        {f"{at}.seq_split_num": (_above_one, "1") for at in _LAYOUTS},
     ),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
     Later("the report", {"logging.report": (_is(True), "false")}),

@@ -81,6 +81,9 @@ def whole(
     """Return a check of whole numbers within bounds; with `exponent`, 5e8 is one too."""
     wanted = f"a whole number{unit} of at least {minimum}"
     schema: dict[str, Any] = {"type": "integer", "minimum": minimum}
+    if minimum == -LARGEST:
+        wanted = f"a whole number{unit}"
+        del schema["minimum"]
     if maximum != LARGEST:
         wanted = f"a whole number{unit} from {minimum} to {maximum}"
         schema["maximum"] = maximum
@@ -253,6 +256,24 @@ def each(
         if findings:
             raise Fault(findings)
         return tuple(results.values())
+
+    return check
+
+
+def of_stages(item: Check, *, also: Sequence[object] = ()) -> Check:
+    """Return a check of an item for each stage of a pipeline: a list, or a list for each virtual
+    stage; it gives tuples."""
+    one, words = described(item), "[one a stage] or [[one a stage], one list a virtual stage]"
+    flat, nested = described(each(item, words)), described(each(each(item, words), words))
+
+    @lets_pass(f"{words} (each {one.wanted})", {"anyOf": [flat.schema, nested.schema]}, also)
+    def check(value: Any) -> Any:
+        if among(value, also):
+            return value
+        if value in ([], ()):
+            raise fault("is an empty list", f"write {either(words, also)}")
+        lists = isinstance(value, list | tuple) and isinstance(value[0], list | tuple)
+        return (nested if lists else flat)(value)
 
     return check
 

@@ -8,7 +8,7 @@ from pydantic import PlainValidator
 
 from uspft.config.algorithms import AUTO, CONTEXT, TENSOR, Splits
 from uspft.config.allowed import Described, described
-from uspft.config.checks import choice, each, tokens, whole
+from uspft.config.checks import LARGEST, choice, each, flag, of_stages, tokens, whole
 from uspft.config.fields import (
     Count,
     CountAutoOrNone,
@@ -56,6 +56,23 @@ def _slices() -> Described:
     return Described(check, f"{one.wanted} or {each_of.wanted}", schema)
 
 
+EachStage = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""A number for each stage: [p], or [v][p] with virtual stages."""
+_SEQPIPE = {"seqpipe": "chunks of rows that follow one another are not available yet"}
+
+
+def _offset() -> Described:
+    """Return a check of one number for all stages, or one for each."""
+    one = described(whole(-LARGEST, also=(None,)))
+    each_of = described(of_stages(whole(-LARGEST)))
+
+    def check(value: Any) -> Any:
+        return (each_of if isinstance(value, list | tuple) else one)(value)
+
+    schema = {"anyOf": [*one.schema["anyOf"], *each_of.schema["anyOf"]]}
+    return Described(check, f"a whole number, {each_of.wanted} or null", schema)
+
+
 class Degrees(RecipeBlock):
     """A layout says how many ways each thing is split, and by which algorithms."""
 
@@ -85,11 +102,11 @@ class Degrees(RecipeBlock):
     ] = "auto"
     """Number of slices of each product in meshslice; `auto` and null leave the choice to it."""
     pipeline_stage: Count = 1
-    """Number of pipeline stages that the layers are split into."""
-    micro_batch_num: Count = 1
-    """Number of micro-batches in flight in a pipeline."""
+    """Number of pipeline stages, on ranks of their own, that the layers are split into."""
+    micro_batch_num: CountOrAuto = "auto"
+    """Number of micro-batches in a step, which the batch decides; without stages `1` stands too."""
     pp_interleave_num: Count = 1
-    """Number of virtual pipeline stages per rank."""
+    """Number of virtual stages that each stage's ranks take in turn; more make a bubble smaller."""
     seq_split_num: Count = 1
     """Number of parts of a row that follow one another through a pipeline."""
     fine_grain_interleave: Count = 1
@@ -137,3 +154,16 @@ class ParallelBlock(Degrees):
         _is(choice("auto", "in_place", "move", also=(None,))),
     ] = "auto"
     """How tensor degrees switch: ranks use parts of what they hold (`in_place`), or it moves."""
+    pipeline_scheduler: Annotated[
+        Literal["auto", "gpipe", "1f1b"] | None,
+        _is(choice("auto", "gpipe", "1f1b", also=(None,), others=_SEQPIPE)),
+    ] = "auto"
+    """Order of a pipeline's work; `auto` is 1f1b, interleaved where stages have virtual ones."""
+    pipeline_interleave: Annotated[bool | Literal["auto"] | None, _is(flag(also=(AUTO, None)))] = (
+        "auto"
+    )
+    """Whether stages have virtual ones; `auto` follows `pp_interleave_num`, which says how many."""
+    layers_per_stage: Annotated[EachStage | None, _is(of_stages(whole(1), also=(None,)))] = None
+    """Number of layers of each stage; null deals them out so that stages cost alike."""
+    offset: Annotated[int | EachStage | None, _is(_offset())] = None
+    """Layers of each stage beyond the whole share, as in MindSpore; null: `layers_per_stage`."""

@@ -11,9 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, model_validator
 
 from uspft.config.allowed import Described, described
-from uspft.config.checks import choice, each, real, table, text, tokens, whole
+from uspft.config.checks import (
+    choice,
+    each,
+    flag,
+    of_stages,
+    real,
+    table,
+    text,
+    tokens,
+    whole,
+)
 from uspft.config.deepspeed_fields import AIO, COMMS_LOGGER, FLOPS_PROFILER, ZERO, zero_fields
-from uspft.config.degrees import ParallelBlock
+from uspft.config.degrees import EachStage, ParallelBlock
 from uspft.config.fields import (
     Count,
     CountOrAuto,
@@ -59,6 +69,24 @@ def _objective() -> Described:
         return choice(*OBJECTIVES)(value)
 
     return Described(check, now.wanted, now.schema)
+
+
+def _checkpointing() -> Described:
+    """Return a check of whether layers are checkpointed, or how many of a stage or of each."""
+    all_or_none, first = described(flag()), described(whole(1))
+    each_of = described(of_stages(whole(0)))
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return each_of(value)
+        return (
+            first
+            if isinstance(value, int) and not isinstance(value, bool) and value
+            else all_or_none
+        )(value)
+
+    schema = {"anyOf": [all_or_none.schema, first.schema, *each_of.schema["anyOf"]]}
+    return Described(check, f"true, false, {first.wanted}, or {each_of.wanted}", schema)
 
 
 class DeepSpeedBlock(RecipeBlock):
@@ -147,8 +175,8 @@ class TrainingBlock(RecipeBlock):
 class MemoryBlock(RecipeBlock):
     """The block says what is computed again, offloaded or done in tiles, so that a run fits."""
 
-    gradient_checkpointing: Flag = True
-    """Whether layers are computed again in the backward, so that activations need not be kept."""
+    gradient_checkpointing: Annotated[bool | int | EachStage, _is(_checkpointing())] = True
+    """Which layers are computed again in the backward: all, none, or the first n of a stage."""
     recompute: Annotated[
         Literal["attention", "exchange", "nothing", "auto"],
         _is(choice("attention", "exchange", "nothing", "auto")),

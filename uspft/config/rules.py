@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, every_option
 from uspft.config.layout_rules import algorithm, own_options, tensor_options, ulysses_degree
+from uspft.config.pipeline_rules import checkpointed, stages
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
 from uspft.config.strategy_rules import one_layout, rising, switchable
@@ -207,6 +208,15 @@ RULES = (
         ulysses_degree,
     ),
     KeyRule(("parallel_config.strategies", "data.sequence_length"), rising),
+    KeyRule(("parallel_config", "deepspeed.zero_optimization"), stages),
+    KeyRule(
+        (
+            "memory.gradient_checkpointing",
+            "parallel_config.pipeline_stage",
+            "parallel_config.pp_interleave_num",
+        ),
+        checkpointed,
+    ),
     KeyRule(("parallel_config",), one_layout),
     KeyRule(
         (

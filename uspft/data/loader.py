@@ -178,8 +178,9 @@ class RowLoader(ABC):
             seen = float(self.fingerprint(batch))
             highest, lowest = largest([seen, -seen], mesh.columns, device)
             highest, lowest = largest([highest, lowest], mesh.context, device)
+            highest, lowest = largest([highest, lowest], mesh.pipeline, device)
             if highest != -lowest:
-                here = f"rank {mesh.rank}: {int(seen):x}"
+                here = f"{mesh.who}: {int(seen):x}"
                 raise RunFailed(
                     f"the ranks that share rows {batch.rows} read different rows ({here}): "
                     "do all hosts see the same data files?"
@@ -208,7 +209,7 @@ class RowLoader(ABC):
             if wrong or held % DIGEST != whole:
                 raise RuntimeError(
                     f"the ranks that share rows {batch.rows} do not hold each of their tokens once "
-                    f"({world.row.name}, seen by rank {world.mesh.rank}): "
+                    f"({world.row.name}, seen by {world.mesh.who}): "
                     "this is an error in uspft"
                 )
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from uspft.config.pipeline_rules import beside_stages
-from uspft.config.problems import Fault
 from uspft.engine.mail import TIE, Lines, Mail, Sent
 from uspft.engine.quarantine import begin_accumulation, leaves_out_unreached
 from uspft.engine.tied import TiedTable
@@ -27,35 +25,16 @@ from uspft.pipeline.schedules import (
     forward_alone,
     forward_and_backward,
 )
-from uspft.pipeline.stages import Stages, dealt_out, fits
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
     from uspft.comm import Group
-    from uspft.config import Recipe
     from uspft.engine.zero import ZeroEngine
     from uspft.mesh import Groups
     from uspft.model.causal import CausalModel
     from uspft.objective import Objective, Scales
     from uspft.parameters.shards import Holders
-
-
-def stages_of(recipe: Recipe, config: Any) -> Stages | None:
-    """Return the stages of a recipe's pipeline; None where there is none.
-
-    Raises Fault for what speaks against them.
-    """
-    ranks, virtual = recipe.parallel_config.pipeline_stage, recipe.parallel_config.pp_interleave_num
-    if ranks == 1:
-        return None
-    layers = config.num_hidden_layers
-    findings = [*beside_stages(recipe), *fits(layers, ranks, virtual)]
-    if getattr(config, "output_router_logits", False):
-        what = f"is true, which is not available beside parallel_config.pipeline_stage {ranks}"
-        findings.append(("model.overrides.output_router_logits", what, "write false"))
-    if findings:
-        raise Fault(findings)
-    return dealt_out([1.0] * layers, ranks, virtual)
+    from uspft.pipeline.stages import Stages
 
 
 def pipelined(
@@ -64,13 +43,15 @@ def pipelined(
     stages: Stages,
     holders: Holders,
     group: Group,
-    scheduler: Scheduler,
+    scheduler: Scheduler | Literal["auto"] | None,
     groups: Groups,
 ) -> tuple[StagedModel, Pipeline]:
     """Return the stages of this rank as a module, and what runs them; collective.
 
-    group: the ranks along the pipeline. groups: the process groups of this process.
+    group: the ranks along the pipeline. scheduler: a resolved recipe's. groups: the process groups
+    of this process.
     """
+    assert scheduler and scheduler != "auto"  # the recipe is resolved
     module = StagedModel(parts, objective, stages, group.index)
     named, table = module.named(), parts.model.get_input_embeddings().weight
     trained = {stage_of(name, stages) for name, p in named.items() if p.requires_grad}

@@ -7,6 +7,7 @@ for an implementation that registers no mask function.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,12 @@ class Bound:
         self._forgets = recompute in (None, "attention")
         # Where no heads are exchanged, there is nothing around what is remembered.
         self._inside = recompute == "exchange" and world.layout.ulysses > 1
+
+    def once(self) -> Bound:
+        """Return what is handed to layers that are not called again, and keep all they need."""
+        found = copy(self)
+        found._forgets, found.shelf = True, None
+        return found
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
         """Compute the attention of one layer: q [T, H, D], k and v [T, G, D] → [T, H, D].

@@ -12,13 +12,13 @@ from uspft.model.staged import ranks_of
 from uspft.model.tile_sizes import mlp_tile_tokens
 from uspft.model.tiles import inner_features, work_in_tiles
 from uspft.parameters.fill import shapes_of
+from uspft.pipeline.stages import Stages, first_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from uspft.config.recipe import MemoryBlock
     from uspft.parameters.shards import Holders, Shards
-    from uspft.pipeline.stages import Stages
     from uspft.world import World
 
 
@@ -54,14 +54,19 @@ def divide_matrices(
         parallel.split_model(model, holders, moves=moves)
 
 
-def save_memory(model: Any, block: MemoryBlock) -> tuple[Recompute | None, bool]:
+def save_memory(
+    model: Any, block: MemoryBlock, stages: Stages | None = None
+) -> tuple[Recompute | None, bool]:
     """Make a model's layers keep less, as the recipe says.
 
-    Returns what of attention they make again, and whether what they keep waits on the host.
+    stages: which layers each has; None: one has all. Returns what of attention checkpointed layers
+    make again, and whether what they keep waits on the host.
     """
-    recompute, offload = recompute_layers(model, block), block.offload_activations == "cpu"
-    if offload:
+    stages = stages or Stages.of_sizes([model.config.num_hidden_layers], 1)
+    layers = first_layers(block.gradient_checkpointing, stages)
+    if offload := block.offload_activations == "cpu":
         offload_inputs(model)
+    recompute = recompute_layers(model, block, layers)
     if tile := mlp_tile_tokens(block.mlp_tile_tokens, inner_features(model.config)):
         work_in_tiles(model, tile)
     return recompute, offload

@@ -10,7 +10,7 @@ keeps 5 tensors of q's size under Ulysses and 1 in a ring, the second 1, the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -168,18 +168,32 @@ def _checkpointed(layer: Any, checkpoint: Any, run: partial[Any], *args: Any) ->
     return checkpoint(begun, *args)
 
 
-def recompute_layers(model: Any, block: MemoryBlock) -> Recompute | None:
+def recompute_layers(model: Any, block: MemoryBlock, layers: Collection[int]) -> Recompute | None:
     """Switch gradient checkpointing on where the recipe asks for it.
 
-    Return what of attention is made again, or None where layers are not checkpointed. What is not
-    settled is nothing.
+    layers: those that it asks for. Return what of attention is made again, or None where no layers
+    are checkpointed. What is not settled is nothing.
     """
-    if not block.gradient_checkpointing:
+    if not layers:
         return None
     # The method that transformers renamed in 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    for layer in model.base_model.layers:
-        plain = layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = partial(_checkpointed, layer, plain)
+    for number, layer in enumerate(model.base_model.layers):
+        if number in layers:
+            plain = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = partial(_checkpointed, layer, plain)
+        else:
+            layer.gradient_checkpointing = False
+            layer.forward = Once(layer.forward)
     return "nothing" if block.recompute == "auto" else block.recompute
+
+
+class Once:
+    """What stands in for the forward of a layer that is not checkpointed, where others are."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self._plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain(*args, **{**kwargs, "uspft": kwargs["uspft"].once()})

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 from operator import add
+from typing import TYPE_CHECKING
 
+from uspft.config.pipeline_rules import as_list
 from uspft.config.problems import Finding
+
+if TYPE_CHECKING:
+    from uspft.config import Recipe
 
 Each = Sequence[int] | Sequence[Sequence[int]]
 """A number for each stage: [p], or [v][p]."""
@@ -52,6 +57,39 @@ class Stages:
     def of_sizes(cls, sizes: Sequence[int], ranks: int) -> Stages:
         """Return stages with so many layers each."""
         return cls((0, *accumulate(sizes)), ranks)
+
+
+def stages_of(recipe: Recipe) -> Stages | None:
+    """Return the stages of a resolved recipe; None where it has one."""
+    parallel = recipe.parallel_config
+    if parallel.pipeline_stage == 1:
+        return None
+    sizes = _flat(
+        parallel.layers_per_stage or (),
+        parallel.pipeline_stage,
+        parallel.pp_interleave_num,
+        alike=False,
+    )
+    assert sizes  # the recipe is resolved
+    return Stages.of_sizes(sizes, parallel.pipeline_stage)
+
+
+def first_layers(asked: bool | int | Each, stages: Stages) -> frozenset[int]:
+    """Return the layers of `memory.gradient_checkpointing`: all, none, or the first of each stage.
+
+    asked: how many of a stage, of each stage [p], or of each virtual one [v][p]; but for the latter
+    a stage's layers are those of its virtual stages one after another.
+    """
+    virtual = [range(stage, stages.count, stages.ranks) for stage in range(stages.ranks)]
+    each = [[n for stage in mine for n in stages.layers(stage)] for mine in virtual]
+    if isinstance(asked, int):
+        many = [(len(mine) if asked else 0) if isinstance(asked, bool) else asked for mine in each]
+    else:
+        nested = [one for one in asked if not isinstance(one, int)]
+        if nested:
+            each = [list(stages.layers(stage)) for stage in range(stages.count)]
+        many = [n for row in nested or [asked] for n in row if isinstance(n, int)]
+    return frozenset(n for mine, first in zip(each, many, strict=True) for n in mine[:first])
 
 
 def dealt_out(
@@ -134,8 +172,8 @@ def offset(key: str, given: int | Each, layers: int, ranks: int, virtual: int) -
     each, left = divmod(layers, stages)
     if sum(more) != left:
         what = (
-            f"is {given}, {sum(more)} in all, and {layers} layers over {stages} stages of {each} "
-            f"leave {left}"
+            f"is {as_list(given)}, {sum(more)} in all, and {layers} layers over {stages} stages "
+            f"of {each} leave {left}"
         )
         return key, what, f"write offsets that add up to {left}, or leave it out"
     return _checked(key, [each + one for one in more], layers, ranks)
@@ -168,7 +206,8 @@ def _checked(key: str, sizes: list[int], layers: int, ranks: int) -> Stages | Fi
 
 
 def _not_of(given: object, ranks: int, virtual: int) -> str:
-    return f"is {given}, which is not a number for each of {ranks} stages × {virtual} virtual ones"
+    ways = f"{ranks} stages × {virtual} virtual ones"
+    return f"is {as_list(given)}, which is not a number for each of {ways}"
 
 
 def _wanted(ranks: int, virtual: int) -> str:

@@ -12,11 +12,12 @@ from functools import lru_cache, partial
 
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
 from uspft.planner.expert_memory import Experts, routed
-from uspft.planner.layer_kinds import LayerKind
+from uspft.planner.layer_kinds import LLAMA, LayerKind
 from uspft.planner.mesh_memory import MeshProduct, all_features, inward, outward
 from uspft.planner.operations import (
     INDEX,
     WIDE,
+    Angles,
     NormKind,
     added,
     bent,
@@ -41,7 +42,7 @@ class LayerSizes:
     """Of attention, whose tokens are those inside of blocks."""
     hidden: int
     inner: int
-    kind: LayerKind = LayerKind()
+    kind: LayerKind = LLAMA
     tensor: int = 1
     """Megatron's ranks, or mesh columns."""
     splits_tokens: bool = False
@@ -185,10 +186,10 @@ class Layer:
             s.slices[2 * (block == "mlp") + (not into)],
         )
         if not into:
-            return outward(tape, x, of, takes, trains=self._trains(name))
+            return outward(tape, viewed(tape, x), of, takes, trains=self._trains(name))
         if name not in self._made:
             each = s.outputs(block)
-            made = inward(tape, x, of, [*each.values()], [*map(self._trains, each)])
+            made = inward(tape, viewed(tape, x), of, [*each.values()], [*map(self._trains, each)])
             self._made = dict(zip(each, made, strict=True))
         return self._made.pop(name)
 
@@ -239,7 +240,8 @@ class Layer:
             key = self._projected(x, "k", s.sharing.kv_heads)
             value = viewed(tape, self._project(x, "self_attn.v_proj"))
         if s.kind.turned:
-            query, key = (s.kind.turned(tape, one, s.wide) for one in (query, key))
+            by = Angles(s.wide, s.kind.turned_share)
+            query, key = (s.kind.turned(tape, one, by) for one in (query, key))
         return [query, key, value]
 
     def _projected(self, x: Tensor, kind: str, heads: int) -> Tensor:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from uspft.planner.in_flight import RING, BytesPerToken, KeyTransfer, Window, backward_bytes
+from uspft.planner.in_flight import (
+    RING,
+    BytesPerToken,
+    KeyTransfer,
+    Window,
+    backward_bytes,
+    forward_bytes,
+)
 from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 from uspft.sequence.rows.heads import split_heads
 
@@ -101,12 +108,13 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     members, (heads, kv) = how.ulysses, how.widest
     number = members * heads * how.tokens
     lse, out = 4.0 * number, how.bytes(members * heads)
-    pair = how.bytes(2 * members * kv)
     sizes = [one.size for one in qkv]
+    pair = how.bytes(2 * members * kv)
     query, keys, each = (one / how.tokens for one in (out, pair, lse))
     token = BytesPerToken(query, keys, each, 4 // how.element, how.sinks)
-    most = backward_bytes(how.ulysses, how.ring, token, how.way, how.window)
-    made = _forward(tape, how, lse, out, pair)
+    of = how.ulysses, how.ring, token, how.way, how.window
+    most = backward_bytes(*of)
+    made = _forward(tape, how, lse, out, how.tokens * forward_bytes(*of))
     saved = [*made]
     tensors = [*qkv]
 
@@ -127,14 +135,16 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     return tape.record(qkv, (out,), backward, saves=True, made=made[1:])[0]
 
 
-def _forward(tape: Tape, how: Sharing, lse: float, out: float, pair: float) -> list[Storage]:
-    """Return the log-sum-exp and the output."""
+def _forward(tape: Tape, how: Sharing, lse: float, out: float, coming: float) -> list[Storage]:
+    """Return the log-sum-exp and the output. coming: the bytes of keys and values on their way."""
     large = out * 4 / how.element
     sums = tape.new(lse)
     if how.ring > 1:
-        hands = tape.new(pair), tape.new(pair)
-        found = tape.new(large)
+        hands = tape.new(coming)
+        found = tape.new(out)
         part = tape.new(out), tape.new(lse)
+        if large > out:
+            found = tape.new(large)
         del part, hands
     else:
         sums, found = tape.new(lse), tape.new(out)

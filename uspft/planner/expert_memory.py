@@ -52,7 +52,10 @@ def routed(
     index, scores = _chosen(tape, logits, of)
     names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     into, out = map(trains, names)
-    run = lambda parts: _experts(tape, parts, of, into, out)  # noqa: E731
+
+    def run(parts: Sequence[Tensor]) -> Tensor:
+        return _experts(tape, parts, of, into, out)
+
     if tile and tile < of.tokens:
         share, wide = tile / of.tokens, WIDE / of.element
         return tiled(tape, [x, index, scores], run, share, wide, trains=into or out)
@@ -97,7 +100,13 @@ def _taken(tape: Tape, x: Tensor, size: float, index: object) -> Tensor:
     before = x.size
 
     def backward() -> RunBackward:
-        return lambda grads, index=index: [tape.new(before)]  # type: ignore[misc]
+        def run(grads: GradientStorages, index: object = index) -> GradientStorages:
+            zeros = tape.new(before)
+            found = tape.new(before)
+            del zeros
+            return [found]
+
+        return run
 
     return tape.record((x,), (size,), backward, saves=True)[0]
 

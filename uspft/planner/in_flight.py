@@ -7,7 +7,7 @@ in the order in which an algorithm deals tokens out, on a tape. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -82,21 +82,47 @@ def backward_bytes(
     of the output; 0 where a rank's tokens are one block, whose gradients are all there is."""
     if ring == 1 and window is None:
         return token.query + token.pair + token.of_sinks if token.sinks else 0.0
+
+    def walk(tape: Tape, share: Share) -> float:
+        if way.stages is None or ring == 1:
+            _ring(tape, share, token)
+        else:
+            _exchange(tape, share, _exchange_of(share, way, window), token)
+        return tape.most
+
+    return _of_a_token(ulysses, ring, window, walk)
+
+
+@lru_cache(maxsize=256)
+def forward_bytes(
+    ulysses: int, ring: int, token: BytesPerToken, way: KeyTransfer, window: Window | None
+) -> float:
+    """Return the most bytes of keys and values on their way in the forward, for a token of the
+    fullest rank: those at hand and those that follow, or all that an exchange posts."""
+    if way.stages is None or ring == 1:
+        return 2 * token.pair if ring > 1 else 0.0
+
+    def walk(tape: Tape, share: Share) -> float:
+        under_way = _arriving(tape, _exchange_of(share, way, window), token)
+        found = tape.live
+        under_way.clear()
+        return found
+
+    return _of_a_token(ulysses, ring, window, walk)
+
+
+def _of_a_token(
+    ulysses: int, ring: int, window: Window | None, walk: Callable[[Tape, Share], float]
+) -> float:
+    """Return the most that a walk finds on any ring rank, for a token of the one with fewest."""
     shares = _shares(ulysses, ring, window)
-    found = [_walked(share, token, way, tiny=window is None) for share in shares]
+    found = [walk(Tape(), share) for share in shares]
     return max(found) / min(share.holdings[share.ring_index].tokens for share in shares)
 
 
-def _walked(share: Share, token: BytesPerToken, way: KeyTransfer, *, tiny: bool) -> float:
-    """tiny: whether the row stands for a longer one."""
-    tape = Tape()
-    if way.stages is None or share.ring == 1:
-        _ring(tape, share, token)
-    else:
-        least = None if way.stages else 1 if tiny else PIECE_TOKENS
-        exchange = Exchange(share, way.stages, trimmed=way.trimmed, keep=False, least=least)
-        _exchange(tape, share, exchange, token)
-    return tape.most
+def _exchange_of(share: Share, way: KeyTransfer, window: Window | None) -> Exchange:
+    least = None if way.stages else 1 if window is None else PIECE_TOKENS
+    return Exchange(share, way.stages, trimmed=way.trimmed, keep=False, least=least)
 
 
 class _Found(NamedTuple):
@@ -229,12 +255,14 @@ def _end(tape: Tape, own: _Sum, dq: _Sum, of_sinks: float) -> None:
     del keys, queries
 
 
-def _exchange(tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken) -> None:
-    tokens = share.holdings[share.ring_index].tokens
-    dq = _Sum(tape, tokens, token.query, token.wide)
-    own = _Sum(tape, tokens, token.pair, token.wide)
+Parcels = dict[object, list[tuple[Storage, Storage]]]
+"""By the leg of an exchange: what leaves, and what arrives."""
+
+
+def _arriving(tape: Tape, exchange: Exchange, token: BytesPerToken) -> Parcels:
+    """Return what is under way once all transfers are posted."""
     copies: dict[object, Storage] = {}
-    parcels: dict[object, list[tuple[Storage, Storage]]] = {}
+    parcels: Parcels = {}
     for arrival in exchange.arrivals:
         parcels[arrival.leg] = []
         for distance, size in zip(arrival.leg.distances, arrival.sizes, strict=True):
@@ -244,7 +272,14 @@ def _exchange(tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken
                 copies[cuts] = tape.new(token.pair * tokens_in(cuts))
                 del pair
             parcels[arrival.leg].append((copies[cuts], tape.new(token.pair * size)))
-    copies.clear()
+    return parcels
+
+
+def _exchange(tape: Tape, share: Share, exchange: Exchange, token: BytesPerToken) -> None:
+    tokens = share.holdings[share.ring_index].tokens
+    dq = _Sum(tape, tokens, token.query, token.wide)
+    own = _Sum(tape, tokens, token.pair, token.wide)
+    parcels = _arriving(tape, exchange, token)
     queries, keys = _kernel(tape, exchange.blocks_here, tokens, tokens, token)
     dq.add(queries)
     own.add(keys)

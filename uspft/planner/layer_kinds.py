@@ -9,6 +9,7 @@ from typing import NamedTuple
 from uspft.families import ModelShape
 from uspft.planner.operations import (
     WIDE,
+    Angles,
     turned_by_halves,
     turned_in_part,
     turned_plainly,
@@ -26,15 +27,20 @@ class Norms(NamedTuple):
     behind_mlp: str = ""
 
 
+_FRONT = Norms()
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """How a layer differs from LLaMA's."""
 
-    norms: Norms = Norms()
+    norms: Norms = _FRONT
     wide_norms: bool = False
     """Whether norms multiply by their weight in float32."""
-    turned: Callable[[Tape, Tensor, float], Tensor] | None = turned_plainly
+    turned: Callable[[Tape, Tensor, Angles], Tensor] | None = turned_plainly
     """What brings queries and keys into their positions; None: they have none."""
+    turned_share: float = 1.0
+    """The share of a head that is turned."""
     normed_heads: bool = False
     """Whether queries and keys are normed, a head at a time."""
     normed_together: bool = False
@@ -42,7 +48,7 @@ class LayerKind:
     fused: bool = False
     """Whether queries, keys and values are one projection, and gate and up another."""
     scaled: bool = False
-    """Whether what a block adds is multiplied by a number."""
+    """Whether what a block adds is multiplied by a number, and so is what the first layer takes."""
     qkv_bias: bool = False
     """Whether projections of queries, keys and values have one."""
     router: str = ""
@@ -60,9 +66,11 @@ class LayerKind:
 
     def angle_bytes(self, dim: int, element: int) -> float:
         """Return the bytes of the cosines and sines of a token."""
-        return self.angles * dim * (WIDE if self.turned is turned_wide else element)
+        size = WIDE if self.turned is turned_wide else element
+        return self.angles * self.turned_share * dim * size
 
 
+LLAMA = LayerKind()
 _GEMMA = Norms(
     "input_layernorm",
     "post_attention_layernorm",
@@ -72,10 +80,10 @@ _GEMMA = Norms(
 _BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 LAYER_KINDS: dict[str, LayerKind] = {
-    "llama": LayerKind(),
-    "mistral": LayerKind(),
-    "smollm3": LayerKind(),
-    "qwen2": LayerKind(),
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "smollm3": LLAMA,
+    "qwen2": LLAMA,
     "qwen3": LayerKind(normed_heads=True),
     "granite": LayerKind(scaled=True),
     "phi3": LayerKind(fused=True, turned=turned_in_part),
@@ -98,11 +106,15 @@ LAYER_KINDS: dict[str, LayerKind] = {
 
 def layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
     """Return the kind of each layer of a model."""
-    kind = LAYER_KINDS.get(shape.model_type, LayerKind())
-    kind = replace(kind, qkv_bias=shape.attention_bias)
+    raw = {**shape.raw, **(shape.rope or {})}
+    kind = replace(
+        LAYER_KINDS[shape.model_type],
+        qkv_bias=shape.attention_bias,
+        turned_share=float(raw.get("partial_rotary_factor", 1.0)),
+    )
     if shape.model_type != "smollm3":
         return (kind,) * shape.layers
-    every = shape.raw.get("no_rope_layer_interval", 4)
+    every = raw.get("no_rope_layer_interval", 4)
     usual = [(number + 1) % every != 0 for number in range(shape.layers)]
-    turned = shape.raw.get("no_rope_layers") or usual
+    turned = raw.get("no_rope_layers") or usual
     return tuple(kind if there else replace(kind, turned=None) for there in turned)

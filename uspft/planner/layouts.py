@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.config import Finding, ParallelBlock
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, Splits, row_of
+from uspft.config.pipeline_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike, each_alone
 from uspft.layout import Layout, layout_of
 from uspft.planner.ways import Space, Way, ways
@@ -51,8 +52,11 @@ class Candidate:
         tensor = f", tensor {self.layout.tensor}{tokens}" if self.layout.tensor > 1 else ""
         if self.parallel.on_a_mesh:
             tensor = f", mesh {self.layout.mesh_rows} × {self.layout.mesh_columns}"
+        virtual = self.parallel.pp_interleave_num
+        ways = f" × {virtual}" if virtual > 1 else ""
+        stages = f", stages {self.layout.pipeline}{ways}" if self.layout.pipeline > 1 else ""
         data = f", data {self.layout.data}" if self.layout.data > 1 else ""
-        return " ".join(parts) + tensor + data
+        return " ".join(parts) + tensor + stages + data
 
 
 def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate]:
@@ -65,13 +69,16 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
     space = Space(meshes=own.on_a_mesh)
     blocks = [_block(own, way) for way in ways(ranks, space, lambda _: None).legal]
     left = ranks // own.model_parallel
-    first = own if own.row_ranks > 1 else _whole(own, left)
-    if own.strategies:
+    first = own if own.row_ranks > 1 or own.pipeline_stage > 1 else _whole(own, left)
+    if not own.strategies:
+        blocks += _staged(own, ranks, space)
+    else:
         first, blocks = own, [alike(block) for block in [first, *blocks]]
     found: dict[tuple[object, ...], Candidate] = {}
     for block in [first, *blocks]:
         layout = _layout(block)
-        how = block.context_parallel_algo, layout.ulysses, layout.ring, *_tensor(block)
+        stages = layout.pipeline, block.pp_interleave_num
+        how = block.context_parallel_algo, layout.ulysses, layout.ring, *_tensor(block), *stages
         key = (*how, block is own and alike(own) != own)
         if key not in found:
             wrong = _problems(recipe, block, problems)
@@ -108,6 +115,7 @@ def _familiarity(one: Candidate, kept: Sequence[Candidate]) -> int:
             each.layout.context,
             each.layout.ulysses,
             _tensor(each.parallel),
+            (each.layout.pipeline, each.parallel.pp_interleave_num),
         )
         for each in (one, *kept)
     ]
@@ -141,7 +149,26 @@ def _block(own: ParallelBlock, way: Way) -> ParallelBlock:
     if not way.layout.is_mesh:
         in_one = next(name for name, row in TENSOR.items() if row.splits is Splits.MATRICES)
         update |= {"tensor_parallel_algo": in_one, **dict.fromkeys(MESH_OPTIONS)}
-    return own.model_copy(update={**update, **_options(own, update["context_parallel_algo"])})
+    options = _options(own, update["context_parallel_algo"])
+    return own.model_copy(update={**WITHOUT_STAGES, **update, **options})
+
+
+def _staged(own: ParallelBlock, ranks: int, space: Space) -> Iterator[ParallelBlock]:
+    """Yield the blocks of several stages, each of which splits rows and matrices in every way; rows
+    that are whole go through virtual stages too."""
+    for stages in range(2, ranks + 1):
+        within = ways(ranks // stages, space, lambda _: None).legal if not ranks % stages else []
+        for way in within:
+            whole = way.layout.tensor == way.layout.context == 1
+            for virtual in (1, 2) if whole else (1,):
+                several = {
+                    "pipeline_stage": stages,
+                    "pp_interleave_num": virtual,
+                    "pipeline_interleave": virtual > 1,
+                    "pipeline_scheduler": own.pipeline_scheduler or "1f1b",
+                    "micro_batch_num": AUTO,
+                }
+                yield _block(own, way).model_copy(update=several)
 
 
 def _whole(own: ParallelBlock, data: int) -> ParallelBlock:

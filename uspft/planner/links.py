@@ -16,6 +16,8 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 COLLECTIVES: tuple[Collective, ...] = (
     *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"),
 )
+SUMS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+"""Those whose rate across hosts depends on how many members of a group a host has."""
 
 LAUNCH_SECONDS, HOP_SECONDS = 15e-6, 1.5e-6
 """What stands for a link of which a file says neither: 16 GPUs of two hosts take 46 µs for 8 bytes
@@ -65,6 +67,9 @@ class Link(RecipeBlock):
     """Bytes that a rank sends in a second, in one direction."""
     by_ranks: _RatesOrNone = None
     """The same for groups of so many ranks, a host's groups all at once; null: one rate for all."""
+    host_by_members: _RatesOrNone = None
+    """Bytes that a host sends to others in a second in all-gathers and sums, by how many members of
+    a group it has, all its groups at once; null: as `host_bytes_per_second` says."""
 
     def rate(self, ranks: int) -> float:
         """Return the bytes per second of a rank in a group of so many."""
@@ -89,9 +94,6 @@ class Links(Link):
 
     host_bytes_per_second: _RateOrNone = None
     """Bytes that all ranks of a host together send to others; null: each has a card of its own."""
-    host_by_members: _RatesOrNone = None
-    """The same of all-gathers and sums, by how many members of a group a host has, all its groups
-    at once; null: as `host_bytes_per_second` says."""
     all_gather: _LinkOrNone = None
     reduce_scatter: _LinkOrNone = None
     all_reduce: _LinkOrNone = None
@@ -103,3 +105,9 @@ class Links(Link):
         """Return the line of a collective: its own, or else that of all."""
         own: Link | None = getattr(self, kind)
         return own or self
+
+    def of_host(self, kind: Collective, members: int) -> float | None:
+        """Return the bytes per second of a host that has so many members of each group, where they
+        are known."""
+        known = self.link(kind).host_by_members or self.host_by_members
+        return rate_of(known, members) if known else None

@@ -8,6 +8,7 @@ equal shares of all ranks that send at the same time.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from uspft.config.fields import Count, RecipeBlock, TextOrNone, block, findings_
 from uspft.config.problems import Fault, Origins, Problem, RecipeError, fault
 from uspft.config.yaml.document import bare, parse, places
 from uspft.planner.flops import PEAK_BF16
-from uspft.planner.links import Collective, Link, Links, rate_of
+from uspft.planner.links import Collective, Link, Links
 from uspft.planner.spread import Spread
 
 _is = PlainValidator
@@ -70,6 +71,24 @@ class AttentionSpeed(RecipeBlock):
     """Seconds of a call that sees nothing."""
 
 
+FIGURES = ("memory", "products", "attention", "inside", "between", "hide")
+"""The figures of a file that `calibrate` measures, by their keys."""
+CALIBRATED_ERROR, SHIPPED_ERROR = 0.05, 0.12
+"""How far the price of one layout may be off beside that of another: by figures that were measured
+where it runs, and by published ones."""
+
+
+class Measured(RecipeBlock):
+    """The block says what `calibrate` measured of a file, when, and with which versions."""
+
+    date: Annotated[str, _is(text("a date, as 2026-11-25"))]
+    """The day on which it was measured, in UTC."""
+    versions: Annotated[str, _is(text("names and versions"))]
+    """The programs that took part, with their versions."""
+    figures: Annotated[tuple[str, ...], _is(each(choice(*FIGURES), "a list of figures"))]
+    """The keys of the file that were measured; the others stand in from another file."""
+
+
 class Hardware(RecipeBlock):
     """One kind of cluster, as a file describes it; every figure has its source there."""
 
@@ -82,6 +101,8 @@ class Hardware(RecipeBlock):
     """FLOP/s of matrix products where no table has them: of a CPU, the most that was measured."""
     kernel: TextOrNone = None
     """The attention kernel that was measured, where the file comes from `calibrate`."""
+    measured: Annotated[Measured | None, _is(block(Measured, also=_NONE))] = None
+    """What was measured where it stands; null: nothing was, as in the files that are shipped."""
     ranks_per_host: Count
     """Ranks of a host that compute at once: its GPUs; of CPUs, as many as were measured."""
     memory: Annotated[MemorySpeed, _is(block(MemorySpeed))]
@@ -95,10 +116,17 @@ class Hardware(RecipeBlock):
     """The share of what keys' transfers and attention could do at the same time in which they do;
     where a file says none, half: published runs show from a quarter to two thirds."""
 
-    @property
-    def calibrated(self) -> bool:
-        """Whether its figures were measured where it stands."""
-        return self.kernel is not None
+    def missing(self, ranks: int) -> list[str]:
+        """Return the figures that decide the price of so many ranks and were not measured."""
+        unused = {"inside"} if self.ranks_per_host == 1 or ranks == 1 else set()
+        unused |= {"between"} if ranks <= self.ranks_per_host else set()
+        unused |= {"hide"} if ranks == 1 else set()
+        known = self.measured.figures if self.measured else ()
+        return [name for name in FIGURES if name not in {*known, *unused}]
+
+    def error(self, ranks: int) -> float:
+        """Return how far the prices of two layouts of so many ranks may be off, as a share."""
+        return SHIPPED_ERROR if self.missing(ranks) else CALIBRATED_ERROR
 
     @property
     def peak(self) -> float:
@@ -114,8 +142,7 @@ class Hardware(RecipeBlock):
         it is added to a sum in float32, which is read too.
         """
         flops = 2.0 * m * k * n / (self.products.share * self.peak)
-        result_bytes = 2 * _SUM_BYTES if added else element_bytes
-        moved = self.memory_seconds(element_bytes * (m * k + k * n) + result_bytes * m * n)
+        moved = self.memory_seconds(product_bytes(m, k, n, element_bytes, added=added))
         return self.products.launch_seconds + max(flops, moved)
 
     def attention_seconds(
@@ -206,13 +233,17 @@ class Hardware(RecipeBlock):
         """Return the bytes per second of a collective's ring.
 
         It has a channel through the card of each member of a host (NCCL); with one card a host
-        (gloo) all share that.
+        (gloo) all share that. What is known of a host with all its groups at work is divided by the
+        groups that are, and no member sends more than it does alone.
         """
         inside = self.inside.link(kind).rate(min(spread.ranks, spread.per_host))
         if not spread.spans_hosts:
             return inside
-        if (known := self.between.host_by_members) is not None:
-            return min(inside, rate_of(known, spread.per_host) / spread.groups)
+        if spread.per_host == 1:  # then none of it passes inside a host
+            inside = math.inf
+        if known := self.between.of_host(kind, spread.per_host):
+            alone = self.between.link(kind).bytes_per_second
+            return min(inside, known / spread.groups, spread.per_host * alone)
         senders = spread.per_host * spread.groups
         return min(inside, spread.per_host * self._across(kind, senders))
 
@@ -252,6 +283,13 @@ class Hardware(RecipeBlock):
         parts = {name: divided(getattr(self, name)) for name in ("memory", "attention", "inside")}
         products = self.products.model_copy(update={"share": self.products.share / crowd})
         return self.model_copy(update={**parts, "products": products, "ranks_per_host": ranks})
+
+
+def product_bytes(m: float, k: float, n: float, element_bytes: int, *, added: bool) -> float:
+    """Return the bytes that a product [m, k] × [k, n] reads and writes: both matrices and the
+    result, once each, or the sum in float32 that it is added to."""
+    result_bytes = 2 * _SUM_BYTES if added else element_bytes
+    return element_bytes * (m * k + k * n) + result_bytes * m * n
 
 
 def read_hardware(file: Path) -> Hardware:

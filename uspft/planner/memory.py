@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.families import FAMILIES
-from uspft.planner.activations import HeadSizes, LayerSizes, head_bytes, layer_bytes
+from uspft.planner.activations import HeadSizes, LayerBytes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.expert_memory import Experts
 from uspft.planner.in_flight import RING, KeyTransfer, Window
-from uspft.planner.layer_kinds import LAYER_KINDS, LayerKind, layer_kinds
+from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
+from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.state import State, Zero, state_of
 from uspft.planner.trained import (
@@ -66,6 +67,8 @@ class Options:
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
+    in_part: bool = False
+    """Whether only some layers are checkpointed."""
     recompute: str = "nothing"
     offload_activations: bool = False
     loss_tile: int | None = 1024
@@ -139,7 +142,8 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
         gradient_reduction=memory.gradient_reduction,
-        checkpointing=memory.gradient_checkpointing,
+        checkpointing=bool(memory.gradient_checkpointing),
+        in_part=not isinstance(memory.gradient_checkpointing, bool),
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
@@ -195,9 +199,17 @@ def unpredicted(
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
         f"layers of {shape.model_type}": shape.model_type not in LAYER_KINDS,
+        "layers without experts beside others": _mixed(shape),
+        "some layers checkpointed": options.in_part,
         "stages of layers": layout.pipeline > 1,
     }
     return tuple(what for what, here in found.items() if here)
+
+
+def _mixed(shape: ModelShape) -> bool:
+    """Tell whether only some layers of a model have experts."""
+    raw = shape.raw
+    return bool(raw.get("mlp_only_layers")) or raw.get("decoder_sparse_step", 1) != 1
 
 
 def activations_in(
@@ -211,8 +223,11 @@ def activations_in(
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
     reached, each = outside[EMBEDDING] or options.checkpointing, []
+    known: dict[tuple[int, bool], LayerBytes] = {}
     for sizes in kinds:
-        each.append(layer_bytes(sizes, reached=reached))
+        key = id(sizes), reached
+        known[key] = known.get(key) or layer_bytes(sizes, reached=reached)
+        each.append(known[key])
         reached = reached or bool(sizes.trained or sizes.adapted)
     head = HeadSizes(
         kinds[-1],
@@ -224,59 +239,67 @@ def activations_in(
     )
     loss = head_bytes(head, reached=reached)
     tokens = kinds[0].sharing.tokens
-    angles = max(one.kind.angle_bytes(shape.head_dim, options.element) for one in kinds)
+    angles = kinds[0].kind.angle_bytes(shape.head_dim, options.element)
     batch = tokens * (BATCH_BYTES + angles)
     offloads = kinds[0].offloads
     # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
-    leaf = options.checkpointing and not outside[EMBEDDING] and (kinds[0].tensor > 1 or offloads)
+    copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
+    leaf = options.checkpointing and not outside[EMBEDDING] and copied
     embedded = kinds[0].inside_bytes() if leaf else 0.0
-    waiting = (0.0 if offloads else one.kept for one in each)
+    routers = [_router_bytes(shape, kinds[0])] * shape.layers
+    waiting = (
+        (0.0 if offloads else one.kept) + own for one, own in zip(each, routers, strict=True)
+    )
     below = [*accumulate(waiting, initial=embedded)]
-    peaks = [(kept + one.most, kept) for kept, one in zip(below, each, strict=False)]
-    peaks.append((below[-1] + loss, below[-1]))
+    peaks = [
+        (kept + own + one.most, kept) for kept, own, one in zip(below, routers, each, strict=False)
+    ]
+    peaks.append((below[-1] + max(loss, _balance_bytes(head, routers)), below[-1]))
     peak, kept = max(peaks)
     parts = {"activations": kept, "at work": peak - kept, "batch": float(batch)}
     return parts, sum(one.kept for one in each) if offloads else 0.0
 
 
+def _router_bytes(shape: ModelShape, sizes: LayerSizes) -> float:
+    """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
+    for; later their gradient's."""
+    of = sizes.experts
+    asked = of and _full(shape).get("output_router_logits", False)
+    return float(of.element * of.tokens * of.number) if of and asked else 0.0
+
+
+def _balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
+    """Return what is alive at the most while routers' loss is made (model/router.py), beside their
+    logits: the gradients that came with the loss, probabilities, and of a layer what they choose
+    and its logits in float32."""
+    s, (first, *_) = head.layer, [*filter(None, routers), 0.0]
+    wide = WIDE / s.element
+    gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
+    return (gradients + wide * (sum(routers) + 2 * first)) if first else 0.0
+
+
 def _layers(
     shape: ModelShape, layout: Layout, row_tokens: int, options: Options
 ) -> list[LayerSizes]:
-    """Return every layer as a rank has it."""
-    t, tokens = layout.mesh_columns, -(-options.micro_batch * row_tokens // layout.context)
-    heads, kv = (-(-each // t) for each in (shape.heads, shape.kv_heads))
-    windows = layer_windows(shape)
-    way = RING
-    if options.algorithm.all_at_once:
-        way = KeyTransfer(1, trimmed=False)
-    elif "exchange_stages" in options.algorithm.options:
-        way = KeyTransfer(options.exchange_stages)
-    experts = _experts(shape, tokens, options)
-    found = []
+    """Return every layer as a rank has it, those that are alike as one object."""
+    tokens = -(-options.micro_batch * row_tokens // layout.context)
+    experts, windows = _experts(shape, tokens, options), layer_windows(shape)
+    everywhere = len(set(windows)) == 1
     trains = trained_layers(shape, options.lora, options.freeze)
+    known: dict[tuple[int, int | None, int], LayerSizes] = {}
+    found = []
     for kind, window, trained in zip(layer_kinds(shape), windows, trains, strict=True):
-        seen = None
-        if window is not None and window < row_tokens:
-            seen = Window(window, row_tokens, everywhere=len(set(windows)) == 1)
-        sharing = Sharing(
-            options.element,
-            tokens,
-            heads,
-            kv,
-            shape.head_dim,
-            layout.ulysses,
-            layout.ring,
-            way,
-            seen,
-            kind.sinks,
-        )
-        found.append(
-            LayerSizes(
-                sharing,
+        key = id(kind), window, id(trained)
+        if key not in known:
+            seen = None
+            if window is not None and window < row_tokens:
+                seen = Window(window, row_tokens, everywhere)
+            known[key] = LayerSizes(
+                _sharing(shape, layout, tokens, options, seen, sinks=kind.sinks),
                 shape.hidden_size,
-                -(-shape.intermediate_size // t),
+                -(-shape.intermediate_size // layout.mesh_columns),
                 kind,
-                t,
+                layout.mesh_columns,
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
                 slices=options.slices,
@@ -289,8 +312,28 @@ def _layers(
                 recompute=options.recompute if options.checkpointing else None,
                 offloads=options.offload_activations and options.checkpointing,
             )
-        )
+        found.append(known[key])
     return found
+
+
+def _sharing(
+    shape: ModelShape,
+    layout: Layout,
+    tokens: int,
+    options: Options,
+    window: Window | None,
+    *,
+    sinks: bool,
+) -> Sharing:
+    """Return how ranks share a row's attention. tokens: of one of them."""
+    way = RING
+    if options.algorithm.all_at_once:
+        way = KeyTransfer(1, trimmed=False)
+    elif "exchange_stages" in options.algorithm.options:
+        way = KeyTransfer(options.exchange_stages)
+    heads, kv = (-(-each // layout.mesh_columns) for each in (shape.heads, shape.kv_heads))
+    degrees = layout.ulysses, layout.ring
+    return Sharing(options.element, tokens, heads, kv, shape.head_dim, *degrees, way, window, sinks)
 
 
 def _full(shape: ModelShape) -> dict[str, Any]:
@@ -300,7 +343,7 @@ def _full(shape: ModelShape) -> dict[str, Any]:
 
 def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
-    kind = LAYER_KINDS.get(shape.model_type, LayerKind())
+    kind = LAYER_KINDS[shape.model_type]
     down = layer_projections(shape)[-1]
     if not kind.router:
         return None

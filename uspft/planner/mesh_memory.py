@@ -55,8 +55,10 @@ def _weights_gathered(tape: Tape, of: MeshProduct, features: float, *, copied: b
     return along, _maybe(tape, of.rows > 1, of.slice(features))
 
 
-def _plus(tape: Tape, out: Storage | None, size: float) -> Storage:
-    """Return the sum of what slices have made, which each has made apart."""
+def _plus(tape: Tape, out: Storage | None, of: MeshProduct, size: float) -> Storage:
+    """Return the sum of what slices have made, which each makes apart where it is rounded."""
+    if out and of.element == WIDE:
+        return out
     made = tape.new(size)
     return out or made
 
@@ -72,10 +74,12 @@ def output_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
     for number in range(of.slices):
         here, ahead = ahead, start() if number + 1 < of.slices else ahead
         panels = _maybe(tape, of.columns > 1, of.panels)
-        out = _plus(tape, out, wide * of.tokens * features)
+        out = _plus(tape, out, of, wide * of.tokens * features)
         del panels
     assert out
-    return out if wide == of.element else tape.new(of.own(features))
+    made = out if wide == of.element else tape.new(of.own(features))
+    del here, ahead
+    return made
 
 
 def left_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
@@ -90,6 +94,7 @@ def left_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
         made = tape.new(of.panels) if of.columns > 1 else product
         del product
         leaving = made, _maybe(tape, of.columns > 1, of.panels / of.columns)
+    del here, leaving
     return out
 
 
@@ -103,7 +108,7 @@ def right_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
         if number + 1 < of.slices:
             ahead = _features_gathered(tape, of)
         leaving = _leaving(tape, of, features, wide)
-        del panels
+    del panels, ahead, leaving
     return out
 
 
@@ -133,11 +138,12 @@ def output_and_right_stationary(
         here, ahead = ahead, start() if number + 1 < of.slices else ahead
         panels = _maybe(tape, of.columns > 1, of.panels)
         made = tape.new(WIDE / of.element * of.slice(features))
-        out = _plus(tape, out, WIDE * of.tokens * features)
+        out = _plus(tape, out, of, WIDE * of.tokens * features)
         leaving = made, _maybe(tape, of.rows > 1, made.size / of.rows)
-        del panels
     assert out
-    return (out if of.element == WIDE else tape.new(of.own(features))), right
+    found = out if of.element == WIDE else tape.new(of.own(features))
+    del here, panels, leaving
+    return found, right
 
 
 def inward(

@@ -81,37 +81,64 @@ def flow_seconds(flow: Flow, one: Slice, slices: int, *, shared: bool = False) -
 class MeshProduct:
     """The projections of a layer that share what they gather, as one product.
 
-    Its sliced dimension is the hidden size in all three flows.
+    Its sliced dimension is the hidden size in all three flows, or where the weight is kept, the
+    tokens: then activations have their features over mesh rows and their tokens over mesh columns.
     """
 
     name: str
     kept: Stationary
     hidden: int
+    """The hidden size: of an input that is kept the outputs, else the inputs."""
     parts: tuple[ProductShape, ...]
+    gradient_bytes: int = GRADIENT_BYTES
+    """Of an element of a weight's gradient, which travels where the weight is not kept."""
+    gathers_once: bool = True
+    """Whether both gradients' flows share what they gather along mesh rows, where the input is
+    kept."""
 
     def features(self, columns: int) -> int:
         """Return the features beside the hidden ones that a mesh column holds."""
         every = [part.on(columns) for part in self.parts]
-        return sum(one.outputs if self.kept == "output" else one.inputs for one in every)
+        return sum(one.inputs if self.kept == "input" else one.outputs for one in every)
+
+    def sides(self, tokens: float, layout: Layout) -> tuple[float, float, float]:
+        """Return the sizes that decide its flows: what a mesh row has of one matrix that travels,
+        the sliced dimension, and what a mesh column has of the other.
+
+        tokens: those of a mesh row.
+        """
+        features = self.features(layout.mesh_columns)
+        if self.kept == "weight":
+            return self.hidden / layout.mesh_rows, tokens * layout.mesh_rows, features
+        return tokens, self.hidden, features
 
     def times(
         self, tokens: float, slices: int, layout: Layout, hardware: Hardware, element_bytes: int
     ) -> list[FlowTime]:
         """Return the times of its flows: forward, of the input's gradient, of the weight's.
 
-        tokens: those of a mesh row. Where the input is kept, both gradients' flows share what they
-        gather along mesh rows, which counts once.
+        tokens: those of a mesh row. What flows share counts once. Each of several slices is cut
+        out of what a rank holds, or put in its place there, by a copy.
         """
         in_row = Spread.of(layout, ("mesh_columns",), hardware.ranks_per_host)
         in_column = Spread.of(layout, ("mesh_rows",), hardware.ranks_per_host)
         shared = in_row.spans_hosts == in_column.spans_hosts
-        hidden, features = self.hidden / slices, self.features(layout.mesh_columns)
+        down, sliced, across = self.sides(tokens, layout)
+        sliced /= slices
         found = []
         for flow in FLOWS[self.kept]:
-            scattered = GRADIENT_BYTES if flow == "right" else element_bytes
-            row_bytes, column_bytes = element_bytes * tokens * hidden, scattered * hidden * features
-            there = self.kept == "input" and flow == "right"
-            row_bytes = 0.0 if there else row_bytes
+            is_gradient = flow == "right" and self.kept != "weight"
+            there = self.gathers_once and self.kept == "input" and flow == "right"
+            row_bytes = 0.0 if there else element_bytes * down * sliced
+            column_bytes = (self.gradient_bytes if is_gradient else element_bytes) * sliced * across
+            computed = hardware.product_seconds(
+                *flow_sides(flow, down, sliced, across),
+                element_bytes,
+                added=flow == "output" and slices > 1,
+            )
+            if slices > 1:
+                copied = row_bytes / in_row.ranks + column_bytes / in_column.ranks
+                computed += hardware.memory_seconds(2 * copied)
             one = Slice(
                 0.0
                 if there
@@ -121,11 +148,7 @@ class MeshProduct:
                 hardware.collective_seconds(
                     "reduce_scatter" if flow == "right" else "all_gather", column_bytes, in_column
                 ),
-                hardware.product_seconds(
-                    *_sides(flow, tokens, hidden, features),
-                    element_bytes,
-                    added=flow == "output" and slices > 1,
-                ),
+                computed,
             )
             moved = slices * (one.along_row + one.along_column)
             both = flow_seconds(flow, one, slices, shared=shared)
@@ -133,11 +156,16 @@ class MeshProduct:
             found.append(FlowTime(moved, slices * one.product, both, slices * crosses))
         return found
 
-    def legal_slices(self, rows: int, columns: int) -> list[int]:
-        """Return the numbers of slices that a mesh allows: S · rows and S · columns divide H."""
-        if self.hidden % rows or self.hidden % columns:
+    def legal_slices(self, rows: int, columns: int, tokens: int = 0) -> list[int]:
+        """Return the numbers of slices that a mesh allows: S · rows and S · columns divide the
+        sliced dimension.
+
+        tokens: those that the mesh holds together, where the weight is kept.
+        """
+        sliced = tokens if self.kept == "weight" else self.hidden
+        if sliced % rows or sliced % columns:
             return []
-        most = gcd(self.hidden // rows, self.hidden // columns)
+        most = gcd(sliced // rows, sliced // columns)
         return [slices for slices in range(1, most + 1) if most % slices == 0]
 
 
@@ -169,10 +197,10 @@ def why_not_kept(products: Sequence[MeshProduct], tokens: float) -> list[str]:
     return found
 
 
-def _sides(flow: Flow, tokens: float, hidden: float, features: float) -> tuple[float, float, float]:
+def flow_sides(flow: Flow, down: float, sliced: float, across: float) -> tuple[float, float, float]:
     """Return m, k, n of one slice's product [m, k] × [k, n]."""
     return {
-        "output": (tokens, hidden, features),
-        "left": (tokens, features, hidden),
-        "right": (hidden, tokens, features),
+        "output": (down, sliced, across),
+        "left": (down, across, sliced),
+        "right": (sliced, down, across),
     }[flow]

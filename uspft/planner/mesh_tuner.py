@@ -121,13 +121,7 @@ def _tuned(
 ) -> TunedMesh:
     slices = tuple(
         asked
-        or (
-            min(
-                _candidates(product, layout),
-                key=lambda count: product_part(step, product, count, layout, hardware).seconds,
-            )
-            for product in mesh_products(step.model)
-        )
+        or (best_slices(step, product, layout, hardware) for product in mesh_products(step.model))
     )
 
     def seconds(counts: tuple[int, ...]) -> float:
@@ -136,9 +130,16 @@ def _tuned(
     return TunedMesh(layout, slices, seconds(slices), seconds((1,) * len(slices)))
 
 
-def _candidates(product: MeshProduct, layout: Layout) -> list[int]:
-    legal = product.legal_slices(layout.mesh_rows, layout.mesh_columns)
-    return [count for count in legal if count == 1 or legal[-1] // count >= MIN_BLOCK]
+def best_slices(step: StepShape, product: MeshProduct, layout: Layout, hardware: Hardware) -> int:
+    """Return the number of slices of a product on a mesh of least predicted seconds, in blocks of
+    MIN_BLOCK at least; 0 where none divide."""
+    tokens = round(step.tokens(layout) * layout.mesh_rows)
+    legal = product.legal_slices(layout.mesh_rows, layout.mesh_columns, tokens)
+    return min(
+        (count for count in legal if count == 1 or legal[-1] // count >= MIN_BLOCK),
+        key=lambda count: product_part(step, product, count, layout, hardware).seconds,
+        default=0,
+    )
 
 
 def _name(shape: tuple[int, int]) -> str:

@@ -28,13 +28,18 @@ def multiplied(tape: Tape, a: Tensor, b: Tensor, size: float | None = None) -> T
     """Return a · b, where b may be broadcast over a. size: of the product, where b is in a wider
     type."""
     sizes, wanted = (a.size, b.size), (a.node, b.node)
-    held = (a.storage if b.node else None), (b.storage if a.node else None)
+    kept = [a.storage if b.node else None, b.storage if a.node else None]
     made = a.size if size is None else size
 
     def backward() -> RunBackward:
-        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
+        held = [*kept]
+        kept.clear()
+
+        def run(grads: GradientStorages) -> GradientStorages:
             of_a = tape.new(made) if wanted[0] else None
             of_b = tape.new(made) if wanted[1] else None
+            if tape.recomputed:
+                held.clear()
             if of_a and made > sizes[0]:
                 of_a = tape.new(sizes[0])
             if of_b and sizes[1] < made:
@@ -163,23 +168,33 @@ def turned(tape: Tape, x: Tensor, size: float | None = None) -> Tensor:
     return added(tape, straight, multiplied(tape, _half_turned(tape, x), ANGLES, size))
 
 
-def turned_plainly(tape: Tape, x: Tensor, wide: float) -> Tensor:
-    """Return what is turned in its own type. wide: how much larger float32 is, here and below."""
+class Angles(NamedTuple):
+    """What brings queries and keys into their positions, as a batch has it."""
+
+    wide: float
+    """How much larger float32 is than their own type."""
+    share: float = 1.0
+    """The share of a head that is turned."""
+
+
+def turned_plainly(tape: Tape, x: Tensor, by: Angles) -> Tensor:
+    """Return what is turned in its own type."""
     return turned(tape, x)
 
 
-def turned_wide(tape: Tape, x: Tensor, wide: float) -> Tensor:
+def turned_wide(tape: Tape, x: Tensor, by: Angles) -> Tensor:
     """Return what is turned by angles in float32, in its own type (OLMo 2)."""
-    return _as(tape, turned(tape, x, wide * x.size), x.size)
+    return _as(tape, turned(tape, x, by.wide * x.size), x.size)
 
 
-def turned_in_part(tape: Tape, x: Tensor, wide: float) -> Tensor:
+def turned_in_part(tape: Tape, x: Tensor, by: Angles) -> Tensor:
     """Return what is turned as a part that is set before the rest again (Phi-3)."""
-    part, rest = sliced(tape, x, x.size), sliced(tape, x, 0.0)
+    part = sliced(tape, x, by.share * x.size)
+    rest = sliced(tape, x, x.size - part.size)
     return joined(tape, [turned(tape, part), rest])
 
 
-def turned_by_halves(tape: Tape, x: Tensor, wide: float) -> Tensor:
+def turned_by_halves(tape: Tape, x: Tensor, by: Angles) -> Tensor:
     """Return both halves of a head, each turned with the other, one behind the other (gpt-oss)."""
     first, second = halves(tape, x)
     a = _subtracted(tape, multiplied(tape, first, ANGLES), multiplied(tape, second, ANGLES))

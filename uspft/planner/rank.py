@@ -27,9 +27,6 @@ from uspft.planner.mesh_tuner import tune
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 
-TIE = {True: 1.05, False: 1.12}
-"""Times the seconds of the first layout below which another is as fast, by whether the machine was
-calibrated: so far may the price be off between two layouts."""
 PLAIN = Options()
 SAID = 3
 """Parts that are named when a layout loses to the first."""
@@ -108,7 +105,7 @@ class Ranking:
         if not self.layouts:
             return set()
         first = self.layouts[0]
-        most = TIE[hardware.calibrated] * first.seconds
+        most = (1 + hardware.error(first.layout.ranks)) * first.seconds
         return {one.name for one in self.layouts if one.seconds <= most and one.room == first.room}
 
 

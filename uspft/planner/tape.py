@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from sys import getrefcount
 
 
 class Storage:
@@ -75,6 +74,9 @@ class Tape:
 
     def __init__(self) -> None:
         self.live = self.most = 0.0
+        self.recomputed = False
+        """Whether what a backward needs has been made again, and is let go of as soon as it is
+        used."""
         self._numbers = 0
         self._keeps = self._grows = True
         self._saves, self._last_save = 0, -1
@@ -177,7 +179,9 @@ class Tape:
             pending.waits(nodes[number + again], gradients)
             del gradients
         del out, nodes
+        self.recomputed = True
         pending.run()
+        self.recomputed = False
 
     @contextmanager
     def no_gradient(self) -> Iterator[None]:
@@ -194,14 +198,14 @@ class Tape:
 
         collects: whether the gradients of its parameters stay, at what is yielded.
         """
-        before = self._keeps, self._saves, self._last_save, self._parameters
-        self._keeps, self._last_save = True, -1
+        before = self._keeps, self._saves, self._last_save, self._parameters, self.recomputed
+        self._keeps, self._last_save, self.recomputed = True, -1, False
         found: list[TapeNode] = []
         self._parameters = found if collects else None
         try:
             yield found
         finally:
-            self._keeps, self._saves, self._last_save, self._parameters = before
+            self._keeps, self._saves, self._last_save, self._parameters, self.recomputed = before
 
     def backward(self, made: Tensor, gradient: Storage) -> None:
         """Run the backward of all that led to a tensor, and leave gradients at the leaves."""
@@ -225,15 +229,12 @@ class _Pending:
         heapq.heappush(self._ready, node)
 
     def arrives(self, node: TapeNode, slot: int, gradient: Storage) -> None:
-        """Hand a gradient to an operation; a sum takes the place of two, in the memory of the
-        first where nothing else holds that."""
+        """Hand a gradient to an operation; a sum takes the place of two. (Without anybody to count
+        it torch may sum in the memory of the first.)"""
         if node not in self._waiting:
             self.waits(node, [None] * node.outputs)
         here = self._waiting[node]
-        if here[slot] is None:
-            here[slot] = gradient
-        elif getrefcount(here[slot]) > 2:  # the list, and the argument
-            here[slot] = self._tape.new(gradient.size)
+        here[slot] = gradient if here[slot] is None else self._tape.new(gradient.size)
 
     def left(self) -> list[tuple[int, GradientStorages]]:
         """Return what still waits, by the numbers of operations."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from uspft.families import ModelShape
-from uspft.planner.layer_kinds import LAYER_KINDS, LayerKind
+from uspft.planner.layer_kinds import LAYER_KINDS
 from uspft.planner.products import ProductShape, head_projection, layer_projections
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Trained:
 
 def layer_modules(shape: ModelShape) -> dict[str, ProductShape]:
     """Return the modules of a layer that have weights, by name, each with its matrix."""
-    kind = LAYER_KINDS.get(shape.model_type, LayerKind())
+    kind = LAYER_KINDS[shape.model_type]
     query, key, value, out, *router, gate, up, down = layer_projections(shape)
     found = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
     if kind.fused:
@@ -90,13 +91,14 @@ def trained_layers(
 def _trained(
     layers: int, names: tuple[str, ...], lora: Lora | None, freeze: tuple[str, ...]
 ) -> tuple[Trained, ...]:
-    found = []
+    found: list[Trained] = []
     for number in range(layers):
         at = f"model.layers.{number}"
         weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
         adapted = [n for n in names if lora and lora.adapts(n)]
         adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
-        found.append(Trained(frozenset(weights), frozenset(adapted)))
+        one = Trained(frozenset(weights), frozenset(adapted))
+        found.append(found[-1] if found and found[-1] == one else one)
     return tuple(found)
 
 
@@ -149,16 +151,18 @@ def counts_of(
         if lora
         else {}
     )
-    layers = trained_layers(shape, lora, freeze)
-    trained = sum(sum(modules[name].parameters for name in one.weights) for one in layers)
-    trained += sum(sum(adapter[name] for name in one.adapters) for one in layers)
+    layers = Counter(trained_layers(shape, lora, freeze))
+    trained = 0
+    for one, number in layers.items():
+        trained += number * sum(modules[name].parameters for name in one.weights)
+        trained += number * sum(adapter[name] for name in one.adapters)
     trained += outside[LAST_NORM] * shape.hidden_size
     tables = [outside[EMBEDDING]] if shape.tied else [outside[EMBEDDING], outside[HEAD]]
     trained += sum(tables) * head
     adapters = sum(size for name, size in adapter.items() if lora and lora.adapts(name))
     every = (1 if shape.tied else 2) * head + shape.hidden_size
     every += shape.layers * (of_layer + adapters)
-    sizes = [modules[name].parameters for one in set(layers) for name in one.weights]
-    sizes += [adapter[name] for one in set(layers) for name in one.adapters]
+    sizes = [modules[name].parameters for one in layers for name in one.weights]
+    sizes += [adapter[name] for one in layers for name in one.adapters]
     sizes += [head] * any(tables)
     return ParameterCounts(every, trained, max(sizes, default=0), of_layer + adapters, head)

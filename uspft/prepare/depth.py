@@ -127,13 +127,15 @@ def fitting_depth(sizes: Sizes, memory: int) -> int:
 
 
 def with_depth(recipe: Recipe, depth: int) -> Recipe:
-    """Return the recipe with only the first `depth` layers of its model."""
+    """Return the recipe with only the first `depth` layers of its model, dealt out anew."""
     overrides = {**recipe.model.overrides, "num_hidden_layers": depth}
     for key in ("layer_types", "no_rope_layers"):
         if overrides.get(key):
             overrides[key] = list(overrides[key])[:depth]
     model = recipe.model.model_copy(update={"overrides": overrides})
-    return recipe.model_copy(update={"model": model})
+    dealt = {"layers_per_stage": None, "offset": None}
+    parallel = recipe.parallel_config.model_copy(update=dealt)
+    return recipe.model_copy(update={"model": model, "parallel_config": parallel})
 
 
 def memory_here(recipe: Recipe) -> int:

@@ -24,6 +24,7 @@ from uspft.prepare.layout_findings import host_findings, run_findings
 from uspft.prepare.memory_need import exchange_findings, memory_sentence, memory_unknown
 from uspft.prepare.new_tokens import shape_of
 from uspft.prepare.paths import find_paths
+from uspft.prepare.pipelines import stages_sentence
 from uspft.prepare.resolve import choice, ranks_of, resolve, tuning
 from uspft.prepare.step import slices_of
 
@@ -148,7 +149,8 @@ class Examined:
     @property
     def settled(self) -> list[str]:
         """How the run is split, by which hardware file, and why; a line each, for a person."""
-        found = [f"layout: {self.sentence}"]
+        found, stages = [f"layout: {self.sentence}"], stages_sentence(self.recipe, self.layout)
+        found += [f"stages: {how}" for how in [stages] if how]
         found += [f"strategies: {why}" for why in [self.why_strategies] if why]
         found += [f"strategy: {line}" for line in self.strategies]
         found += [f"algorithm: {why}" for why in [self.why] if why]

@@ -8,6 +8,7 @@ from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape
 from uspft.layout import Layout, layout_of
 from uspft.prepare.memory_need import tile_findings
+from uspft.prepare.pipelines import stage_findings
 from uspft.sequence import Heads, of_recipe
 from uspft.tensor import tensor_algorithm
 
@@ -47,6 +48,7 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
     problems = of_recipe(recipe, layout).problems(recipe.data.sequence_length, wide)
+    problems = problems + stage_findings(recipe, layout, shape)
     return problems + _accumulation(recipe, layout)
 
 

@@ -3,12 +3,13 @@ the recipe can run in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
-from uspft.config import Fault, InputError, Recipe
+from uspft.config import Fault, Finding, InputError, Recipe
+from uspft.config.pipeline_rules import beside_stages
 from uspft.config.problems import COMMAND_LINE
 from uspft.job import Job
 from uspft.layout import Layout
@@ -20,10 +21,12 @@ from uspft.prepare.depth import fitting_depth, memory_here, sizes_of, why_not_pl
 from uspft.prepare.examine import Examined
 from uspft.prepare.gpus import require_here
 from uspft.prepare.invocation import Invocation
+from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import run_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
+from uspft.prepare.pipelines import with_stages
 from uspft.prepare.prices import prices_of
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 from uspft.verify.inject import FAULTS
@@ -106,10 +109,18 @@ def prepare_verify(
 
 
 def _candidates(found: Examined, limit: int | None) -> list[Candidate]:
-    def problems(recipe: Recipe, layout: Layout) -> list[tuple[str, str, str]]:
-        return run_findings(recipe, layout, found.shape)
+    def problems(recipe: Recipe, layout: Layout) -> list[Finding]:
+        wrong = beside_stages(recipe) if layout.pipeline > 1 else []
+        return wrong + run_findings(recipe, layout, found.shape)
 
-    return chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
+    every = chosen(candidates(found.recipe, found.layout.ranks, problems), limit)
+    return [with_layers(found.recipe, one, found.known) for one in every]
+
+
+def with_layers(recipe: Recipe, one: Candidate, known: Known) -> Candidate:
+    """Return a layout in which each of several stages has its layers, as ranks read it."""
+    recipe = recipe.model_copy(update={"parallel_config": one.parallel})
+    return replace(one, parallel=with_stages(recipe, one.layout, known).parallel_config)
 
 
 def _facts(work: VerifyJob, ranks: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from uspft.prepare.chosen_layouts import with_layouts
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import settled_memory
 from uspft.prepare.new_tokens import with_vocabulary
+from uspft.prepare.pipelines import with_stages
 from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
 from uspft.segments import Segments
 from uspft.sequence import Heads, of_recipe
@@ -58,7 +59,8 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         return _with(recipe, "parallel_config", switching=None)
     if not every:
         return recipe
-    keys, found = ("tensor_mesh", "context_parallel_algo", "data_parallel", "exchange_stages"), []
+    keys = ["tensor_mesh", "context_parallel_algo", "data_parallel", "exchange_stages"]
+    keys, found = [*keys, "micro_batch_num"], []
     longest = under(recipe, len(every) - 1)
     ranks = ranks_of(recipe, known)
     if ranks is None and isinstance(layout := layout_of(longest.parallel_config, None), Layout):
@@ -305,6 +307,11 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
     return settled_memory(recipe, known.shape, _layout(recipe, known), hardware)
 
 
+def _stages(recipe: Recipe, known: Known) -> Recipe:
+    layout = _layout(recipe, known)
+    return with_stages(recipe, layout, known) if layout else recipe
+
+
 SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "launch.device": _device,
     "launch.hardware": _hardware,
@@ -315,6 +322,10 @@ SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "parallel_config.tensor_slices": _mesh,
     "parallel_config.context_parallel_algo": _algorithm,
     "parallel_config.data_parallel": _replicas,
+    "parallel_config.micro_batch_num": _stages,
+    "parallel_config.pipeline_scheduler": _stages,
+    "parallel_config.pipeline_interleave": _stages,
+    "parallel_config.layers_per_stage": _stages,
     "parallel_config.strategies": _strategies,
     "parallel_config.switching": _strategies,
     "launch.processes": _processes,

@@ -1,4 +1,5 @@
-"""What of a layout does no work, where a recipe is legal and yet asks for more than there is."""
+"""What of a layout does no work, or hides none, where a recipe is legal and yet asks for more than
+there is."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from uspft.config.strategies import KEY, layouts_of, strategies_of
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.layout import Layout, layout_of
 from uspft.prepare.examine import Examined
+from uspft.prepare.step import stage_of
 
 
 def wasted(found: Examined) -> list[str]:
     """Return a line `key: what; remedy` for each thing that leaves ranks without work."""
-    lines: list[str] = []
+    lines = list(_prefetch(found.recipe, found.layout))
     for number, recipe in enumerate(layouts_of(found.recipe)):
         layout = layout_of(recipe.parallel_config, found.layout.ranks)
         assert isinstance(layout, Layout)  # anything else was refused before
@@ -23,6 +25,17 @@ def wasted(found: Examined) -> list[str]:
     if not several:  # else samples are dealt out by what they cost
         lines += _rows(found.recipe, found.layout)
     return lines
+
+
+def _prefetch(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Where layers are split in stages, ZeRO-3 fetches no weights ahead: ranks run their stages in
+    another order each time, and DeepSpeed knows what comes next from one order alone."""
+    if layout.pipeline > 1 and stage_of(recipe) == 3:
+        yield (
+            "deepspeed.zero_optimization.stage: is 3, beside parallel_config.pipeline_stage "
+            f"{layout.pipeline}: weights are not fetched ahead there, so each layer waits for its "
+            "own; write 1 or 2 where a stage's weights fit"
+        )
 
 
 def _heads(recipe: Recipe, layout: Layout, found: Examined, at: str) -> Iterator[str]:

@@ -72,7 +72,7 @@ class Guards:
             count = getattr(parameter, "ds_numel", parameter.numel())
             gathered = parameter.numel() == count > small and holders.zero_of(name).size > 1
             if part is None or gathered:
-                raise RuntimeError(f"{name} is whole on rank {world.mesh.rank} under ZeRO-3")
+                raise RuntimeError(f"{name} is whole on {world.mesh.who} under ZeRO-3")
             kept += part.numel() * part.element_size()
         most, least = largest([kept, -kept], holders.everyone, world.device)
         self._say(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from math import prod
@@ -16,6 +16,7 @@ from uspft.comm import KINDS, largest, total
 from uspft.metrics import peak_memory_bytes
 from uspft.model.build import parameter_count
 from uspft.model.hf_config import heads_of, layer_windows
+from uspft.pipeline.stages import stages_of
 from uspft.planner.flops import peak_flops, step_flops
 from uspft.sequence import Heads
 from uspft.sequence.rows.heads import split_heads
@@ -41,7 +42,8 @@ class Meter:
         self._frozen = self._parameters - trained
         device = run.engine.device
         self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
-        self._windows = Counter(layer_windows(run.config))
+        every = layer_windows(run.config)
+        self._layers, self._windows = len(every), Counter(every[n] for n in layers_here(run))
         run.world.books.close()
 
     def record(
@@ -115,11 +117,10 @@ class Meter:
         return found
 
     def _work(self, batch: Batch) -> float:
-        """Return the pairs of query and key that this ring rank computes, times this rank's share
-        of the heads, as the mean over the layers."""
-        layers = sum(self._windows.values())
+        """Return the pairs of query and key that this ring rank computes in its stages' layers,
+        times this rank's share of the heads, divided by the number of all layers."""
         pairs = sum(
-            count * batch.share.with_window(window).area / layers
+            count * batch.share.with_window(window).area / self._layers
             for window, count in self._windows.items()
         )
         return pairs * share_of_heads(heads_of(self._run.config), batch.world)
@@ -132,6 +133,15 @@ class Meter:
         shape = config.num_hidden_layers, heads.query, heads.dim
         flops = step_flops(self._parameters, tokens, int(pairs), shape, frozen=self._frozen)
         return flops / (seconds * self._peak * self._run.engine.holders.everyone.size)
+
+
+def layers_here(run: Run) -> Iterable[int]:
+    """Return the layers that this rank computes: those of its stages, or all where there is one."""
+    stages = stages_of(run.job.recipe)
+    if stages is None:
+        return range(run.config.num_hidden_layers)
+    mine = range(run.world.mesh.pipeline.index, stages.count, stages.ranks)
+    return chain.from_iterable(map(stages.layers, mine))
 
 
 def share_of_heads(every: Heads, world: World) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from uspft.config import ParallelBlock, Recipe, as_tree
 from uspft.config.algorithms import CONTEXT, MESH_OPTIONS, every_option
+from uspft.config.pipeline_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike
 from uspft.job import Job
 
@@ -54,6 +55,7 @@ class VerifyJob:
                 "context_parallel": 1,
                 "context_parallel_algo": None,
                 "ulysses_degree_in_cp": None,
+                **WITHOUT_STAGES,
                 **dict.fromkeys({*every_option(CONTEXT), *MESH_OPTIONS}),
             }
         )
@@ -93,11 +95,16 @@ class VerifyJob:
 
 
 def without_extras(recipe: Recipe) -> Recipe:
-    """Return the recipe without what changes no number: evaluation, and DeepSpeed's own reports."""
+    """Return the recipe without what changes no number: evaluation, DeepSpeed's own reports, and
+    how many layers of each stage are checkpointed, which is said of some stages alone."""
     quiet = {"comms_logger": None, "flops_profiler": None, "wall_clock_breakdown": False}
     deepspeed = recipe.deepspeed.model_copy(update=quiet)
     data = recipe.data.model_copy(update={"eval": None})
     training = recipe.training.model_copy(
         update={"eval_every_steps": None, "eval_micro_batch_size": None}
     )
-    return recipe.model_copy(update={"deepspeed": deepspeed, "data": data, "training": training})
+    memory, again = recipe.memory, recipe.memory.gradient_checkpointing
+    if isinstance(again, tuple):
+        memory = memory.model_copy(update={"gradient_checkpointing": True})
+    update = {"deepspeed": deepspeed, "data": data, "training": training, "memory": memory}
+    return recipe.model_copy(update=update)

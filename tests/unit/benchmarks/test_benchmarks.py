@@ -31,9 +31,9 @@ from benchmarks.lab.machine import measured_on
 from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.lab.tables import as_tokens, listed, markdown, span
 from benchmarks.orders.figures import MOST_SECONDS
+from benchmarks.planning.hosts import figures as hosts
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
-from benchmarks.tensor import figures as orders
 from uspft.kernels import Block, Mask
 from uspft.kernels.dense import dense_attention
 from uspft.segments import Segments
@@ -198,20 +198,31 @@ def test_the_figures_of_a_step() -> None:
 
 
 def test_the_orders_of_layouts() -> None:
-    """A pair in the other order is named; two layouts that plan puts together are in none."""
+    """A pair in the other order is named where its times are apart; two that plan puts together are
+    in none, and following plan costs what its first takes beside the fastest."""
     found: dict[str, Any] = {
         "a": {"steps": [1.0, 9.0, 2.0], "predicted": 1.0},
         "b": {"steps": [3.0], "predicted": 0.5},
         "c": {"steps": [4.0], "predicted": 1.0},
+        "d": {"steps": [4.2], "predicted": 0.8},
     }
-    assert orders.disagreements(found) == [("a", "b", 1.5)]
-    rates = {"100": found, "50": {**found, "b": {"steps": [3.0], "predicted": 1.5}}}
+    wrong = [("a", "b", 1.5), ("a", "c", 2.0), ("a", "d", pytest.approx(2.1))]
+    assert hosts.disagreements(found) == wrong
+    assert not hosts.holds(found)
+    good = {**found, "b": {"steps": [3.0], "predicted": 1.5}, "c": {"steps": [4.0], "predicted": 3}}
+    good["d"] = {"steps": [4.2], "predicted": 2.0}
+    assert hosts.holds(good) and hosts.disagreements(good) == []
+    late = {**good, "a": {"steps": [2.0], "predicted": 1.6}}
+    assert hosts.judged(late)[:3] == (4, 5, 1.5) and not hosts.holds(late)
+    rates = {"100": found, "50": good}
     cells = " | ".join(["2.00 | 1.00 to 9.00 | 1.00"] * 2)
-    assert orders.table(rates).splitlines()[2] == f"| a | {cells} |"
-    assert orders.verdict(rates).splitlines() == [
-        "- 100 Mbit/s: 2 of 3 pairs in order, but not a and b (1.50 times apart)",
-        "- 50 Mbit/s: 2 of 3 pairs in order, but not b and c (1.33 times apart)",
-    ]
+    assert hosts.table(rates).splitlines()[2] == f"| a | {cells} |"
+    one, other = hosts.verdict(rates).splitlines()
+    assert one.startswith(
+        "- 100 Mbit/s: 2 of 5 pairs that are apart in order, but not a and b (1.50"
+    )
+    assert "; regret 1.500, mean error" in one
+    assert other.startswith("- 50 Mbit/s: 5 of 5 pairs that are apart in order; regret 1.000")
 
 
 def test_what_tables_are_made_of() -> None:

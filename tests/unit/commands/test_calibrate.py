@@ -41,10 +41,17 @@ def test_two_processes_write_a_file_that_the_recipe_takes(
     assert (found.name, found.ranks_per_host, found.products.dtype) == ("hardware", 2, "float32")
     assert found.inside.all_to_all and found.inside.point_to_point
     assert "all_gather inside" in out and "worst" in out and f"written: {file}" in out
-    assert len(SIZES["cpu"].messages) == 6 and "  6" in out
+    assert len(SIZES["cpu"].messages) == 7 and "  7" in out
+    told = [line for line in out.splitlines() if " s: measuring " in line]
+    assert len(told) == 5 and "links, 1 of 1: groups of 2 inside a host" in told[1]
+    assert found.measured and found.measured.figures[-2:] == ("inside", "hide")
     assert main(["check", str(recipe), f"launch.hardware={file}"]) == 0
     assert "hardware: hardware (as launch.hardware says)" in capsys.readouterr().out
     assert main(["plan", str(recipe), "--hardware", str(file)]) == 0
+    assert f"machine: measured on {found.measured.date} (uspft " in (
+        page := capsys.readouterr().out
+    )
+    assert "attention): memory, products, attention, inside, hide; layouts within 5 %" in page
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,11 @@ KNOWN = {
     "freeze": ["model.freeze=[embed]"],
     "float32": ["model.dtype=float32", "launch.device=cpu"],
     "keeps": ["memory.gradient_checkpointing=false"],
+    "mesh": MESH,
 }
-UNKNOWN = {"mesh": (MESH, "matrices on a mesh")}
+UNKNOWN = {
+    "stages": ([f"{PARALLEL}.pipeline_stage=2", "launch.processes=2"], "stages of layers"),
+}
 
 
 @pytest.mark.parametrize("case", KNOWN)

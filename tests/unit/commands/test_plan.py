@@ -128,16 +128,14 @@ def test_the_same_as_data(planned: Run) -> None:
     assert printed == {one["name"]: f"{one['step_seconds']:.3g}" for one in found["layouts"]}
 
 
-def test_no_longest_row_stands_where_the_memory_is_not_known(planned: Run) -> None:
+def test_memory_and_the_longest_row_stand_for_matrices_on_a_mesh(planned: Run) -> None:
     words = ["recipes/llama3.1-70b-lora-mesh-32k.yaml", "--top", "3"]
     page = planned(*words)
-    assert "not predicted: memory with matrices on a mesh" in page
+    assert "not predicted" not in page
     cells = list(table(page).values())[1:]
-    assert len(cells) == 4 and {tuple(line[1:3]) for line in cells} == {("–", "–")}
+    assert len(cells) == 4 and all(number(line[1]) > 0 and number(line[2]) > 0 for line in cells)
     found = json.loads(planned(*words, "--json"))["layouts"]
-    assert {(one["memory_bytes"], one["longest_row_tokens"]) for one in found} == {(None, None)}
-    own = table(planned(LLAMA, "--top", "1"))["ulysses4-ring2 (the recipe's)"]
-    assert number(own[2]) > 0
+    assert all(one["memory_bytes"] > 0 and one["longest_row_tokens"] > 0 for one in found)
 
 
 def test_a_layout_is_taken_as_a_recipe(

@@ -45,6 +45,8 @@ llama3.1-8b-text-hybrid-128k-16gpu
     meta-llama/Llama-3.1-8B, 16 GPUs, rows of 128k: all weights, on texts
 llama3.1-8b-text-planned-15m-32gpu
     meta-llama/Llama-3.1-8B, 32 GPUs, rows of 15m: all weights, on texts
+llama3.1-70b-text-pipeline-8k-64gpu
+    meta-llama/Llama-3.1-70B, 64 GPUs, rows of 8k: all weights, on texts
 llama3.1-70b-text-tensor-128k-64gpu
     meta-llama/Llama-3.1-70B, 64 GPUs, rows of 128k: all weights, on texts
 """

@@ -23,7 +23,6 @@ def asked(zero: dict[str, Any], **parallel: Any) -> Recipe:
     [
         ({"stage": 0}, 1, "stage", "is 0, beside parallel_config.pipeline_stage 2"),
         ({"stage": 3, "zero_hpz_partition_size": 2}, 1, "zero_hpz_partition_size", "is 2, which"),
-        ({"stage": 3, "mics_shard_size": 2}, 1, "mics_shard_size", "is 2, which"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 2, "offload_optimizer", "stage 2"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, 2, "offload_optimizer", "num 2"),
     ],

@@ -62,12 +62,16 @@ parallel_config:
   tensor_mesh: auto
   tensor_slices: auto
   pipeline_stage: 1
-  micro_batch_num: 1
+  micro_batch_num: auto
   pp_interleave_num: 1
   seq_split_num: 1
   fine_grain_interleave: 1
   strategies: null
   switching: auto
+  pipeline_scheduler: auto
+  pipeline_interleave: auto
+  layers_per_stage: null
+  offset: null
 deepspeed:
   zero_optimization: {stage: 3}
 optimizer: {type: adamw, learning_rate: 1e-5, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1}
@@ -130,7 +134,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 89
+    assert len(keys) == len(set(keys)) == 93
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 11,

@@ -148,10 +148,12 @@ OTHER = {
     "tensor_parallel_algo": "meshslice",
     "tensor_mesh": "[1, 2]",
     "tensor_slices": 2,
+    "pipeline_stage": 2,
+    "micro_batch_num": 2,
+    "pp_interleave_num": 2,
 }
 """Of each degree that is here, another value than its default."""
-LATER = {"pipeline_stage", "micro_batch_num", "pp_interleave_num", "seq_split_num"}
-LATER |= {"fine_grain_interleave"}
+LATER = {"seq_split_num", "fine_grain_interleave"}
 LISTED = "[{max_length: 16}, {max_length: 64, model_parallel: 4, use_seq_parallel: true, "
 LISTED += "context_parallel: 4, context_parallel_algo: planned_cp, ulysses_degree_in_cp: 4}]"
 

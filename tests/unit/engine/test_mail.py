@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -72,31 +73,33 @@ def test_messages_come_in_any_order_and_are_counted() -> None:
     assert (sent, none) == (number * 3 * 4, 0)
 
 
-def lost(rank: int) -> str:
-    """What a rank says of a message whose sender has ended."""
+def lost(rank: int) -> tuple[str, float]:
+    """What a rank says of a message that its sender never sends, and after how many seconds."""
     from datetime import timedelta
 
     import torch.distributed as dist
 
-    from uspft.comm import Books
+    from uspft.comm import Books, set_deadline
 
-    handle = dist.new_group([0, 1], timeout=timedelta(seconds=3))
-    group = Group(handle, (0, 1), rank, Books())
+    group = Group(dist.new_group([0, 1]), (0, 1), rank, Books())
+    set_deadline(timedelta(seconds=3))
     message = Sent("forward", 1, 4)
     coming = [[message], []] if rank else [[], []]
     mail = Mail(Lines(group), coming, lambda _: torch.empty(3))
+    begin = time.monotonic()
     if not rank:
-        return ""
+        return "", 0.0
     try:
         mail.receive(message)
     except RuntimeError as error:
-        return str(error)
-    return "it came"
+        return str(error), time.monotonic() - begin
+    return "it came", 0.0
 
 
 def test_a_message_that_never_comes_is_named_with_its_sender() -> None:
-    _, said = spawn(2, lost)
+    _, (said, seconds) = spawn(2, lost)
     assert said.startswith("forward of stage 1, micro-batch 4 did not come from rank 0: ")
+    assert 2 < seconds < 60
 
 
 Step = tuple[str, int, tuple[object, ...]]

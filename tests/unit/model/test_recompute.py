@@ -75,7 +75,7 @@ def test_a_layer_that_runs_again_is_told_of_its_own_call() -> None:
 
     for number, layer in enumerate(model.base_model.layers):
         before_each_run(layer, tell(number))
-    assert recompute_layers(model.train(), MemoryBlock()) == "nothing"
+    assert recompute_layers(model.train(), MemoryBlock(), range(2)) == "nothing"
     x = torch.ones(1, 3, 8, requires_grad=True)
     first = model.base_model(inputs_embeds=x, use_cache=False, uspft="first").last_hidden_state
     model.base_model(inputs_embeds=x, use_cache=False, uspft="second")

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.support.shapes import hub
-from uspft.pipeline.stages import Stages, dealt_out, fits, offset, stated
+from uspft.pipeline.stages import Stages, dealt_out, first_layers, fits, offset, stated
 from uspft.planner.flops import layer_flops
 
 KEY = "parallel_config.layers_per_stage"
@@ -25,6 +25,17 @@ def test_stages_know_their_layers() -> None:
     assert [stages.of_layer(layer) for layer in range(7)] == [0, 0, 1, 2, 2, 2, 3]
     assert [list(stages.layers(stage)) for stage in range(4)] == [[0, 1], [2], [3, 4, 5], [6]]
     assert [stages.rank_of(stage) for stage in range(4)] == [0, 1, 0, 1]
+
+
+def test_the_first_layers_of_a_stage_are_checkpointed() -> None:
+    plain, virtual = Stages.of_sizes([3, 2], 2), Stages.of_sizes([2, 1, 3, 1], 2)
+    assert first_layers(True, plain) == set(range(5)) and not first_layers(False, plain)
+    assert first_layers(1, plain) == {0, 3}
+    assert first_layers([0, 2], plain) == first_layers([[0, 2]], plain) == {3, 4}
+    assert first_layers(9, plain) == set(range(5)), "as many as there are"
+    assert first_layers([3, 1], virtual) == {0, 1, 3, 2}, "of both virtual stages, in order"
+    assert first_layers([[1, 0], [2, 1]], virtual) == {0, 3, 4, 6}
+    assert first_layers(2, Stages.of_sizes([4], 1)) == {0, 1}
 
 
 def test_a_recipe_says_the_layers_of_each_stage() -> None:

@@ -11,7 +11,7 @@ from tests.support.verify import RING, layouts, own, recipe
 from uspft.planner.layouts import chosen
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 7), (4, 23), (8, 53)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 9), (4, 33), (8, 87)])
 def test_every_layout_is_there_once(ranks: int, count: int) -> None:
     found = layouts(recipe(data={"sequence_length": 128}), ranks)
     assert len(found) == count == len({one.name for one in found})
@@ -21,6 +21,11 @@ def test_every_layout_is_there_once(ranks: int, count: int) -> None:
         (t, u, r) for t, u, r in product(range(1, ranks + 1), repeat=3) if ranks % (t * u * r) == 0
     }
     assert degrees == every
+    several = [one for one in found if one.layout.pipeline > 1]
+    assert {one.layout.pipeline for one in several} == {p for p in (2, 4, 8) if p <= ranks}
+    virtual = [one.name for one in several if one.parallel.pp_interleave_num > 1]
+    assert virtual == [name for name in virtual if name.startswith("whole rows, stages")]
+    assert ("whole rows, stages 2 × 2" in virtual) == (ranks == 2)
     tokens = [one for one in found if one.parallel.use_seq_parallel]
     assert len(tokens) == sum(one.layout.tensor > 1 for one in found) / 2
 
@@ -33,9 +38,21 @@ def test_the_recipes_own_layout_is_first_and_there_once() -> None:
         ulysses_degree_in_cp=2,
     )
     found = layouts(recipe(**hybrid), 4)
-    assert found[0].name == "hybrid_cp 2×2" and len(found) == 23
+    assert found[0].name == "hybrid_cp 2×2" and len(found) == 33
     found = layouts(recipe(**own(data_parallel=2, context_parallel_algo="ring_cp")), 2)
     assert [one.name for one in found][:2] == ["whole rows, data 2", "ulysses_cp 2"]
+
+
+def test_a_recipe_of_stages_has_those_without_any_beside_it() -> None:
+    stages = {"pipeline_stage": 2, "layers_per_stage": (1, 1), "pipeline_scheduler": "gpipe"}
+    found = layouts(recipe(**own(data_parallel=2, **stages)), 4)
+    assert found[0].name == "whole rows, stages 2, data 2" and len(found) == 33
+    assert found[0].parallel.layers_per_stage == (1, 1)
+    for one in found[1:]:
+        assert one.parallel.layers_per_stage is None, "dealt out anew"
+        wanted = "gpipe" if one.layout.pipeline > 1 else None
+        assert one.parallel.pipeline_scheduler == wanted
+    assert [one.parallel.micro_batch_num for one in found if one.layout.pipeline == 1] == [1] * 23
 
 
 def test_a_recipe_on_a_mesh_has_every_mesh_beside_the_others() -> None:

@@ -11,7 +11,7 @@ import yaml
 from tests.support.hardware import made, round_figures
 from uspft.config import RecipeError
 from uspft.planner.flops import PEAK_BF16
-from uspft.planner.links import COLLECTIVES, Link
+from uspft.planner.links import COLLECTIVES, SUMS, Link
 from uspft.planner.machine import Hardware, read_hardware
 from uspft.planner.spread import Spread
 from uspft.prepare.cluster import shipped
@@ -202,15 +202,38 @@ def test_a_rate_by_the_size_of_the_group(tmp_path: Path) -> None:
 
 
 def test_sums_across_hosts_by_the_members_of_a_host(tmp_path: Path) -> None:
-    """Groups of a host share what its rate says of as many members."""
-    between = {**round_figures()["between"], "host_by_members": {"1": 4e8, "2": 1e8, "4": 8e8}}
+    """Groups of a host share what its rate says of as many members, and one that is alone there has
+    no more than its members' cards."""
+    between = {**round_figures()["between"], "host_by_members": {"1": 2e8, "2": 1e8, "4": 3e8}}
     cluster = made(tmp_path, between=between)
-    for members, rate in ((1, 4e8 / 4), (2, 1e8 / 2), (4, 8e8)):
-        group = Spread(2 * members, members, 4 // members)
+    for members, groups, rate in ((1, 4, 2e8 / 4), (2, 2, 1e8 / 2), (4, 1, 3e8), (1, 1, 1e8)):
+        group = Spread(2 * members, members, groups)
         found = cluster.collective_seconds("reduce_scatter", 1e9, group)
         steps = 2 * members - 1
         want = 2e-3 + steps * (2e-4 + 1e9 / (2 * members) / rate)
         assert found == pytest.approx(want), members
+
+
+def test_links_inside_a_host_bound_a_ring_that_passes_there(tmp_path: Path) -> None:
+    """Of 5e7 bytes a second inside and 1e8 between hosts; with one member a host nothing passes
+    inside."""
+    inside = {**round_figures()["inside"], "bytes_per_second": 5e7}
+    cluster = made(tmp_path, inside=inside)
+    alone, together = (
+        cluster.collective_seconds("all_gather", 1e9, group) for group in (Spread(2, 1), TWO_HOSTS)
+    )
+    assert alone == pytest.approx(2.2e-3 + 0.5e9 / 1e8)
+    assert together == pytest.approx(2e-3 + 7 * (2e-4 + 1e9 / 8 / 5e7))
+
+
+def test_a_kind_of_sum_may_have_rates_by_members_of_its_own(tmp_path: Path) -> None:
+    alike = {**round_figures()["between"], "host_by_members": {"1": 1e8}}
+    own = {**alike, "host_by_members": {"1": 2e7}}
+    cluster = made(tmp_path, between={**alike, "reduce_scatter": own})
+    gathered, summed = (
+        cluster.collective_seconds(kind, 1e9, Spread(2, 1)) - 2.2e-3 for kind in SUMS[:2]
+    )
+    assert (gathered, summed) == (pytest.approx(5.0), pytest.approx(25.0))
 
 
 @pytest.mark.parametrize("rates", [{}, {"0": 1e9}, {"two": 1e9}, {"2": -1.0}, [1e9]])

@@ -61,10 +61,10 @@ def test_the_table_of_derived_keys_names_keys_that_exist() -> None:
 ASKED = {
     "parallel_config": {
         "fine_grain_interleave: 2": "interleaving a layer's work",
-        "pipeline_stage: 4, micro_batch_num: 8": "pipeline parallelism",
-        "pp_interleave_num: 2": "pipeline parallelism",
-        "seq_split_num: 2": "pipeline parallelism",
-        "strategies: [{max_length: 4k, pipeline_stage: 2}]": "pipeline parallelism",
+        "seq_split_num: 2": "sending parts of a row through a pipeline",
+        "strategies: [{max_length: 4k, seq_split_num: 2}]": (
+            "sending parts of a row through a pipeline"
+        ),
         "strategies: [{max_length: 4k, fine_grain_interleave: 2}]": "interleaving a layer's work",
     },
     "model": {
@@ -86,8 +86,9 @@ def test_what_is_not_available_is_refused_as_a_whole(tmp_path: Path) -> None:
             features.add(feature)
     assert features == {later.feature for later in LATER}
     assert len(LATER) == 4
-    (line,) = lines(tmp_path, "parallel_config: {micro_batch_num: 8, pipeline_stage: 4}")
-    assert line.endswith("write `micro_batch_num: 1` and write `pipeline_stage: 1`")
+    both = "seq_split_num: 2, strategies: [{max_length: 4k, seq_split_num: 2}]"
+    (line,) = lines(tmp_path, f"parallel_config: {{{both}}}")
+    assert line.endswith("write `seq_split_num: 1` and write `seq_split_num: 1`")
 
 
 def test_deepspeed_keys_that_the_recipe_rules_are_refused_by_name(tmp_path: Path) -> None:

@@ -11,16 +11,18 @@ import torch
 import yaml
 
 HOSTS = 4
+RING, ULYSSES, BOTH = (
+    {"context_parallel_algo": name} for name in ("ring_cp", "ulysses_cp", "hybrid_cp")
+)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor 4": {"model_parallel": 4},
-    "tensor 2 × ring 2": {
-        "model_parallel": 2,
-        "context_parallel": 2,
-        "context_parallel_algo": "ring_cp",
-    },
-    "ring 4": {"context_parallel": 4, "context_parallel_algo": "ring_cp"},
-    "tensor 2 × data 2": {"model_parallel": 2},
     "data 4": {},
+    "Ulysses 4": {"context_parallel": 4, **ULYSSES},
+    "ring 4": {"context_parallel": 4, **RING},
+    "Ulysses 2 × ring 2": {"context_parallel": 4, "ulysses_degree_in_cp": 2, **BOTH},
+    "ring 2 × data 2": {"context_parallel": 2, **RING},
+    "tensor 2 × data 2": {"model_parallel": 2},
+    "tensor 2 × ring 2": {"model_parallel": 2, "context_parallel": 2, **RING},
+    "tensor 4": {"model_parallel": 4},
 }
 """What the four hosts, of one process each, do together: a recipe's `parallel_config` by name."""
 ROWS_PER_STEP = 4

@@ -9,20 +9,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.lab.cluster import address_of
 from benchmarks.lab.results import ROOT
-from benchmarks.tensor.case import WARM_UP, Case
+from benchmarks.planning.hosts.case import WARM_UP, Case
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
 from uspft.written import ENVIRONMENT, METRICS
 
 PORT = 29577
 POLL_SECONDS, GRACE_SECONDS = 0.1, 10.0
-USPFT = (sys.executable, "-m", "uspft")
 
 
 def on_all(hosts: Sequence[Sequence[str]], words: Sequence[str], log: Path, first: Path) -> None:
-    """This runs `uspft WORDS` on every host to its end.
+    """This runs `launch.sh WORDS` on every host to its end.
 
     hosts: for each, the words to put before a command. log: a folder for what they print. first:
     the file that host 0 writes before the others are started. Raises RuntimeError with the end of a
@@ -32,7 +32,9 @@ def on_all(hosts: Sequence[Sequence[str]], words: Sequence[str], log: Path, firs
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number, before in enumerate(hosts):
-            started.append(_start(number, len(hosts), [*before, *USPFT, *words], log))
+            started.append(
+                _start(number, len(hosts), [*before, str(ROOT / "launch.sh"), *words], log)
+            )
             while not first.exists() and started[0].poll() is None:
                 time.sleep(POLL_SECONDS)
         while any(process.poll() is None for process in started):
@@ -57,6 +59,7 @@ def _start(number: int, count: int, command: Sequence[str], log: Path) -> subpro
         "MASTER_ADDR": address_of(0),
         "MASTER_PORT": str(PORT),
         "OMP_NUM_THREADS": "1",
+        "USPFT_PYTHON": sys.executable,
         "XDG_CACHE_HOME": str(log.parent / "cache"),
     }
     with (log / f"host-{number}.log").open("wb") as output:
@@ -73,13 +76,17 @@ def calibrated(case: Case, hosts: Sequence[Sequence[str]], folder: Path) -> Path
     return found
 
 
-def predicted(recipe: Path, hardware: Path, hosts: int) -> float:
-    """This returns the seconds of a step that `plan` predicts."""
+def predicted(recipe: Path, hardware: Path, hosts: int) -> dict[str, Any]:
+    """This returns the seconds of a step that `plan` predicts, whole and by part."""
     words = [f"launch.hardware={hardware}"]
     found = examine_for_plan(recipe, words, hosts, None)
     with found.placed():
         step = step_of(found)
-    return own_layout(found, step, hardware_of(found, hosts)).time.seconds
+    time = own_layout(found, step, hardware_of(found, hosts)).time
+    parts: dict[str, float] = {}
+    for part in time.parts:
+        parts[part.name] = parts.get(part.name, 0.0) + part.seconds - part.hidden
+    return {"predicted": time.seconds, "parts": parts}
 
 
 def measured(recipe: Path, hosts: Sequence[Sequence[str]], folder: Path) -> list[float]:

@@ -1,0 +1,275 @@
+"""A recipe's pipeline: what is wrong with it by key, value and remedy, and how it is settled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.shapes import TINY
+from uspft.config import RecipeError, dump, load
+from uspft.pipeline.stages import stages_of
+from uspft.prepare.examine import Examined, examine
+
+MODEL = {**TINY, "model_type": "llama", "num_hidden_layers": 9}
+
+
+def written(folder: Path, model: dict[str, Any], **blocks: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**MODEL, **model}))
+    (folder / "d.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    base: dict[str, Any] = {
+        "model": {"config": str(folder / "config.json"), "dtype": "float32"},
+        "data": {"train": str(folder / "d.jsonl"), "sequence_length": 32},
+        "parallel_config": {"pipeline_stage": 2},
+        "training": {"steps": 1, "global_batch_size": 7, "micro_batch_size": 1},
+        "launch": {"device": "cpu", "processes": 4},
+    }
+    tree = {key: {**base.get(key, {}), **blocks.get(key, {})} for key in {**base, **blocks}}
+    path = folder / "r.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def examined(folder: Path, model: dict[str, Any] | None = None, /, **blocks: Any) -> Examined:
+    return examine(written(folder, model or {}, **blocks), [], 1, None)
+
+
+def zero(**more: Any) -> dict[str, Any]:
+    return {"zero_optimization": more}
+
+
+LAYOUT = {"max_length": 32, "context_parallel": 2, "context_parallel_algo": "ring_cp"}
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    ("deepspeed.zero_optimization.stage", {"deepspeed": zero(stage=0)}, "is 0, beside", "1, 2 or"),
+    (
+        "parallel_config.strategies",
+        {"parallel_config": {"strategies": [LAYOUT]}},
+        "are several layouts",
+        "leave them out",
+    ),
+    (
+        "parallel_config.strategies[0].pipeline_stage",
+        {"parallel_config": {"pipeline_stage": 1, "strategies": [{**LAYOUT, "pipeline_stage": 2}]}},
+        "is 2, and layouts that switch have no stages",
+        "write 1",
+    ),
+    (
+        "deepspeed.zero_optimization.zero_hpz_partition_size",
+        {"deepspeed": zero(stage=3, zero_hpz_partition_size=2)},
+        "is 2, which is not available beside parallel_config.pipeline_stage 2",
+        "leave it out",
+    ),
+    (
+        "deepspeed.zero_optimization.offload_optimizer",
+        {
+            "deepspeed": zero(stage=2, offload_optimizer={"device": "cpu"}),
+            "parallel_config": {"pp_interleave_num": 2},
+        },
+        "loses gradients at stage 2",
+        "write 1 virtual stage",
+    ),
+    (
+        "parallel_config.pipeline_stage",
+        {"parallel_config": {"pipeline_stage": 4, "pp_interleave_num": 3}},
+        "is 4, with 3 virtual stages each 12, and the model has 9 layers",
+        "write at most 3",
+    ),
+    (
+        "parallel_config.layers_per_stage",
+        {"parallel_config": {"layers_per_stage": [4, 4]}},
+        "gives stages of [4, 4], 8 layers in all, and the model has 9",
+        "add up to 9",
+    ),
+    (
+        "parallel_config.layers_per_stage",
+        {"parallel_config": {"layers_per_stage": [3, 3, 3]}},
+        "is [3, 3, 3], which is not a number for each of 2 stages",
+        "write a list of 2 numbers",
+    ),
+    (
+        "parallel_config.offset",
+        {"parallel_config": {"offset": [1, 1]}},
+        "is [1, 1], 2 in all, and 9 layers over 2 stages of 4 leave 1",
+        "add up to 1",
+    ),
+    (
+        "parallel_config.offset",
+        {"parallel_config": {"offset": [1, 0], "layers_per_stage": [5, 4]}},
+        "stands beside `parallel_config.layers_per_stage`",
+        "keep one",
+    ),
+    (
+        "parallel_config.micro_batch_num",
+        {"parallel_config": {"micro_batch_num": 3}},
+        "is 3, and training.global_batch_size 7 ÷ (micro_batch_size 1 × data_parallel 2) makes 4",
+        "write auto or 4, or change the batch",
+    ),
+    (
+        "parallel_config.micro_batch_num",
+        {"parallel_config": {"micro_batch_num": 1}},
+        "is 1, and",
+        "write auto or 4",
+    ),
+    (
+        "parallel_config.micro_batch_num",
+        {"parallel_config": {"micro_batch_num": 3, "pipeline_stage": 1}},
+        "× data_parallel 4) makes 2",
+        "write auto or 2, or 1",
+    ),
+    (
+        "parallel_config.pipeline_scheduler",
+        {"parallel_config": {"pipeline_scheduler": "seqpipe"}},
+        "unknown value `seqpipe`",
+        "are not available yet: write auto | gpipe | 1f1b",
+    ),
+    (
+        "parallel_config.pipeline_scheduler",
+        {"parallel_config": {"pipeline_scheduler": "gpipe", "pipeline_stage": 1}},
+        "is gpipe, and parallel_config.pipeline_stage is 1",
+        "write null",
+    ),
+    (
+        "parallel_config.pp_interleave_num",
+        {"parallel_config": {"pp_interleave_num": 2, "pipeline_stage": 1}},
+        "is 2, and parallel_config.pipeline_stage is 1",
+        "write 1, or",
+    ),
+    (
+        "parallel_config.layers_per_stage",
+        {"parallel_config": {"layers_per_stage": [9], "pipeline_stage": 1}},
+        "is [9], and parallel_config.pipeline_stage is 1",
+        "write null",
+    ),
+    (
+        "parallel_config.pipeline_interleave",
+        {"parallel_config": {"pipeline_interleave": True}},
+        "is true, and parallel_config.pp_interleave_num is 1",
+        "write pp_interleave_num above 1",
+    ),
+    (
+        "parallel_config.pipeline_interleave",
+        {"parallel_config": {"pipeline_interleave": False, "pp_interleave_num": 2}},
+        "is false, and parallel_config.pp_interleave_num is 2",
+        "write true",
+    ),
+    (
+        "memory.gradient_checkpointing",
+        {"memory": {"gradient_checkpointing": [2, 1, 0]}},
+        "is [2, 1, 0], and there are 2 stages",
+        "write a list of 2 numbers, or one number for all",
+    ),
+    (
+        "memory.gradient_checkpointing",
+        {
+            "memory": {"gradient_checkpointing": [[2, 1], [1, 0], [0, 0]]},
+            "parallel_config": {"pp_interleave_num": 2},
+        },
+        "is [[2, 1], [1, 0], [0, 0]], and there are 2 stages (parallel_config.pipeline_stage) of 2",
+        "write a list of 2 numbers, or 2 such lists",
+    ),
+    (
+        "memory.gradient_checkpointing",
+        {"memory": {"gradient_checkpointing": 0}},
+        "expected true or false, got 0",
+        "write false",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "blocks", "what", "remedy"), WRONG)
+def test_what_is_wrong_names_key_value_and_remedy(
+    key: str, blocks: dict[str, Any], what: str, remedy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        examined(tmp_path, **blocks)
+    found = [one for one in raised.value.problems if one.key == key]
+    (problem,) = found
+    assert what in problem.what and remedy in problem.remedy
+
+
+def test_what_a_model_speaks_against_is_named(tmp_path: Path) -> None:
+    routed = {"model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
+    with pytest.raises(RecipeError) as raised:
+        examined(tmp_path, routed)
+    (problem,) = raised.value.problems
+    assert problem.key == "model.overrides.output_router_logits"
+    assert "beside parallel_config.pipeline_stage 2" in problem.what
+
+
+def settled(folder: Path, **blocks: Any) -> Any:
+    found = examined(folder, **blocks).recipe
+    # What ranks read is what was settled, and is right as a recipe too.
+    (folder / "settled.yaml").write_text(dump(found))
+    again = load(folder / "settled.yaml").recipe
+    assert again.parallel_config == found.parallel_config
+    assert again.memory == found.memory
+    return found
+
+
+def test_without_stages_nothing_is_said_of_them(tmp_path: Path) -> None:
+    parallel = settled(tmp_path, parallel_config={"pipeline_stage": 1}).parallel_config
+    assert parallel.micro_batch_num == 1
+    assert parallel.pipeline_scheduler is parallel.pipeline_interleave is None
+    assert parallel.layers_per_stage is parallel.offset is None
+
+
+def test_stages_are_settled_for_ranks_to_read(tmp_path: Path) -> None:
+    found = settled(tmp_path)
+    parallel = found.parallel_config
+    assert (parallel.micro_batch_num, parallel.data_parallel) == (4, 2)
+    assert (parallel.pipeline_scheduler, parallel.pipeline_interleave) == ("1f1b", False)
+    stages = stages_of(found)
+    assert stages and stages.sizes == parallel.layers_per_stage and sum(stages.sizes) == 9
+    virtual = settled(tmp_path, parallel_config={"pp_interleave_num": 2})
+    stages = stages_of(virtual)
+    assert stages and virtual.parallel_config.pipeline_interleave is True
+    assert virtual.parallel_config.layers_per_stage == (stages.sizes[:2], stages.sizes[2:])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sizes"),
+    [
+        ({"layers_per_stage": [2, 7]}, (2, 7)),
+        ({"layers_per_stage": [[1, 2], [3, 3]], "pp_interleave_num": 2}, (1, 2, 3, 3)),
+        ({"offset": [1, 0]}, (5, 4)),
+        ({"offset": [[0, 1], [0, 0]], "pp_interleave_num": 2}, (2, 3, 2, 2)),
+        ({"offset": [-1, 2]}, (3, 6)),
+    ],
+)
+def test_stages_that_are_stated_are_taken(
+    parallel: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    found = settled(tmp_path, parallel_config=parallel)
+    stages = stages_of(found)
+    assert stages and stages.sizes == sizes and found.parallel_config.offset is None
+
+
+def test_a_head_that_weighs_as_layers_do_has_fewer_of_them(tmp_path: Path) -> None:
+    small = stages_of(examined(tmp_path, {"vocab_size": 64}).recipe)
+    large = stages_of(examined(tmp_path, {"vocab_size": 64_000}).recipe)
+    assert small and small.sizes == (5, 4)
+    assert large and large.sizes == (8, 1)
+    # A layer whose forward is made again weighs a third more.
+    kept = {"memory": {"gradient_checkpointing": False}}
+    sizes = []
+    for vocabulary in range(64, 4096, 64):
+        both = [examined(tmp_path, {"vocab_size": vocabulary}, **one).recipe for one in ({}, kept)]
+        again, once = (stages_of(one) for one in both)
+        assert again and once
+        sizes.append((again.sizes[1], once.sizes[1]))
+    assert all(again >= once for again, once in sizes) and any(a > b for a, b in sizes)
+
+
+@pytest.mark.parametrize("asked", [True, False, 1, 3, [2, 0], [[2, 0], [1, 1]]])
+def test_checkpointed_layers_are_kept_as_they_are_asked_for(asked: Any, tmp_path: Path) -> None:
+    virtual = 2 if isinstance(asked, list) and isinstance(asked[0], list) else 1
+    found = settled(
+        tmp_path,
+        memory={"gradient_checkpointing": asked},
+        parallel_config={"pp_interleave_num": virtual},
+    )
+    given = found.memory.gradient_checkpointing
+    assert json.loads(json.dumps(given)) == asked and type(given) is not list

@@ -1,0 +1,122 @@
+"""The stages of a recipe: which layers each has, and what speaks against them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from uspft.config.algorithms import AUTO
+from uspft.config.pipeline_rules import as_list
+from uspft.engine.deepspeed_config import micro_batches
+from uspft.families import FAMILIES
+from uspft.pipeline.schedules import forward_and_backward
+from uspft.pipeline.simulator import simulate
+from uspft.pipeline.stages import Stages, dealt_out, fits, offset, stated
+from uspft.planner.flops import layer_flops
+
+if TYPE_CHECKING:
+    from uspft.config import Finding, Recipe
+    from uspft.families import ModelShape
+    from uspft.layout import Layout
+    from uspft.prepare.known import Known
+
+AGAIN = 4 / 3
+"""What a layer costs whose forward is made again, beside one whose is not."""
+
+
+def stages_in(
+    recipe: Recipe, shape: ModelShape, windows: Sequence[int | None] = ()
+) -> Stages | Finding | None:
+    """Return a recipe's stages, or what is wrong with what it says of them; None where it has one.
+
+    Layers that the recipe does not deal out are dealt out by their FLOPs and the head's, in rows of
+    one document. windows: of each layer; () where they are not known: all have the model's.
+    """
+    parallel, place = recipe.parallel_config, "parallel_config"
+    ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
+    if ranks == 1:
+        return None
+    if FAMILIES[shape.model_type].cut is None:
+        able = ", ".join(name for name, family in FAMILIES.items() if family.cut)
+        what = f"is {ranks}, and stages of `{shape.model_type}` are not available yet"
+        return f"{place}.pipeline_stage", what, f"write 1, or name a model of type {able}"
+    if wrong := fits(shape.layers, ranks, virtual):
+        return wrong[0]
+    if parallel.layers_per_stage is not None:
+        given = parallel.layers_per_stage
+        return stated(f"{place}.layers_per_stage", given, shape.layers, ranks, virtual)
+    if parallel.offset is not None:
+        return offset(f"{place}.offset", parallel.offset, shape.layers, ranks, virtual)
+    seen = tuple(windows) or (shape.window,) * shape.layers
+    layers, head = layer_flops(shape, seen, recipe.data.sequence_length)
+    again = AGAIN if recipe.memory.gradient_checkpointing is True else 1.0
+    return dealt_out([again * one for one in layers], ranks, virtual, last=head)
+
+
+def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
+    """Return the recipe with everything settled of its stages that can be, and the number of its
+    micro-batches: 1 where there are no stages, as MindSpore Transformers says."""
+    parallel = recipe.parallel_config
+    several, virtual = parallel.pipeline_stage > 1, parallel.pp_interleave_num > 1
+    settled: dict[str, Any] = {}
+    if parallel.micro_batch_num == AUTO:
+        settled["micro_batch_num"] = micro_batches(recipe, layout) if several else 1
+    if parallel.pipeline_scheduler == AUTO:
+        settled["pipeline_scheduler"] = "1f1b" if several else None
+    if parallel.pipeline_interleave == AUTO:
+        settled["pipeline_interleave"] = virtual if several else None
+    if several and known.shape:
+        found = stages_in(recipe, known.shape, known.work.windows if known.work else ())
+        if isinstance(found, Stages):
+            settled |= {"layers_per_stage": as_lists(found), "offset": None}
+    return recipe.model_copy(update={"parallel_config": parallel.model_copy(update=settled)})
+
+
+def as_lists(stages: Stages) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+    """Return `layers_per_stage` of stages: [p], or [v][p] where they have virtual ones."""
+    sizes, ranks = stages.sizes, stages.ranks
+    rows = tuple(sizes[at : at + ranks] for at in range(0, stages.count, ranks))
+    return rows[0] if len(rows) == 1 else rows
+
+
+def stages_sentence(recipe: Recipe, layout: Layout) -> str | None:
+    """Return which layers the stages of a resolved recipe have, and how long ranks wait, for a
+    person; None where it has one stage, or the model's layers are not known."""
+    parallel = recipe.parallel_config
+    if layout.pipeline == 1 or parallel.layers_per_stage is None:
+        return None
+    order, virtual = parallel.pipeline_scheduler, parallel.pp_interleave_num
+    assert order and order != AUTO  # the recipe is resolved
+    passes = micro_batches(recipe, layout)
+    lists = forward_and_backward(order, layout.pipeline, passes, virtual)
+    waits = simulate(lists, lambda action: 2.0 if action.kind == "backward" else 1.0).bubble
+    named = f"interleaved {order}" if virtual > 1 and order == "1f1b" else order
+    many = f"{passes} micro-batch{'es' * (passes > 1)}"
+    return (
+        f"{as_list(parallel.layers_per_stage)} layers, {named} over {many}: ranks wait "
+        f"{waits:.0%} of a step where stages take equal time"
+    )
+
+
+def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """Return what speaks against a recipe's stages and its number of micro-batches."""
+    findings: list[Finding] = []
+    parallel, training = recipe.parallel_config, recipe.training
+    asked, passes = parallel.micro_batch_num, micro_batches(recipe, layout)
+    if asked not in (AUTO, passes) and (asked != 1 or layout.pipeline > 1):
+        what = (
+            f"is {asked}, and training.global_batch_size {training.global_batch_size} ÷ "
+            f"(micro_batch_size {training.micro_batch_size} × data_parallel {layout.data}) "
+            f"makes {passes}"
+        )
+        one = "" if layout.pipeline > 1 else ", or 1"
+        remedy = f"write {AUTO} or {passes}{one}, or change the batch"
+        findings.append(("parallel_config.micro_batch_num", what, remedy))
+    found = stages_in(recipe, shape) if shape else None
+    if isinstance(found, tuple):
+        findings.append(found)
+    if shape and layout.pipeline > 1 and shape.raw.get("output_router_logits"):
+        beside = f"parallel_config.pipeline_stage {layout.pipeline}"
+        what = f"is true, which is not available beside {beside}"
+        findings.append(("model.overrides.output_router_logits", what, "write false"))
+    return findings
