@@ -152,7 +152,7 @@ class Rows:
         recipe = load(RECIPES / f"{name}.yaml", [word.format(zero=zero) for word in words]).recipe
         shape, layout = read_shape(recipe.model, CONFIGS), layout_of(recipe.parallel_config, None)
         assert isinstance(shape, ModelShape) and isinstance(layout, Layout)
-        return cls(settled_memory(recipe, shape, layout, None), shape, layout)
+        return cls(settled_memory(recipe, shape), shape, layout)
 
     @property
     def longest(self) -> int:

@@ -97,6 +97,8 @@ class Job:
     """The folder on this host for each key of `model` that is a hub id."""
     prices: Prices | None = None
     """What rows cost under each strategy, where the recipe has several."""
+    comments: Mapping[str, str] = field(default_factory=dict)
+    """What stands above keys in the recipe that the run leaves: why `auto` became what it is."""
 
     @property
     def here(self) -> Recipe:
@@ -145,6 +147,7 @@ class Job:
             "command": self.command,
             "lease": [str(self.lease.path), self.lease.token] if self.lease else None,
             "prices": self.prices,
+            "comments": dict(self.comments),
         }
         (folder / "job.json").write_text(json.dumps(rest))
 
@@ -165,6 +168,7 @@ class Job:
             Lease(Path(rest["lease"][0]), rest["lease"][1]) if rest["lease"] else None,
             rest["places"],
             _prices(rest["prices"]),
+            rest["comments"],
         )
 
 

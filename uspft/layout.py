@@ -231,7 +231,8 @@ def layout_of(parallel: Degrees, ranks: int | None) -> Layout | Finding:
         return (
             f"parallel_config.{key}",
             f"{product} does not divide the {ranks} processes of this run",
-            f"start a multiple of {fixed.ranks} processes (launch.processes) or change the degrees",
+            f"start a multiple of {fixed.ranks} processes (launch.processes) or change the degrees "
+            f"(check and plan take --ranks {fixed.ranks} for another machine)",
         )
     if wanted not in ("auto", data):
         return (

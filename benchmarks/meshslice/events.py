@@ -131,8 +131,8 @@ def simulate(
     if ended < len(waits):
         raise ValueError(f"{len(waits) - ended} tasks wait for one another")
     busy: dict[Resource, float] = defaultdict(float)
-    for task in program:
-        busy[task.resource] += task.seconds
+    for one in program:
+        busy[one.resource] += one.seconds
     return Simulated(now, dict(busy))
 
 

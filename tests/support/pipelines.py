@@ -156,6 +156,8 @@ def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
         "zero": dict(ZERO[case.zero]),
     }
     for name in case.beside:
+        if (name, case.ranks) == ("gpipe", 1):
+            continue
         for block, keys in BESIDE[name].items():
             blocks[block] |= keys
     zero = blocks.pop("zero")

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,9 @@ STEPS = 25
 """So many that a run can be stopped among them."""
 HYBRID = {"context_parallel": 4, "context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": 2}
 RING = {"context_parallel": 2, "context_parallel_algo": "ring_cp"}
+OPEN = ("parallel_config.context_parallel=2", "training.micro_batch_size=auto")
+OPEN = (*OPEN, "launch.processes=2")
+"""What a recipe of two processes says that leaves all else to the planner."""
 NEEDED = ("bash", "cat", "dirname", "env", "readlink", "sha256sum")
 HIDDEN = ("c++", "g++", "gcc", "cc", "clang", "ninja", "git", "nvcc")
 
@@ -85,21 +88,22 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(
-    ("begin", "parallel", "stage"),
+    ("begin", "parallel", "stage", "words"),
     [
-        pytest.param(Forked.start, HYBRID, 1, id="forked", marks=pytest.mark.full),
-        pytest.param(start, RING, 3, id="launched"),
+        pytest.param(Forked.start, HYBRID, 1, (), id="forked", marks=pytest.mark.full),
+        pytest.param(start, "auto", "auto", OPEN, id="launched"),
     ],
 )
 def test_metrics_and_model_are_those_of_one_process(
     setting: tuple[Path, Documents],
     tmp_path: Path,
     begin: Callable[..., Any],
-    parallel: dict[str, Any],
-    stage: int,
+    parallel: dict[str, Any] | str,
+    stage: int | str,
+    words: Sequence[str],
 ) -> None:
-    zero = {"zero_optimization": {"stage": stage}}
-    process = begin(recipe(setting, parallel_config=parallel, deepspeed=zero), tmp_path)
+    given = recipe(setting, deepspeed={"zero_optimization": {"stage": stage}})
+    process = begin({**given, "parallel_config": parallel}, tmp_path, *words)
     out, err = process.communicate(timeout=HANG_SECONDS)
     assert (process.returncode, err) == (0, "")
     assert "\nhardware: cpu (shipped figures): " in out
@@ -126,8 +130,18 @@ def test_metrics_and_model_are_those_of_one_process(
     }
     assert "each row shared by" in out and "done: loss" in out
     resolved = (tmp_path / "out/recipe.yaml").read_text()
-    assert [line.strip() for line in resolved.splitlines() if "auto" in line] == ["resume: auto"]
-    assert dump(load(tmp_path / "out/recipe.yaml").recipe) == resolved
+    lines = [line.strip() for line in resolved.splitlines()]
+    kept = [line for line in lines if not line.startswith("#")]
+    assert [line for line in kept if "auto" in line] == ["resume: auto"]
+    again = load(tmp_path / "out/recipe.yaml").recipe
+    assert [line.strip() for line in dump(again).splitlines()] == kept
+    if words:
+        said = "by the documents of the run's first rows, "
+        assert (
+            f"\nauto: {said}" in out and "\nauto: parallel_config.data_parallel: 1, since " in out
+        )
+        assert f"# auto, {said}" in " ".join(lines) and "# auto: 1, since " in " ".join(lines)
+        assert again.parallel_config.context_parallel == 2 and len(lines) > len(kept) + 4
     environment = json.loads((tmp_path / "out/environment.json").read_text())
     assert environment["versions"]["torch"] and environment["git_commit"] is None
 

@@ -123,10 +123,7 @@ def _comment(text: str) -> str:
 
 
 def _source(points: Points) -> str:
-    return (
-        f"measured by uspft calibrate: {points.hosts} host(s) of {points.ranks_per_host} ranks, "
-        f"{points.dtype}"
-    )
+    return f"measured: {points.hosts} host(s) of {points.ranks_per_host} ranks, {points.dtype}"
 
 
 def _versions(points: Points) -> str:

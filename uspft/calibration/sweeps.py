@@ -136,10 +136,10 @@ def measure(
     properties = torch.cuda.get_device_properties(bench.device) if cuda else None
     says("memory")
     copied = _copied(bench)
-    sweeps, links = _sweeps_of_links(bench.ranks_per_host, hosts), list[LinkPoint]()
+    sweeps, links = sweeps_of_links(bench.ranks_per_host, hosts), list[LinkPoint]()
     for number, sweep in enumerate(sweeps, 1):
         says(f"links, {number} of {len(sweeps)}: {sweep.what}")
-        links += _links(bench, sweep)
+        links += measured_links(bench, sweep)
     says("products")
     products = tuple(_products(bench))
     says("attention")
@@ -232,7 +232,7 @@ class Sweep(NamedTuple):
     """The ranks of each group that a host has, where the group spans hosts."""
 
 
-def _sweeps_of_links(here: int, hosts: int) -> list[Sweep]:
+def sweeps_of_links(here: int, hosts: int) -> list[Sweep]:
     """Return what is measured of links: groups of two, four and so on and of all ranks inside a
     host; and between hosts groups of one rank of each, alone and then all at once, and sums and
     all-gathers of groups with one, two, four and so on on each, all at once.
@@ -267,7 +267,7 @@ def _widths(here: int) -> list[int]:
     return sorted(width for width in widths if here % width == 0)
 
 
-def _links(bench: Bench, sweep: Sweep) -> Iterator[LinkPoint]:
+def measured_links(bench: Bench, sweep: Sweep) -> Iterator[LinkPoint]:
     """Yield the times of a sweep, each kind from the smallest size on."""
     group = bench.group(sweep.every)
     alone = sweep.where == "between" and sweep.senders == 1

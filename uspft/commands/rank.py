@@ -99,7 +99,7 @@ def leave_recipe(job: Job, kernel: str, refused: list[str]) -> None:
     """
     recipe = resolve(job.recipe, Known(kernel=kernel))
     assert recipe.output_dir is not None
-    write_text(recipe.output_dir / RECIPE, dump(recipe))
+    write_text(recipe.output_dir / RECIPE, dump(recipe, job.comments))
     for line in refused:
         print(f"model.attention: {line}; using {kernel}", flush=True)
     print(f"attention kernel: {kernel}", flush=True)

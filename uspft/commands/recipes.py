@@ -66,10 +66,8 @@ def listing(files: Iterable[Path]) -> str:
 
 def cards(recipe: Recipe) -> int:
     """Return how many processes a recipe is made for, on all hosts together."""
-    each = [
-        one.parallel_config.model_parallel * one.parallel_config.context_parallel
-        for one in layouts_of(recipe)
-    ]
+    every = [one.parallel_config for one in layouts_of(recipe)]
+    each = [one.model_parallel * one.context_parallel * one.pipeline_stage for one in every]
     here = recipe.launch.processes
     return max(*each, here if isinstance(here, int) else 1)
 

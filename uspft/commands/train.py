@@ -45,13 +45,13 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         if checkpoint and (why := reason_to_end(recipe, job.steps, checkpoint)):
             if lease:
                 if not is_of_a_run(output_of(recipe)):  # it goes on from another folder
-                    open_output(recipe, checkpoint, hosts, place)
+                    open_output(recipe, checkpoint, hosts, place, job.comments)
                 export_missing(recipe, checkpoint)
             screen.print(all_done(recipe, why, checkpoint), markup=False)
             return 0
         if lease:
             require_space(recipe, needed)
-            moved = open_output(recipe, checkpoint, hosts, place)
+            moved = open_output(recipe, checkpoint, hosts, place, job.comments)
             if moved:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
             job = replace(job, lease=lease)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from uspft.config.algorithms import AUTO
 from uspft.config.allowed import among, described, either, lets_pass, shown
 from uspft.config.problems import Fault, Finding, fault, join
 from uspft.config.scalars import meant, plain, token_count
@@ -102,6 +103,34 @@ def whole(
         if not minimum <= value <= maximum:
             raise fault(f"is {value}, out of range", f"write {either(wanted, also)}")
         return value
+
+    return check
+
+
+class Open(int):
+    """A number that the planner chooses, which a recipe writes as `auto`.
+
+    Until it is chosen it counts as 1, so that what reads a recipe sees one that splits nothing.
+    """
+
+    def __str__(self) -> str:
+        return AUTO
+
+    __repr__ = __str__
+
+
+OPEN = Open(1)
+
+
+def whole_or_open(
+    minimum: int = 1, maximum: int = LARGEST, *, also: Sequence[object] = ()
+) -> Check:
+    """Return a check of whole numbers within bounds, for which `auto` is one that stays open."""
+    written = described(whole(minimum, maximum, also=(AUTO, *also)))
+
+    @lets_pass(written.wanted, written.schema)
+    def check(value: Any) -> Any:
+        return OPEN if isinstance(value, Open) or value == AUTO else written(value)
 
     return check
 
@@ -266,7 +295,9 @@ def of_stages(item: Check, *, also: Sequence[object] = ()) -> Check:
     one, words = described(item), "[one a stage] or [[one a stage], one list a virtual stage]"
     flat, nested = described(each(item, words)), described(each(each(item, words), words))
 
-    @lets_pass(f"{words} (each {one.wanted})", {"anyOf": [flat.schema, nested.schema]}, also)
+    schema = {"anyOf": [{**some.schema, "minItems": 1} for some in (flat, nested)]}
+
+    @lets_pass(f"{words} (each {one.wanted})", schema, also)
     def check(value: Any) -> Any:
         if among(value, also):
             return value

@@ -6,9 +6,22 @@ installed version.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from uspft.config.checks import Check, choice, each, flag, path, real, table, text, whole
+from uspft.config.checks import (
+    Check,
+    Open,
+    choice,
+    each,
+    flag,
+    path,
+    real,
+    table,
+    text,
+    whole,
+    whole_or_open,
+)
 from uspft.config.problems import Fault, Finding, fault, join
 
 _COUNT = whole(0, exponent=True)  # DeepSpeed's own examples write 5e8
@@ -102,7 +115,7 @@ def _ignored_by_deepspeed(value: object) -> object:
 
 
 _ZERO: dict[str, Check] = {
-    "stage": whole(0, 3),
+    "stage": whole_or_open(0, 3),
     "contiguous_gradients": flag(),
     "reduce_scatter": flag(),
     "reduce_bucket_size": whole(1, exponent=True),
@@ -148,6 +161,9 @@ _ZERO: dict[str, Check] = {
 }
 ZERO: dict[str, Check] = {**_ZERO, **{short: _ZERO[name] for short, name in ALIASES.items()}}
 
+LOWEST_STAGES = {"offload_param": 3, "offload_optimizer": 1}
+"""The lowest stage of ZeRO at which DeepSpeed moves each away."""
+
 _zero_table = table(ZERO)
 
 
@@ -176,13 +192,25 @@ def zero_fields(value: Any) -> dict[str, Any]:
     return fields
 
 
+def stages_for(fields: Mapping[str, Any]) -> Sequence[int]:
+    """Return the stages of ZeRO that a recipe's other fields of it can have."""
+    away = [
+        lowest
+        for key, lowest in LOWEST_STAGES.items()
+        if (fields.get(key) or {}).get("device", "none") != "none"
+    ]
+    shared = (fields.get("offload_optimizer") or {}).get("ratio", 1.0) < 1
+    return range(max([*away, 3 * shared, 0]), 4)
+
+
 def _combinations(fields: dict[str, Any]) -> list[Finding]:
     """Return findings on what DeepSpeed refuses, or silently changes, when the engine starts."""
     stage = fields["stage"]
+    possible = stages_for(fields) if isinstance(stage, Open) else (stage,)
     findings: list[Finding] = []
-    for key, lowest in (("offload_param", 3), ("offload_optimizer", 1)):
+    for key, lowest in LOWEST_STAGES.items():
         device = (fields.get(key) or {}).get("device", "none")
-        if device != "none" and stage < lowest:
+        if device != "none" and max(possible) < lowest:
             remedy = f"write stage: {lowest}{'' if lowest == 3 else ' or more'}, or leave it out"
             findings.append((key, f"needs ZeRO stage {lowest}, and the stage is {stage}", remedy))
         elif device == "nvme" and not fields[key].get("nvme_path"):
@@ -190,7 +218,7 @@ def _combinations(fields: dict[str, Any]) -> list[Finding]:
             findings.append(
                 (key, "is missing, and device is nvme", "write a folder on the NVMe disk")
             )
-    if (fields.get("offload_optimizer") or {}).get("ratio", 1.0) < 1 and stage != 3:
+    if (fields.get("offload_optimizer") or {}).get("ratio", 1.0) < 1 and 3 not in possible:
         key = "offload_optimizer.ratio"
         findings.append((key, "below 1 needs ZeRO stage 3", "write stage: 3, or ratio: 1.0"))
     if fields.get("compute_grad_norm") is False:

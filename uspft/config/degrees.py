@@ -12,8 +12,9 @@ from uspft.config.checks import LARGEST, choice, each, flag, of_stages, tokens, 
 from uspft.config.fields import (
     Count,
     CountAutoOrNone,
+    CountOpenOrNone,
     CountOrAuto,
-    CountOrNone,
+    CountOrOpen,
     Flag,
     RecipeBlock,
     block,
@@ -73,20 +74,30 @@ def _offset() -> Described:
     return Described(check, f"a whole number, {each_of.wanted} or null", schema)
 
 
+PLANNED = (
+    "data_parallel",
+    "model_parallel",
+    "context_parallel",
+    "context_parallel_algo",
+    "ulysses_degree_in_cp",
+)
+"""The keys that `parallel_config: auto` leaves to the planner, beside those whose default does."""
+
+
 class Degrees(RecipeBlock):
     """A layout says how many ways each thing is split, and by which algorithms."""
 
     data_parallel: CountOrAuto = "auto"
     """Number of replicas that take different rows; `auto` is processes ÷ the other degrees."""
-    model_parallel: Count = 1
-    """Tensor parallel degree: the number of ranks that hold parts of one matrix."""
+    model_parallel: CountOrOpen = 1
+    """Tensor parallel degree: ranks that hold parts of one matrix; `auto` asks the planner."""
     use_seq_parallel: Flag = False
     """Whether tensor parallel ranks also split the tokens between their matrices."""
-    context_parallel: Count = 1
-    """Number of ranks that share one row."""
+    context_parallel: CountOrOpen = 1
+    """Number of ranks that share one row; `auto` asks the planner."""
     context_parallel_algo: Annotated[str | None, _is(_context_algorithm())] = None
     """How ranks share a row; required where several do; `auto` chooses, and the run says why."""
-    ulysses_degree_in_cp: CountOrNone = None
+    ulysses_degree_in_cp: CountOpenOrNone = None
     """Ranks that split heads; context_parallel ÷ it split tokens; null: the algorithm's, or 1."""
     exchange_stages: CountAutoOrNone = "auto"
     """Steps in which keys are exchanged; `auto` and null take at least one for each other rank."""
@@ -142,7 +153,7 @@ class Strategy(Degrees):
 
 
 class ParallelBlock(Degrees):
-    """The block says how a run is split over ranks, in the key names of MindSpore Transformers."""
+    """The block says how ranks split a run, in MindSpore Transformers' names; or `auto` chooses."""
 
     strategies: Annotated[
         tuple[Strategy, ...] | Literal["auto"] | None,

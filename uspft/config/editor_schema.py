@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from uspft.config.algorithms import AUTO
+from uspft.config.degrees import Degrees
 from uspft.config.fields import RecipeBlock
 from uspft.config.keys import Key, blocks, keys, summary
 from uspft.config.recipe import Recipe
@@ -29,7 +31,7 @@ def schema() -> Node:
     top = _object(Recipe, "")
     for name in Recipe.model_fields:
         if name in every:
-            top["properties"][name] = _object(every[name], name)
+            top["properties"][name] = _or_auto(_object(every[name], name), every[name])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A recipe of uspft",
@@ -48,6 +50,13 @@ def _object(kind: type[RecipeBlock], at: str) -> Node:
         "additionalProperties": False,
         **({"required": required} if required else {}),
     }
+
+
+def _or_auto(node: Node, kind: type[RecipeBlock]) -> Node:
+    """Return the schema of a block, in whose place `auto` may stand where it has degrees."""
+    if not issubclass(kind, Degrees):
+        return node
+    return {"anyOf": [node, {"enum": [AUTO]}], "description": node.pop("description")}
 
 
 def _property(key: Key) -> Node:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from uspft.config.allowed import lets_pass, shown
-from uspft.config.checks import Check, flag, path, text, whole
+from uspft.config.checks import Check, flag, path, text, whole, whole_or_open
 from uspft.config.problems import Fault, Finding, join
 
 _NONE = (None,)
@@ -19,6 +19,8 @@ CountAutoOrNone = Annotated[
     int | Literal["auto"] | None, PlainValidator(whole(1, also=("auto", None)))
 ]
 CountOrAuto = Annotated[int | Literal["auto"], PlainValidator(whole(1, also=("auto",)))]
+CountOrOpen = Annotated[int, PlainValidator(whole_or_open())]
+CountOpenOrNone = Annotated[int | None, PlainValidator(whole_or_open(also=_NONE))]
 Flag = Annotated[bool, PlainValidator(flag())]
 TextOrNone = Annotated[str | None, PlainValidator(text(also=_NONE))]
 PathOrNone = Annotated[Path | None, PlainValidator(path(also=_NONE))]
@@ -36,6 +38,7 @@ class RecipeBlock(BaseModel):
 
 
 _INSTEAD = {
+    "parallel_config": "write auto, or its keys below it",
     "model": "write the folder or hub id as `model.name_or_path`",
     "data": "write the file or folder as `data.train`",
     "deepspeed": "write `deepspeed.zero_optimization.stage` and the like below it; "

@@ -16,6 +16,7 @@ from uspft.config.algorithms import (
     having,
     names,
 )
+from uspft.config.checks import Open
 from uspft.config.degrees import Degrees
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
@@ -52,19 +53,24 @@ def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
     if parallel.use_seq_parallel and parallel.on_a_mesh:
         what = f"is true, and {name} splits tokens between matrices already, over mesh rows"
         yield f"{at}.use_seq_parallel", what, "write false, or leave it out"
-    elif parallel.use_seq_parallel and degree == 1:
+    elif parallel.use_seq_parallel and degree == 1 and not isinstance(degree, Open):
         what = "is true, and model_parallel is 1: no matrix is split, and no tokens between them"
         remedy = "write false, or model_parallel above 1"
         yield f"{at}.use_seq_parallel", what, remedy
     if isinstance(parallel.tensor_mesh, tuple) and mesh in TENSOR[name].options:
         rows, columns = parallel.tensor_mesh
+        if isinstance(degree, Open):
+            what = f"is [{rows}, {columns}], {rows * columns} ranks, and model_parallel is {AUTO}"
+            yield f"{at}.{mesh}", what, f"write model_parallel: {rows * columns}, or {AUTO} here"
+            return
         if rows * columns != degree:
             shapes = [f"[{r}, {degree // r}]" for r in range(1, degree + 1) if degree % r == 0]
             what = f"is [{rows}, {columns}], {rows * columns} ranks, and model_parallel is {degree}"
             yield f"{at}.{mesh}", what, f"write one of {', '.join(shapes)}, or {AUTO}"
             return
     own = MESH_OPTIONS & TENSOR[name].options.keys()
-    for option in sorted(own if degree == 1 else ()):
+    none = degree == 1 and not isinstance(degree, Open)
+    for option in sorted(own if none else ()):
         value = getattr(parallel, option)
         if value not in (AUTO, None):
             shown = list(value) if isinstance(value, tuple) else value
@@ -84,12 +90,7 @@ def ulysses_degree(at: str, parallel: Degrees) -> Iterator[Finding]:
     elif parallel.mesh_rows > 1:
         product = f"{parallel.mesh_rows} mesh rows × {product}"
     algorithm = parallel.context_parallel_algo
-    if degree == 1:
-        return
-    if algorithm == AUTO:
-        if ulysses is not None:
-            what = f"is {ulysses}, and context_parallel_algo: {AUTO} chooses it"
-            yield key, what, "leave it out, or name the algorithm"
+    if degree == 1 or isinstance(ulysses, Open):
         return
     row = CONTEXT.get(algorithm or "")
     divisors = [d for d in range(1, min(degree, 4096) + 1) if degree % d == 0]

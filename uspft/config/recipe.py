@@ -28,6 +28,7 @@ from uspft.config.fields import (
     Count,
     CountOrAuto,
     CountOrNone,
+    CountOrOpen,
     Flag,
     PathOrNone,
     RecipeBlock,
@@ -95,7 +96,7 @@ class DeepSpeedBlock(RecipeBlock):
     zero_optimization: Annotated[dict[str, Any], _is(_zero)] = Field(
         default_factory=lambda: {"stage": 1}
     )
-    """DeepSpeed's ZeRO settings: `stage` (0 to 3, by default 1), offloading and all others."""
+    """DeepSpeed's ZeRO settings: `stage` (0 to 3, `auto`, by default 1), offloading and others."""
     aio: Annotated[dict[str, Any] | None, _is(table(AIO, also=_NONE))] = None
     """Settings of asynchronous reads and writes in NVMe offloading; null takes DeepSpeed's own."""
     comms_logger: Annotated[dict[str, Any] | None, _is(table(COMMS_LOGGER, also=_NONE))] = None
@@ -156,8 +157,8 @@ class TrainingBlock(RecipeBlock):
     """Number of passes over the data, given in place of `training.steps`."""
     global_batch_size: Count
     """Number of rows in one optimizer step, over all ranks and micro-batches."""
-    micro_batch_size: Count = 1
-    """Number of rows that the ranks of one data-parallel replica take through one forward."""
+    micro_batch_size: CountOrOpen = 1
+    """Number of rows that one replica takes through one forward; `auto` asks the planner."""
     max_grad_norm: Annotated[float, _is(real(above=0))] = 1.0
     """Largest norm of the gradients of all parameters together; they are clipped to it."""
     objective: Annotated[str, _is(_objective())] = CAUSAL.name

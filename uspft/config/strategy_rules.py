@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from uspft.config.algorithms import AUTO
 from uspft.config.allowed import shown
+from uspft.config.checks import Open
 from uspft.config.degrees import Degrees, Strategy
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
@@ -19,6 +20,10 @@ def rising(recipe: Recipe) -> Iterator[Finding]:
         yield KEY, "is an empty list", "list {max_length: …, context_parallel: …}, or write null"
         return
     every, most = strategies_of(recipe), recipe.data.sequence_length
+    for number, one in enumerate(every):
+        for key in (key for key in Degrees.model_fields if isinstance(getattr(one, key), Open)):
+            remedy = f"write a number, or {KEY}: {AUTO}, which chooses all of them"
+            yield f"{KEY}[{number}].{key}", f"is {AUTO}, and a strategy says its degrees", remedy
     for number, (before, one) in enumerate(pairwise(every), 1):
         key, longest = f"{KEY}[{number}].max_length", one.max_length
         if longest == before.max_length:
@@ -72,7 +77,7 @@ def _plain(value: object) -> str:
 
 def _open(*values: object) -> bool:
     """Return whether one of two values leaves open what the other may say."""
-    return AUTO in values or None in values
+    return AUTO in values or None in values or any(isinstance(one, Open) for one in values)
 
 
 def switchable(recipe: Recipe) -> Iterator[Finding]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import Options
-from uspft.planner.rank import PLAIN, Ranked, ranking
+from uspft.planner.rank import PLAIN, Ranked, ranked, ranking
 from uspft.planner.step_shape import StepShape
-from uspft.planner.ways import Space, Way, WhyNot
+from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
 
 NAMED = 2
 """Ways that a reason sets beside the first."""
+STAGE = "deepspeed.zero_optimization.stage"
+ROWS = "training.micro_batch_size"
+RECOMPUTE = "memory.recompute"
 
 
 class Work(NamedTuple):
@@ -31,6 +34,29 @@ class Choice(NamedTuple):
 
     way: Way
     why: str
+    reasons: Mapping[str, str] = {}
+    """Of each key that was asked for, why another value is not first."""
+
+
+class _Timed(NamedTuple):
+    way: Way
+    seconds: float
+    fits: bool
+    """Whether a card has what a rank needs, as far as that is known."""
+
+
+def values_of(way: Way) -> dict[str, Any]:
+    """Return what a recipe's keys say of a way, where ranks that share nothing are 1 of 1."""
+    degrees = way.degrees | {"ulysses_degree_in_cp": way.layout.ulysses}
+    found = {f"parallel_config.{key}": value for key, value in degrees.items()}
+    return found | {STAGE: way.stage, ROWS: way.rows, RECOMPUTE: way.recompute}
+
+
+def as_written(value: Any) -> str:
+    """Return a value as a recipe writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def recommend(
@@ -42,35 +68,98 @@ def recommend(
     options: Options = PLAIN,
     *,
     why_not: WhyNot | None = None,
+    asked: Collection[str] = (),
 ) -> Choice | None:
     """Return the way of a space that takes least for these rows, of those that fit; None where none
     is legal.
 
-    A way's seconds are their mean over the rows. why_not: what else speaks against a way.
+    A way's seconds are their mean over the rows. why_not: what else speaks against a way. asked:
+    the keys of a recipe whose values are to have a reason.
     """
-    seconds: dict[Way, float] = {}
-    last: dict[Way, Ranked] = {}
+    seconds: dict[str, float] = {}
+    last: dict[str, Ranked] = {}
     for row in rows:
         given = replace(step, row=row)
         found = ranking(given, ranks, space, hardware, options, why_not=why_not)
         for one in found.layouts:
-            seconds[one.way] = seconds.get(one.way, 0.0) + one.seconds / len(rows)
-            last[one.way] = one
-
-    def key(way: Way) -> tuple[bool, float, bool]:
-        return last[way].room is False, round(seconds[way], 9), not way.row.automatic
-
-    order = sorted(last, key=key)
+            seconds[one.name] = seconds.get(one.name, 0.0) + one.seconds / len(rows)
+            last[one.name] = one
+    order = [_Timed(one.way, seconds[name], one.room is not False) for name, one in last.items()]
+    order.sort(key=_order)
     if not order:
         return None
     first, *others = order
-    what = "takes least of the ways that fit"
-    if last[first].room is False:
-        what = "is fastest, though no way fits"
+    what = "takes least of the ways that fit" if first.fits else "is fastest, though no way fits"
     beside = [
-        f"{way.name} {seconds[way] / seconds[first]:.3g} ×"
-        + " (does not fit)" * (last[way].room is False)
-        for way in others[:NAMED]
+        f"{one.way.name} {one.seconds / first.seconds:.4g} ×" + " (does not fit)" * (not one.fits)
+        for one in others[:NAMED]
     ]
-    why = f"{first.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
-    return Choice(first, why)
+    why = f"{first.way.name} {what}" + (f"; beside it {', '.join(beside)}" if beside else "")
+    legal = legal_for(step, hardware.ranks_per_host)
+
+    def speaks_against(way: Way) -> str | None:
+        return legal(way) or (why_not and why_not(way)) or None
+
+    alike = ways(ranks, _only(space, first.way), speaks_against).legal if asked else []
+    for way in alike:
+        if way == first.way or way.name != first.way.name:
+            continue
+        timed = [ranked(replace(step, row=row), way, hardware, options) for row in rows]
+        mean = sum(one.seconds for one in timed) / len(rows)
+        others.append(_Timed(way, mean, timed[-1].room is not False))
+    return Choice(first.way, why, {key: _reason(key, first, others) for key in asked})
+
+
+def _order(one: _Timed) -> tuple[bool, float, bool]:
+    return not one.fits, round(one.seconds, 9), not one.way.row.automatic
+
+
+def _only(space: Space, way: Way) -> Space:
+    """Return the space of the ways to run one layout."""
+    layout = way.layout
+    return replace(
+        space,
+        tensor={layout.tensor},
+        context={layout.context // layout.mesh_rows},
+        data={layout.data},
+        ulysses={layout.ulysses},
+        algorithms={way.row.name},
+    )
+
+
+def _reason(key: str, first: _Timed, others: Sequence[_Timed]) -> str:
+    """Return what a step takes where a key has another value, in the best way for that."""
+    own = values_of(first.way).get(key)
+    best: dict[Any, _Timed] = {}
+    for one in sorted(others, key=_order):
+        value = values_of(one.way).get(key)
+        if value != own:
+            best.setdefault(value, one)
+    if not best:
+        return "nothing else is possible here"
+    return ", ".join(_beside(first, *item) for item in list(best.items())[:NAMED])
+
+
+def _beside(first: _Timed, value: Any, other: _Timed) -> str:
+    name = f" ({other.way.name})" * (other.way.name != first.way.name)
+    said = as_written(value)
+    takes = f"a step takes {other.seconds / first.seconds:.4g} ×{name}"
+    if other.fits or not first.fits:
+        return f"with {said} {takes}"
+    return f"with {said} it does not fit{name}"
+
+
+def likely(ranks: int, space: Space, step_rows: int, why_not: WhyNot) -> Way | None:
+    """Return the way that is taken where nothing tells ways apart yet; None where there is none.
+
+    Matrices are whole where they may be, then rows; keys go where they are used.
+    """
+
+    def key(way: Way) -> tuple[object, ...]:
+        layout = way.layout
+        square = abs(layout.mesh_rows - layout.mesh_columns) if layout.is_mesh else 0
+        split = layout.tensor, square, layout.mesh_rows, layout.data > step_rows, layout.context
+        shared = not way.row.automatic, layout.ulysses, way.row.name
+        return (*split, *shared, way.splits_tokens, abs(way.stage - 1), way.rows, way.recompute)
+
+    return min(ways(ranks, space, why_not).legal, key=key, default=None)

@@ -78,7 +78,7 @@ CALIBRATED_ERROR, SHIPPED_ERROR = 0.05, 0.12
 where it runs, and by published ones."""
 
 
-class Measured(RecipeBlock):
+class Measurement(RecipeBlock):
     """The block says what `calibrate` measured of a file, when, and with which versions."""
 
     date: Annotated[str, _is(text("a date, as 2026-11-25"))]
@@ -101,7 +101,7 @@ class Hardware(RecipeBlock):
     """FLOP/s of matrix products where no table has them: of a CPU, the most that was measured."""
     kernel: TextOrNone = None
     """The attention kernel that was measured, where the file comes from `calibrate`."""
-    measured: Annotated[Measured | None, _is(block(Measured, also=_NONE))] = None
+    measured: Annotated[Measurement | None, _is(block(Measurement, also=_NONE))] = None
     """What was measured where it stands; null: nothing was, as in the files that are shipped."""
     ranks_per_host: Count
     """Ranks of a host that compute at once: its GPUs; of CPUs, as many as were measured."""

@@ -323,6 +323,6 @@ def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> 
     overlap_comm all of each but one layer's."""
     pieces = step.model.layers + 1
     for part in parts:
-        hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.overlaps else 0.0
+        hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.hides else 0.0
         behind -= hidden
         yield part._replace(hidden=hidden)

@@ -71,8 +71,8 @@ class StepShape:
     attention: Forwards = ONCE
     """How often a layer's attention makes its forward transfers, and those of keys its products."""
     use_seq_parallel: bool = False
-    overlaps: bool = False
-    """DeepSpeed's overlap_comm."""
+    overlaps: bool | None = False
+    """DeepSpeed's overlap_comm; None where it is left to DeepSpeed, which overlaps at stage 3."""
     trained: float = 1.0
     """The share of the parameters that train."""
     gradient_bytes: int = GRADIENT_BYTES
@@ -81,6 +81,11 @@ class StepShape:
     """Whether ZeRO-1 sums each gradient where it is owned alone, which DeepSpeed does not."""
     slices: Sequence[int] | None = None
     """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
+
+    @property
+    def hides(self) -> bool:
+        """Whether ZeRO's transfers pass behind products."""
+        return self.stage == 3 if self.overlaps is None else self.overlaps
 
     @property
     def forwards(self) -> int:

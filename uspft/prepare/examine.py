@@ -21,12 +21,12 @@ from uspft.prepare.files import file_findings, in_the_way
 from uspft.prepare.installed import tracker_findings
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import host_findings, run_findings
+from uspft.prepare.left_open import Decision, degrees_are_open, ranks_of
 from uspft.prepare.memory_need import exchange_findings, memory_sentence, memory_unknown
 from uspft.prepare.new_tokens import shape_of
 from uspft.prepare.paths import find_paths
 from uspft.prepare.pipelines import stages_sentence
-from uspft.prepare.resolve import choice, ranks_of, resolve, tuning
-from uspft.prepare.step import slices_of
+from uspft.prepare.resolve import resolve, resolved, tuning
 
 SOURCES = ("data.train", "data.eval", "data.eval_fraction", "data.format", "data.fields")
 SHAPE = tuple(
@@ -39,6 +39,7 @@ LAYOUT = (
 )
 PRECISION = ("model.dtype", "model.attention", "launch.device")
 """The keys that an examination reads; it is left out where one of them is faulty."""
+UNTOLD = f"is {AUTO}, and nothing says on how many processes"
 SUMMED = ("deepspeed.zero_optimization.stage", "deepspeed.zero_optimization.offload_optimizer")
 
 
@@ -51,16 +52,12 @@ class Examined:
     recipe: Recipe
     layout: Layout
     not_checked: list[str] = field(default_factory=list)
+    decision: Decision | None = None
+    """What the planner chose of what the recipe leaves open."""
 
     @property
     def shape(self) -> ModelShape | None:
         return self.known.shape
-
-    @property
-    def why(self) -> str | None:
-        """The algorithm that `auto` became and the reason, or None where nothing was to choose."""
-        found = choice(self.loaded.recipe, self.known)
-        return f"{found.way.row.name}: {found.why}" if found else None
 
     @property
     def tuning(self) -> Tuning | None:
@@ -84,15 +81,6 @@ class Examined:
         samples, rows = asked.training.global_batch_size, found.drawn.packed_rows
         made = f"{rows} row{'s' if rows > 1 else ''}"
         return f"one layout, since {why}; {samples} samples a step make {made}"
-
-    @property
-    def mesh(self) -> str | None:
-        """The mesh and slices that `auto` became and the reason, or None where nothing was to
-        choose."""
-        asked, found = self.loaded.recipe.parallel_config, self.tuning
-        chosen = found and found.on((self.layout.mesh_rows, self.layout.mesh_columns))
-        written = isinstance(asked.tensor_mesh, tuple) and slices_of(asked)
-        return found.why(chosen) if found and chosen and not written else None
 
     @property
     def hardware(self) -> str:
@@ -153,8 +141,7 @@ class Examined:
         found += [f"stages: {how}" for how in [stages] if how]
         found += [f"strategies: {why}" for why in [self.why_strategies] if why]
         found += [f"strategy: {line}" for line in self.strategies]
-        found += [f"algorithm: {why}" for why in [self.why] if why]
-        found += [f"mesh: {why}" for why in [self.mesh] if why]
+        found += [f"auto: {line}" for line in (self.decision.lines if self.decision else ())]
         return [*found, f"hardware: {self.hardware}"]
 
     def asking(self, change: Callable[[Recipe], Recipe]) -> Examined:
@@ -165,10 +152,10 @@ class Examined:
     def knowing(self, **more: Any) -> Examined:
         """Return the examination with more facts, which are given as fields of Known."""
         known = replace(self.known, **more)
-        recipe = resolve(self.loaded.recipe, known)
+        recipe, decision = resolved(self.loaded.recipe, known)
         layout = layout_of(recipe.parallel_config, self.layout.ranks)
-        assert isinstance(layout, Layout)  # as many ranks share a row as before
-        return replace(self, known=known, recipe=recipe, layout=layout)
+        assert isinstance(layout, Layout)  # it is one of as many ranks as before
+        return replace(self, known=known, recipe=recipe, layout=layout, decision=decision)
 
     def knowing_model(self, places: dict[str, str]) -> Examined:
         """Return the examination with the model in these folders of this host, by key of `model`.
@@ -248,13 +235,14 @@ def examine(
     cluster, wrong = cluster_of(asked.launch.hardware, recipe.launch.device, gpu)
     findings += wrong
     known = replace(known, cluster=cluster)
-    recipe = resolve(asked, known)
+    recipe, decision = resolved(asked, known)
     findings += _precision(recipe, recipe.launch.device) if sound(*PRECISION) else []
     ranks = ranks_of(recipe, known)
     layout = layout_of(recipe.parallel_config, ranks)
     if recipe.parallel_config.strategies == AUTO and ranks is None:
-        what = f"is {AUTO}, and nothing says on how many processes"
-        findings.append((KEY, what, "write launch.processes, or list the strategies"))
+        findings.append((KEY, UNTOLD, "write launch.processes, or list the strategies"))
+    elif isinstance(layout, Layout) and (key := degrees_are_open(recipe)):
+        findings.append(_no_way(key, ranks))
     if isinstance(layout, Layout):
         more = run_findings(recipe, layout, known.shape) + host_findings(layout, hosts)
         open_yet = asked.parallel_config.context_parallel_algo, recipe.parallel_config.strategies
@@ -269,7 +257,19 @@ def examine(
     if findings or given.problems:
         raise given.together([paths.told(one) for one in findings])
     assert isinstance(layout, Layout)
-    return Examined(loaded, known, recipe, layout, open_questions)
+    return Examined(loaded, known, recipe, layout, open_questions, decision)
+
+
+def _no_way(key: str, ranks: int | None) -> Finding:
+    """Return why a degree that was left to the planner is open still."""
+    if ranks is None:
+        return (
+            key,
+            UNTOLD,
+            "write launch.processes (check and plan also take --ranks N), or degrees",
+        )
+    what = f"is {AUTO}, and no layout of {ranks} processes has what the other keys say"
+    return key, what, "leave some of them out"
 
 
 def _not_here(recipe: Recipe) -> list[str]:

@@ -73,6 +73,7 @@ def prepare_job(
         command=place.command,
         places=found.known.places,
         prices=prices_of(found, found.known.hosts),
+        comments=found.decision.comments if found.decision else {},
     )
     return found, job, checkpoint, needed
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
-from uspft.families import FAMILIES
-from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import RECOMPUTES, layer_windows, lora_of, options_of
+from uspft.planner.memory import RECOMPUTES, options_of
 from uspft.planner.rank import Ranked, Ranking, ranked, ranking
 from uspft.planner.step_shape import StepShape
-from uspft.planner.trained import counts_of
 from uspft.planner.ways import Space, Way
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
-from uspft.prepare.layout_findings import layout_findings
+from uspft.prepare.left_open import open_keys, space_of, wrong_in
 from uspft.prepare.paths import find_paths
-from uspft.prepare.step import recomputes_of, stage_of, step_shape
+from uspft.prepare.step import stage_of, step_shape
 
 
 def examine_for_plan(
@@ -52,11 +48,7 @@ def step_of(found: Examined) -> StepShape:
     if model is None:
         what = f"the sizes of {recipe.model.name_or_path} are not on this machine"
         raise Fault([("model.name_or_path", what, "name its folder, or a model of configs/models")])
-    # What the file leaves out is as transformers has it, such as how many experts a token meets.
-    whole = replace(model, raw={**FAMILIES[model.model_type].defaults, **model.raw})
-    counts = counts_of(whole, 1, lora_of(recipe.model), tuple(recipe.model.freeze))
-    share = counts.trained / counts.every
-    return step_shape(recipe, whole, layer_windows(whole), trained=share)
+    return step_shape(recipe, model)
 
 
 def own_way(found: Examined) -> Way:
@@ -78,17 +70,15 @@ def own_way(found: Examined) -> Way:
 def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
     """Return the order of every layout of the recipe's ranks that its other keys allow."""
     own, recipe = own_way(found), found.recipe
+    asked = found.loaded.recipe.model_copy(update={"launch": recipe.launch})
+    left = space_of(asked)
     space = Space(
         meshes=recipe.parallel_config.on_a_mesh,
-        stages={own.stage},
-        rows={own.rows},
-        recomputes=recomputes_of(found.loaded.recipe, recipe.launch.device),
+        stages=left.stages,
+        rows=left.rows,
+        recomputes=left.recomputes,
     )
-
-    def why_not(way: Way) -> str | None:
-        wrong = layout_findings(in_recipe(recipe, way), way.layout, found.shape)
-        return wrong[0][1] if wrong else None
-
+    why_not = wrong_in(recipe, step.model, hardware, open_keys(asked))
     options = options_of(recipe, found.layout)
     ranks = found.layout.ranks
     return ranking(step, ranks, space, hardware, options, own=own, why_not=why_not)

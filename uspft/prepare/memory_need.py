@@ -13,7 +13,6 @@ from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
 from uspft.planner.memory import (
     RECOMPUTES,
     fits,
-    least_work,
     longest_row,
     memory_of,
     options_of,
@@ -26,14 +25,8 @@ if TYPE_CHECKING:
     from uspft.planner.machine import Hardware
 
 
-def settled_memory(
-    recipe: Recipe, shape: ModelShape, layout: Layout | None, hardware: Hardware | None
-) -> Recipe:
-    """Return the recipe with every `auto` of `memory` settled.
-
-    Where no layer is checkpointed, `recompute` stays as it is; where the card is not known, and on
-    CPUs, nothing of attention is made again.
-    """
+def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:
+    """Return the recipe with the tiles settled that are `auto`."""
     block = recipe.memory
     found: dict[str, Any] = {}
     if block.loss_tile_tokens == AUTO:
@@ -41,13 +34,6 @@ def settled_memory(
     if block.mlp_tile_tokens == AUTO:
         last = layer_projections(shape)[-1]
         found["mlp_tile_tokens"] = mlp_tile_tokens(AUTO, last.per_token * last.inputs)
-    if block.recompute == AUTO and block.gradient_checkpointing:
-        tiled = recipe.model_copy(update={"memory": block.model_copy(update=found)})
-        card = hardware.memory.bytes if hardware and hardware.device else None
-        found["recompute"] = "nothing"
-        if card is not None and layout is not None:
-            options, row = options_of(tiled, layout), recipe.data.sequence_length
-            found["recompute"] = least_work(shape, layout, row, card, options=options)
     return recipe.model_copy(update={"memory": block.model_copy(update=found)})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -69,11 +69,16 @@ def not_written(output: Path, error: OSError) -> Fault:
 
 
 def open_output(
-    recipe: Recipe, checkpoint: Checkpoint | None, hosts: Hosts, place: Invocation
+    recipe: Recipe,
+    checkpoint: Checkpoint | None,
+    hosts: Hosts,
+    place: Invocation,
+    comments: Mapping[str, str] | None = None,
 ) -> Path | None:
     """Move aside what an earlier run left, and write environment.json and the resolved recipe.
 
-    Where ranks are to choose the attention kernel, they write the recipe. Returns the folder that
+    Where ranks are to choose the attention kernel, they write the recipe. comments: what stands
+    above its keys. Returns the folder that
     things were moved to, or None where there were none. Raises Fault.
     """
     output = output_of(recipe)
@@ -86,7 +91,7 @@ def open_output(
             moved = set_aside(output, written(output))  # no host's ranks log there before all may
         write_text(output / ENVIRONMENT, environment_of(recipe, hosts, place))
         if recipe.model.attention != AUTO:
-            write_text(output / RECIPE, dump(recipe))
+            write_text(output / RECIPE, dump(recipe, comments))
     except OSError as error:
         raise not_written(output, error) from error
     return moved

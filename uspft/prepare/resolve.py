@@ -1,8 +1,9 @@
 """Every `auto` of a recipe is settled here: a function for each key, asked again as more is known.
 
-A function returns the recipe as it is where nothing is to be settled, or where what it needs is not
-known yet. The recipe's reference tells which `auto` stays for good: that of `checkpoint.resume`,
-and of algorithms' options whose `auto` means what no value says.
+What the planner chooses it chooses together; a function returns the recipe as it is where nothing
+is to be settled, or where what it needs is not known yet. The recipe's reference tells which `auto`
+stays for good: that of `checkpoint.resume`, and of algorithms' options whose `auto` means what no
+value says.
 """
 
 from __future__ import annotations
@@ -12,54 +13,58 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from uspft.config import ParallelBlock, Recipe
-from uspft.config.algorithms import (
-    AUTO,
-    CONTEXT,
-    MESH_OPTIONS,
-    ON_A_MESH,
-    Splits,
-    every_option,
-    row_of,
-)
+from uspft.config import Recipe
+from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, every_option, row_of
+from uspft.config.checks import Open
+from uspft.config.degrees import PLANNED
 from uspft.config.strategies import degrees_of, strategies_of, under
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
-from uspft.planner.auto import Choice, recommend
-from uspft.planner.memory import options_of
-from uspft.planner.mesh_tuner import Tuning, shapes_of, tune
-from uspft.planner.ways import Space, Way
+from uspft.planner.auto import RECOMPUTE, ROWS, STAGE
+from uspft.planner.mesh_tuner import Tuning, tune
 from uspft.prepare.chosen_layouts import with_layouts
 from uspft.prepare.known import Known
+from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
 from uspft.prepare.memory_need import settled_memory
 from uspft.prepare.new_tokens import with_vocabulary
 from uspft.prepare.pipelines import with_stages
-from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
+from uspft.prepare.step import recomputes_of, slices_of, step_shape
 from uspft.segments import Segments
 from uspft.sequence import Heads, of_recipe
 
 
 def resolve(recipe: Recipe, known: Known) -> Recipe:
     """Return the recipe with everything settled that can be."""
+    return resolved(recipe, known)[0]
+
+
+def resolved(recipe: Recipe, known: Known) -> tuple[Recipe, Decision | None]:
+    """Return the same, and what the planner decided of it; None where it was not asked."""
+    for settle in FIRST.values():
+        recipe = settle(recipe, known)
+    decision, again = decided(recipe, known), recipe.memory.recompute
+    recipe = with_values(recipe, decision.values if decision else {})
+    if recipe.parallel_config.strategies == AUTO and known.weighed:
+        recipe = with_values(with_layouts(recipe, known.weighed), {RECOMPUTE: again})
+        of_layouts = decided(recipe, known)
+        recipe = with_values(recipe, of_layouts.values if of_layouts else {})
     for settle in SETTLED.values():
         recipe = settle(recipe, known)
-    return with_vocabulary(recipe, known.shape)
+    return with_vocabulary(recipe, known.shape), decision
 
 
 def _strategies(recipe: Recipe, known: Known) -> Recipe:
     """Settle what strategies leave open; the degrees beside them are those of the longest rows.
 
     Each is settled as a recipe of its own whose rows have its length, on as many processes as the
-    longest rows' layout has. `auto` becomes a list, or one layout, once the choice is known.
+    longest rows' layout has.
     """
-    if recipe.parallel_config.strategies == AUTO and known.weighed:
-        recipe = with_layouts(recipe, known.weighed)
     every, parallel = strategies_of(recipe), recipe.parallel_config
     if parallel.strategies is None:
         return _with(recipe, "parallel_config", switching=None)
     if not every:
         return recipe
-    keys = ["tensor_mesh", "context_parallel_algo", "data_parallel", "exchange_stages"]
+    keys = ["tensor_slices", "context_parallel_algo", "data_parallel", "exchange_stages"]
     keys, found = [*keys, "micro_batch_num"], []
     longest = under(recipe, len(every) - 1)
     ranks = ranks_of(recipe, known)
@@ -70,6 +75,8 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
         alone = under(recipe, number)
         row = Segments.single(alone.data.sequence_length)
         here = replace(known, ranks=ranks, work=work and work._replace(rows=[row]))
+        decision = decided(alone, here)
+        alone = with_values(alone, decision.values if decision else {})
         for key in keys:
             alone = SETTLED[f"parallel_config.{key}"](alone, here)
         found.append(strategy.model_copy(update=degrees_of(alone.parallel_config)))
@@ -77,61 +84,6 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
     if parallel.switching in (AUTO, None):
         update["switching"] = "in_place"
     return _with(recipe, "parallel_config", **update)
-
-
-def choice(recipe: Recipe, known: Known) -> Choice | None:
-    """Return what `context_parallel_algo: auto` means, and why.
-
-    It is the first of the planner's order. Returns None where the recipe names an algorithm, or
-    where ranks do not share a row.
-    """
-    parallel, model = recipe.parallel_config, known.shape
-    if parallel.context_parallel_algo != AUTO or parallel.row_ranks == 1:
-        return None
-    likely = _likely(parallel)
-    if model is None or known.cluster is None:
-        unknown = "the model's heads" if model is None else "the cluster"
-        why = f"only keys that attention needs travel; {unknown}, not known yet, may change this"
-        return Choice(likely, why)
-    mesh = parallel.tensor_mesh if parallel.on_a_mesh else None
-    on_mesh = isinstance(mesh, tuple)
-    space = Space(
-        tensor={parallel.model_parallel},
-        context={parallel.context_parallel},
-        tokens={parallel.use_seq_parallel},
-        flat=not on_mesh,
-        meshes=on_mesh,
-        stages={stage_of(recipe)},
-        rows={recipe.training.micro_batch_size},
-        recomputes=recomputes_of(recipe, recipe.launch.device),
-    )
-
-    def other_mesh(way: Way) -> str | None:
-        shape = way.layout.mesh_rows, way.layout.mesh_columns
-        return "another mesh is asked for" if on_mesh and shape != mesh else None
-
-    work = known.work
-    step = step_shape(recipe, model, work.windows if work else ())
-    step = replace(step, slices=step.slices or (1,) * 4) if on_mesh else step
-    ranks = ranks_of(recipe, known) or prod((parallel.model_parallel, parallel.context_parallel))
-    hardware = known.cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
-    rows = work.rows if work else [step.row]
-    tiled = settled_memory(recipe, model, None, None)
-    options = options_of(tiled, Layout())
-    found = recommend(step, ranks, space, hardware, rows, options, why_not=other_mesh)
-    if found is None:
-        return Choice(likely, "no algorithm splits these rows over so many ranks")
-    if work is None and recipe.data.packing != "none":
-        unknown = "for rows of one document; the documents' lengths, not known yet, may change this"
-        return found._replace(why=f"{found.why}, {unknown}")
-    return found
-
-
-def _likely(parallel: ParallelBlock) -> Way:
-    """Return the way that is taken where nothing tells ways apart: keys go where they are used."""
-    row = next(row for row in CONTEXT.values() if row.automatic and row.splits is Splits.BOTH)
-    columns = parallel.model_parallel // parallel.mesh_rows
-    return Way(Layout(columns, ring=parallel.row_ranks, mesh_rows=parallel.mesh_rows), row)
 
 
 def tuning(recipe: Recipe, known: Known) -> Tuning | None:
@@ -152,19 +104,6 @@ def tuning(recipe: Recipe, known: Known) -> Tuning | None:
         slices=slices_of(parallel),
         why_not=lambda rows, columns: _why_not(recipe, known, (rows, columns)),
     )
-
-
-def ranks_of(recipe: Recipe, known: Known) -> int | None:
-    """Return how many processes all hosts have together, or None where nothing tells.
-
-    The command tells, or else the recipe, or else the GPUs of this machine.
-    """
-    if known.ranks:
-        return known.ranks
-    if recipe.launch.processes != AUTO:
-        return int(recipe.launch.processes) * known.hosts
-    here = known.gpus if recipe.launch.device == "cuda" else 0
-    return here * known.hosts or None
 
 
 def _with(recipe: Recipe, block: str, **values: Any) -> Recipe:
@@ -214,20 +153,20 @@ def _format(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _algorithm(recipe: Recipe, known: Known) -> Recipe:
-    """Settle the algorithm; where rows or model are not known yet, it is the most likely one.
+    """Settle the algorithm where the planner was not asked: where rows are whole it is none.
 
-    Mesh rows share a row of tokens also where the recipe does not say how.
+    Mesh rows share a row of tokens also where the recipe does not say how; and `auto` that the
+    planner has no way for is an algorithm all the same, so that what is wrong is told.
     """
     parallel = recipe.parallel_config
-    if parallel.context_parallel_algo is None and parallel.on_a_mesh and parallel.row_ranks > 1:
+    name, shared = parallel.context_parallel_algo, parallel.row_ranks > 1
+    if name == AUTO and not parallel.mesh_is_open:
+        open_ = isinstance(parallel.context_parallel, Open)
+        settled = name if open_ else ON_A_MESH if shared else None
+        return _with(recipe, "parallel_config", context_parallel_algo=settled)
+    if name is None and parallel.on_a_mesh and shared:
         return _with(recipe, "parallel_config", context_parallel_algo=ON_A_MESH)
-    if parallel.context_parallel_algo != AUTO:
-        return recipe
-    found = choice(recipe, known)
-    if found is None:
-        return _with(recipe, "parallel_config", context_parallel_algo=None)
-    keys = ("context_parallel_algo", "ulysses_degree_in_cp")
-    return _with(recipe, "parallel_config", **{key: found.way.degrees[key] for key in keys})
+    return recipe
 
 
 def _layout(recipe: Recipe, known: Known) -> Layout | None:
@@ -243,7 +182,8 @@ def _replicas(recipe: Recipe, known: Known) -> Recipe:
 
 
 def _processes(recipe: Recipe, known: Known) -> Recipe:
-    layout, is_open = _layout(recipe, known), recipe.parallel_config.strategies == AUTO
+    layout = _layout(recipe, known)
+    is_open = recipe.parallel_config.strategies == AUTO or degrees_are_open(recipe) is not None
     if layout is None or (recipe.launch.processes != AUTO and known.ranks is None):
         return recipe
     if is_open and ranks_of(recipe, known) is None:  # the degrees do not tell
@@ -264,30 +204,20 @@ def _options(recipe: Recipe, known: Known) -> Recipe:
     return _with(recipe, "parallel_config", **off)
 
 
-def _mesh(recipe: Recipe, known: Known) -> Recipe:
-    """Settle mesh and slices: tuned, or the middle one of those that Ulysses divides, in one slice,
-    where the cluster is not known yet or no mesh fits."""
+def _slices(recipe: Recipe, known: Known) -> Recipe:
+    """Settle the slices on a mesh as one number for each product, and as one slice where the
+    cluster is not known yet."""
     parallel = recipe.parallel_config
-    if not parallel.on_a_mesh or known.shape is None:
+    if not parallel.on_a_mesh or parallel.mesh_is_open:
         return recipe
-    mesh, found = parallel.tensor_mesh, tuning(recipe, known)
-    if isinstance(mesh, tuple):
-        best = found and found.on(mesh)
-    else:
-        best = found.tried[0] if found and found.tried else None
-        shapes = [
-            (rows, columns)
-            for rows, columns in shapes_of(parallel.model_parallel)
-            if rows * parallel.context_parallel % (parallel.ulysses_degree_in_cp or 1) == 0
-        ]
-        mesh = best.shape if best else shapes[(len(shapes) - 1) // 2]
-    slices = slices_of(parallel) or (best.slices if best else (1,) * 4)
-    return _with(recipe, "parallel_config", tensor_mesh=mesh, tensor_slices=slices)
+    return _with(recipe, "parallel_config", tensor_slices=slices_of(parallel) or (1,) * 4)
 
 
 def _why_not(recipe: Recipe, known: Known, shape: tuple[int, int]) -> str | None:
     """Return why attention cannot be shared by the rows of a mesh, or None where it can."""
-    tried = _algorithm(_with(recipe, "parallel_config", tensor_mesh=shape), known)
+    tried = _with(recipe, "parallel_config", tensor_mesh=shape)
+    decision = decided(tried, known)
+    tried = _algorithm(with_values(tried, decision.values if decision else {}), known)
     parallel = tried.parallel_config
     ulysses = parallel.ulysses_degree_in_cp or 1
     if parallel.row_ranks % ulysses:
@@ -300,11 +230,14 @@ def _why_not(recipe: Recipe, known: Known, shape: tuple[int, int]) -> str | None
 
 
 def _memory(recipe: Recipe, known: Known) -> Recipe:
-    """Settle what is made again or done in tiles, so that a run fits."""
+    """Settle what is done in tiles, and what is made again where the planner has no choice."""
     if known.shape is None:
         return recipe
-    hardware = known.cluster and known.cluster.hardware
-    return settled_memory(recipe, known.shape, _layout(recipe, known), hardware)
+    recipe, block = settled_memory(recipe, known.shape), recipe.memory
+    choices = recomputes_of(recipe, recipe.launch.device)
+    if block.recompute != AUTO or not block.gradient_checkpointing or len(choices) > 1:
+        return recipe
+    return _with(recipe, "memory", recompute=next(iter(choices)))
 
 
 def _stages(recipe: Recipe, known: Known) -> Recipe:
@@ -312,14 +245,22 @@ def _stages(recipe: Recipe, known: Known) -> Recipe:
     return with_stages(recipe, layout, known) if layout else recipe
 
 
-SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
+Settle = Callable[[Recipe, Known], Recipe]
+FIRST: Mapping[str, Settle] = {
     "launch.device": _device,
     "launch.hardware": _hardware,
     "model.attention": _attention,
     "model.rope_scaling": _scaling,
     "data.format": _format,
-    "parallel_config.tensor_mesh": _mesh,
-    "parallel_config.tensor_slices": _mesh,
+}
+"""The function that settles each key that the planner reads."""
+CHOSEN = (
+    *(f"parallel_config.{key}" for key in (*PLANNED, "tensor_mesh", "tensor_slices")),
+    *(STAGE, ROWS, RECOMPUTE),
+)
+"""The keys that the planner chooses, together (prepare/left_open.py)."""
+SETTLED: Mapping[str, Settle] = {
+    "parallel_config.tensor_slices": _slices,
     "parallel_config.context_parallel_algo": _algorithm,
     "parallel_config.data_parallel": _replicas,
     "parallel_config.micro_batch_num": _stages,
@@ -334,4 +275,4 @@ SETTLED: Mapping[str, Callable[[Recipe, Known], Recipe]] = {
     "memory.mlp_tile_tokens": _memory,
     "memory.recompute": _memory,
 }
-"""The function that settles each key, in the order in which one needs another."""
+"""The function that settles each other key, in the order in which one needs another."""

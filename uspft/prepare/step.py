@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from uspft.config import ParallelBlock, Recipe
 from uspft.config.algorithms import AUTO
-from uspft.families import ModelShape
-from uspft.planner.memory import RECOMPUTES
+from uspft.families import FAMILIES, ModelShape
+from uspft.planner.memory import RECOMPUTES, layer_windows, lora_of
 from uspft.planner.step_shape import GRADIENT_BYTES, StepShape
+from uspft.planner.trained import counts_of
 from uspft.segments import Segments
 from uspft.sequence import forwards_of
 
 
-def step_shape(
-    recipe: Recipe,
-    model: ModelShape,
-    windows: Sequence[int | None] = (),
-    *,
-    trained: float | None = None,
-) -> StepShape:
-    """Return the recipe's step, with rows of one document each.
-
-    windows: of each layer; () where they are not known, and then all have the model's. trained: the
-    share of the parameters that train; None: of an adapter none, else all.
-    """
-    adapter = 0.0 if recipe.model.adapter else 1.0
+def step_shape(recipe: Recipe, model: ModelShape) -> StepShape:
+    """Return the recipe's step, with rows of one document each."""
+    # What the file leaves out is as transformers has it, such as how many experts a token meets.
+    whole = replace(model, raw={**FAMILIES[model.model_type].defaults, **model.raw})
+    counts = counts_of(whole, 1, lora_of(recipe.model), tuple(recipe.model.freeze))
     return StepShape(
-        model,
+        whole,
         Segments.single(recipe.data.sequence_length),
-        tuple(windows) or (model.window,) * model.layers,
+        layer_windows(whole),
         recipe.training.global_batch_size,
         recipe.training.micro_batch_size,
         stage=stage_of(recipe),
@@ -38,7 +32,7 @@ def step_shape(
         recompute=bool(recipe.memory.gradient_checkpointing),
         attention=forwards_of(recipe),
         overlaps=_overlaps(recipe),
-        trained=adapter if trained is None else trained,
+        trained=counts.trained / counts.every,
         gradient_bytes=gradient_bytes(recipe),
         **matrices_of(recipe.parallel_config),
     )
@@ -75,12 +69,12 @@ def stage_of(recipe: Recipe) -> int:
     return int(recipe.deepspeed.zero_optimization.get("stage", 1))
 
 
-def _overlaps(recipe: Recipe) -> bool:
-    """Return DeepSpeed's overlap_comm: where it is left out, stage 3 alone overlaps.
+def _overlaps(recipe: Recipe) -> bool | None:
+    """Return DeepSpeed's overlap_comm; None where the recipe leaves it out.
 
-    On a CPU nothing does: DeepSpeed overlaps by streams, and there are none.
+    On a CPU nothing overlaps: DeepSpeed does it by streams, and there are none.
     """
     if recipe.launch.device == "cpu":
         return False
     asked = recipe.deepspeed.zero_optimization.get("overlap_comm")
-    return stage_of(recipe) == 3 if asked is None else bool(asked)
+    return None if asked is None else bool(asked)

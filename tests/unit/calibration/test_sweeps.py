@@ -18,9 +18,9 @@ from uspft.calibration.sweeps import (
     Bench,
     Sweep,
     SweepSizes,
-    _links,
-    _sweeps_of_links,
     measure,
+    measured_links,
+    sweeps_of_links,
 )
 from uspft.comm import Group
 from uspft.kernels.torch_cpu import TorchCpu
@@ -67,9 +67,7 @@ def test_everything_is_measured_and_every_rank_says_the_same(world: int, per_hos
     assert len(points.hiding) == (world > 1)
     assert all(min(one.transfer, one.attention, one.both) > 0 for one in points.hiding)
     assert said[0] == "memory" and ("what a ring hides" in said) == (world > 1)
-    assert sum(word.startswith("links, ") for word in said) == len(
-        _sweeps_of_links(per_host, hosts)
-    )
+    assert sum(word.startswith("links, ") for word in said) == len(sweeps_of_links(per_host, hosts))
     tree = fitted(points, "here", H100, "2026-11-25").tree
     assert tree["ranks_per_host"] == per_host and tree["peak_flops"] > 0
 
@@ -93,7 +91,7 @@ def test_what_a_time_is_made_of(
 def test_groups_of_a_sweep_are_all_ranks_and_lie_over_hosts_as_it_says() -> None:
     """Eight ranks on each of two hosts, then a host whose ranks no power of two divides."""
     for here in (8, 6):
-        for sweep in _sweeps_of_links(here, 2):
+        for sweep in sweeps_of_links(here, 2):
             every = sorted(rank for group in sweep.every for rank in group)
             assert every == list(range(2 * here)), sweep.what
             for group in sweep.every:
@@ -101,10 +99,10 @@ def test_groups_of_a_sweep_are_all_ranks_and_lie_over_hosts_as_it_says() -> None
                 hosts = 1 if sweep.where == "inside" else 2
                 assert len(on_host) == hosts and len(set(on_host.values())) == 1
                 assert sweep.where == "inside" or on_host[0] == sweep.members
-    widths = {len(one.every[0]) for one in _sweeps_of_links(8, 1)}
-    members = {one.members for one in _sweeps_of_links(8, 2) if one.kinds == SUMS}
+    widths = {len(one.every[0]) for one in sweeps_of_links(8, 1)}
+    members = {one.members for one in sweeps_of_links(8, 2) if one.kinds == SUMS}
     assert (widths, members) == ({2, 4, 8}, {1, 2, 4, 8})
-    assert len(_sweeps_of_links(1, 2)) == 1 and not _sweeps_of_links(1, 1)
+    assert len(sweeps_of_links(1, 2)) == 1 and not sweeps_of_links(1, 1)
 
 
 def test_a_slow_link_is_measured_at_fewer_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +115,7 @@ def test_a_slow_link_is_measured_at_fewer_sizes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Bench, "rank", 0)
     monkeypatch.setattr(Bench, "seconds", lambda *_, **__: next(calls))
     sweep = Sweep("a pair", "between", [(0, 1)], ("all_gather",))
-    assert [one.of_bytes for one in _links(bench, sweep)] == [1 << 10, 1 << 12, 1 << 14]
+    assert [one.of_bytes for one in measured_links(bench, sweep)] == [1 << 10, 1 << 12, 1 << 14]
 
 
 def test_both_devices_have_sizes() -> None:

@@ -62,6 +62,60 @@ def check(
     return run
 
 
+OPEN = (
+    "data_parallel",
+    "model_parallel",
+    "use_seq_parallel",
+    "context_parallel",
+    "context_parallel_algo",
+    "ulysses_degree_in_cp",
+)
+ALL_OPEN = ("parallel_config=auto", "deepspeed.zero_optimization.stage=auto")
+ALL_OPEN += ("training.micro_batch_size=auto",)
+CHOSEN = [f"{PARALLEL}.{key}" for key in OPEN]
+CHOSEN += ["deepspeed.zero_optimization.stage", "training.micro_batch_size"]
+
+
+def test_every_auto_is_told_with_its_reason(check: Callable[..., Said]) -> None:
+    """And on what it was decided, where the model is not here too."""
+    four = check(*ALL_OPEN, "launch.processes=4", "training.global_batch_size=4")
+    assert four.code == 0
+    whole, *each = four.about("auto")
+    assert whole.startswith("auto: by the model's sizes, for rows of one document (the ")
+    assert "not known yet, may change this), " in whole and "takes least of the ways" in whole
+    keys = [line.split(": ")[1] for line in each]
+    assert keys == [*CHOSEN, "memory.recompute"]
+    assert all(", since " in line for line in each)
+    fixed = check(*ALL_OPEN, f"{PARALLEL}.context_parallel=2", "launch.processes=4")
+    told = [line.split(": ")[1] for line in fixed.about("auto")[1:]]
+    assert f"{PARALLEL}.context_parallel" not in told and len(told) == len(keys) - 1
+    assert "each row shared by 2" in fixed.about("layout")[0]
+    unknown = check(*ALL_OPEN, "launch.processes=4", model={"name_or_path": "org/name"})
+    whole, *each = unknown.about("auto")
+    assert whole.startswith("auto: by the recipe and the machine, ") and unknown.code == 0
+    assert "the model's sizes, not known yet, may change this" in whole
+    assert [line.split(": ")[1] for line in each] == CHOSEN
+    plain = check().about("auto")
+    assert [line.split(": ")[1] for line in plain[1:]] == ["memory.recompute"]
+    assert check("launch.device=cpu").about("auto") == []
+
+
+def test_degrees_that_do_not_fit_this_machine_are_told_how_another_is_planned(
+    check: Callable[..., Said],
+) -> None:
+    words = [f"{PARALLEL}.context_parallel=8", f"{PARALLEL}.context_parallel_algo=auto"]
+    (line,) = check(*words, "launch.processes=2").err
+    assert "= 8 does not divide the 2 processes of this run; start a multiple of 8" in line
+    assert "check and plan take --ranks 8 for another machine" in line
+    assert check(*words, "--ranks", "8").code == 0
+    (line,) = check("parallel_config=auto", "launch.processes=auto", "launch.device=cpu").err
+    assert f"{PARALLEL}.model_parallel: is auto, and nothing says on how many processes" in line
+    assert "check and plan also take --ranks N" in line
+    words = ["parallel_config=auto", f"{PARALLEL}.ulysses_degree_in_cp=3", "launch.processes=4"]
+    (line,) = check(*words).err
+    assert "is auto, and no layout of 4 processes has what the other keys say" in line
+
+
 def test_a_disk_that_is_too_small_here_is_a_warning_until_the_run_is_here(
     check: Callable[..., Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from uspft.config import deepspeed_fields as ours
+from uspft.config.checks import Open
 from uspft.config.problems import Fault
 
 pytest.importorskip("deepspeed")
@@ -43,6 +44,29 @@ def test_the_other_accepted_blocks() -> None:
     assert set(ours.COMMS_LOGGER) == names(CommsLoggerConfig)
     assert set(ours.AIO) == set(AIO_DEFAULT_DICT)
     assert set(ours.FLOPS_PROFILER) == set(vars(DeepSpeedFlopsProfilerConfig({})))
+
+
+@pytest.mark.parametrize(
+    ("more", "stages"),
+    [
+        ({}, range(4)),
+        ({"offload_optimizer": {"device": "none"}}, range(4)),
+        ({"offload_optimizer": {"device": "cpu"}}, range(1, 4)),
+        ({"offload_param": {"device": "cpu"}}, range(3, 4)),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, range(3, 4)),
+    ],
+)
+def test_an_open_stage_may_become_those_that_the_other_fields_can_have(
+    more: dict[str, Any], stages: range
+) -> None:
+    fields = ours.zero_fields({"stage": "auto", **more})
+    assert isinstance(fields["stage"], Open) and ours.stages_for(fields) == stages
+    for stage in range(4):
+        if stage in stages:
+            ours.zero_fields({"stage": stage, **more})
+        else:
+            with pytest.raises(Fault):
+                ours.zero_fields({"stage": stage, **more})
 
 
 @pytest.mark.parametrize("key", [key for key in ours.ZERO if key != "stage"])

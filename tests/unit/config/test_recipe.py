@@ -142,7 +142,7 @@ def test_the_contract_has_this_many_keys() -> None:
         "data": 15,
         "data.train[]": 8,
         "data.eval[]": 8,
-        "parallel_config": 17,
+        "parallel_config": 21,
         "parallel_config.strategies[]": 16,
         "deepspeed": 5,
         "deepspeed.aio": 6,

@@ -96,7 +96,7 @@ def test_the_page_tells_what_is_not_available_yet() -> None:
     for path, feature in asked.items():
         assert f"Not available yet ({feature}): " in by_path[path].meaning
         assert by_path[path].meaning in text
-    assert len(asked) == sum("Not available yet" in key.meaning for key in EVERY) > 10
+    assert len(asked) == sum("Not available yet" in key.meaning for key in EVERY) > 5
     assert by_path["logging.report"].default is False, "what a recipe gets, not what is to come"
 
 
@@ -154,6 +154,7 @@ def property_of(path: str) -> dict[str, Any]:
         listed = {"train[]": "Source", "eval[]": "Source", "strategies[]": "Strategy"}
         kind = "AdapterBlock" if part == "adapter" else listed.get(part)
         node = SCHEMA["$defs"][kind] if kind else node["properties"][part]
+        node = node["anyOf"][0] if part == "parallel_config" else node  # or `auto`
     found: dict[str, Any] = node["properties"][name]
     return found
 
@@ -262,8 +263,8 @@ def read(text: str) -> Any:
 def test_every_recipe_that_we_ship_passes_the_schema() -> None:
     found = recipes()
     assert [name for name, text in found.items() if not accepts(SCHEMA, read(text))] == []
-    assert len([name for name in found if name.startswith("recipes/")]) == 15
-    assert len([name for name in found if name.startswith("configs/")]) == 12
+    assert len([name for name in found if name.startswith("recipes/")]) == 16
+    assert len([name for name in found if name.startswith("configs/")]) == 13
     assert len(found) >= 19, "what pages show"
 
 

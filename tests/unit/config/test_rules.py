@@ -95,10 +95,13 @@ COMBINATIONS = {
     "planned_cp | auto or null",
     "model: {dtype: float16}\nlaunch: {device: cpu}": "model.dtype: is float16, and "
     "launch.device is cpu; float16 trains on GPUs only; write float32 or bfloat16",
-    CP % "auto, ulysses_degree_in_cp: 2": (
-        "parallel_config.ulysses_degree_in_cp: is 2, and context_parallel_algo: auto chooses it; "
-        "leave it out, or name the algorithm"
-    ),
+    CP % "auto, ulysses_degree_in_cp: 4": "parallel_config.ulysses_degree_in_cp: is 4, "
+    "which does not divide context_parallel: 6; write one of 1, 2, 3, 6",
+    "parallel_config: {model_parallel: auto, tensor_parallel_algo: meshslice, "
+    "tensor_mesh: [2, 2]}": "parallel_config.tensor_mesh: is [2, 2], 4 ranks, and model_parallel "
+    "is auto; write model_parallel: 4, or auto here",
+    "parallel_config: 8": "parallel_config: expected a mapping of keys, got 8; "
+    "write auto, or its keys below it",
     "parallel_config: {context_parallel: 4, context_parallel_algo: ring_cp, exchange_stages: 2}": (
         "parallel_config.exchange_stages: is 2, and only planned_cp has it; "
         "write auto, or leave it out"
@@ -205,7 +208,7 @@ DEEPSPEED = {
     "zero_optimization: {reduce_buket_size: 5}": ".zero_optimization.reduce_buket_size: "
     "unknown key `reduce_buket_size`; did you mean `reduce_bucket_size`?",
     "zero_optimization: {stage: 4}": ".zero_optimization.stage: is 4, out of range; "
-    "write a whole number from 0 to 3",
+    "write a whole number from 0 to 3 or auto",
     "zero_optimization: true": ".zero_optimization: expected a mapping, got true; "
     "write {key: value}",
     "zero_optimization: {stage: 0, offload_optimizer: {device: cpu}}": ".zero_optimization."

@@ -93,6 +93,8 @@ WRONG = {
     "switching: move, strategies: [{max_length: 16, model_parallel: 2}, "
     "{max_length: 64, model_parallel: 2, use_seq_parallel: true}]": KEY
     + "[1].use_seq_parallel: is true, and another strategy with model_parallel 2 has not",
+    "strategies: [{max_length: 16}, {max_length: 64, context_parallel: auto}]": KEY
+    + "[1].context_parallel: is auto, and a strategy says its degrees; write a number",
     "switching: in_place": "parallel_config.switching: is in_place, and there are no strategies",
 }
 
@@ -132,7 +134,8 @@ def test_one_optimizer_over_all_ranks_needs_zero(tmp_path: Path) -> None:
 
 
 def test_auto_stands_beside_what_it_leaves_open(tmp_path: Path) -> None:
-    text = "strategies: auto, context_parallel_algo: auto, data_parallel: auto, exchange_stages: "
+    text = "strategies: auto, context_parallel: auto, context_parallel_algo: auto, "
+    text += "ulysses_degree_in_cp: auto, data_parallel: auto, exchange_stages: "
     recipe = loaded(tmp_path, f"{text} null, tensor_parallel_algo: megatron, switching: move")
     assert recipe.parallel_config.strategies == "auto" and layouts_of(recipe) == [recipe]
 

@@ -19,6 +19,7 @@ from uspft.planner.rank import ranking
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space
 from uspft.prepare.examine import examine
+from uspft.prepare.left_open import BY_RECIPE, BY_ROWS
 from uspft.segments import Segments
 
 LLAMA, QWEN = hub("meta-llama/Llama-3.1-8B"), hub("Qwen/Qwen2.5-7B")
@@ -114,14 +115,15 @@ def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None
         "launch: {device: cpu, processes: 8, hardware: h100}\n"
     )
     before = examine(recipe, [], 1, None)
-    assert before.why and "lengths, not known yet" in before.why
+    assert before.decision and "lengths, not known yet" in before.decision.why
     after = before.knowing(work=Work(SHORT))
     parallel = after.recipe.parallel_config
     assert (parallel.context_parallel_algo, parallel.ulysses_degree_in_cp) == ("planned_cp", 1)
     assert (after.layout.ulysses, after.layout.ring) == (1, 8)
-    assert after.why and after.why.startswith("planned_cp: planned8 ")
+    assert after.decision and after.decision.why.startswith(f"{BY_ROWS}, planned8 takes ")
     named = examine(recipe, ["parallel_config.context_parallel_algo=ring_cp"], 1, None)
-    assert named.knowing(work=Work(WHOLE)).recipe == named.recipe and named.why is None
+    assert named.knowing(work=Work(WHOLE)).recipe == named.recipe
+    assert named.decision is None, "nothing was left open"
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -137,4 +139,5 @@ def test_without_the_model_keys_go_where_they_are_used(tmp_path: Path, ranks: in
     )
     found = examine(recipe, [], 1, None)
     assert found.recipe.parallel_config.context_parallel_algo == "planned_cp"
-    assert found.why and "the model's heads, not known yet" in found.why
+    assert found.decision and "the model's sizes, not known yet" in found.decision.why
+    assert found.decision.why.startswith(BY_RECIPE)

@@ -286,6 +286,7 @@ WIDE = [
     ("8B", "planned 4", "offload", "no mlp"),
     ("70B", "tensor, tokens", "attention", "lora"),
     ("70B", "tensor, ring", "exchange", "all"),
+    ("70B", "mesh 2 4", "nothing", "lora"),
 ]
 
 

@@ -211,3 +211,36 @@ def test_what_is_not_kept_though_it_is_the_largest_is_told() -> None:
             ("qkv", "out", "gate_up", "down"), ("output", "input") * 2, strict=True
         )
     ]
+
+
+def test_slices_are_cut_out_and_put_in_place_by_copies(tmp_path: Path) -> None:
+    """Each of several slices of what travels is read and written once more; one is not cut."""
+    layout, cluster = Layout(mesh_columns=4, ring=4, mesh_rows=4), moving(1e30, tmp_path)
+    memory = cluster.memory.model_copy(update={"bytes_per_second": 1e12})
+    slow = cluster.model_copy(update={"memory": memory})
+    rows, weights = 2 * 1000 * 4096 / 4, 2 * 4096 * 28672 / 4 / 4
+    whole, cut = (GATE_UP.times(1000, count, layout, slow, 2) for count in (1, 4))
+    left = [one.computed - other.computed for one, other in zip(cut, whole, strict=True)][1]
+    again = 3 * 2 * 1000 * 28672 / 4  # the gradient beside it is read in each product
+    assert left == pytest.approx((2 * (rows + weights) + again) / 1e12, rel=1e-6)
+
+
+def test_a_weight_that_stays_has_features_over_rows_and_tokens_over_columns(
+    tmp_path: Path,
+) -> None:
+    """Forward and backward gather or scatter activations, in the model's type; the weight's
+    gradient is made where it stays, and no gradient moves in float32."""
+    part = ProductShape(4096, 16384, "outputs")
+    product = MeshProduct("up", "weight", 4096, (part,))
+    layout, tokens = Layout(mesh_columns=2, ring=4, mesh_rows=4), 256
+    inputs, outputs = 2 * 1024 * 4096 / 4, 2 * 1024 * 16384 / 2
+    for time in product.times(tokens, 2, layout, tpu(tmp_path), 2):
+        assert time.bytes == inputs + outputs
+    assert product.legal_slices(4, 2, 1024) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert product.legal_slices(4, 2, 1022) == []
+    few = [
+        sum(flow.seconds for flow in replace(product, kept=kept).times(64, 1, layout, cluster, 2))
+        for cluster in [moving(1e9, tmp_path)]
+        for kept in ("weight", "output")
+    ]
+    assert few[0] < 0.5 * few[1], "256 tokens beside 4,096 and 16,384 features"

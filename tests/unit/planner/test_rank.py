@@ -12,7 +12,7 @@ from tests.support.shapes import hub
 from uspft.config.algorithms import CONTEXT
 from uspft.layout import Layout
 from uspft.planner import rank
-from uspft.planner.machine import FIGURES, Measured
+from uspft.planner.machine import FIGURES, Measurement
 from uspft.planner.memory import RECOMPUTES, Options, memory_of
 from uspft.planner.rank import options_under, ranked, ranking
 from uspft.planner.step_shape import StepShape
@@ -57,7 +57,7 @@ def test_a_layout_loses_by_the_parts_that_differ() -> None:
 
 def test_ties_are_as_far_apart_as_the_machine_may_err() -> None:
     shipped = ranking(STEP, 8, Space(), H100)
-    told = Measured(date="2026-11-25", versions="torch 2.13", figures=FIGURES)
+    told = Measurement(date="2026-11-25", versions="torch 2.13", figures=FIGURES)
     measured = H100.model_copy(update={"measured": told})
     wide, close = shipped.ties(H100), shipped.ties(measured)
     seconds = shipped.layouts[0].seconds

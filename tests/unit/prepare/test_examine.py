@@ -72,16 +72,19 @@ def test_a_mesh_that_was_chosen_is_told_with_the_others(tmp_path: Path) -> None:
     assert said(tmp_path, {"model_type": "llama"}, **mesh) == []
     found = examine(tmp_path / "r.yaml", [], 1, None)
     parallel = found.recipe.parallel_config
-    rows, columns = parallel.tensor_mesh
-    assert found.mesh and found.mesh.startswith(f"{rows} × {columns} in ")
-    assert found.mesh.count(", on ") == 2
+    assert found.decision and found.decision.values["parallel_config.tensor_mesh"] == (
+        parallel.tensor_mesh
+    )
+    why = found.decision.choice.reasons
+    assert why["parallel_config.tensor_mesh"].count(" a step takes ") == 2
+    assert why["parallel_config.tensor_slices"].startswith("in one slice matrices take ")
     key = "parallel_config.tensor"
     sliced = examine(tmp_path / "r.yaml", [f"{key}_mesh=[2, 2]"], 1, None)
-    assert sliced.mesh and sliced.mesh.startswith("2 × 2 in ")
+    assert sliced.decision and list(sliced.decision.values) == [f"{key}_slices"]
     both = examine(tmp_path / "r.yaml", [f"{key}_mesh=[2, 2]", f"{key}_slices=2"], 1, None)
-    assert both.mesh is None and both.tuning, "nothing was left to choose"
+    assert both.decision is None and both.tuning, "nothing was left to choose"
     other = examine(tmp_path / "r.yaml", [f"{key}_parallel_algo=megatron"], 1, None)
-    assert other.mesh is None and other.tuning is None
+    assert other.decision is None and other.tuning is None
 
 
 def test_a_model_that_came_later_is_held_to_the_layout_too(tmp_path: Path) -> None:

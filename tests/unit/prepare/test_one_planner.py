@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,20 @@ import pytest
 import yaml
 
 from tests.support.verify import layouts as of_verify
+from uspft.config import RecipeError
 from uspft.planner import row_time, step
-from uspft.planner.step_shape import StepPart
+from uspft.planner.rank import Ranked
+from uspft.planner.step_shape import StepPart, StepTime
 from uspft.planner.ways import Space, Way, every_way
 from uspft.prepare.examine import Examined
-from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
+from uspft.prepare.make_plan import (
+    examine_for_plan,
+    hardware_of,
+    own_layout,
+    own_way,
+    ranking_of,
+    step_of,
+)
 from uspft.segments import Segments
 from uspft.switching.priced import priced_layouts
 from uspft.switching.setting import Setting
@@ -28,6 +38,8 @@ MODELS = (
     "meta-llama/Llama-3.2-1B",
 )
 CASES = 200
+LEFT = ("algorithm", "algorithm", "ulysses", "context", "tensor", "all")
+"""What of parallel_config is `auto`; `all` is all of it, ZeRO's stage and rows in one forward."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +50,15 @@ class Case:
     data: int
     tokens: int
     hardware: str
-    stage: int
+    stage: int | str
     recompute: str = "nothing"
+    left: str = "algorithm"
+    """What the recipe leaves to the planner beside the algorithm."""
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Case:
-        return cls(
+        left = draw.choice(LEFT)
+        drawn = cls(
             draw.choice(MODELS),
             draw.choice((1, 1, 2)),
             draw.choice((2, 4, 6, 8, 8)),
@@ -52,9 +67,42 @@ class Case:
             draw.choice(("h100", "a800", "l20")),
             draw.choice((1, 3)),
             draw.choice(("auto", "nothing", "attention")),
+            left,
         )
+        if left != "all":
+            return drawn
+        few = replace(drawn, tensor=1, context=min(drawn.context, 4), data=1)
+        return replace(few, stage="auto", recompute="auto")
 
-    def examined(self, folder: Path, **parallel: Any) -> Examined:
+    @property
+    def parallel(self) -> Any:
+        """Its `parallel_config`."""
+        degrees = {
+            "model_parallel": self.tensor,
+            "use_seq_parallel": self.tensor > 1,
+            "context_parallel": self.context,
+            "context_parallel_algo": "auto",
+        }
+        if self.left == "ulysses":
+            return degrees | {"context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": "auto"}
+        if self.left == "context":
+            return degrees | {"context_parallel": "auto"}
+        if self.left == "tensor":
+            del degrees["use_seq_parallel"]
+            return degrees | {"model_parallel": "auto"}
+        return "auto" if self.left == "all" else degrees
+
+    def keeps(self, one: Ranked) -> bool:
+        """Whether a layout is what the keys that are set say."""
+        layout, tensor, context = one.layout, self.tensor, self.context
+        split = (layout.tensor, one.way.splits_tokens) == (tensor, tensor > 1)
+        if self.left in ("algorithm", "ulysses", "context") and not split:
+            return False
+        if self.left in ("algorithm", "ulysses", "tensor") and layout.context != context:
+            return False
+        return self.left != "ulysses" or one.way.row.name in ("hybrid_cp", "ulysses_cp")
+
+    def examined(self, folder: Path, *words: str) -> Examined:
         ranks = self.tensor * self.context * self.data
         (folder / "x.txt").write_text("x")
         tree = {
@@ -64,37 +112,30 @@ class Case:
                 "sequence_length": self.tokens,
                 "packing": "none",
             },
-            "parallel_config": {
-                "model_parallel": self.tensor,
-                "use_seq_parallel": self.tensor > 1,
-                "context_parallel": self.context,
-                "context_parallel_algo": "auto",
-                **parallel,
-            },
+            "parallel_config": self.parallel,
             "deepspeed": {"zero_optimization": {"stage": self.stage}},
             "memory": {"recompute": self.recompute},
-            "training": {"steps": 1, "global_batch_size": 4},
+            "training": {
+                "steps": 1,
+                "global_batch_size": 4,
+                "micro_batch_size": "auto" if self.left == "all" else 1,
+            },
             "launch": {"hardware": self.hardware, "processes": ranks, "device": "cuda"},
         }
-        file = folder / "recipe.yaml"
+        file, hosts = folder / "recipe.yaml", max(1, ranks // 8)
+        tree["launch"]["processes"] = ranks // hosts
         file.write_text(yaml.safe_dump(tree))
-        hosts = max(1, ranks // 8)
-        if ranks > 8:
-            tree["launch"]["processes"] = ranks // hosts
-            file.write_text(yaml.safe_dump(tree))
-        return examine_for_plan(file, [], hosts, ranks)
+        return examine_for_plan(file, words, hosts, ranks)
 
 
-def of_plan(found: Examined, hosts: int) -> list[str]:
-    """The names of `plan`'s layouts of the recipe's tensor and context degrees, in its order."""
-    own = found.layout
+def of_plan(case: Case, found: Examined, hosts: int) -> list[Ranked]:
+    """`plan`'s layouts that have what the case's recipe says, in its order."""
     order = ranking_of(found, step_of(found), hardware_of(found, hosts)).layouts
-    return [
-        one.name
-        for one in order
-        if (one.layout.tensor, one.layout.context) == (own.tensor, own.context)
-        and one.way.splits_tokens == (own.tensor > 1)
-    ]
+    return [one for one in order if case.keeps(one)]
+
+
+def names(every: Iterable[Ranked]) -> list[str]:
+    return [one.name for one in every]
 
 
 def of_strategies(found: Examined, hosts: int) -> list[str]:
@@ -112,10 +153,7 @@ def _degrees(layout: Any) -> tuple[int, int]:
 
 
 def of_auto(found: Examined) -> str:
-    parallel = found.recipe.parallel_config
-    tokens = "-tokens" * (found.layout.tensor > 1)
-    name = found.layout.name(parallel.context_parallel_algo)
-    return name.replace(f"tensor{found.layout.tensor}", f"tensor{found.layout.tensor}{tokens}")
+    return own_way(found).name
 
 
 def cases() -> Iterator[Case]:
@@ -130,30 +168,44 @@ def cases() -> Iterator[Case]:
 
 
 def test_auto_plan_and_strategies_agree(tmp_path: Path) -> None:
-    chosen = set()
+    chosen, run, left = set(), set(), Counter[str]()
     for case in cases():
         found = case.examined(tmp_path)
         hosts = max(1, found.layout.ranks // 8)
-        first, *others = of_plan(found, hosts)
+        first, *others = of_plan(case, found, hosts)
+        left[case.left] += 1
         chosen.add(found.recipe.parallel_config.context_parallel_algo)
-        assert of_auto(found) == first, case
-        if case.stage == 1 and case.recompute != "auto":
+        assert of_auto(found) == first.name, case
+        if case.left == "all":
+            own = own_way(found)
+            run.add((own.stage, own.rows, own.recompute))
+            assert (own.stage, own.rows, own.recompute) == (
+                first.way.stage,
+                first.way.rows,
+                first.way.recompute,
+            ), case
+        if case.left == "algorithm" and case.stage == 1 and case.recompute != "auto":
             strategies = of_strategies(found, hosts)
-            assert set(strategies) == {first, *others} and strategies[0] == first, case
-    assert len(chosen) >= 3, "the order is no constant"
+            assert set(strategies) == set(names([first, *others])), case
+            assert strategies[0] == first.name, case
+    assert len(chosen) >= 4 and len(run) >= 3, "the order is no constant"
+    assert sum(left.values()) == CASES and min(left[one] for one in LEFT) >= 10
 
 
 @pytest.fixture
 def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = step.forward_and_backward
+    of_step, of_row = step.step_time, row_time.forward_and_backward
 
-    def backwards(shape: Any, *given: Any) -> list[StepPart]:
-        alone = real(type(shape)(**{**vars(shape), "rows": 1}), *given)
+    def step_backwards(*given: Any) -> StepTime:
+        return StepTime((StepPart("products", 1e6 / of_step(*given).seconds),))
+
+    def row_backwards(shape: Any, *given: Any) -> list[StepPart]:
+        alone = of_row(type(shape)(**{**vars(shape), "rows": 1}), *given)
         seconds = sum(part.seconds - part.hidden for part in alone)
         return [StepPart("products", shape.rows * 1e6 / seconds)]
 
-    for module in (step, row_time):
-        monkeypatch.setattr(module, "forward_and_backward", backwards)
+    monkeypatch.setattr(step, "step_time", step_backwards)
+    monkeypatch.setattr(row_time, "forward_and_backward", row_backwards)
 
 
 CASE = Case("meta-llama/Llama-3.1-8B", 1, 8, 1, 96 * 256, "h100", 1)
@@ -161,17 +213,86 @@ CASE = Case("meta-llama/Llama-3.1-8B", 1, 8, 1, 96 * 256, "h100", 1)
 
 def test_a_reversed_price_reverses_all(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     before = CASE.examined(tmp_path)
-    plan, strategies, auto = of_plan(before, 1), of_strategies(before, 1), of_auto(before)
-    assert auto == plan[0]
+    plan, strategies = names(of_plan(CASE, before, 1)), of_strategies(before, 1)
+    assert of_auto(before) == plan[0]
     request.getfixturevalue("reversed_price")
     after = CASE.examined(tmp_path)
-    assert of_plan(after, 1) == plan[::-1] and len(plan) > 5
+    assert names(of_plan(CASE, after, 1)) == plan[::-1] and len(plan) > 5
     assert of_strategies(after, 1) == strategies[::-1]
     assert of_auto(after) == plan[-1]
 
 
+SMALL = Case("meta-llama/Llama-3.2-1B", 2, 2, 2, 96 * 64, "h100", 1)
+"""All of its layouts fit, whatever is made again."""
+AUTO: dict[str, Sequence[Any]] = {
+    "parallel_config.model_parallel": (1, 2, 4, 8),
+    "parallel_config.context_parallel": (1, 2, 4, 8),
+    "parallel_config.data_parallel": (1, 2, 4),
+    "parallel_config.context_parallel_algo": (
+        "ring_cp",
+        "ulysses_cp",
+        "allgather_cp",
+        "planned_cp",
+    ),
+    "parallel_config.ulysses_degree_in_cp": (2, 4),
+    "parallel_config.tensor_mesh": ("[1, 4]", "[2, 2]", "[4, 1]"),
+    "deepspeed.zero_optimization.stage": (0, 1, 2, 3),
+    "training.micro_batch_size": (1, 2),
+    "memory.recompute": ("nothing", "exchange", "attention"),
+}
+"""Each key that may be `auto`, and the values that it may then become."""
+FIXED = (
+    "parallel_config.context_parallel_algo=ring_cp",
+    "parallel_config.use_seq_parallel=false",
+    "memory.recompute=nothing",
+)
+"""What the others are then; `data_parallel` is what is left."""
+BESIDE = {
+    "parallel_config.data_parallel": [
+        "parallel_config.model_parallel=1",
+        "parallel_config.context_parallel=auto",
+    ],
+    "parallel_config.ulysses_degree_in_cp": [
+        "parallel_config.context_parallel=4",
+        "parallel_config.context_parallel_algo=hybrid_cp",
+    ],
+    "parallel_config.tensor_mesh": [
+        "parallel_config.tensor_parallel_algo=meshslice",
+        "parallel_config.model_parallel=4",
+        "parallel_config.context_parallel_algo=planned_cp",
+    ],
+}
+"""What a recipe says beside some of them."""
+
+
+def seconds_of(folder: Path, key: str, value: Any) -> float | None:
+    """The price of a recipe in which a key is written; None where it is refused."""
+    words = [*FIXED, *BESIDE.get(key, ()), f"{key}={value}"]
+    try:
+        found = SMALL.examined(folder, *words)
+    except RecipeError:
+        return None
+    one = own_layout(found, step_of(found), hardware_of(found, 1))
+    assert one.room is not False
+    return one.seconds
+
+
+@pytest.mark.parametrize("key", AUTO)
+def test_every_auto_is_what_takes_least_of_what_may_be_written(
+    tmp_path: Path, key: str, request: pytest.FixtureRequest
+) -> None:
+    """And most where the price is reversed."""
+    written = [seconds_of(tmp_path, key, value) for value in AUTO[key]]
+    possible = [one for one in written if one is not None]
+    assert len(possible) >= 2 and max(possible) > min(possible)
+    assert seconds_of(tmp_path, key, "auto") == pytest.approx(min(possible))
+    request.getfixturevalue("reversed_price")
+    assert seconds_of(tmp_path, key, "auto") == pytest.approx(1e6 / max(possible))
+
+
+@pytest.mark.parametrize("left", ["algorithm", "context", "tensor", "all"])
 def test_a_list_of_two_layouts_is_the_list_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
     every = list(every_way(8, Space(tensor={1}, context={8})))
     two = [way for way in every if way.name in ("ring8", "ulysses2-ring4")]
@@ -181,8 +302,9 @@ def test_a_list_of_two_layouts_is_the_list_of_all(
         yield from two
 
     monkeypatch.setattr("uspft.planner.ways.every_way", listed)
-    found, names = CASE.examined(tmp_path), {way.name for way in two}
-    assert set(of_plan(found, 1)) == names == set(of_strategies(found, 1))
-    assert of_auto(found) in names
+    case, them = replace(CASE, left=left), {way.name for way in two}
+    found = case.examined(tmp_path)
+    assert set(names(of_plan(case, found, 1))) == them == set(of_strategies(found, 1))
+    assert of_auto(found) in them
     own, *others = of_verify(found.recipe, 8)
-    assert {one.layout.name(one.parallel.context_parallel_algo) for one in (own, *others)} == names
+    assert {one.layout.name(one.parallel.context_parallel_algo) for one in (own, *others)} == them

@@ -21,7 +21,7 @@ from uspft.planner.auto import Work
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import memory_sentence
-from uspft.prepare.resolve import SETTLED, resolve, tuning
+from uspft.prepare.resolve import CHOSEN, FIRST, SETTLED, resolve, tuning
 from uspft.segments import Segments
 
 STAYS = {"checkpoint.resume"}
@@ -45,8 +45,8 @@ def test_every_auto_has_its_function() -> None:
     later = {key for feature in LATER for key in feature.keys}
     auto = {key for key, value in defaults(Recipe).items() if value == "auto"}
     assert len(auto) >= 7
-    assert auto - later - STAYS <= set(SETTLED)
-    assert not STAYS & set(SETTLED)
+    assert auto - later - STAYS <= {*FIRST, *CHOSEN, *SETTLED}
+    assert not STAYS & {*FIRST, *CHOSEN, *SETTLED}
 
 
 def recipe(folder: Path, **blocks: Any) -> Recipe:
@@ -103,7 +103,7 @@ def mesh_of(asked: Recipe, known: Known) -> tuple[object, object]:
     return parallel.tensor_mesh, parallel.tensor_slices
 
 
-def test_a_mesh_is_what_the_tuner_says(folder: Path) -> None:
+def test_slices_of_a_mesh_are_what_the_tuner_says(folder: Path) -> None:
     asked = on_a_mesh(folder)
     shape = read_shape(asked.model, folder)
     cluster, _ = cluster_of("auto", "cuda", "NVIDIA H100 80GB HBM3")
@@ -116,7 +116,8 @@ def test_a_mesh_is_what_the_tuner_says(folder: Path) -> None:
     for one in found.tried:
         given = on_a_mesh(folder, tensor_mesh=list(one.shape))
         assert mesh_of(given, known) == (one.shape, one.slices)
-    assert mesh_of(asked, known) == (found.tried[0].shape, found.tried[0].slices)
+    chosen = found.on(resolve(asked, known).parallel_config.tensor_mesh)
+    assert chosen and mesh_of(asked, known) == (chosen.shape, chosen.slices)
     wide = replace(shape, hidden_size=8192, heads=64, kv_heads=8, head_dim=128)
     long = on_a_mesh(folder, 1 << 17)
     best = tuning(long, replace(known, shape=replace(wide, intermediate_size=28672)))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from uspft.config.available import refused, settled, without_later
+from uspft.config.checks import Open
 from uspft.config.fields import findings_of
 from uspft.config.problems import Finding, Origins, Problem, RecipeError
 from uspft.config.recipe import Recipe
 from uspft.config.rules import broken, touches
 from uspft.config.scalars import plain
-from uspft.config.yaml.document import bare, places
+from uspft.config.yaml.document import bare, parse, places
 from uspft.config.yaml.merging import read_recipe
 from uspft.config.yaml.nulls import without_nulls
 from uspft.config.yaml.unknown import unknown_keys
@@ -178,10 +180,26 @@ def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _string)
 
 
-def dump(recipe: Recipe) -> str:
-    """Return YAML with every key that may be set, which load() reads back to an equal recipe."""
+def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
+    """Return YAML with every key that may be set, which load() reads back to an equal recipe.
+
+    comments: sentences that stand above their keys.
+    """
     data = without_later(as_tree(recipe))
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    if not comments:
+        return text
+    tree, _ = parse(text, str)
+    assert tree  # what was dumped can be read
+    lines = text.splitlines(keepends=True)
+    above = {int(where): comments[key] for key, where in places(tree) if comments.get(key)}
+    for line in sorted(above, reverse=True):
+        indent = " " * (len(lines[line - 1]) - len(lines[line - 1].lstrip(" ")))
+        wrapped = wrap(
+            above[line], 98 - len(indent), break_long_words=False, break_on_hyphens=False
+        )
+        lines[line - 1 : line - 1] = [f"{indent}# {part}\n" for part in wrapped]
+    return "".join(lines)
 
 
 def as_tree(value: Any) -> Any:
@@ -192,4 +210,4 @@ def as_tree(value: Any) -> Any:
         return {key: as_tree(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_tree(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | Open) else value

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from uspft.config.algorithms import AUTO
+from uspft.config.degrees import PLANNED
 from uspft.config.problems import COMMAND_LINE, Problem
 from uspft.config.yaml.document import MAX_DEPTH, Tree, parse
 
@@ -20,8 +22,8 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> tuple[Tree | None, list
         return None, reader.problems
     problems = reader.problems
     for text in overrides:
-        tree = _override(tree, text, problems)
-    return tree, problems
+        tree = _override(_opened(tree), text, problems)
+    return _opened(tree), problems
 
 
 def merge(low: Tree, high: Tree) -> Tree:
@@ -32,6 +34,19 @@ def merge(low: Tree, high: Tree) -> Tree:
     for key, child in high.value.items():
         merged[key] = merge(merged[key], child) if key in merged else child
     return Tree(merged, high.where)
+
+
+def _opened(tree: Tree) -> Tree:
+    """Return a recipe's tree in which `parallel_config: auto` is a mapping whose keys are auto.
+
+    So what is written over it stands beside what is left open, and the word replaces a mapping.
+    """
+    key = "parallel_config"
+    if not isinstance(tree.value, dict) or key not in tree.value or tree.value[key].value != AUTO:
+        return tree
+    where = tree.value[key].where
+    block = Tree({name: Tree(AUTO, where) for name in PLANNED}, where)
+    return Tree({**tree.value, key: block}, tree.where)
 
 
 class _Unreadable(Exception):
@@ -93,8 +108,8 @@ class _Files:
         if "base" in tree.value:
             for key, entry in self._entries(tree.value["base"]):
                 fragment = self._fragment(path, key, entry, (*above, path.resolve()))
-                merged = merged if fragment is None else merge(merged, fragment)
-        return merge(merged, own)
+                merged = merged if fragment is None else merge(_opened(merged), fragment)
+        return merge(_opened(merged), own)
 
     def _entries(self, base: Tree) -> list[tuple[str, Tree]]:
         if isinstance(base.value, list):

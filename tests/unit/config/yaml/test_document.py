@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hangs import HANG_SECONDS
-from uspft.config import RecipeError, load
+from uspft.config import RecipeError, as_tree, dump, load
 from uspft.config.scalars import meant, plain, token_count
 from uspft.config.yaml.document import bare, parse
 
@@ -230,6 +230,57 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     assert loaded.recipe.model.overrides == {"a": {"b": [1, 2]}}
     assert loaded.origins.where("data.sequence_length") == "command line"
     assert loaded.origins.where("data.packing") == f"{file}:2"
+
+
+OPEN = {"data_parallel", "model_parallel", "context_parallel", "context_parallel_algo"}
+OPEN |= {"ulysses_degree_in_cp", "tensor_mesh", "tensor_slices"}
+
+
+def test_auto_in_the_place_of_degrees_leaves_open_all_that_is_not_set(tmp_path: Path) -> None:
+    """A mapping of a fragment under it is replaced, and one above it says what is set."""
+    write(
+        tmp_path,
+        "parallel_config: {context_parallel: 8, tensor_parallel_algo: meshslice}\n",
+        "set.yaml",
+    )
+    write(tmp_path, "parallel_config: auto\n", "auto.yaml")
+
+    algorithm = "tensor_parallel_algo"
+
+    def parallel(text: str, *words: str) -> dict[str, str]:
+        found = load(write(tmp_path, text + GOOD), words).recipe
+        written = as_tree(found.parallel_config).items()
+        return {key: value for key, value in written if key in OPEN or key == algorithm}
+
+    whole = dict.fromkeys(OPEN, "auto") | {algorithm: "megatron"}
+    assert parallel("parallel_config: auto\n") == whole
+    assert parallel("base: [set.yaml]\nparallel_config: auto\n") == whole
+    assert parallel("base: [set.yaml, auto.yaml]\n") == whole
+    assert parallel("base: [set.yaml]\n", "parallel_config=auto") == whole
+    four = whole | {"context_parallel": 4}
+    assert parallel("parallel_config: auto\n", "parallel_config.context_parallel=4") == four
+    both = ["parallel_config=auto", "parallel_config.context_parallel=4"]
+    assert parallel("base: [set.yaml]\n", *both) == four
+    assert parallel("base: [auto.yaml]\nparallel_config: {context_parallel: 4}\n") == four
+    eight = whole | {"context_parallel": 8, algorithm: "meshslice"}
+    assert parallel("base: [auto.yaml, set.yaml]\n") == eight
+    null = parallel("parallel_config: auto\n", "parallel_config.context_parallel=null")
+    assert null == whole | {"context_parallel": 1}
+
+
+def test_what_is_open_is_written_as_it_was_read(tmp_path: Path) -> None:
+    text = "parallel_config: auto\ndeepspeed: {zero_optimization: {stage: auto}}\n"
+    first = load(write(tmp_path, text + GOOD), ["training.micro_batch_size=auto"]).recipe
+    written = dump(first, {"parallel_config.context_parallel": "a reason: # " + "long " * 40})
+    assert load(write(tmp_path, written)).recipe == first
+    tree = as_tree(first)
+    assert tree["deepspeed"]["zero_optimization"]["stage"] == "auto"
+    assert tree["training"]["micro_batch_size"] == "auto"
+    lines = written.splitlines()
+    place = lines.index("  context_parallel: auto")
+    assert lines[place - 3].startswith("  # a reason: # long ")
+    assert all(line.startswith("  # ") for line in lines[place - 3 : place])
+    assert max(map(len, lines)) <= 100
 
 
 def test_overrides_that_are_wrong(tmp_path: Path) -> None:

@@ -1,0 +1,363 @@
+"""What a recipe leaves to the planner, and what the planner makes of it.
+
+Everything that is left open is chosen together, in three stages: by the recipe and the machine,
+then by the model's sizes too, and then by the documents of the run's first rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from uspft.config import ParallelBlock, Recipe
+from uspft.config.algorithms import AUTO, CONTEXT, ON_A_MESH, TENSOR, Splits
+from uspft.config.checks import Open
+from uspft.config.deepspeed_fields import stages_for
+from uspft.config.degrees import PLANNED
+from uspft.config.strategies import strategies_of, under
+from uspft.families import ModelShape
+from uspft.layout import Layout
+from uspft.planner.auto import (
+    RECOMPUTE,
+    ROWS,
+    STAGE,
+    Choice,
+    as_written,
+    likely,
+    recommend,
+    values_of,
+)
+from uspft.planner.layouts import in_recipe
+from uspft.planner.machine import Hardware
+from uspft.planner.memory import options_of, unpredicted
+from uspft.planner.mesh_tuner import tune
+from uspft.planner.ways import Space, Way, WhyNot
+from uspft.prepare.known import Known
+from uspft.prepare.layout_findings import layout_findings
+from uspft.prepare.memory_need import settled_memory
+from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
+
+BLOCK = "parallel_config"
+SLICES = f"{BLOCK}.tensor_slices"
+MOST_ROWS = 32
+"""The most rows in one forward that `micro_batch_size: auto` tries; launches count little then."""
+BY_RECIPE = "by the recipe and the machine"
+BY_MODEL = "by the model's sizes"
+BY_ROWS = "by the documents of the run's first rows"
+
+
+class Decision(NamedTuple):
+    """What was left open and what it became, together and key by key."""
+
+    choice: Choice
+    by: str
+    """On what it was decided, for a person."""
+    values: Mapping[str, Any]
+    """What each key became."""
+
+    @property
+    def why(self) -> str:
+        """The reason for all of it, in one sentence."""
+        return f"{self.by}, {self.choice.why}"
+
+    @property
+    def lines(self) -> list[str]:
+        """The reason for all of it, and one for each key, for a person."""
+        each = [f"{key}: {self._reason(key, value)}" for key, value in self.values.items()]
+        return [self.why, *each] if each else []
+
+    @property
+    def comments(self) -> dict[str, str]:
+        """The sentence that stands at each key in the recipe that a run writes."""
+        found = {key: f"auto: {self._reason(key, value)}" for key, value in self.values.items()}
+        block = BLOCK if any(key.startswith(BLOCK) for key in found) else next(iter(found), None)
+        if block:
+            whole = f"auto, {self.why}"
+            found[block] = f"{whole}; {found[block]}" if block in found else whole
+        return found
+
+    def _reason(self, key: str, value: Any) -> str:
+        why = self.choice.reasons.get(key)
+        return as_written(value) + (f", since {why}" if why else "")
+
+
+def ranks_of(recipe: Recipe, known: Known) -> int | None:
+    """Return how many processes all hosts have together, or None where nothing tells.
+
+    The command tells, or else the recipe, or else the GPUs of this machine.
+    """
+    if known.ranks:
+        return known.ranks
+    if recipe.launch.processes != AUTO:
+        return int(recipe.launch.processes) * known.hosts
+    here = known.gpus if recipe.launch.device == "cuda" else 0
+    return here * known.hosts or None
+
+
+def degrees_are_open(recipe: Recipe) -> str | None:
+    """Return a key of the layout that leaves open how many processes the degrees ask for."""
+    for key in ("model_parallel", "context_parallel"):
+        if isinstance(getattr(recipe.parallel_config, key), Open):
+            return f"{BLOCK}.{key}"
+    return None
+
+
+def open_keys(recipe: Recipe) -> tuple[str, ...]:
+    """Return the keys that a recipe of one layout leaves to the planner, in its order.
+
+    Beside a degree that is `auto`, what says how that degree is used is open where it is left out.
+    """
+    parallel, found = recipe.parallel_config, list[str]()
+    tensor = isinstance(parallel.model_parallel, Open)
+    context = isinstance(parallel.context_parallel, Open)
+    mesh = _on_a_mesh(parallel)
+    algorithm, shared = parallel.context_parallel_algo, context or parallel.row_ranks > 1 or mesh
+    if parallel.data_parallel == AUTO and (tensor or context):
+        found.append("data_parallel")
+    if tensor:
+        found.append("model_parallel")
+        if "use_seq_parallel" not in parallel.model_fields_set and not mesh:
+            found.append("use_seq_parallel")
+    if context:
+        found.append("context_parallel")
+    free = shared and (algorithm == AUTO or (algorithm is None and context))
+    if free:
+        found.append("context_parallel_algo")
+    named = CONTEXT.get(algorithm or "")
+    both = free or bool(named and named.splits is Splits.BOTH and context)
+    ulysses = parallel.ulysses_degree_in_cp
+    if isinstance(ulysses, Open) or (ulysses is None and both):
+        found.append("ulysses_degree_in_cp")
+    if mesh and not isinstance(parallel.tensor_mesh, tuple):
+        found.append("tensor_mesh")
+    if mesh and slices_of(parallel) is None:
+        found.append("tensor_slices")
+    keys = [f"{BLOCK}.{key}" for key in found]
+    if isinstance(recipe.deepspeed.zero_optimization.get("stage", 1), Open):
+        keys.append(STAGE)
+    if isinstance(recipe.training.micro_batch_size, Open):
+        keys.append(ROWS)
+    if recipe.memory.recompute == AUTO and len(recomputes_of(recipe, recipe.launch.device)) > 1:
+        keys.append(RECOMPUTE)
+    return tuple(keys)
+
+
+def _on_a_mesh(parallel: ParallelBlock) -> bool:
+    """Return whether matrices lie on a mesh, should they be split."""
+    blocks = TENSOR[parallel.tensor_parallel_algo].splits is Splits.BLOCKS
+    split = parallel.model_parallel > 1 or isinstance(parallel.model_parallel, Open)
+    return blocks and split
+
+
+def space_of(recipe: Recipe) -> Space:
+    """Return the ways that a recipe of one layout leaves open."""
+    parallel, open_ = recipe.parallel_config, open_keys(recipe)
+
+    def fixed(key: str) -> set[Any] | None:
+        return None if f"{BLOCK}.{key}" in open_ else {getattr(parallel, key)}
+
+    mesh, algorithms = _on_a_mesh(parallel), fixed("context_parallel_algo")
+    if algorithms == {None} and mesh:
+        algorithms = {ON_A_MESH}
+    ulysses = fixed("ulysses_degree_in_cp")
+    if ulysses == {None}:
+        rows = [CONTEXT[name] for name in algorithms or () if name in CONTEXT]
+        ulysses = {1} if any(row.splits is Splits.BOTH for row in rows) else None
+    zero, batch = recipe.deepspeed.zero_optimization, recipe.training.global_batch_size
+    several = ROWS in open_ and recipe.launch.device != "cpu"
+    return Space(
+        tensor=fixed("model_parallel"),
+        context=fixed("context_parallel"),
+        data=None if parallel.data_parallel == AUTO else {int(parallel.data_parallel)},
+        ulysses=ulysses,
+        algorithms=algorithms and {name for one in algorithms for name in _alike(one, ulysses)},
+        tokens=fixed("use_seq_parallel") or (False, True),
+        flat=not mesh,
+        meshes=mesh,
+        stages=stages_for(zero) if STAGE in open_ else {stage_of(recipe)},
+        rows=_powers(batch) if several else {_rows(recipe)},
+        recomputes=recomputes_of(recipe, recipe.launch.device),
+    )
+
+
+def _rows(recipe: Recipe) -> int:
+    return int(recipe.training.micro_batch_size)
+
+
+def _powers(batch: int) -> list[int]:
+    """Return the powers of two up to MOST_ROWS that divide the rows of a step."""
+    return [1 << n for n in range(MOST_ROWS.bit_length()) if batch % (1 << n) == 0]
+
+
+def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None]:
+    """Return an algorithm's name, and those under which it goes at degrees where another does the
+    same."""
+    row = CONTEXT.get(named or "")
+    if row is None or row.splits is not Splits.BOTH:
+        return {named}
+    heads = {one.name for one in CONTEXT.values() if one.splits is Splits.HEADS}
+    if not row.ulysses_required or ulysses != {1}:
+        return {named, *heads}
+    return {one.name for one in CONTEXT.values() if one.label == row.label}
+
+
+def other_than_asked(recipe: Recipe) -> WhyNot:
+    """Return what of a recipe's keys speaks against a way of its space, which says less."""
+    parallel = recipe.parallel_config
+    mesh, ulysses = parallel.tensor_mesh, parallel.ulysses_degree_in_cp
+    shares = isinstance(parallel.context_parallel, Open) or _on_a_mesh(parallel)
+
+    def why_not(way: Way) -> str | None:
+        layout = way.layout
+        asked = ulysses is not None and not isinstance(ulysses, Open)
+        if asked and shares and ulysses != layout.ulysses:
+            return "another Ulysses degree is asked for"
+        if isinstance(mesh, tuple) and layout.is_mesh and mesh != _mesh(layout):
+            return "another mesh is asked for"
+        if recipe.memory.recompute == "exchange" and shares and layout.ulysses == 1:
+            return "no heads are exchanged, and their exchange is to be made again"
+        return None
+
+    return why_not
+
+
+def _mesh(layout: Layout) -> tuple[int, int]:
+    return layout.mesh_rows, layout.mesh_columns
+
+
+def wrong_in(
+    recipe: Recipe, shape: ModelShape, hardware: Hardware, asked: Collection[str]
+) -> WhyNot:
+    """Return what speaks against a way to run a recipe, whatever its layout is.
+
+    asked: the keys that are left open. Where nothing predicts memory, they get what needs least.
+    """
+    row = recipe.data.sequence_length
+
+    def why_not(way: Way) -> str | None:
+        tried = in_recipe(recipe, way)
+        more = (ROWS in asked and way.rows > 1) or (STAGE in asked and way.stage != 3)
+        if more and hardware.device:
+            options = options_of(tried, way.layout)
+            if unpredicted(shape, way.layout, row, options=options):
+                return "nothing predicts its memory, and more rows or a lower stage need more"
+        wrong = layout_findings(tried, way.layout, shape)
+        return wrong[0][1] if wrong else None
+
+    return why_not
+
+
+def decided(recipe: Recipe, known: Known) -> Decision | None:
+    """Return what the planner makes of what a recipe leaves open, or None where nothing is, or
+    where it is not known yet on how many processes.
+
+    With strategies these are ZeRO's stage, the rows in one forward and what is made again, by the
+    layout of the longest rows, or the best single layout where the strategies are `auto`.
+    """
+    alone = _longest(recipe)
+    asked = open_keys(alone)
+    if alone is not recipe:
+        asked = tuple(key for key in asked if not key.startswith(BLOCK))
+    model, cluster = known.shape, known.cluster
+    if model is None:  # and so nothing says what fits, or how matrices can be split
+        later = (RECOMPUTE, f"{BLOCK}.tensor_mesh", SLICES)
+        asked = tuple(key for key in asked if key not in later)
+    ranks, stages = _ranks(alone, known), alone.parallel_config.pipeline_stage
+    if not asked or ranks is None or ranks % stages:
+        return None
+    ranks //= stages  # those of one stage share rows and matrices as a whole model's would
+    space = space_of(alone)
+    if alone is not recipe:  # layouts that switch share one optimizer, and weights that move ZeRO-1
+        moves = recipe.parallel_config.switching == "move"
+        above = [stage for stage in space.stages if stage > 0]
+        space = replace(space, stages=[1] if moves and STAGE in asked else above)
+    if model is None or cluster is None:
+        unknown = "the model's sizes" if model is None else "the cluster"
+        why = f"{unknown}, not known yet, may change this"
+        return _likely(alone, ranks, space, asked, why)
+    work, hardware = known.work, cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
+    step = step_shape(alone, model)
+    rows = work.rows if work and alone is recipe else [step.row]
+    tiled = settled_memory(alone, model)
+    if _on_a_mesh(alone.parallel_config):  # in one slice every mesh is legal that is in others
+        tiled = with_values(tiled, {SLICES: slices_of(alone.parallel_config) or (1,) * 4})
+    wrong, other = wrong_in(tiled, model, hardware, asked), other_than_asked(alone)
+
+    def why_not(way: Way) -> str | None:
+        return other(way) or wrong(way)
+
+    options = options_of(tiled, Layout())
+    found = recommend(step, ranks, space, hardware, rows, options, why_not=why_not, asked=asked)
+    if found is None:
+        return _likely(alone, ranks, space, asked, "no way that is left open is legal")
+    by = BY_ROWS if work and alone is recipe else BY_MODEL
+    if work is None and recipe.data.packing != "none":
+        by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
+    values = _values(alone, found.way, asked)
+    if SLICES in asked and found.way.layout.is_mesh:
+        layout = found.way.layout
+        degrees = layout.tensor, layout.context // layout.mesh_rows, layout.data
+        tuned = tune(found.way.step(step), degrees, hardware).on(_mesh(layout))
+        longer = tuned.whole_seconds / tuned.seconds if tuned else 1.0
+        why = f"in one slice matrices take {longer:.3g} × as long"
+        found = found._replace(reasons={**found.reasons, SLICES: why})
+        values[SLICES] = tuned.slices if tuned else (1,) * 4
+    return Decision(found, by, values)
+
+
+def _longest(recipe: Recipe) -> Recipe:
+    """Return the recipe of the longest rows of its strategies, with every degree open where they
+    are `auto`; the recipe itself where it has one layout."""
+    if recipe.parallel_config.strategies == AUTO:
+        block = ParallelBlock.model_validate(dict.fromkeys(PLANNED, AUTO))
+        return recipe.model_copy(update={BLOCK: block})
+    every = strategies_of(recipe)
+    return under(recipe, len(every) - 1) if every else recipe
+
+
+def _ranks(recipe: Recipe, known: Known) -> int | None:
+    """Return how many processes a recipe of one layout has; those that its degrees ask for where
+    nothing tells, or where they fit no other number, which is told elsewhere."""
+    parallel, ranks = recipe.parallel_config, ranks_of(recipe, known)
+    if degrees_are_open(recipe):
+        return ranks
+    fixed = parallel.model_parallel * parallel.context_parallel * parallel.pipeline_stage
+    if ranks is None or ranks % fixed:
+        data = parallel.data_parallel
+        return fixed if data == AUTO else fixed * int(data)
+    return ranks
+
+
+def _likely(
+    recipe: Recipe, ranks: int, space: Space, asked: Collection[str], why: str
+) -> Decision | None:
+    """Return what is taken where nothing tells ways apart yet."""
+    rows = recipe.training.global_batch_size
+    way = likely(ranks, space, rows, other_than_asked(recipe))
+    if way is None:
+        return None
+    said = f"matrices and rows are split no more than they must; {why}"
+    return Decision(Choice(way, said), BY_RECIPE, _values(recipe, way, asked))
+
+
+def _values(recipe: Recipe, way: Way, asked: Collection[str]) -> dict[str, Any]:
+    """Return what each key that is asked for becomes under a way."""
+    found, algorithm = values_of(way), f"{BLOCK}.context_parallel_algo"
+    name = found[algorithm] if algorithm in asked else recipe.parallel_config.context_parallel_algo
+    row = CONTEXT.get(name or "")
+    if row is None or row.splits is not Splits.BOTH or way.layout.context == 1:
+        found[f"{BLOCK}.ulysses_degree_in_cp"] = None
+    return {key: found[key] for key in asked if key in found}
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return a recipe in which these keys have these values."""
+    for path, value in values.items():
+        block, *inner, key = path.split(".")
+        held = getattr(recipe, block)
+        if inner:
+            (field,) = inner
+            key, value = field, {**getattr(held, field), key: value}
+        recipe = recipe.model_copy(update={block: held.model_copy(update={key: value})})
+    return recipe
