@@ -1,39 +1,23 @@
-"""Supervisors as real processes: started on a small script, looked at from outside."""
+"""Supervisors as real processes: started on a small script, looked at from outside.
+
+They and their ranks are forked from one process with the imports made (tests/support/forked.py).
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from tests.support.forked import Forked, ended
 from tests.support.hangs import HANG_SECONDS
-
-ROOT = Path(__file__).resolve().parents[2]
-
-SUPERVISOR = f"""
-import os, pathlib, sys
-from uspft.config.problems import RunFailed
-from uspft.launcher import LaunchError, LocalRanks, Meeting, hosts_from, run_ranks
-try:
-    ranks = LocalRanks(int(sys.argv[2]), hosts_from(os.environ))
-    logs = pathlib.Path(sys.argv[1]).parent / "logs"
-    command = [sys.executable, sys.argv[1]]
-    with Meeting(ranks.hosts) as meeting:
-        try:
-            watch = meeting.convene(ranks.count, "cpu", 0, {HANG_SECONDS})
-            sys.exit(run_ranks(command, ranks, environment=os.environ, log_dir=logs, watch=watch))
-        except KeyboardInterrupt:
-            sys.exit(meeting.end(130, "stopped"))
-except (LaunchError, RunFailed) as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)
-"""
 
 # What the ranks of a script that reports have, before anything else.
 REPORT = """
@@ -72,7 +56,7 @@ mark("pid", f"{os.getpid()} {child.pid}")
 class Launched:
     """A supervisor under test."""
 
-    process: subprocess.Popen[str]
+    process: Forked
     folder: Path
 
     def end(self) -> tuple[int, str]:
@@ -128,15 +112,33 @@ def launch(folder: Path, ranks: int, script: str, **environment: str) -> Launche
     program.write_text(reports + RANK + textwrap.dedent(script))
     dropped = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(program), str(ranks)],
-        env={**kept, "PYTHONPATH": str(ROOT), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    return Launched(process, folder)
+    before = partial(supervise, program, ranks, {**kept, **environment})
+    return Launched(Forked([], folder, before=before), folder)
+
+
+def supervise(program: Path, count: int, environment: Mapping[str, str]) -> None:
+    """Be a supervisor of so many ranks that are `python PROGRAM`, in place of a command."""
+    os._exit(ended(partial(_supervised, program, count, environment)))
+
+
+def _supervised(program: Path, count: int, environment: Mapping[str, str]) -> None:
+    from uspft.config.problems import RunFailed
+    from uspft.launcher import LaunchError, LocalRanks, Meeting, hosts_from, run_ranks
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    command, logs = [sys.executable, str(program)], program.parent / "logs"
+    try:
+        ranks = LocalRanks(count, hosts_from(environment))
+        with Meeting(ranks.hosts) as meeting:
+            try:
+                watch = meeting.convene(ranks.count, "cpu", 0, HANG_SECONDS)
+                code = run_ranks(command, ranks, environment=environment, log_dir=logs, watch=watch)
+            except KeyboardInterrupt:
+                code = meeting.end(130, "stopped")
+    except (LaunchError, RunFailed) as error:
+        print(error, file=sys.stderr)
+        code = 2
+    sys.exit(code)
 
 
 def launch_hosts(folder: Path, ranks: int, script: str, count: int = 2) -> list[Launched]:

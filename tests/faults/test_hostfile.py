@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher.runner import fetch_hostfile
 
-from tests.faults.launched import ROOT, two_free_ports
+from tests.faults.launched import two_free_ports
 from tests.support.hangs import HANG_SECONDS
+from tests.support.launch import ROOT
 from uspft.launcher import LaunchError, run_on_hosts
 from uspft.launcher.hostfile import read_hostfile
 

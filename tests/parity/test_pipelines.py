@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -165,15 +165,12 @@ def answered(rank: int, folder: Path, data: Path) -> dict[Any, Any]:
         save = folder / f"saved {case.title}" if case in GOES_ON else None
         found[case] = trained(case, folder, data, f"{world} {next(number)}", save=save)
     for one in (one for one in CONTROLS if one.case.world == world):
-        early, late = left_out(one.what), left_out(one.what)
-        with early if one.early else nullcontext():
-            found[one] = trained(
-                one.case,
-                folder,
-                data,
-                f"{world} {next(number)}",
-                within=nullcontext() if one.early else late,
-            )
+        without, name = left_out(one.what), f"{world} {next(number)}"
+        if one.early:
+            with without:
+                found[one] = trained(one.case, folder, data, name)
+        else:
+            found[one] = trained(one.case, folder, data, name, within=without)
     if world == 4:
         found["late"] = [late(one, folder, data, f"4 {next(number)}") for one in SLEEPERS]
     if world == 2:

@@ -154,6 +154,12 @@ def test_state_is_predicted_within_two_percent(tmp_path: Path) -> None:
         need = memory_of(shape, layout, ROW, options=options_of(recipe, layout))
         predicted = need.state_bytes + need.host_bytes
         if not counted[name] or abs(predicted / counted[name] - 1) > 0.02:
-            off[name] = predicted, counted[name], predicted / max(1, counted[name]), need.parts, need.host_bytes
+            off[name] = (
+                predicted,
+                counted[name],
+                predicted / max(1, counted[name]),
+                need.parts,
+                need.host_bytes,
+            )
     print({n: (counted[n],) for n in counted})
     assert off == {}

@@ -6,6 +6,7 @@ the environment, the signals, the supervision, the logs.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -82,16 +84,22 @@ class Forked:
 
 def play(program: str, variables: Mapping[str, str]) -> None:
     """Be `python -c PROGRAM` in place of a command; it finds its variables as `environment`."""
-    code = 1
+    os._exit(ended(partial(exec, program, {"environment": variables})))
+
+
+def ended(work: Callable[[], Any]) -> int:
+    """The exit code of a program that does this work, all that it says written out."""
+    code = 0
     try:
-        exec(program, {"environment": variables})
+        work()
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    return code
 
 
 class ForkedRank:
@@ -108,7 +116,7 @@ class ForkedRank:
         start_new_session: bool,
         preexec_fn: Callable[[], None],
     ) -> None:
-        assert list(command[:3]) == [sys.executable, "-m", "uspft"] and start_new_session
+        assert command[0] == sys.executable and start_new_session
         self.pid = os.fork()
         if not self.pid:
             # Nothing may unwind the stack, which is the supervisor's.
@@ -117,7 +125,10 @@ class ForkedRank:
                 preexec_fn()
                 _show({1: stdout, 2: stderr})
                 _heed()
-                os._exit(_main(command[3:], env))
+                if list(command[1:3]) == ["-m", "uspft"]:
+                    os._exit(_main(command[3:], env))
+                (program,) = command[1:]
+                os._exit(_script(program, env))
             finally:
                 os._exit(70)
 
@@ -157,6 +168,20 @@ def _main(words: Sequence[str], variables: Mapping[str, str]) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _script(program: str, variables: Mapping[str, str]) -> int:
+    """Be `python PROGRAM`, to its exit handlers."""
+    os.environ.clear()
+    os.environ.update(variables)
+    atexit._clear()  # type: ignore[attr-defined]
+    if variables.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    text = compile(Path(program).read_text(), program, "exec")
+    code = ended(partial(exec, text, {"__name__": "__main__", "__file__": program}))
+    atexit._run_exitfuncs()  # type: ignore[attr-defined]
+    return code
 
 
 def _show(streams: Mapping[int, Any]) -> None:

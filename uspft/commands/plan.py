@@ -127,9 +127,9 @@ def _page(
         yield f"and {more} more (--top N)"
     yield LEGEND
     yield from left_out_lines(order.left_out)
-    first, own = order.layouts[0], next(one for one in order.layouts if one.own)
-    for one in dict.fromkeys((id(first), id(own))):
-        yield f"\n{parts_table(first if one == id(first) else own)}"
+    first = order.layouts[0]
+    for one in [first, *([order.own] if order.own and order.own is not first else [])]:
+        yield f"\n{parts_table(one)}"
     yield ""
     unknown = dict.fromkeys(what for one in every for what in one.memory.unpredicted)
     doubts = _doubts(found.recipe.model.dtype, hardware)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from uspft.commands.aligned import aligned
@@ -28,9 +29,9 @@ def shown(order: Ranking, top: int | None, only: Sequence[str]) -> list[Ranked]:
     only: words for the ways to split a step, beside data; layouts that split it otherwise are left
     out. None of them: all layouts.
     """
-    asked = [one for one in order.layouts if not only or splits_of(one) <= {*only, "data"}]
-    first = asked[:top]
-    return first + [one for one in order.layouts if one.own and one not in first]
+    asked = (one for one in order.layouts if not only or splits_of(one) <= {*only, "data"})
+    first = list(islice(asked, top))
+    return first + [order.own] * (order.own is not None and order.own not in first)
 
 
 def splits_of(one: Ranked) -> set[str]:
@@ -46,7 +47,7 @@ def layouts_table(
     order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware
 ) -> str:
     """Return a line for each layout, in their order."""
-    ties, options = order.ties(hardware), options_of(recipe, order.layouts[0].layout)
+    options = options_of(recipe, order.layouts[0].layout)
     rows = [
         ["layout", "seconds", "GiB", "longest row", "tokens/s a rank", "MFU", "beside the first"]
     ]
@@ -61,7 +62,7 @@ def layouts_table(
                 "–" if longest is None else f"{longest:,}" if longest else "none",
                 f"{one.tokens_per_second_per_rank:,.0f}",
                 "–" if mfu is None else f"{mfu:.2f}",
-                beside(one, order, ties),
+                beside(one, order, hardware),
             ]
         )
     return aligned(rows)
@@ -74,12 +75,13 @@ def longest_of(one: Ranked, hardware: Hardware, options: Options) -> int | None:
     return longest_under(one.step.model, one.way, hardware, options)
 
 
-def beside(one: Ranked, order: Ranking, ties: set[str]) -> str:
+def beside(one: Ranked, order: Ranking, hardware: Hardware) -> str:
     """Return why a layout is not the first, in words."""
     first = order.layouts[0]
     if one is first:
         return "the first"
-    return ": ".join(filter(None, ["tie" * (one.name in ties), one.why(first)])) or "as fast"
+    said = ["tie" * order.is_tie(one, hardware), one.why(first)]
+    return ": ".join(filter(None, said)) or "as fast"
 
 
 def gib_of(one: Ranked, hardware: Hardware) -> str:
@@ -140,7 +142,7 @@ def as_data(
     order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware, machine: str
 ) -> dict[str, Any]:
     """Return the same for programs."""
-    ties, options = order.ties(hardware), options_of(recipe, order.layouts[0].layout)
+    options = options_of(recipe, order.layouts[0].layout)
     first = order.layouts[0]
     layouts = []
     for one in every:
@@ -163,7 +165,7 @@ def as_data(
                 "longest_row_tokens": longest,
                 "tokens_per_second_per_rank": one.tokens_per_second_per_rank,
                 "mfu": one.mfu(hardware),
-                "tie": one.name in ties,
+                "tie": order.is_tie(one, hardware),
                 "why": None if one is first else one.why(first),
             }
         )

@@ -1,23 +1,38 @@
-"""What attention of one row computes and sends, each way; remembered, since a search is behind it.
+"""What attention of rows computes and sends, each way: dealt out to ranks, or by closed forms.
 
-A row that one document fills is worked out on a ring of a few ranks and drawn out to the ring asked
-for: every rank of r sees 1/r of its pairs of query and key, and sends as many shares of the row as
-there are others, so that what it sends grows as (r - 1) / r.
+Of a row that one document fills every rank of r sees 1/r of the pairs of query and key, and what it
+sends grows with the number of others: a ring of a few ranks tells that of any. Of packed rows the
+busiest rank sees a little more than 1/r, and what is sent where it is needed grows with the longest
+document; whether an algorithm sends keys only there, a row of a few documents tells. So a search
+deals nothing out but a few rows to a few ranks; dealing out a packed row is itself a search.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, cast
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, cast
 
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Cost, Forwards, Heads, Traffic
+from uspft.sequence.rows.balance import MAX_IMBALANCE
 from uspft.sequence.rows.share import Share, everyones
+from uspft.sequence.rows.spans import work_of
+from uspft.sequence.rows.traffic import heads_traffic, widest_kv
 
 FEW = 8
-"""Ranks of the longest ring that is dealt out for a document that fills its row."""
+"""Ranks of the longest ring to which a search deals rows out."""
+SHARE_TOKENS = 8192
+"""Tokens of each of these ranks, where it has that many: enough that keys come in pieces."""
+PACKED_WORK = MAX_IMBALANCE - 0.01
+"""Work of the busiest rank of a packed row in that of the mean: dealing stops short of the most
+that it allows."""
+DOCUMENTS = 3
+"""Of the row that shows whether an algorithm sends keys only where they are seen."""
+DEALT_ROWS, DEALT_RING = 4, 64
+"""Rows of a sample that are dealt out to correct what closed forms say, and ranks of the longest
+ring for which they are: a row on 32 ranks takes half a second."""
 
 
 @dataclass(frozen=True)
@@ -43,57 +58,262 @@ class AttentionWork:
         return (back - there if back > there else back) / back if back else 0.0
 
 
-@lru_cache(maxsize=4096)  # a row of many documents takes a second on 32 ranks
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Rows of a recipe's data, of one length, over which attention's work is the mean."""
+
+    rows: tuple[Segments, ...]
+    source: str = ""
+    """Of what they are, for a person."""
+
+    @cached_property
+    def longest_share(self) -> float:
+        """The share of its row that the longest document has, the mean over rows."""
+        shares = [max((b - a for a, b in row), default=0) / row.length for row in self.rows]
+        return sum(shares) / len(shares)
+
+    @cached_property
+    def _pairs(self) -> dict[int | None, float]:
+        return {}
+
+    def pairs(self, window: int | None) -> float:
+        """Return the pairs of query and key of a row in a layer with this window: the mean."""
+        if window not in self._pairs:
+            every = [pairs_of_row(row, window) for row in self.rows]
+            self._pairs[window] = sum(every) / len(every)
+        return self._pairs[window]
+
+    @cached_property
+    def dealt(self) -> Sample:
+        """The few rows that are dealt out: from those with the fewest pairs to those with most."""
+        order = sorted(self.rows, key=lambda row: pairs_of_row(row, None))
+        count = min(DEALT_ROWS, len(order))
+        return Sample(tuple(order[(2 * n + 1) * len(order) // (2 * count)] for n in range(count)))
+
+
+def pairs_of_row(row: Segments, window: int | None) -> int:
+    """Return the pairs of query and key of a row's documents in a layer with this window."""
+    return int(work_of([(0, row.length)], list(row), window))
+
+
+def is_whole(row: Segments, window: int | None) -> bool:
+    """Tell whether one document fills a row and all of it is seen, so that closed forms are
+    exact."""
+    return row.bounds[1:] == (row.length,) and (window is None or window >= row.length)
+
+
+@lru_cache(maxsize=4096)  # a row of many documents takes half a second on 32 ranks
 def attention_of_row(
     frozen: Hashable, row: Segments, heads: Heads, element_bytes: int, window: int | None
 ) -> AttentionWork:
-    """Return the work of a row under an algorithm.
+    """Return the work of a row under an algorithm, exactly.
 
     frozen: the algorithm, a dataclass. window: the layer's, in keys.
     """
     algorithm = cast("Algorithm", frozen)
-    few = _few(algorithm, row) if window is None else algorithm.ring
-    if few == algorithm.ring:
-        return _dealt(algorithm, row, heads, element_bytes, window)
-    small = _smaller(algorithm, few)
-    work = attention_of_row(cast("Hashable", small), row, heads, element_bytes, window)
-    shares = algorithm.ring / few
-    more = (algorithm.ring - 1) / (few - 1) / shares
-    steps = (algorithm.ring - 1) / (few - 1)
-
-    def drawn_out(cost: Cost) -> Cost:
-        ring, gather = (
-            Traffic(round(one.bytes * more), round(one.messages * steps))
-            for one in (cost.ring, cost.gather)
-        )
-        return Cost(
-            cost.all_to_all._replace(bytes=round(cost.all_to_all.bytes / shares)),
-            ring,
-            gather,
-            cost.arrivals if cost.arrivals < few - 1 else algorithm.ring - 1,
-        )
-
-    forward, backward = drawn_out(work.forward), drawn_out(work.backward)
-    joined = work.joined * more * forward.arrivals / max(1, work.forward.arrivals) / steps
-    return AttentionWork(work.pairs / shares, joined, forward, backward)
+    if is_whole(row, window):
+        return _closed(algorithm, Sample((row,)), heads, element_bytes, None)
+    return _dealt(algorithm, row, heads, element_bytes, window)
 
 
-def _few(algorithm: Algorithm, row: Segments) -> int:
-    """Return how many ranks of a ring are dealt out: all of them for a row of several documents."""
-    ring = algorithm.ring
-    if ring <= FEW or len(list(row)) > 1:
-        return ring
-    return max((n for n in range(3, FEW + 1) if ring % n == 0), default=ring)
+@lru_cache(maxsize=4096)
+def attention_of_sample(
+    frozen: Hashable,
+    sample: Sample,
+    heads: Heads,
+    element_bytes: int,
+    window: int | None,
+    *,
+    dealt: bool,
+) -> AttentionWork:
+    """Return the mean work of the rows of a sample by closed forms.
+
+    frozen: the algorithm, a dataclass. dealt: whether a few of them are dealt out, and all
+    corrected by as much as closed forms are off for those.
+    """
+    algorithm = cast("Algorithm", frozen)
+    closed = _closed(algorithm, sample, heads, element_bytes, window)
+    if not dealt or algorithm.ring == 1 or algorithm.ring > DEALT_RING:
+        return closed
+    few = sample.dealt
+    exact = [attention_of_row(frozen, row, heads, element_bytes, window) for row in few.rows]
+    return _corrected(closed, _closed(algorithm, few, heads, element_bytes, window), exact)
+
+
+def _corrected(
+    closed: AttentionWork, of_few: AttentionWork, exact: Sequence[AttentionWork]
+) -> AttentionWork:
+    """Return what closed forms say of all rows times what they are off by for a few."""
+
+    def times(whole: float, said: float, found: Sequence[float]) -> float:
+        mean = sum(found) / len(found)
+        return whole * mean / said if said else mean
+
+    def traffic(way: str, kind: str) -> Traffic:
+        values = [getattr(getattr(one, way), kind) for one in (closed, of_few, *exact)]
+        return Traffic(*(round(times(a, b, c)) for a, b, *c in zip(*values, strict=True)))
+
+    def cost(way: str) -> Cost:
+        exchanged, ring, gather = (traffic(way, kind) for kind in ("all_to_all", "ring", "gather"))
+        return Cost(exchanged, ring, gather, getattr(exact[0], way).arrivals)
+
+    return AttentionWork(
+        times(closed.pairs, of_few.pairs, [one.pairs for one in exact]),
+        times(closed.joined, of_few.joined, [one.joined for one in exact]),
+        cost("forward"),
+        cost("backward"),
+    )
+
+
+class _Moved(NamedTuple):
+    """What a rank sends one way, in tokens and in messages."""
+
+    ring: float
+    ring_messages: float
+    gather: float
+    gather_messages: float
+
+
+class _OfFew(NamedTuple):
+    """The work of a row on a few ranks."""
+
+    joined: float
+    forward: _Moved
+    backward: _Moved
+    arrivals: int
+
+
+def _closed(
+    algorithm: Algorithm, sample: Sample, heads: Heads, element_bytes: int, window: int | None
+) -> AttentionWork:
+    """Return the mean work of rows, drawn out from that of a few ranks."""
+    ring, length = algorithm.ring, sample.rows[0].length
+    longest = sample.longest_share * length
+    if window is not None and window >= longest:
+        window = None
+    mean = sample.pairs(window) / ring
+    once, again = (_of_heads(algorithm, heads, length, element_bytes, n) for n in (1, 2))
+    there = Traffic(again.bytes - once.bytes, again.messages - once.messages)
+    back = Traffic(once.bytes - there.bytes, once.messages - there.messages)
+    if ring == 1:
+        return AttentionWork(mean, 0.0, Cost(there), Cost(back))
+    alone = window is None and longest == length
+    found = _drawn_out(algorithm, length // ring, None if alone else longest, window)
+    pair_bytes = 2 * widest_kv(heads, algorithm.ulysses) * heads.dim * element_bytes
+
+    def cost(exchanged: Traffic, moved: _Moved) -> Cost:
+        ring = Traffic(round(moved.ring * pair_bytes), round(moved.ring_messages))
+        gather = Traffic(round(moved.gather * pair_bytes), round(moved.gather_messages))
+        return Cost(exchanged, ring, gather, found.arrivals)
+
+    busiest = 1.0 if alone else PACKED_WORK
+    ways = cost(there, found.forward), cost(back, found.backward)
+    return AttentionWork(mean * busiest, found.joined, *ways)
+
+
+def _of_heads(
+    algorithm: Algorithm, heads: Heads, length: int, element_bytes: int, forwards: int
+) -> Traffic:
+    if algorithm.ulysses == 1:
+        return Traffic()
+    tokens = length // (algorithm.ring * algorithm.ulysses)
+    return heads_traffic(heads, algorithm.ulysses, tokens, element_bytes, forwards)
+
+
+def _drawn_out(
+    algorithm: Algorithm, tokens: int, longest: float | None, window: int | None
+) -> _OfFew:
+    """Return the work on the whole ring.
+
+    tokens: of each ring rank. longest: those of a row's longest document; None where that is all of
+    the row and all of it is seen.
+    """
+    ring, few = algorithm.ring, min(FEW, algorithm.ring)
+    size = SHARE_TOKENS if few > 4 else max(2, min(tokens - tokens % 2, SHARE_TOKENS))
+    small = cast("Hashable", _smaller(algorithm, few))
+    one = _on_few(small, size, 1)
+    arrivals = _steps(algorithm, one)
+    far, wide = (ring - 1) / (few - 1), tokens / size
+    joined = one.joined * wide * arrivals / max(1, one.arrivals)
+    forward, backward = (
+        _Moved(*(far * n * (1 if place % 2 else wide) for place, n in enumerate(moved)))
+        for moved in (one.forward, one.backward)
+    )
+    if longest is None:
+        return _OfFew(joined, forward, backward, arrivals)
+    # A rank's tokens lie in two places at least, each of which sees a window before it.
+    seen = longest if window is None else min(longest, 2 * window)
+    reach = min(1.0, seen / tokens / (ring - 1))
+    packed = _on_few(small, size, DOCUMENTS)
+    keys = _trimmed(one.forward, packed.forward)
+    home = keys or _trimmed(_less(one), _less(packed))
+    there = _reaching(forward, reach) if keys else forward
+    gone = _Moved(*(b - a for a, b in zip(forward, backward, strict=True)))
+    if keys:
+        back = _reaching(backward, reach)
+    elif home:  # keys go round once more, gradients where keys were seen
+        parts = zip(forward, _reaching(gone, reach), strict=True)
+        back = _Moved(*(a + b for a, b in parts))
+    else:
+        back = backward
+    return _OfFew(joined * reach, there, back, arrivals)
+
+
+def _reaching(moved: _Moved, reach: float) -> _Moved:
+    """Return what is sent where a part of keys is needed; messages to more ranks are smaller."""
+    shares = (reach, min(1.0, 2 * reach)) * 2
+    return _Moved(*(n * share for n, share in zip(moved, shares, strict=True)))
+
+
+def _trimmed(one: Sequence[float], packed: Sequence[float]) -> bool:
+    """Tell whether less is sent of a row of several documents."""
+    return packed[0] + packed[2] < 0.9 * (one[0] + one[2])
+
+
+def _less(work: _OfFew) -> list[float]:
+    """Return what the backward sends more than the forward."""
+    return [b - a for a, b in zip(work.forward, work.backward, strict=True)]
+
+
+def _steps(algorithm: Algorithm, one: _OfFew) -> int:
+    """Return in how many steps keys come, of which a few ranks tell."""
+    if stages := getattr(algorithm, "stages", 0):
+        return int(stages)
+    each = one.arrivals >= FEW - 1 and algorithm.ring > FEW
+    return algorithm.ring - 1 if each else one.arrivals
 
 
 def _smaller(algorithm: Algorithm, ring: int) -> Algorithm:
-    """Return the algorithm on a shorter ring, whose hosts and stages are of no account."""
-    own = {"per_host": None, "stages": 0 if getattr(algorithm, "stages", 0) >= ring else None}
-    changes = {name: value for name, value in own.items() if hasattr(algorithm, name)}
-    if changes.get("stages", 0) is None:
-        del changes["stages"]
-    made: Algorithm = replace(cast("Any", algorithm), ring=ring, **changes)
+    """Return the algorithm on a shorter ring, whose hosts are of no account, without exchanges of
+    heads."""
+    changes: dict[str, Any] = {"ring": ring, "ulysses": 1}
+    for name in ("per_host", "window"):
+        if hasattr(algorithm, name):
+            changes[name] = None
+    if getattr(algorithm, "stages", 0) >= ring:
+        changes["stages"] = 0
+    made: Algorithm = replace(cast("Any", algorithm), **changes)
     return made
+
+
+@lru_cache(maxsize=1024)
+def _on_few(frozen: Hashable, tokens: int, documents: int) -> _OfFew:
+    """Return the work of a row of equal documents on all ranks of a short ring, its traffic in
+    tokens.
+
+    tokens: of each rank.
+    """
+    algorithm = cast("Algorithm", frozen)
+    length = algorithm.ring * tokens
+    row = Segments(tuple(n * length // documents for n in range(documents + 1)), length)
+    work = _dealt(algorithm, row, Heads(1, 1, 1), 1, None)
+
+    def moved(cost: Cost) -> _Moved:
+        each = ((one.bytes / 2, float(one.messages)) for one in (cost.ring, cost.gather))
+        return _Moved(*(value for pair in each for value in pair))
+
+    ways = moved(work.forward), moved(work.backward)
+    return _OfFew(work.joined, *ways, work.forward.arrivals)
 
 
 def _dealt(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from uspft.planner.attention_work import Sample
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import Options
 from uspft.planner.rank import PLAIN, Ranked, ranked, ranking
@@ -76,19 +77,14 @@ def recommend(
     A way's seconds are their mean over the rows. why_not: what else speaks against a way. asked:
     the keys of a recipe whose values are to have a reason.
     """
-    seconds: dict[str, float] = {}
-    last: dict[str, Ranked] = {}
-    for row in rows:
-        given = replace(step, row=row)
-        found = ranking(given, ranks, space, hardware, options, why_not=why_not)
-        for one in found.layouts:
-            seconds[one.name] = seconds.get(one.name, 0.0) + one.seconds / len(rows)
-            last[one.name] = one
-    order = [_Timed(one.way, seconds[name], one.room is not False) for name, one in last.items()]
-    order.sort(key=_order)
-    if not order:
+    if not rows:
         return None
-    first, *others = order
+    given = replace(step, row=rows[0], sample=Sample(tuple(rows)))
+    found = ranking(given, ranks, space, hardware, options, why_not=why_not).layouts
+    if not found:
+        return None
+    # Where keys ask for reasons, the best way with another value of one may stand far below.
+    first, *others = map(_timed, found if asked else found[: NAMED + 1])
     what = "takes least of the ways that fit" if first.fits else "is fastest, though no way fits"
     beside = [
         f"{one.way.name} {one.seconds / first.seconds:.4g} ×" + " (does not fit)" * (not one.fits)
@@ -104,10 +100,12 @@ def recommend(
     for way in alike:
         if way == first.way or way.name != first.way.name:
             continue
-        timed = [ranked(replace(step, row=row), way, hardware, options) for row in rows]
-        mean = sum(one.seconds for one in timed) / len(rows)
-        others.append(_Timed(way, mean, timed[-1].room is not False))
+        others.append(_timed(ranked(given, way, hardware, options)))
     return Choice(first.way, why, {key: _reason(key, first, others) for key in asked})
+
+
+def _timed(one: Ranked) -> _Timed:
+    return _Timed(one.way, one.seconds, one.room is not False)
 
 
 def _order(one: _Timed) -> tuple[bool, float, bool]:

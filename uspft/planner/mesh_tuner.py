@@ -98,6 +98,15 @@ def tune(
     return Tuning(tuple(fastest), tuple(refused), tuple(not_kept))
 
 
+def slices_on(step: StepShape, layout: Layout, hardware: Hardware) -> tuple[int, ...]:
+    """Return the slices of each product that suit the mesh of a layout."""
+    rows = layout.mesh_rows
+    if why_no_mesh(step.model, rows, layout.mesh_columns):
+        return (1,) * 4
+    ring = Layout(layout.mesh_columns, ring=layout.context, data=layout.data, mesh_rows=rows)
+    return _tuned(step, ring, hardware, None).slices
+
+
 def shapes_of(degree: int) -> list[tuple[int, int]]:
     """Return every pair of mesh rows and mesh columns of so many ranks."""
     return [(rows, degree // rows) for rows in range(1, degree + 1) if degree % rows == 0]

@@ -6,15 +6,21 @@ The order is that of the one price (step.py) and the one memory formula (memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import chain, count, islice
+from typing import overload
 
+from uspft.config.algorithms import WHOLE
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.planner import step as price
-from uspft.planner.attention_work import FEW
+from uspft.planner.attention_work import FEW, is_whole
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import (
+    USABLE_SHARE,
     Memory,
     Options,
     activations_in,
@@ -23,11 +29,14 @@ from uspft.planner.memory import (
     state_in,
     unpredicted,
 )
-from uspft.planner.mesh_tuner import tune
+from uspft.planner.mesh_tuner import slices_on
+from uspft.planner.state import State
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 
 PLAIN = Options()
+SHORTLIST = 8
+"""Layouts that are priced by dealing rows out to ranks."""
 SAID = 3
 """Parts that are named when a layout loses to the first."""
 LEAST_SECONDS = 0.005
@@ -42,22 +51,38 @@ class Ranked:
     step: StepShape
     """The step as it runs under the way."""
     time: StepTime
-    memory: Memory
-    room: bool | None
-    """Whether a card has what a rank needs; None where ranks are on CPUs, or where that is not
-    known."""
+    needs: Needs = field(repr=False, compare=False)
+    options: Options
+    """What decides memory under the way."""
+    card: float | None
+    """The bytes of a card; None where ranks are on CPUs."""
     own: bool = False
     """Whether it is the recipe's."""
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What a rank needs."""
+        return self.needs.of(self.layout, self.options)
+
+    @cached_property
+    def room(self) -> bool | None:
+        """Whether a card has what a rank needs; None where ranks are on CPUs, or where that is not
+        known."""
+        if self.card is None or self.needs.unpredicted(self.layout, self.options):
+            return None
+        if self.needs.least(self.layout, self.options) > USABLE_SHARE * self.card:
+            return False
+        return fits(self.memory, self.card)
 
     @property
     def layout(self) -> Layout:
         return self.way.layout
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.way.name
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return self.time.seconds
 
@@ -98,15 +123,16 @@ class Ranking:
     """Layouts in their order, and how many were left out, by reason."""
 
     layouts: Sequence[Ranked]
+    """They are put in order as far as they are asked for."""
+    own: Ranked | None = None
+    """The recipe's."""
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def ties(self, hardware: Hardware) -> set[str]:
-        """Return the names of the layouts that a machine's error does not tell from the first."""
-        if not self.layouts:
-            return set()
+    def is_tie(self, one: Ranked, hardware: Hardware) -> bool:
+        """Tell whether a machine's error does not tell a layout from the first."""
         first = self.layouts[0]
         most = (1 + hardware.error(first.layout.ranks)) * first.seconds
-        return {one.name for one in self.layouts if one.seconds <= most and one.room == first.room}
+        return one.room == first.room and one.seconds <= most
 
 
 def ranked(
@@ -127,12 +153,9 @@ def ranked(
         shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
     algorithm = way.algorithm(step, hardware.ranks_per_host)
     time = price.step_time(shape, way.layout, algorithm, hardware)
-    asked = options_under(way, options)
-    needs = (needs_of or Needs(step.model, step.row.length)).of(way.layout, asked)
-    room = None
-    if hardware.device and not needs.unpredicted:
-        room = fits(needs, hardware.memory.bytes)
-    return Ranked(way, shape, time, needs, room, own)
+    needs = needs_of or Needs(step.model, step.row.length)
+    card = hardware.memory.bytes if hardware.device else None
+    return Ranked(way, shape, time, needs, options_under(way, options), card, own)
 
 
 def ranking(
@@ -147,28 +170,86 @@ def ranking(
 ) -> Ranking:
     """Return the layouts of a space in their order: those that fit first, then by their seconds.
 
-    Each stands there as the best of its ways to run, the recipe's own as it is asked for. own: the
-    recipe's, which is never left out. why_not: what else than the step speaks against a way.
+    Each stands there as the best of its ways to run, the recipe's own as it is asked for. The
+    search goes by closed forms; where these are not exact, the first SHORTLIST are priced again as
+    rows are dealt out to ranks, and stand in that order. own: the recipe's, which is never left
+    out. why_not: what else than the step speaks against a way.
     """
     legal = legal_for(step, hardware.ranks_per_host)
     found = ways(ranks, space, lambda way: legal(way) or (why_not and why_not(way)) or None)
-    listed = found.legal if own is None or own in found.legal else [own, *found.legal]
-    needs = Needs(step.model, step.row.length)
-    every = [ranked(step, way, hardware, options, own=way == own, needs_of=needs) for way in listed]
-    best: dict[str, Ranked] = {}
-    for one in sorted(every, key=lambda one: (not one.own, one.room is False, _among_alike(one))):
-        best.setdefault(one.name, one)
-    return Ranking(sorted(best.values(), key=_order), found.left_out)
+    others = [way for way in found.legal if own is None or way.name != own.name]
+    listed = others if own is None else [own, *others]
+    needs, search = Needs(step.model, step.row.length), replace(step, dealt=False)
+
+    def one(way: Way, given: StepShape) -> Ranked:
+        return ranked(given, way, hardware, options, own=way == own, needs_of=needs)
+
+    every = [one(way, search) for way in listed]
+    order, marked = _in_order(every), [one for one in every if one.own]
+    if step.sample is not None or not all(is_whole(step.row, window) for window in step.windows):
+        first = [one(each.way, step) for each in islice(order, SHORTLIST)]
+        order = chain(sorted(first, key=_order), order)
+        marked = [one for one in first if one.own] or marked
+    names = {way.name for way in listed}
+    return Ranking(_Listed(order, len(names)), next(iter(marked), None), found.left_out)
 
 
-def _among_alike(one: Ranked) -> float:
-    """Of the ways to run a layout the fastest that fits counts, or else what needs least."""
-    return one.memory.peak_bytes if one.room is False else one.seconds
+def _in_order(every: Sequence[Ranked]) -> Iterator[Ranked]:
+    """Yield the layouts of many ways in their order, each as the fastest of its ways that fits, or
+    else as what needs least; of memory no more is worked out than that takes."""
+    waiting: dict[str, list[Ranked]] = {}
+    seen = set[str]()
+    for one in sorted(every, key=_by_seconds):
+        if one.name in seen:
+            continue
+        if one.room is False:
+            waiting.setdefault(one.name, []).append(one)
+        else:
+            seen.add(one.name)
+            yield one
+    # What needs least of a layout may be slower than its first: it is looked for when that comes.
+    number = count()
+    heap = [(_by_seconds(ways[0]), next(number), name) for name, ways in waiting.items()]
+    heap = [entry for entry in heap if entry[2] not in seen]
+    heapify(heap)
+    least: dict[str, Ranked] = {}
+    while heap:
+        _, _, name = heappop(heap)
+        if name not in least and len(waiting[name]) > 1:
+            least[name] = min(waiting[name], key=lambda one: one.memory.peak_bytes)
+            heappush(heap, (_by_seconds(least[name]), next(number), name))
+        else:
+            yield least.get(name, waiting[name][0])
+
+
+def _by_seconds(one: Ranked) -> tuple[float, bool]:
+    """Of equals the first is one that sends no key that nobody needs."""
+    return round(one.seconds, 9), not one.way.row.automatic
 
 
 def _order(one: Ranked) -> tuple[bool, float, bool]:
-    """Of equals the first is one that sends no key that nobody needs."""
-    return one.room is False, round(one.seconds, 9), not one.way.row.automatic
+    return one.room is False, *_by_seconds(one)
+
+
+class _Listed(Sequence[Ranked]):
+    """Layouts in an order that is worked out as far as it is asked for."""
+
+    def __init__(self, order: Iterator[Ranked], count: int) -> None:
+        self._order, self._count = order, count
+        self._here: list[Ranked] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> Ranked: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Ranked]: ...
+    def __getitem__(self, place: int | slice) -> Ranked | list[Ranked]:
+        last = range(self._count)[place]
+        most = max(last, default=-1) if isinstance(last, range) else last
+        self._here += islice(self._order, max(0, most + 1 - len(self._here)))
+        return self._here[place]
 
 
 class Needs:
@@ -181,14 +262,39 @@ class Needs:
     def __init__(self, model: ModelShape, row_tokens: int) -> None:
         self._model, self._tokens = model, row_tokens
         self._held: dict[tuple[Layout, int, Options], tuple[dict[str, float], float]] = {}
+        self._states: dict[tuple[object, ...], State] = {}
 
     def of(self, layout: Layout, options: Options) -> Memory:
         """Return what a rank needs in a layout."""
-        state = state_in(self._model, layout, options)
+        state = self._state(layout, options)
         device, host = self._activations(layout, options)
         parts = {name: int(size) for name, size in (state.device | device).items()}
-        doubts = unpredicted(self._model, layout, self._tokens, options=options)
+        doubts = self.unpredicted(layout, options)
         return Memory(parts, int(sum(state.host.values()) + host), doubts)
+
+    def unpredicted(self, layout: Layout, options: Options) -> tuple[str, ...]:
+        """Return what there is of a layout that the formula does not know."""
+        return unpredicted(self._model, layout, self._tokens, options=options)
+
+    def least(self, layout: Layout, options: Options) -> float:
+        """Return what a rank needs at least: the model's state, and the input of each layer, which
+        any layer keeps whose weights train."""
+        state = sum(self._state(layout, options).device.values())
+        if options.lora or options.freeze or options.offload_activations:
+            return state
+        tokens = options.micro_batch * self._tokens // layout.context
+        split = layout.mesh_columns if options.use_seq_parallel or layout.is_mesh else 1
+        layers = self._model.layers // layout.pipeline
+        return state + layers * (tokens // split) * self._model.hidden_size * options.element
+
+    def _state(self, layout: Layout, options: Options) -> State:
+        plain = replace(
+            options, algorithm=WHOLE, micro_batch=1, recompute="", use_seq_parallel=False
+        )
+        held = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts, layout.pipeline
+        if (key := (*held, plain)) not in self._states:
+            self._states[key] = state_in(self._model, layout, options)
+        return self._states[key]
 
     def _activations(self, layout: Layout, options: Options) -> tuple[dict[str, float], float]:
         ring, rows = layout.ring, layout.mesh_rows
@@ -228,10 +334,3 @@ def longest_under(model: ModelShape, way: Way, hardware: Hardware, options: Opti
         return None
     asked = options_under(way, options)
     return longest_row(model, way.layout, hardware.memory.bytes, options=asked)
-
-
-def slices_on(step: StepShape, layout: Layout, hardware: Hardware) -> tuple[int, ...]:
-    """Return the slices of each product that suit a mesh."""
-    degrees = layout.tensor, layout.context // layout.mesh_rows, layout.data
-    found = tune(step, degrees, hardware).on((layout.mesh_rows, layout.mesh_columns))
-    return found.slices if found else (1,) * 4

@@ -33,9 +33,9 @@ def row_time(
 
     What a second such row adds to the same pass is the row's own.
     """
+    shapes = (replace(step, row=row, rows=n, sample=None) for n in (1, 2))
     one, two = (
-        _seconds(forward_and_backward(replace(step, row=row, rows=n), layout, algorithm, hardware))
-        for n in (1, 2)
+        _seconds(forward_and_backward(shape, layout, algorithm, hardware)) for shape in shapes
     )
     own = min(one, two - one)
     return RowTime(own, one - own)

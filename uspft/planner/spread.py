@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import lcm, prod
 
-from uspft.layout import Layout
+from uspft.layout import AXES, HELD, Layout
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,33 @@ class Spread:
     def of(cls, layout: Layout, axes: tuple[str, ...], ranks_per_host: int) -> Spread:
         """Return the spread of a layout's groups whose members differ along `axes`.
 
-        Ranks are numbered host by host. Groups along one axis whose ranks fill hosts evenly follow
-        from its degree and the ranks between two members; others are counted.
+        Ranks are numbered host by host. Groups along neighbouring axes whose ranks fill hosts
+        evenly follow from their degrees and the ranks between two members; others are counted.
         """
-        if len(axes) == 1:
-            apart, size = layout.apart(axes[0])
-            block, host = apart * size, ranks_per_host
-            inside = host % block == 0
-            if inside or (block % host == 0 and (host % apart == 0 or apart % host == 0)):
-                here = max(1, min(size, host // apart))
-                return cls(size, here, min(host, layout.ranks) // here)
-        every = layout.groups(axes)
-        hosts = [Counter(rank // ranks_per_host for rank in group) for group in every]
+        axis = _neighbouring(axes)
+        if axis is None:
+            return cls._counted(layout.groups(axes), ranks_per_host)
+        apart, size = layout.apart(axis)[0], prod(layout.apart(one)[1] for one in axes)
+        return cls._regular(apart, size, layout.ranks, ranks_per_host)
+
+    @classmethod
+    @cache
+    def _regular(cls, apart: int, size: int, ranks: int, host: int) -> Spread:
+        """Return the spread of groups of so many members, so many ranks apart."""
+        block = apart * size
+        inside = host % block == 0
+        if inside or (block % host == 0 and (host % apart == 0 or apart % host == 0)):
+            here = max(1, min(size, host // apart))
+            return cls(size, here, min(host, ranks) // here)
+        repeats = lcm(block, host)
+        some = range(0, repeats if ranks % repeats == 0 else ranks, block)
+        return cls._counted(
+            [range(first + n, first + block, apart) for first in some for n in range(apart)], host
+        )
+
+    @classmethod
+    def _counted(cls, every: Sequence[Sequence[int]], host: int) -> Spread:
+        hosts = [Counter(rank // host for rank in group) for group in every]
         beside = Counter(host for group in hosts for host in group)
         counts = {count for group in hosts for count in group.values()}
         return cls(len(every[0]), min(counts), max(beside.values()), len(counts) == 1)
@@ -66,3 +83,12 @@ class Spread:
     def share_across(self) -> float:
         """The share of what a member sends to the others in equal parts that leaves its host."""
         return (self.ranks - self.per_host) / (self.ranks - 1) if self.ranks > 1 else 0.0
+
+
+def _neighbouring(axes: Sequence[str]) -> str | None:
+    """Return the fastest-varying of axes that follow one another, or None where they do not."""
+    for order in (AXES, HELD):
+        places = sorted(order.index(axis) for axis in axes if axis in order)
+        if len(places) == len(axes) and places == list(range(places[0], places[0] + len(places))):
+            return order[places[0]]
+    return None

@@ -12,7 +12,13 @@ from typing import cast
 
 from uspft.families import ModelShape
 from uspft.layout import COPIES, Layout
-from uspft.planner.attention_work import AttentionWork, attention_of_row
+from uspft.planner.attention_work import (
+    AttentionWork,
+    Sample,
+    attention_of_row,
+    attention_of_sample,
+    is_whole,
+)
 from uspft.planner.flops import step_flops
 from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
@@ -28,12 +34,10 @@ from uspft.planner.step_shape import StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
-from uspft.sequence.rows.spans import work_of
 
 NOT_PREDICTED = (
     "the time of pipelines, offloading and MLPs in tiles",
     "host time: Python, reading data, launches that a device waits for",
-    "rows of many documents: each row is taken to be one document that fills it",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
 )
 UPDATE_BYTES = 30
@@ -79,8 +83,8 @@ def forward_and_backward(
 def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
-    documents, whole = list(step.row), [(0, step.row.length)]
-    pairs = sum(count * work_of(whole, documents, window) for window, count in layers.items())
+    rows = step.sample or Sample((step.row,))
+    pairs = sum(count * rows.pairs(window) for window, count in layers.items())
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
     shape = (model.layers, model.heads, model.head_dim)
     mean = int(step.step_rows * pairs / max(1, len(step.windows)))
@@ -182,7 +186,10 @@ def _work(
 ) -> AttentionWork:
     heads = local_heads(step.model, layout.mesh_columns)
     frozen = cast("Hashable", algorithm)  # a dataclass that is
-    return attention_of_row(frozen, step.row, heads, step.element_bytes, window)
+    if step.sample is None and (step.dealt or is_whole(step.row, window)):
+        return attention_of_row(frozen, step.row, heads, step.element_bytes, window)
+    rows = step.sample or Sample((step.row,))
+    return attention_of_sample(frozen, rows, heads, step.element_bytes, window, dealt=step.dealt)
 
 
 def _one_way(

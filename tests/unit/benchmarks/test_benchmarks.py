@@ -23,10 +23,11 @@ from benchmarks.attention.layer import Layer
 from benchmarks.attention.options import options_of, settings_of
 from benchmarks.attention.report import rows, summary, text
 from benchmarks.attention.setting import CHECK_TOKENS, Setting
+from benchmarks.convergence import rows as convergence
 from benchmarks.convergence.comparison import compare, is_off
 from benchmarks.convergence.curves import BASE, CURVES, YARDSTICK
 from benchmarks.convergence.ranks import Backwards
-from benchmarks.convergence.rows import rows_of
+from benchmarks.convergence.rows import STDLIB, rows_of
 from benchmarks.lab.machine import measured_on
 from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.lab.tables import as_tokens, listed, markdown, span
@@ -34,6 +35,7 @@ from benchmarks.orders.figures import MOST_SECONDS
 from benchmarks.planning.hosts import figures as hosts
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
+from uspft.data.sources import list_files
 from uspft.kernels import Block, Mask
 from uspft.kernels.dense import dense_attention
 from uspft.segments import Segments
@@ -158,12 +160,17 @@ def test_the_rows_of_each_step_come_backwards() -> None:
     assert [Backwards(stream, 4).row(i) for i in range(8)] == [3, 2, 1, 0, 7, 6, 5, 4]
 
 
-def test_prompts_are_signatures_with_their_docstrings(tmp_path: Path) -> None:
+def test_prompts_are_signatures_with_their_docstrings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = list_files(STDLIB, "text")
+    assert len(every) > 500
+    monkeypatch.setattr(convergence, "list_files", lambda *_: every[::10])
     data = rows_of("prompts", tmp_path)
     assert data["train_on"] == "completion"
     records = [json.loads(line) for line in Path(data["train"]).read_text().splitlines()]
-    assert len(records) > 1000
-    for record in records[::500]:
+    assert len(records) > 100
+    for record in records[::50]:
         whole = textwrap.dedent(record["prompt"] + record["completion"])
         (function,) = ast.parse(whole).body
         assert isinstance(function, ast.FunctionDef) and ast.get_docstring(function)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from tests.support.data_cases import (
     write_lengths,
     write_lines,
 )
+from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
-from tests.support.launch import ROOT
 from uspft.data import Corpus, DataError, cache, corpora_in, empty, holding, prepare
 from uspft.lease import Lease
 
@@ -140,27 +140,27 @@ def test_the_tokens_have_a_name_wherever_their_files_lie(tmp_path: Path) -> None
     assert prepared(text)[1] != prepared(whole)[1]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.support.data_cases import TOKENIZER, block
-from uspft.data import prepare
-def stop(done, total): os.kill(os.getpid(), int(sys.argv[3]))
-prepare(block(Path(sys.argv[1])), str(TOKENIZER), 8192, Path(sys.argv[2]), stop)
-"""
+def stopped_inside(number: int, path: Path, cache_dir: Path) -> None:
+    """Be a command that prepares data and gets a signal inside."""
+
+    def stop(done: int, total: int) -> None:
+        os.kill(os.getpid(), number)
+
+    prepare(block(path), str(TOKENIZER), 8192, cache_dir, stop)
 
 
 def test_what_a_killed_preparation_left_is_cleared_and_a_live_one_s_is_not(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", ({"text": f"{i} " * 50} for i in range(300)))
     cache_dir = tmp_path / "cache"
 
-    def start(number: int) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-c", KILLED, str(path), str(cache_dir), str(number)]
-        return subprocess.Popen(words, cwd=ROOT)
+    def start(number: int) -> Forked:
+        return Forked([], tmp_path, before=partial(stopped_inside, number, path, cache_dir))
 
     waiting = start(signal.SIGSTOP)
-    _, status = os.waitpid(waiting.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
+    state, until = Path(f"/proc/{waiting.pid}/stat"), time.monotonic() + HANG_SECONDS
+    while state.read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until and waiting.poll() is None, waiting.communicate()
+        time.sleep(0.01)
     # begun last: one that began later would clear what the killed one left
     assert start(signal.SIGKILL).wait(HANG_SECONDS) == -signal.SIGKILL
     (cache_dir / ".mine").mkdir()
@@ -169,7 +169,6 @@ def test_what_a_killed_preparation_left_is_cleared_and_a_live_one_s_is_not(tmp_p
     folder = prepare(block(path), str(TOKENIZER), 8192, cache_dir)
     found = {entry.name for entry in cache_dir.iterdir()}
     assert len(found) == 3 and found > {".mine", folder.name} and len(found & left) == 1
-    waiting.send_signal(signal.SIGCONT)
     waiting.kill()
     waiting.wait(HANG_SECONDS)
     write_lines(path, [{"text": "other"}])

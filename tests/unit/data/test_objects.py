@@ -412,14 +412,18 @@ def test_a_text_that_is_too_long_is_no_sample(
         refused_and_skipped(tmp_path, path, told, samples=0)
 
 
-def test_a_line_of_a_hundred_megabytes_is_named_in_bounded_memory(tmp_path: Path) -> None:
-    long = b'{"text": "' + b"a" * 100_000_000 + b'"}'
+def test_a_line_half_again_as_long_as_it_may_be_is_named_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "LONGEST_LINE", objects.LONGEST_LINE >> 3)
+    filler = b"a" * (objects.LONGEST_LINE * 3 // 2)
+    long = b'{"text": "' + filler + b'"}'
     good = b'{"text": "a"}'
     limit = f"{objects.LONGEST_LINE:,} bytes"
     for name, content, told, samples in (
         ("a.jsonl", [good, long, good], f":2: a line of more than {limit}; write one sample", 2),
         ("a.json", [b"[" + good + b",", long, b"]"], ":2 (record 2): an element of more", 1),
-        ("a.csv", [b"text", b"a", b"a" * 100_000_000], f":3: a line of more than {limit}: no", 1),
+        ("a.csv", [b"text", b"a", filler], f":3: a line of more than {limit}: no", 1),
     ):
         path = tmp_path / name
         path.write_bytes(b"\n".join(content))

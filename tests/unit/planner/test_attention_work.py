@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
+from statistics import fmean
 from typing import Any, cast
 
 import pytest
 
 from tests.support.algorithms import named
-from uspft.planner.attention_work import FEW, AttentionWork, attention_of_row
+from uspft.planner.attention_work import (
+    DEALT_ROWS,
+    FEW,
+    AttentionWork,
+    Sample,
+    attention_of_row,
+    attention_of_sample,
+)
 from uspft.segments import Segments
 from uspft.sequence import Heads
 from uspft.sequence.rows.share import everyones
+from uspft.switching.buckets import rows_of_samples
+from uspft.switching.drawn_steps import segments_of
 
 HEADS = Heads(16, 8, 64)
 WAYS = [("ring_cp", 1), ("allgather_cp", 1), ("planned_cp", 1), ("hybrid_cp", 4), ("planned_cp", 4)]
@@ -52,3 +63,60 @@ def test_gradients_go_home() -> None:
     assert work("ring_cp", 1, 8, row).home_share == 0.5
     assert work("planned_cp", 1, 8, row, keep=True).home_share == 1.0
     assert work("ulysses_cp", 8, 1, row).home_share == 0.0
+
+
+def rows_of(mean: float, spread: float, count: int = 6) -> Sample:
+    """Rows of 32k packed of samples with a long tail."""
+    draw, tokens = Random(1), 1 << 15
+    lengths = [max(64, min(tokens, int(draw.lognormvariate(mean, spread)))) for _ in range(400)]
+    rows = rows_of_samples(dict(enumerate(lengths)), (tokens,), "best_fit")
+    draw.shuffle(rows)
+    return Sample(
+        tuple(segments_of([lengths[n] for n in row.samples], tokens) for row in rows[:count])
+    )
+
+
+def sent(one: AttentionWork, way: str) -> int:
+    cost = getattr(one, way)
+    return int(cost.ring.bytes + cost.gather.bytes)
+
+
+@pytest.mark.parametrize("name", ["ring_cp", "allgather_cp", "planned_cp"])
+@pytest.mark.parametrize("ring", [4, 8])
+def test_packed_rows_by_closed_forms(name: str, ring: int) -> None:
+    """Work within a few per cent of what dealing gives, traffic within a half."""
+    algorithm = cast("Any", named(name, 1, ring))
+    for mean, spread in ((6.5, 1.3), (8.5, 1.0)):
+        sample = rows_of(mean, spread)
+        exact = [attention_of_row(algorithm, row, HEADS, 2, None) for row in sample.rows]
+        closed = attention_of_sample(algorithm, sample, HEADS, 2, None, dealt=False)
+        assert closed.pairs == pytest.approx(fmean(one.pairs for one in exact), rel=0.05)
+        for way in ("forward", "backward"):
+            assert 0.7 < sent(closed, way) / fmean(sent(one, way) for one in exact) < 1.6
+        assert closed.pairs < 0.7 * work(name, 1, ring, Segments.single(1 << 15)).pairs
+
+
+def test_a_sample_is_corrected_by_a_few_of_its_rows() -> None:
+    algorithm = cast("Any", named("planned_cp", 1, 8))
+    sample = rows_of(7.5, 1.2, DEALT_ROWS)
+    exact = [attention_of_row(algorithm, row, HEADS, 2, None) for row in sample.rows]
+    dealt = attention_of_sample(algorithm, sample, HEADS, 2, None, dealt=True)
+    assert dealt.pairs == pytest.approx(fmean(one.pairs for one in exact))
+    mean = fmean(sent(one, "forward") for one in exact)
+    assert sent(dealt, "forward") == pytest.approx(mean, rel=1e-6)
+    many = Sample(tuple(row for row in sample.rows for _ in range(16)))
+    assert len(many.dealt.rows) == DEALT_ROWS
+    again = attention_of_sample(algorithm, many, HEADS, 2, None, dealt=True)
+    assert again.pairs == pytest.approx(dealt.pairs)
+
+
+@pytest.mark.parametrize("name", ["ring_cp", "planned_cp"])
+def test_a_window_on_a_long_ring(name: str) -> None:
+    """Closed forms are for the search: work within a tenth, traffic within a third."""
+    row, window = Segments.single(1 << 15), 1 << 13
+    algorithm = cast("Any", named(name, 1, 16))
+    exact = attention_of_row(algorithm, row, HEADS, 2, window)
+    closed = attention_of_sample(algorithm, Sample((row,)), HEADS, 2, window, dealt=False)
+    assert closed.pairs == pytest.approx(exact.pairs, rel=0.1)
+    for way in ("forward", "backward"):
+        assert 2 / 3 < sent(closed, way) / sent(exact, way) < 3 / 2

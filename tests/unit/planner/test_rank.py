@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from uspft.config.algorithms import CONTEXT
 from uspft.layout import Layout
-from uspft.planner import rank
+from uspft.planner import attention_work, rank
 from uspft.planner.machine import FIGURES, Measurement
 from uspft.planner.memory import RECOMPUTES, Options, memory_of
 from uspft.planner.rank import options_under, ranked, ranking
@@ -59,7 +61,10 @@ def test_ties_are_as_far_apart_as_the_machine_may_err() -> None:
     shipped = ranking(STEP, 8, Space(), H100)
     told = Measurement(date="2026-11-25", versions="torch 2.13", figures=FIGURES)
     measured = H100.model_copy(update={"measured": told})
-    wide, close = shipped.ties(H100), shipped.ties(measured)
+    wide, close = (
+        {one.name for one in shipped.layouts if shipped.is_tie(one, machine)}
+        for machine in (H100, measured)
+    )
     seconds = shipped.layouts[0].seconds
     assert close < wide
     for one in shipped.layouts:
@@ -114,23 +119,90 @@ def test_memory_on_a_long_ring_is_drawn_out() -> None:
             assert found == pytest.approx(exact, rel=0.02), (name, ring)
 
 
-def test_thousands_of_ranks_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, not timed: every way is priced once, and no ring is dealt out beyond a few ranks."""
-    priced, dealt = [], []
-    real = rank.ranked
-    monkeypatch.setattr(rank, "ranked", lambda *a, **k: priced.append(a) or real(*a, **k))  # type: ignore[func-returns-value]
-    from uspft.planner import attention_work
+@dataclass
+class Counted:
+    """How often something is worked out while layouts are put in order."""
 
-    shares = attention_work.everyones
-    monkeypatch.setattr(
-        attention_work,
-        "everyones",
-        lambda row, order, ulysses, window: (
-            dealt.append(len(order) // ulysses) or shares(row, order, ulysses, window)  # type: ignore[func-returns-value]
-        ),
-    )
-    attention_work.attention_of_row.cache_clear()
+    priced: int = 0
+    memory: int = 0
+    rings: list[int] = field(default_factory=list)
+    """The lengths of the rings that rows are dealt out to."""
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    found = Counted()
+
+    def counting(module: Any, name: str, count: Callable[..., None]) -> None:
+        real = getattr(module, name)
+
+        def called(*given: Any, **more: Any) -> Any:
+            count(*given)
+            return real(*given, **more)
+
+        monkeypatch.setattr(module, name, called)
+
+    counting(rank, "ranked", lambda *_: setattr(found, "priced", found.priced + 1))
+    counting(rank, "activations_in", lambda *_: setattr(found, "memory", found.memory + 1))
+    counting(attention_work, "_dealt", lambda algorithm, *_: found.rings.append(algorithm.ring))
+    for remembers in ("attention_of_row", "attention_of_sample", "_on_few"):
+        getattr(attention_work, remembers).cache_clear()
+    return found
+
+
+def test_thousands_of_ranks_take_seconds(counted: Counted) -> None:
+    """Counted, not timed: every way is priced once, a row is dealt out to few ranks alone and once
+    an algorithm, and memory is worked out of what comes first."""
     wide = replace(STEP, row=Segments.single(1 << 20), step_rows=64)
-    found = ranking(wide, 4096, Space(tokens=(True,)), H100)
-    assert len(priced) == len(found.layouts) > 200
-    assert dealt and max(dealt) <= attention_work.FEW
+    found = ranking(wide, 4096, Space(tokens=(True,), recomputes=RECOMPUTES), H100)
+    first = found.layouts[:24]
+    assert counted.priced > 2 * len(found.layouts) > 400
+    assert len(counted.rings) < 16 and max(counted.rings) <= attention_work.FEW
+    assert 24 <= counted.memory < 150
+    assert all(one.room for one in first)
+
+
+def test_memory_is_worked_out_of_no_more_than_is_asked_for(counted: Counted) -> None:
+    none = replace(STEP, row=Segments.single(1 << 22), step_rows=1)
+    found = ranking(none, 8, Space(recomputes=RECOMPUTES), H100)
+    assert not any(one.room for one in found.layouts[:3])
+    few = counted.memory
+    assert few < 30
+    every = list(found.layouts)
+    assert len(every) == len(found.layouts) > 30
+    assert counted.memory > 2 * few, "all of them take more"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"offload_activations": True}, {"use_seq_parallel": True}, {"checkpointing": False}],
+)
+def test_the_least_is_no_more_than_what_a_rank_needs(given: dict[str, Any]) -> None:
+    options = replace(Options(zero_stage=3), **given)
+    for layout in (Layout(2, 2, 2), Layout(ring=16), Layout(data=8)):
+        for tokens in (1 << 12, 1 << 17):
+            needs = rank.Needs(LLAMA, tokens)
+            least, whole = needs.least(layout, options), needs.of(layout, options)
+            assert 0 < least <= whole.peak_bytes + len(whole.parts)
+
+
+def packed(*lengths: int) -> Segments:
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return Segments(tuple(bounds), 1 << 15)
+
+
+def test_packed_rows_are_dealt_out_for_a_shortlist(counted: Counted) -> None:
+    rows = [packed(*(1 << n for n in range(8, 14)), 1 << 13) for _ in range(60)]
+    rows += [packed(1 << 14, *[1 << 11] * 8), *[packed(*[1 << 10] * 32)] * 3]
+    step = replace(STEP, sample=attention_work.Sample(tuple(rows)))
+    whole, few = ranking(STEP, 8, Space(), H100), ranking(step, 8, Space(), H100)
+    every = list(few.layouts)
+    assert [one.step.dealt for one in every].count(True) == rank.SHORTLIST
+    first = every[: rank.SHORTLIST]
+    assert all(one.step.dealt for one in first)
+    assert [one.seconds for one in first] == sorted(one.seconds for one in first)
+    assert first[0].seconds < whole.layouts[0].seconds, "documents see less than a row"
+    assert first[0].seconds == ranked(step, first[0].way, H100).seconds
+    assert len(counted.rings) < 64

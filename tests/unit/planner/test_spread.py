@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from uspft.layout import AXES, HELD, MESH, Layout
+from uspft.layout import AXES, COPIES, HELD, MESH, Layout
 from uspft.planner.spread import Spread
 
 WIDE = Layout(mesh_columns=2, ulysses=4, ring=2, data=2)
@@ -29,19 +29,19 @@ def test_members_of_a_host(axes: tuple[str, ...], per_host: int, want: Spread) -
     assert want.spans_hosts == (want.per_host < want.ranks)
 
 
-def test_what_follows_for_one_axis_is_what_counting_finds() -> None:
+def test_what_follows_from_degrees_is_what_counting_finds() -> None:
     seen = 0
     for layout in (WIDE, Layout(2, 2, 4, 3, mesh_rows=2), Layout(3, 2, 2, 2), Layout(1, 8, 6)):
-        for axis in (*AXES[:4], *HELD[:3]):
+        for axes in (*((axis,) for axis in (*AXES[:4], *HELD[:3])), COPIES, AXES[1:3], AXES[::2]):
             for per_host in (1, 2, 3, 4, 6, 8, 16, 48, 64):
-                every = layout.groups((axis,))
+                every = layout.groups(axes)
                 hosts = [Counter(rank // per_host for rank in group) for group in every]
                 beside = Counter(host for group in hosts for host in group)
                 counts = {count for group in hosts for count in group.values()}
                 want = Spread(len(every[0]), min(counts), max(beside.values()), len(counts) == 1)
-                assert Spread.of(layout, (axis,), per_host) == want, (layout, axis, per_host)
+                assert Spread.of(layout, axes, per_host) == want, (layout, axes, per_host)
                 seen += 1
-    assert seen == 4 * 7 * 9
+    assert seen == 4 * 10 * 9
 
 
 def test_unequal_hosts_count_by_the_one_with_fewest() -> None:

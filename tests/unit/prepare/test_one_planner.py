@@ -298,8 +298,7 @@ def test_a_list_of_two_layouts_is_the_list_of_all(
     two = [way for way in every if way.name in ("ring8", "ulysses2-ring4")]
 
     def listed(ranks: int, space: Space) -> Iterator[Way]:
-        assert ranks == 8
-        yield from two
+        yield from two if ranks == 8 else ()  # where they are, no stages are beside them
 
     monkeypatch.setattr("uspft.planner.ways.every_way", listed)
     case, them = replace(CASE, left=left), {way.name for way in two}

@@ -121,7 +121,7 @@ def test_slices_of_a_mesh_are_what_the_tuner_says(folder: Path) -> None:
     wide = replace(shape, hidden_size=8192, heads=64, kv_heads=8, head_dim=128)
     long = on_a_mesh(folder, 1 << 17)
     best = tuning(long, replace(known, shape=replace(wide, intermediate_size=28672)))
-    assert best and best.tried[0].shape[0] > 1 and min(best.tried[0].slices) > 1
+    assert best and best.tried[0].shape[0] > 1 and max(best.tried[0].slices) > 1
     twice = on_a_mesh(folder, tensor_slices=2)
     assert mesh_of(twice, known)[1] == (2, 2, 2, 2)
     settled = resolve(asked, known)
