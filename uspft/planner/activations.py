@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
 from uspft.planner.expert_memory import Experts, routed
 from uspft.planner.layer_kinds import LLAMA, LayerKind
-from uspft.planner.mesh_memory import MeshProduct, all_features, inward, outward
+from uspft.planner.mesh_memory import MeshOperation, all_features, inward, outward
 from uspft.planner.operations import (
     INDEX,
     WIDE,
@@ -177,7 +177,7 @@ class Layer:
             size = x.size / takes * gives
             return linear(tape, x, size, weight, trains=self._trains(name), bias=bias)
         into = name != OUTWARD[block]
-        of = MeshProduct(
+        of = MeshOperation(
             s.element,
             s.sharing.tokens,
             s.hidden,

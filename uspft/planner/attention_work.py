@@ -59,7 +59,7 @@ class AttentionWork:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class DrawnRows:
     """Rows of a recipe's data, of one length, over which attention's work is the mean."""
 
     rows: tuple[Segments, ...]
@@ -84,11 +84,13 @@ class Sample:
         return self._pairs[window]
 
     @cached_property
-    def dealt(self) -> Sample:
+    def dealt(self) -> DrawnRows:
         """The few rows that are dealt out: from those with the fewest pairs to those with most."""
         order = sorted(self.rows, key=lambda row: pairs_of_row(row, None))
         count = min(DEALT_ROWS, len(order))
-        return Sample(tuple(order[(2 * n + 1) * len(order) // (2 * count)] for n in range(count)))
+        return DrawnRows(
+            tuple(order[(2 * n + 1) * len(order) // (2 * count)] for n in range(count))
+        )
 
 
 def pairs_of_row(row: Segments, window: int | None) -> int:
@@ -112,14 +114,14 @@ def attention_of_row(
     """
     algorithm = cast("Algorithm", frozen)
     if is_whole(row, window):
-        return _closed(algorithm, Sample((row,)), heads, element_bytes, None)
+        return _closed(algorithm, DrawnRows((row,)), heads, element_bytes, None)
     return _dealt(algorithm, row, heads, element_bytes, window)
 
 
 @lru_cache(maxsize=4096)
 def attention_of_sample(
     frozen: Hashable,
-    sample: Sample,
+    sample: DrawnRows,
     heads: Heads,
     element_bytes: int,
     window: int | None,
@@ -184,7 +186,7 @@ class _OfFew(NamedTuple):
 
 
 def _closed(
-    algorithm: Algorithm, sample: Sample, heads: Heads, element_bytes: int, window: int | None
+    algorithm: Algorithm, sample: DrawnRows, heads: Heads, element_bytes: int, window: int | None
 ) -> AttentionWork:
     """Return the mean work of rows, drawn out from that of a few ranks."""
     ring, length = algorithm.ring, sample.rows[0].length

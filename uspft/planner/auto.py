@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from uspft.planner.attention_work import Sample
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import Options
 from uspft.planner.rank import PLAIN, Ranked, ranked, ranking
@@ -79,7 +79,7 @@ def recommend(
     """
     if not rows:
         return None
-    given = replace(step, row=rows[0], sample=Sample(tuple(rows)))
+    given = replace(step, row=rows[0], sample=DrawnRows(tuple(rows)))
     found = ranking(given, ranks, space, hardware, options, why_not=why_not).layouts
     if not found:
         return None

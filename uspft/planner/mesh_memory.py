@@ -12,7 +12,7 @@ WIDE = 4
 """The bytes of an element of float32, in which slices are summed."""
 
 
-class MeshProduct(NamedTuple):
+class MeshOperation(NamedTuple):
     """A product of this rank's tokens with one or more matrices side by side."""
 
     element: int
@@ -36,26 +36,28 @@ class MeshProduct(NamedTuple):
         return float(self.element * self.tokens * features)
 
 
-Held = tuple[Storage | None, ...]
+Panels = tuple[Storage | None, ...]
 
 
 def _maybe(tape: Tape, there: bool, size: float) -> Storage | None:
     return tape.new(size) if there else None
 
 
-def _features_gathered(tape: Tape, of: MeshProduct) -> Held:
+def _features_gathered(tape: Tape, of: MeshOperation) -> Panels:
     """Start to gather a slice of this rank's tokens over mesh columns."""
     part = _maybe(tape, of.slices > 1, of.panels / of.columns)
     return part, _maybe(tape, of.columns > 1, of.panels)
 
 
-def _weights_gathered(tape: Tape, of: MeshProduct, features: float, *, copied: bool = True) -> Held:
+def _weights_gathered(
+    tape: Tape, of: MeshOperation, features: float, *, copied: bool = True
+) -> Panels:
     """Start to gather a slice of the weights over mesh rows. copied: whether it is one first."""
     along = _maybe(tape, copied, of.slice(features) / of.rows)
     return along, _maybe(tape, of.rows > 1, of.slice(features))
 
 
-def _plus(tape: Tape, out: Storage | None, of: MeshProduct, size: float) -> Storage:
+def _plus(tape: Tape, out: Storage | None, of: MeshOperation, size: float) -> Storage:
     """Return the sum of what slices have made, which each makes apart where it is rounded."""
     if out and of.element == WIDE:
         return out
@@ -63,10 +65,10 @@ def _plus(tape: Tape, out: Storage | None, of: MeshProduct, size: float) -> Stor
     return out or made
 
 
-def output_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
+def output_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage:
     """Return [t, n/C]. features: n/C."""
 
-    def start() -> tuple[Held, Held]:
+    def start() -> tuple[Panels, Panels]:
         return _features_gathered(tape, of), _weights_gathered(tape, of, features)
 
     wide = WIDE if of.slices > 1 else of.element
@@ -82,11 +84,11 @@ def output_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
     return made
 
 
-def left_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
+def left_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage:
     """Return [t, d/C], of [t, k/C]. features: k/C."""
     out = tape.new(of.own(of.hidden / of.columns))
-    ahead: Held = _weights_gathered(tape, of, features)
-    leaving: Held = ()
+    ahead: Panels = _weights_gathered(tape, of, features)
+    leaving: Panels = ()
     for number in range(of.slices):
         more = number + 1 < of.slices
         here, ahead = ahead, _weights_gathered(tape, of, features) if more else ahead
@@ -98,11 +100,11 @@ def left_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
     return out
 
 
-def right_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
+def right_stationary(tape: Tape, of: MeshOperation, features: float) -> Storage:
     """Return [d/R, n/C], of [t, d/C] and [t, n/C]. features: n/C."""
     out, wide = tape.new(of.element * of.hidden / of.rows * features), _wide(of)
     ahead = _features_gathered(tape, of)
-    leaving: Held = ()
+    leaving: Panels = ()
     for number in range(of.slices):
         panels = _maybe(tape, of.columns > 1, of.panels)
         if number + 1 < of.slices:
@@ -112,28 +114,28 @@ def right_stationary(tape: Tape, of: MeshProduct, features: float) -> Storage:
     return out
 
 
-def _wide(of: MeshProduct) -> int:
+def _wide(of: MeshOperation) -> int:
     return WIDE if of.rows > 1 else of.element
 
 
-def _leaving(tape: Tape, of: MeshProduct, features: float, wide: int) -> Held:
+def _leaving(tape: Tape, of: MeshOperation, features: float, wide: int) -> Panels:
     """Make a slice of a weight's gradient, and start to sum it over mesh rows."""
     size = wide / of.element * of.slice(features)
     return tape.new(size), _maybe(tape, of.rows > 1, size / of.rows)
 
 
 def output_and_right_stationary(
-    tape: Tape, of: MeshProduct, features: float
+    tape: Tape, of: MeshOperation, features: float
 ) -> tuple[Storage, Storage]:
     """Return [t, n/C] and [d/R, n/C], of [t, d/C], [d/R, n/C] and [t, n/C]. features: n/C."""
 
-    def start() -> tuple[Held, Held]:
+    def start() -> tuple[Panels, Panels]:
         cut = of.slices > 1
         return _features_gathered(tape, of), _weights_gathered(tape, of, features, copied=cut)
 
     right = tape.new(of.element * of.hidden / of.rows * features)
     ahead, out = start(), None
-    leaving: Held = ()
+    leaving: Panels = ()
     for number in range(of.slices):
         here, ahead = ahead, start() if number + 1 < of.slices else ahead
         panels = _maybe(tape, of.columns > 1, of.panels)
@@ -147,7 +149,7 @@ def output_and_right_stationary(
 
 
 def inward(
-    tape: Tape, x: Tensor, of: MeshProduct, outputs: Sequence[float], trains: Sequence[bool]
+    tape: Tape, x: Tensor, of: MeshOperation, outputs: Sequence[float], trains: Sequence[bool]
 ) -> list[Tensor]:
     """Return what projections into a block make. outputs: the features of each."""
     before, held = x.node, x.storage if any(trains) else None
@@ -181,7 +183,7 @@ def inward(
     return tape.record([x, *ways], sizes, backward, saves=any(trains), made=made)
 
 
-def outward(tape: Tape, x: Tensor, of: MeshProduct, features: float, *, trains: bool) -> Tensor:
+def outward(tape: Tape, x: Tensor, of: MeshOperation, features: float, *, trains: bool) -> Tensor:
     """Return what the projection out of a block makes of this rank's features inside of it."""
     before, held = x.node, x.storage if trains else None
     made = left_stationary(tape, of, features)
@@ -200,7 +202,7 @@ def outward(tape: Tape, x: Tensor, of: MeshProduct, features: float, *, trains: 
     return tape.record([x, tape.parameter(trains)], [size], backward, saves=trains, made=[made])[0]
 
 
-def _weight(of: MeshProduct, features: float) -> float:
+def _weight(of: MeshOperation, features: float) -> float:
     return of.element * of.hidden / of.rows * features
 
 

@@ -14,7 +14,7 @@ from uspft.families import ModelShape
 from uspft.layout import COPIES, Layout
 from uspft.planner.attention_work import (
     AttentionWork,
-    Sample,
+    DrawnRows,
     attention_of_row,
     attention_of_sample,
     is_whole,
@@ -83,7 +83,7 @@ def forward_and_backward(
 def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
-    rows = step.sample or Sample((step.row,))
+    rows = step.sample or DrawnRows((step.row,))
     pairs = sum(count * rows.pairs(window) for window, count in layers.items())
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
     shape = (model.layers, model.heads, model.head_dim)
@@ -188,7 +188,7 @@ def _work(
     frozen = cast("Hashable", algorithm)  # a dataclass that is
     if step.sample is None and (step.dealt or is_whole(step.row, window)):
         return attention_of_row(frozen, step.row, heads, step.element_bytes, window)
-    rows = step.sample or Sample((step.row,))
+    rows = step.sample or DrawnRows((step.row,))
     return attention_of_sample(frozen, rows, heads, step.element_bytes, window, dealt=step.dealt)
 
 

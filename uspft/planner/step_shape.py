@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.planner.attention_work import Sample
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.segments import Segments
 from uspft.sequence import ONCE, Forwards
@@ -82,7 +82,7 @@ class StepShape:
     """Whether ZeRO-1 sums each gradient where it is owned alone, which DeepSpeed does not."""
     slices: Sequence[int] | None = None
     """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
-    sample: Sample | None = None
+    sample: DrawnRows | None = None
     """Rows of the data over which attention is the mean; None: `row` stands for all."""
     dealt: bool = True
     """Whether attention of several documents, and under a window, is as it is dealt out to ranks,

@@ -18,6 +18,8 @@ OURS = ("uspft", "benchmarks", "tests", "install")
 PUBLIC = {
     "_replace": "the documented way to change a named tuple",
     "_exit": "the documented way to end a process without its handlers",
+    "_clear": "of atexit: a command that is forked begins without its parent's handlers",
+    "_run_exitfuncs": "of atexit: such a command ends with its own",
     "_EXPERT_PARALLEL_GROUP": "DeepSpeed's own table, which nothing public of it reads",
     "_EXPERT_PARALLEL_GROUP_RANKS": "DeepSpeed's own table, which nothing public of it reads",
     "_EXPERT_DATA_PARALLEL_GROUP_RANKS": "DeepSpeed's own table, which nothing public of it reads",

@@ -14,7 +14,7 @@ from uspft.planner.attention_work import (
     DEALT_ROWS,
     FEW,
     AttentionWork,
-    Sample,
+    DrawnRows,
     attention_of_row,
     attention_of_sample,
 )
@@ -65,13 +65,13 @@ def test_gradients_go_home() -> None:
     assert work("ulysses_cp", 8, 1, row).home_share == 0.0
 
 
-def rows_of(mean: float, spread: float, count: int = 6) -> Sample:
+def rows_of(mean: float, spread: float, count: int = 6) -> DrawnRows:
     """Rows of 32k packed of samples with a long tail."""
     draw, tokens = Random(1), 1 << 15
     lengths = [max(64, min(tokens, int(draw.lognormvariate(mean, spread)))) for _ in range(400)]
     rows = rows_of_samples(dict(enumerate(lengths)), (tokens,), "best_fit")
     draw.shuffle(rows)
-    return Sample(
+    return DrawnRows(
         tuple(segments_of([lengths[n] for n in row.samples], tokens) for row in rows[:count])
     )
 
@@ -104,7 +104,7 @@ def test_a_sample_is_corrected_by_a_few_of_its_rows() -> None:
     assert dealt.pairs == pytest.approx(fmean(one.pairs for one in exact))
     mean = fmean(sent(one, "forward") for one in exact)
     assert sent(dealt, "forward") == pytest.approx(mean, rel=1e-6)
-    many = Sample(tuple(row for row in sample.rows for _ in range(16)))
+    many = DrawnRows(tuple(row for row in sample.rows for _ in range(16)))
     assert len(many.dealt.rows) == DEALT_ROWS
     again = attention_of_sample(algorithm, many, HEADS, 2, None, dealt=True)
     assert again.pairs == pytest.approx(dealt.pairs)
@@ -116,7 +116,7 @@ def test_a_window_on_a_long_ring(name: str) -> None:
     row, window = Segments.single(1 << 15), 1 << 13
     algorithm = cast("Any", named(name, 1, 16))
     exact = attention_of_row(algorithm, row, HEADS, 2, window)
-    closed = attention_of_sample(algorithm, Sample((row,)), HEADS, 2, window, dealt=False)
+    closed = attention_of_sample(algorithm, DrawnRows((row,)), HEADS, 2, window, dealt=False)
     assert closed.pairs == pytest.approx(exact.pairs, rel=0.1)
     for way in ("forward", "backward"):
         assert 2 / 3 < sent(closed, way) / sent(exact, way) < 3 / 2
