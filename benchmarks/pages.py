@@ -28,6 +28,7 @@ from benchmarks.meshslice import report as meshslice
 from benchmarks.meshslice.hosts import report as meshslice_hosts
 from benchmarks.orders import figures as orders
 from benchmarks.planning import report as planning
+from benchmarks.planning.hosts import figures as planning_hosts
 from benchmarks.step import figures as step
 from benchmarks.switching import report as switching
 from benchmarks.switching.simulation import report as simulation
@@ -42,6 +43,7 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "meshslice-hosts": meshslice_hosts.figures,
     "orders": orders.figures,
     "planning": planning.figures,
+    "planning-hosts": planning_hosts.figures,
     "step": step.figures,
     "switching": switching.figures,
     "switching-simulation": simulation.figures,

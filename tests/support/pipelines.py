@@ -175,7 +175,7 @@ def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
 @contextmanager
 def assembled(case: Case, folder: Path, data: Path, output: str, **how: Any) -> Iterator[Any]:
     """The case's run; collective."""
-    faulthandler.dump_traceback_later(200, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
     run = prepared(recipe(case, folder, data), folder / output, **how)
     yield run
     run.engine.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import combinations
 from statistics import median
 from typing import Any
 
 from benchmarks.lab.machine import measured_on
 from benchmarks.lab.tables import markdown, span
+from benchmarks.planning.hosts.case import Case
 from benchmarks.planning.judge import APART, Score, score_of
 
 Figures = dict[str, dict[str, Any]]
@@ -81,8 +83,9 @@ def verdict(rates: dict[str, Figures]) -> str:
 def figures(result: dict[str, Any]) -> dict[str, str]:
     """Return what pages show of planning-hosts.json, by name, as Markdown."""
     rates, case = result["by_mbit"], result["case"]
+    what = Case(*(case[field.name] for field in fields(Case))).sentence
     return {
         "table": table(rates),
         "orders": verdict(rates),
-        "measured": f"{measured_on([result])} Medians of {case['steps']} steps.",
+        "measured": f"{measured_on([result])} {what}; medians of {case['steps']} steps.",
     }
