@@ -1,6 +1,6 @@
 """What a rank holds of weights, gradients and optimizer at its most, counted in a run's own engine,
-beside what is predicted: every stage, with state on the host or not, in both types, with an adapter
-and with frozen parameters."""
+beside what is predicted: every stage, 1 and 2 with the optimizer's state on the host too, in both
+types, with an adapter and with frozen parameters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +37,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-ALL_AWAY = {"offload_optimizer": CPU, "offload_param": CPU}
 LORA = {"adapter": {"type": "lora", "rank": 64}}
 
 
@@ -47,25 +47,23 @@ class Case(NamedTuple):
     trained: dict[str, Any] | None = None
 
 
-CASES = {
-    "0": Case({"stage": 0}),
+FEW = {
     "0, wide, frozen": Case({"stage": 0}, "float32", "float32", {"freeze": ["mlp", "embed"]}),
-    "1": Case({"stage": 1, **BUCKET}),
     "1, lora": Case({"stage": 1, **BUCKET}, trained=LORA),
-    "1, wide": Case({"stage": 1, **BUCKET}, dtype="float32"),
-    "1, away": Case({"stage": 1, **BUCKET, "offload_optimizer": CPU}),
     "1, away, halves": Case({"stage": 1, **BUCKET, "offload_optimizer": CPU}, "bfloat16"),
-    "2": Case({"stage": 2, **BUCKET}),
-    "2, halves": Case({"stage": 2, **BUCKET}, "bfloat16"),
     "2, wide": Case({"stage": 2, **BUCKET}, dtype="float32"),
-    "2, frozen": Case({"stage": 2, **BUCKET}, trained={"freeze": ["mlp"]}),
     "2, away": Case({"stage": 2, **BUCKET, "offload_optimizer": CPU}),
     "3": Case({"stage": 3, **WHOLE}),
+}
+MORE = {
+    "0": Case({"stage": 0}),
+    "1": Case({"stage": 1, **BUCKET}),
+    "1, wide": Case({"stage": 1, **BUCKET}, dtype="float32"),
+    "1, away": Case({"stage": 1, **BUCKET, "offload_optimizer": CPU}),
+    "2": Case({"stage": 2, **BUCKET}),
+    "2, halves": Case({"stage": 2, **BUCKET}, "bfloat16"),
+    "2, frozen": Case({"stage": 2, **BUCKET}, trained={"freeze": ["mlp"]}),
     "3, halves": Case({"stage": 3, **WHOLE}, "bfloat16"),
-    "3, wide": Case({"stage": 3, **WHOLE}, dtype="float32"),
-    "3, lora": Case({"stage": 3, **WHOLE}, trained=LORA),
-    "3, away": Case({"stage": 3, **WHOLE, "offload_optimizer": CPU}),
-    "3, all away": Case({"stage": 3, **WHOLE, **ALL_AWAY}),
 }
 
 
@@ -106,9 +104,9 @@ def looked_at(look: Callable[[], None], *, in_backward: bool) -> Iterator[None]:
         yield
 
 
-def work(rank: int, folder: Path, corpus: Path) -> dict[str, int]:
+def work(rank: int, cases: dict[str, Case], folder: Path, corpus: Path) -> dict[str, int]:
     found = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         recipe = small_recipe(
             folder / "model",
             corpus,
@@ -131,12 +129,13 @@ def work(rank: int, folder: Path, corpus: Path) -> dict[str, int]:
     return found
 
 
-def test_state_is_predicted_within_two_percent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
+def test_state_is_predicted_within_two_percent(cases: dict[str, Case], tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
     corpus = make_documents(tmp_path / "d.jsonl", [ROW] * 8, masked=[0.0]).path
-    counted = spawn(2, work, tmp_path, corpus)[0]
+    counted = spawn(2, work, cases, tmp_path, corpus)[0]
     off = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         recipe = Recipe.model_validate(
             small_recipe(
                 tmp_path / "model",
@@ -154,12 +153,5 @@ def test_state_is_predicted_within_two_percent(tmp_path: Path) -> None:
         need = memory_of(shape, layout, ROW, options=options_of(recipe, layout))
         predicted = need.state_bytes + need.host_bytes
         if not counted[name] or abs(predicted / counted[name] - 1) > 0.02:
-            off[name] = (
-                predicted,
-                counted[name],
-                predicted / max(1, counted[name]),
-                need.parts,
-                need.host_bytes,
-            )
-    print({n: (counted[n],) for n in counted})
+            off[name] = predicted, counted[name]
     assert off == {}

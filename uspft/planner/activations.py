@@ -359,11 +359,14 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
     if sizes.recompute is None:
         out = layer(hidden[0])
         hidden.clear()
-        kept = tape.live - out.size
+        kept, forward = tape.live - out.size, tape.most
+        if sizes.element < WIDE and sizes.kind.norms.before_attention:
+            # transformers holds what the first layer takes, which nothing else keeps.
+            forward += size * (1 + sizes.kind.scaled)
         if out.node:
             out.storage = None
             tape.backward(out, tape.new(size))
-        return LayerBytes(kept, tape.most)
+        return LayerBytes(kept, max(forward, tape.most))
     with tape.first_run():
         out = layer(hidden[0])
     trains = out.node is not None

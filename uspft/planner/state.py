@@ -83,8 +83,9 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
     bucket = min(zero.bucket, trained)
     matrix = float(e * min(zero.matrix, counts.largest_trained))
     if zero.stage == 2:
-        # In 16 bits, laid flat once more, and cast, while the gradient that is next waits.
-        buckets = bucket * (e + e + (WIDE if zero.crossing != e else 0)) + matrix
+        # In 16 bits laid flat once more, and cast, while the gradient that is next waits.
+        again = e + (WIDE if zero.crossing != e else 0) if e < WIDE else 0
+        buckets = bucket * (e + again) + matrix
         gradients = WIDE * trained / ranks
     else:
         buckets, gradients = float(WIDE * bucket), float(WIDE * trained)
