@@ -20,7 +20,7 @@ _STATES: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
 }
 _MROPE = {
     "rope_type": "default",

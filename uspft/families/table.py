@@ -78,7 +78,7 @@ _GPT_OSS_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
-_HYBRID: dict[str, Any] = {"states": True, "norm_start": 0.0}
+_HYBRID: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),

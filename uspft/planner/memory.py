@@ -198,7 +198,7 @@ def unpredicted(
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
-        f"layers of {shape.model_type}": shape.model_type not in LAYER_KINDS,
+        "layers with a state": FAMILIES[shape.model_type].states,
         "layers without experts beside others": _mixed(shape),
         "some layers checkpointed": options.in_part,
         "stages of layers": layout.pipeline > 1,
@@ -284,6 +284,7 @@ def _layers(
     """Return every layer as a rank has it, those that are alike as one object."""
     tokens = -(-options.micro_batch * row_tokens // layout.context)
     experts, windows = _experts(shape, tokens, options), layer_windows(shape)
+    windows += (None,) * (shape.layers - len(windows))  # layers with a state
     everywhere = len(set(windows)) == 1
     trains = trained_layers(shape, options.lora, options.freeze)
     known: dict[tuple[int, int | None, int], LayerSizes] = {}
@@ -362,9 +363,13 @@ def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None
 
 
 def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
-    """Return the window of each layer in keys; None where it sees all."""
+    """Return the window of each layer with attention in keys; None where it sees all."""
     window, family = shape.window, FAMILIES[shape.model_type]
     types, layers = shape.raw.get("layer_types"), range(shape.layers)
+    if family.states:
+        every = int(shape.raw.get("full_attention_interval", 4))
+        types = types or ["" if (i + 1) % every else "full_attention" for i in layers]
+        return (None,) * types.count("full_attention")
     one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
     if window is None or (one_for_all and not types):
         return (window,) * shape.layers

@@ -86,7 +86,7 @@ def model_flops(step: StepShape) -> float:
     rows = step.sample or DrawnRows((step.row,))
     pairs = sum(count * rows.pairs(window) for window, count in layers.items())
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
-    shape = (model.layers, model.heads, model.head_dim)
+    shape = (len(step.windows), model.heads, model.head_dim)
     mean = int(step.step_rows * pairs / max(1, len(step.windows)))
     return step_flops(parameters, tokens, mean, shape, frozen=int((1 - step.trained) * parameters))
 

@@ -78,7 +78,7 @@ def test_windows_of_layers_are_those_of_transformers(kind: str, tmp_path: Path) 
         ours = shape(tmp_path, {**bare, **more})
         theirs = AutoConfig.from_pretrained(tmp_path)
         assert layer_windows(ours) == hf_config.layer_windows(theirs), more
-    assert len(FAMILIES) == 13
+    assert len(FAMILIES) == 15
 
 
 def test_where_a_config_is_looked_for(tmp_path: Path) -> None:

@@ -258,8 +258,9 @@ def test_a_card_fits_what_is_at_most_its_usable_share() -> None:
 def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
     assert unpredicted(shape, Layout(2, 2, 2), 4096) == ()
-    with_states = {kind for kind, family in FAMILIES.items() if family.states}
-    assert {*FAMILIES} - with_states == {*LAYER_KINDS}
+    assert {*FAMILIES} == {*LAYER_KINDS}
+    hybrid = replace(shape, model_type="qwen3_next")
+    assert unpredicted(hybrid, Layout(), 4096) == ("layers with a state",)
     mixed = replace(shape, raw={**shape.raw, "decoder_sparse_step": 2})
     assert unpredicted(mixed, Layout(), 4096) == ("layers without experts beside others",)
     assert unpredicted(shape, Layout(pipeline=2), 4096) == ("stages of layers",)
