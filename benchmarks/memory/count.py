@@ -7,8 +7,9 @@ returns: what one needs beside that is to be measured on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.memory.livebytes import LiveBytes
-from benchmarks.memory.measured import Counted, measure, one_of
+from benchmarks.memory.measured import Counted, counting_of, measure, one_of
 from uspft.batch import Batch
 from uspft.config import ParallelBlock
 from uspft.config.algorithms import row_of
 from uspft.config.inputs import ModelBlock
 from uspft.config.objectives import CAUSAL
 from uspft.config.recipe import MemoryBlock
+from uspft.engine.mail import Lines
+from uspft.engine.pipelined import Ends, Pipeline
 from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
@@ -33,12 +36,15 @@ from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.offload import Copies
 from uspft.model.parallelise import save_memory, shards_under
+from uspft.model.staged import StagedModel, stage_of
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
 from uspft.model.trained import choose_trained
 from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import places, shapes_of
 from uspft.parameters.shards import Holders
+from uspft.pipeline.schedules import Schedule
+from uspft.pipeline.stages import Stages
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.tensor import tensor_algorithm
@@ -105,6 +111,77 @@ def count(
     return max(found, key=lambda counted: counted.most_bytes["all"])
 
 
+class _Engine:
+    """What a pipeline's runner asks of its engine, without one."""
+
+    stage = 1
+
+    def __init__(self, module: StagedModel, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.deepspeed = SimpleNamespace(zero_optimization_stage=lambda: 2)
+        self.laps = SimpleNamespace(mark=lambda: None)
+
+    def take(self, batch: Batch, scales: Any, stage: int, x: Tensor | None) -> Tensor:
+        made: Tensor = self.module(batch, scales, stage, x)
+        return made
+
+    def backward(self, loss: Tensor, batch: Batch, *, last: bool) -> None:
+        loss.backward()
+
+
+def count_stages(
+    config: Any,
+    tokens: int,
+    memory: MemoryBlock,
+    layout: Layout,
+    schedule: Schedule,
+    micro_batches: int,
+    *,
+    trained: Mapping[str, Any] | None = None,
+    parallel: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Count by rank along a pipeline the most bytes alive in a step of so many micro-batches, each
+    a row of one document, on meta tensors; messages are received as soon as they are waited for.
+
+    Ranks share rows by Ulysses. layout, schedule: of several stages, of the sizes given. The other
+    arguments are those of `count`.
+    """
+    device, stages = torch.device("meta"), Stages.of_sizes(schedule.sizes, layout.pipeline)
+    found, each = [], layout.ranks // layout.pipeline
+    for place in range(layout.pipeline):
+        with one_of(layout.ranks, place * each):
+            groups = Groups()
+            world = world_of(layout, "ulysses_cp", device, returns(), parallel, groups=groups)
+            with device, _no_messages():
+                whole = module_of(config, memory, world, groups, trained, stages)
+                module = StagedModel(whole.parts, whole.objective, stages, place).train()
+                named = module.named().items()
+                able = {stage_of(name, stages) for name, p in named if p.requires_grad}
+                if not able & set(range(place, stages.count, stages.ranks)):
+                    module.add_idle(())
+                lines, ends = Lines(world.mesh.pipeline), Ends(min(able), tie=False)
+                pipeline = Pipeline(module, stages, schedule.scheduler, lines, None, ends)
+                share = world.share([Segments.single(tokens)])
+                batches = [_batch(world, share) for _ in range(micro_batches)]
+                engine: Any = _Engine(module, device)
+                counting = counting_of(module)
+                with patch.object(Copies, "to_host", _apart(counting)), counting:
+                    pipeline(engine, batches, (1.0,))
+                found.append(counting.most["all"])
+    return found
+
+
+@contextmanager
+def _no_messages() -> Iterator[None]:
+    """Let messages come and go at once, with nothing in them."""
+    done = SimpleNamespace(wait=lambda: None)
+    with (
+        patch.object(Lines, "send", lambda *_: done),
+        patch.object(Lines, "receive", lambda *_: done.wait),
+    ):
+        yield
+
+
 def world_of(
     layout: Layout,
     algorithm: str,
@@ -165,9 +242,10 @@ def module_of(
     world: World | None = None,
     groups: Groups | None = None,
     trained: Mapping[str, Any] | None = None,
+    stages: Stages | None = None,
 ) -> TrainedModel:
     """Return a model of random weights with its loss, which saves memory as a recipe says, and of
-    whose matrices a rank of a world holds its parts."""
+    whose matrices a rank of a world holds its parts. stages: of its pipeline, where it has one."""
     from transformers import AutoModelForCausalLM
 
     from uspft.model.attention import NAME
@@ -180,9 +258,9 @@ def module_of(
     held = Layout()
     if world and groups and world.layout.tensor > 1:
         held = world.layout
-        shards = shards_under(model, world, tensor_of_rows=1)
-        _split(model, Holders.of(shards, 0, groups, shapes_of(model)))
-    recompute, offload = save_memory(model, memory)
+        shards = shards_under(model, world, tensor_of_rows=1, stages=stages)
+        _split(model, Holders.of(shards, world.mesh.rank, groups, shapes_of(model)))
+    recompute, offload = save_memory(model, memory, stages)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
     parts = CausalModel(model, loss, held, recompute, offload=offload)
     return TrainedModel(parts, make_objective(CAUSAL.name, config)).train()

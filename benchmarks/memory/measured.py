@@ -55,7 +55,7 @@ def measure(
 
     layers: of the model, which run one after another.
     """
-    counting = counting or LiveBytes()
+    counting = counting_of(module, counting)
     seen: list[tuple[int, int]] = []
 
     def look(*_: Any) -> None:
@@ -64,10 +64,6 @@ def measure(
     layers[0].register_forward_pre_hook(look)
     for layer in layers:
         layer.register_forward_hook(look)
-    counting.ignore(module.parameters())
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_let_go)
     with counting:
         with counting.during("forward"):
             loss = loss_of()
@@ -76,6 +72,16 @@ def measure(
             loss.backward()
     added = two[0] - one[0], two[1] - one[1]
     return Counted(kept, counting.host, added, dict(counting.most))
+
+
+def counting_of(module: nn.Module, counting: LiveBytes | None = None) -> LiveBytes:
+    """Return what counts a module's live bytes, its parameters and their gradients aside."""
+    counting = counting or LiveBytes()
+    counting.ignore(module.parameters())
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_let_go)
+    return counting
 
 
 def _let_go(parameter: Tensor) -> None:

@@ -32,28 +32,44 @@ def predicted(
     **options: Any,
 ) -> Memory:
     """Return what is predicted of what `count` counts; the arguments are its own."""
-    asked = parallel or {}
-    model = ModelBlock(config=Path(), **(trained or {}))
-    auto = memory.recompute == "auto"
-    found = memory_of(
-        shape,
-        layout,
-        row_tokens,
-        options=Options(
-            algorithm=CONTEXT[algorithm],
-            exchange_stages=options.get("stages", 0),
-            use_seq_parallel=asked.get("use_seq_parallel", False),
-            slices=asked.get("tensor_slices", (1,) * 4),
-            dtype=dtype,
-            checkpointing=bool(memory.gradient_checkpointing),
-            recompute="nothing" if auto else memory.recompute,
-            offload_activations=memory.offload_activations == "cpu",
-            loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),
-            mlp_tile=memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else None,
-            lora=lora_of(model),
-            freeze=tuple(model.freeze),
-        ),
+    asked = options_for(
+        shape, memory, algorithm, dtype=dtype, parallel=parallel, trained=trained, **options
     )
+    found = memory_of(shape, layout, row_tokens, options=asked)
     tokens = -(-row_tokens // layout.context)
     seen = found.parts["batch"] - (BATCH_BYTES - COUNTED) * tokens
     return replace(found, parts={**found.parts, "batch": seen})
+
+
+def options_for(
+    shape: ModelShape,
+    memory: MemoryBlock,
+    algorithm: str,
+    *,
+    dtype: str = "bfloat16",
+    parallel: Mapping[str, Any] | None = None,
+    trained: Mapping[str, Any] | None = None,
+    stages: int = 0,
+    **others: Any,
+) -> Options:
+    """Return the options of a case that is counted. stages: of an exchange of keys. others: fields
+    of `Options`."""
+    asked = parallel or {}
+    model = ModelBlock(config=Path(), **(trained or {}))
+    auto, again = memory.recompute == "auto", memory.gradient_checkpointing
+    return Options(
+        algorithm=CONTEXT[algorithm],
+        exchange_stages=stages,
+        use_seq_parallel=asked.get("use_seq_parallel", False),
+        slices=asked.get("tensor_slices", (1,) * 4),
+        dtype=dtype,
+        checkpointing=bool(again),
+        first_layers=None if isinstance(again, bool) else again,
+        recompute="nothing" if auto else memory.recompute,
+        offload_activations=memory.offload_activations == "cpu",
+        loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),
+        mlp_tile=memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else None,
+        lora=lora_of(model),
+        freeze=tuple(model.freeze),
+        **others,
+    )

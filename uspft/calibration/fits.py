@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -209,7 +210,7 @@ def _links(
         elif rates:
             ((load, line),) = rates.items()
             found["host_bytes_per_second"] = _round(load.senders * min(line.rate, alone.rate))
-    return {**found["all_gather"], **found}
+    return {**deepcopy(found["all_gather"]), **found}  # or YAML would write it as an alias
 
 
 class Load(NamedTuple):

@@ -36,7 +36,7 @@ LATER = ("convert", "report")
 USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} check RECIPE.yaml [--ranks N] [key.path=value ...]
        {0} plan RECIPE.yaml [--ranks N] [--hardware NAME_OR_FILE] [--json] [--top N]
-            [--only WAYS] [--take N -o FILE] [key.path=value ...]
+            [--only WAYS] [--take N] [-o FILE] [--timeline FILE] [key.path=value ...]
        {0} preprocess RECIPE.yaml [--ranks N] [--clean] [key.path=value ...]
        {0} inspect RECIPE.yaml [--ranks N] [--rows N] [--html FILE] [key.path=value ...]
        {0} verify RECIPE.yaml [--steps N] [--inject FAULT] [--all] [key.path=value ...]
@@ -119,6 +119,7 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
             "--json" in options,
             _whole("--take", options),
             _file("-o", options),
+            _file("--timeline", options),
         )
         return lambda: plan(target, overrides, place, wanted)
     return partial(_run_of(verb), target, overrides, place)
@@ -141,7 +142,7 @@ def _run_of(verb: str) -> Callable[[Path, Sequence[str], Invocation], int]:
 
 OPTIONS = {
     "check": ("--ranks",),
-    "plan": ("--ranks", "--hardware", "--json", "--top", "--only", "--take", "-o"),
+    "plan": ("--ranks", "--hardware", "--json", "--top", "--only", "--take", "-o", "--timeline"),
     "preprocess": ("--ranks", "--clean"),
     "inspect": ("--ranks", "--rows", "--html"),
     "verify": ("--steps", "--inject", "--all"),

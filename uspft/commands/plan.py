@@ -18,6 +18,7 @@ from uspft.commands.plan_pages import (
     shown,
 )
 from uspft.commands.plan_switching import switching_lines
+from uspft.commands.plan_timeline import as_picture, in_characters
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
 from uspft.config.checks import closest
@@ -27,10 +28,12 @@ from uspft.launcher import planned_hosts
 from uspft.layout import Layout
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
+from uspft.planner.memory import options_of
 from uspft.planner.mesh_tuner import Tuning
 from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
 from uspft.planner.step_shape import StepShape
+from uspft.planner.timeline import timeline_of
 from uspft.prepare.data import tokenizer_here
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
@@ -40,7 +43,8 @@ from uspft.prepare.model import examine_model, must_be_built
 from uspft.prepare.weigh_strategies import has_strategies, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
-ONLY = ("tensor", "mesh", "ulysses", *dict.fromkeys(row.short for row in CONTEXT.values()), "data")
+ALGORITHMS = dict.fromkeys(row.short for row in CONTEXT.values())
+ONLY = ("tensor", "mesh", "ulysses", *ALGORITHMS, "pipeline", "data")
 """Words of `--only`: ways to split a step."""
 TOP = 24
 """Layouts that are printed where `--top` does not say how many."""
@@ -61,9 +65,11 @@ class PlanAsked:
     only: tuple[str, ...] = ()
     as_json: bool = False
     take: int | None = None
-    """Which layout, from 1, is written as a recipe."""
+    """Which layout, from 1, is written as a recipe, or drawn."""
     file: Path | None = None
     """Where it is written."""
+    picture: Path | None = None
+    """Where the timeline of a pipeline is drawn."""
 
     def require_known(self) -> None:
         """Check that words go together. Raises UsageError."""
@@ -72,11 +78,14 @@ class PlanAsked:
                 near = closest(word, ONLY)
                 remedy = f"did you mean `{near}`?" if near else f"write some of {', '.join(ONLY)}"
                 raise UsageError("--only", f"`{word}` is no way to split a step", remedy)
-        if (self.take is None) != (self.file is None):
-            given, other = ("--take", "-o FILE") if self.file is None else ("-o", "--take N")
-            raise UsageError(given, f"goes with {other}", f"write {other} too")
-        if self.file and self.file.exists():
-            raise UsageError("-o", f"`{self.file}` is there already", "name another file")
+        if self.take is None and self.file is not None:
+            raise UsageError("-o", "goes with --take N", "write --take N too")
+        if self.take is not None and not (self.file or self.picture):
+            what = "goes with -o FILE or --timeline FILE"
+            raise UsageError("--take", what, "write one of them too")
+        for option, file in (("-o", self.file), ("--timeline", self.picture)):
+            if file and file.exists():
+                raise UsageError(option, f"`{file}` is there already", "name another file")
 
 
 def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanAsked) -> int:
@@ -107,8 +116,18 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
         print(json.dumps(as_data(order, whole, found.recipe, hardware, found.hardware), indent=1))
     else:
         print("\n".join(_page(found, step, order, every, hardware)))
-    if asked.take is not None and asked.file is not None:
-        _take(found, order, asked.take, asked.file)
+    taken = asked.take and _taken(order, asked.take)
+    if taken and taken.layout.pipeline == 1 and asked.picture:
+        what = f"is {asked.take}, and {taken.name} has one stage"
+        raise UsageError("--take", what, "write the number of a layout of several stages")
+    if taken and asked.file:
+        _write(asked.file, "-o", dump(in_recipe(found.loaded.recipe, taken.way)))
+        print(f"written: {taken.name} to {asked.file}")
+    if asked.picture:
+        one = taken or _first_pipeline(order)
+        drawn = timeline_of(one, hardware, options_of(found.recipe, found.layout))
+        _write(asked.picture, "--timeline", as_picture(drawn, one.name))
+        print(f"drawn: {one.name} in {asked.picture}")
     return 0
 
 
@@ -130,6 +149,9 @@ def _page(
     first = order.layouts[0]
     for one in [first, *([order.own] if order.own and order.own is not first else [])]:
         yield f"\n{parts_table(one)}"
+        if one.layout.pipeline > 1:
+            drawn = timeline_of(one, hardware, options_of(found.recipe, found.layout))
+            yield f"\n{in_characters(drawn, one.name)}"
     yield ""
     unknown = dict.fromkeys(what for one in every for what in one.memory.unpredicted)
     doubts = _doubts(found.recipe.model.dtype, hardware)
@@ -138,18 +160,28 @@ def _page(
         yield f"not predicted: {line}"
 
 
-def _take(found: Examined, order: Ranking, number: int, file: Path) -> None:
-    """Write the recipe of a layout. Raises UsageError where there is no such one, or the file
-    cannot be written."""
+def _taken(order: Ranking, number: int) -> Ranked:
+    """Return a layout by its number. Raises UsageError where there is no such one."""
     if number > len(order.layouts):
         what = f"is {number}, and there are {len(order.layouts)} layouts"
         raise UsageError("--take", what, "write a number of the table")
-    recipe = in_recipe(found.loaded.recipe, order.layouts[number - 1].way)
+    return order.layouts[number - 1]
+
+
+def _first_pipeline(order: Ranking) -> Ranked:
+    """Return the first layout of several stages. Raises UsageError where there is none."""
+    for one in order.layouts:
+        if one.layout.pipeline > 1:
+            return one
+    raise UsageError("--timeline", "no layout here has several stages", "leave it out")
+
+
+def _write(file: Path, option: str, text: str) -> None:
+    """Write what an option asks for. Raises UsageError where that cannot be."""
     try:
-        file.write_text(dump(recipe), "utf-8")
+        file.write_text(text, "utf-8")
     except OSError as error:
-        raise UsageError("-o", f"`{file}` cannot be written: {error.strerror}", "") from error
-    print(f"written: {order.layouts[number - 1].name} to {file}")
+        raise UsageError(option, f"`{file}` cannot be written: {error.strerror}", "") from error
 
 
 def _several(weighed: Weighed | None) -> str:

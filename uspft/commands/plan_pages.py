@@ -31,7 +31,7 @@ def shown(order: Ranking, top: int | None, only: Sequence[str]) -> list[Ranked]:
     """
     asked = (one for one in order.layouts if not only or splits_of(one) <= {*only, "data"})
     first = list(islice(asked, top))
-    return first + [order.own] * (order.own is not None and order.own not in first)
+    return first if order.own is None or order.own in first else [*first, order.own]
 
 
 def splits_of(one: Ranked) -> set[str]:
@@ -39,6 +39,7 @@ def splits_of(one: Ranked) -> set[str]:
     layout = one.layout
     matrices = "mesh" if layout.is_mesh else "tensor"
     degrees = {matrices: layout.tensor, "ulysses": layout.ulysses, "data": layout.data}
+    degrees["pipeline"] = layout.pipeline
     degrees[one.way.row.short] = layout.ring // layout.mesh_rows
     return {word for word, degree in degrees.items() if degree > 1}
 

@@ -33,6 +33,25 @@ class Action(NamedTuple):
         return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
 
 
+class Schedule(NamedTuple):
+    """How the ranks of a pipeline work on their stages."""
+
+    scheduler: Scheduler = "1f1b"
+    virtual: int = 1
+    """Stages that each rank has."""
+    sizes: tuple[int, ...] = ()
+    """The layers of each stage; () where they are dealt out by what they cost."""
+
+    def by_rank(self, ranks: int) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+        """Return the sizes as a recipe says them: [p], or [v][p] where ranks have several."""
+        rows = tuple(self.sizes[at : at + ranks] for at in range(0, len(self.sizes), ranks))
+        return rows[0] if len(rows) == 1 else rows
+
+
+PLAIN = Schedule()
+"""1F1B, a stage a rank."""
+
+
 def warm_up(rank: int, ranks: int, virtual: int) -> int:
     """Return with how many forwards a rank starts under 1F1B, where there are as many."""
     after = ranks - 1 - rank
@@ -46,21 +65,24 @@ def forward_and_backward(
 
     scheduler: 1f1b is interleaved where there are several virtual stages a rank.
     """
-    found = []
-    for rank in range(ranks):
-        forwards, backwards = (
-            _in_groups(kind, rank, ranks, micro_batches, virtual)
-            for kind in ("forward", "backward")
-        )
-        first = len(forwards)
-        if scheduler == "1f1b":
-            first = min(first, warm_up(rank, ranks, virtual))
-        actions = forwards[:first]
-        for both in zip(forwards[first:], backwards, strict=False):
-            actions += both
-        actions += backwards[len(forwards) - first :]
-        found.append([one for one in actions if one.micro_batch < micro_batches])
-    return found
+    return [actions_of(scheduler, rank, ranks, micro_batches, virtual) for rank in range(ranks)]
+
+
+def actions_of(
+    scheduler: Scheduler, rank: int, ranks: int, micro_batches: int, virtual: int = 1
+) -> list[Action]:
+    """Return one rank's actions in a step."""
+    forwards, backwards = (
+        _in_groups(kind, rank, ranks, micro_batches, virtual) for kind in ("forward", "backward")
+    )
+    first = len(forwards)
+    if scheduler == "1f1b":
+        first = min(first, warm_up(rank, ranks, virtual))
+    actions = forwards[:first]
+    for both in zip(forwards[first:], backwards, strict=False):
+        actions += both
+    actions += backwards[len(forwards) - first :]
+    return [one for one in actions if one.micro_batch < micro_batches]
 
 
 def forward_alone(ranks: int, micro_batches: int, virtual: int = 1) -> list[list[Action]]:

@@ -51,41 +51,55 @@ def simulate(
     """Return when each action of some lists begins and ends.
 
     cost: how long an action takes. link: how long what an action makes is under way to another
-    rank; it keeps neither rank from working. Raises ValueError, which names the actions that wait,
-    where ranks wait for one another, or for what no rank does.
+    rank; it keeps neither rank from working, but what goes from one rank to the same other one goes
+    one after another. Raises ValueError, which names the actions that wait, where ranks wait for
+    one another, or for what no rank does.
     """
     rank_of = {one: rank for rank, actions in enumerate(lists) for one in actions}
     last = max((one.stage for one in rank_of), default=0)
-    done: dict[Action, Timed] = {}
+    ends: dict[Action, float] = {}
+    arrives: dict[Action, float] = {}
+    lines: dict[tuple[int, int], float] = {}
     ranks: list[list[Timed]] = [[] for _ in lists]
-
-    def arrives(needed: Action, rank: int) -> float:
-        return done[needed].end + (link(needed) if rank_of[needed] != rank else 0)
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, (actions, timed) in enumerate(zip(lists, ranks, strict=True)):
-            for action in actions[len(timed) :]:
-                needed = needs(action, last)
-                if not all(one in done for one in needed):
-                    break
-                free = timed[-1].end if timed else 0
-                begin = max([free, *(arrives(one, rank) for one in needed)])
-                done[action] = Timed(action, begin, begin + cost(action))
-                timed.append(done[action])
-                moved = True
-    if len(done) < len(rank_of):
+    able, waiting = list(range(len(lists))), dict[Action, int]()
+    while able:
+        rank = able.pop()
+        timed, now = ranks[rank], ranks[rank][-1].end if ranks[rank] else 0
+        for action in lists[rank][len(timed) :]:
+            needed = needs(action, last)
+            if missing := [one for one in needed if one not in ends]:
+                waiting[missing[0]] = rank
+                break
+            begin = now
+            for one in needed:
+                begin = max(begin, arrives[one] if one in arrives else ends[one])
+            ends[action] = now = begin + cost(action)
+            timed.append(Timed(action, begin, now))
+            taker = _taker(action)
+            to = rank_of.get(taker, rank)
+            if to != rank:
+                leaves = max(now, lines.get((rank, to), 0))
+                arrives[action] = lines[rank, to] = leaves + link(action)
+            if action in waiting:
+                able.append(waiting.pop(action))
+    if len(ends) < len(rank_of):
         raise ValueError(_waiting(lists, ranks, rank_of, last))
     return Timeline(tuple(map(tuple, ranks)), tuple(map(_peak, lists)))
 
 
 def needs(action: Action, last: int) -> list[Action]:
     """Return the actions that must be done before another one. last: the last stage."""
-    if action.kind == "forward":
-        return [action._replace(stage=action.stage - 1)] if action.stage else []
-    after = [action._replace(stage=action.stage + 1)] if action.stage < last else []
-    return [action._replace(kind="forward"), *after]
+    kind, stage, micro_batch, chunk = action
+    if kind == "forward":
+        return [Action("forward", stage - 1, micro_batch, chunk)] if stage else []
+    own = Action("forward", stage, micro_batch, chunk)
+    return [own, Action("backward", stage + 1, micro_batch, chunk)] if stage < last else [own]
+
+
+def _taker(action: Action) -> Action:
+    """Return the action of another stage, if there is one, that needs what an action makes."""
+    kind, stage, micro_batch, chunk = action
+    return Action(kind, stage + (1 if kind == "forward" else -1), micro_batch, chunk)
 
 
 def _peak(actions: Sequence[Action]) -> int:

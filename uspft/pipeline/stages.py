@@ -88,7 +88,8 @@ def first_layers(asked: bool | int | Each, stages: Stages) -> frozenset[int]:
         nested = [one for one in asked if not isinstance(one, int)]
         if nested:
             each = [list(stages.layers(stage)) for stage in range(stages.count)]
-        many = [n for row in nested or [asked] for n in row if isinstance(n, int)]
+        flat = [one for one in asked if isinstance(one, int)]
+        many = flat + [n for row in nested for n in row]
     return frozenset(n for mine, first in zip(each, many, strict=True) for n in mine[:first])
 
 
@@ -104,6 +105,8 @@ def dealt_out(
     layers, stages = len(costs), ranks * virtual
     if stages > layers:
         raise ValueError(f"{stages} stages, and {layers} layers")
+    if not first and len({*costs}) == 1:
+        return Stages.of_sizes(_alike(layers, stages, last / costs[0]), ranks)
     before = list(accumulate(costs, initial=0.0))
 
     def cost(stage: int, start: int, stop: int) -> float:
@@ -118,6 +121,20 @@ def dealt_out(
 
     _, bounds = _best(layers, stages, square, add)
     return Stages(bounds, ranks)
+
+
+def _alike(layers: int, stages: int, last: float) -> list[int]:
+    """Return how many layers each stage has where layers cost 1, and the last stage `last` more."""
+    if stages == 1:
+        return [layers]
+    found = list[tuple[float, float, int, list[int]]]()
+    for of_last in range(1, layers - stages + 2):
+        each, more = divmod(layers - of_last, stages - 1)
+        sizes = [each] * (stages - 1 - more) + [each + 1] * more + [of_last]
+        costs = [*sizes[:-1], of_last + last]
+        squares = round(sum(cost * cost for cost in costs), 9)
+        found.append((max(costs), squares, -of_last, sizes))
+    return min(found)[-1]
 
 
 def _best(

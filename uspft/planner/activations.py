@@ -395,9 +395,10 @@ class HeadSizes:
 
 
 @lru_cache(maxsize=4096)
-def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> float:
-    """Return what is alive at the most from behind the last layer until before its backward
-    (model/causal.py, model/loss.py). reached: whether the gradient goes on below it."""
+def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
+    """Return what is alive from behind the last layer until before its backward (model/causal.py,
+    model/loss.py): between forward and backward, and at the most. reached: whether the gradient
+    goes on below it."""
     tape, s = Tape(), sizes.layer
     size = s.between_bytes()
     before = tape.leaf(size)
@@ -409,10 +410,11 @@ def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> float:
     every = viewed(tape, every)
     loss = _loss(tape, sizes, every)
     del every, hidden
+    kept = tape.live
     if loss.node:
         loss.storage = None
         tape.backward(loss, tape.new(0.0))
-    return tape.most
+    return LayerBytes(kept, tape.most)
 
 
 def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:

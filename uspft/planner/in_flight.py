@@ -121,6 +121,7 @@ def _of_a_token(
 
 
 def _exchange_of(share: Share, way: KeyTransfer, window: Window | None) -> Exchange:
+    assert way.stages is not None  # else keys go round a ring
     least = None if way.stages else 1 if window is None else PIECE_TOKENS
     return Exchange(share, way.stages, trimmed=way.trimmed, keep=False, least=least)
 

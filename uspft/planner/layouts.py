@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, Splits,
 from uspft.config.pipeline_rules import WITHOUT_STAGES
 from uspft.config.strategies import alike, each_alone
 from uspft.layout import Layout, layout_of
+from uspft.planner.stages import as_many, schedule_of
 from uspft.planner.ways import Space, Way, ways
 
 if TYPE_CHECKING:
@@ -66,13 +67,17 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
     resolved one, whose ZeRO stage and options of algorithms are kept where they apply.
     """
     own = recipe.parallel_config
-    space = Space(meshes=own.on_a_mesh)
-    blocks = [_block(own, way) for way in ways(ranks, space, lambda _: None).legal]
+    space = Space(
+        meshes=own.on_a_mesh,
+        pipelines=(1,) if own.strategies else None,
+        schedulers={schedule_of(own).scheduler},
+        virtual=(1, 2),
+    )
+    found_ways = sorted(ways(ranks, space, _beyond).legal, key=lambda way: way.layout.pipeline)
+    blocks = [_block(own, way) for way in found_ways]
     left = ranks // own.model_parallel
     first = own if own.row_ranks > 1 or own.pipeline_stage > 1 else _whole(own, left)
-    if not own.strategies:
-        blocks += _staged(own, ranks, space)
-    else:
+    if own.strategies:
         first, blocks = own, [alike(block) for block in [first, *blocks]]
     found: dict[tuple[object, ...], Candidate] = {}
     for block in [first, *blocks]:
@@ -136,8 +141,13 @@ def in_recipe(recipe: Recipe, way: Way) -> Recipe:
         "training": recipe.training.model_copy(update={"micro_batch_size": way.rows}),
         "deepspeed": recipe.deepspeed.model_copy(update={"zero_optimization": zero}),
     }
-    if recipe.memory.recompute != way.recompute and recipe.memory.gradient_checkpointing:
-        changes["memory"] = recipe.memory.model_copy(update={"recompute": way.recompute})
+    memory, again = recipe.memory, recipe.memory.gradient_checkpointing
+    if memory.recompute != way.recompute and again:
+        memory = memory.model_copy(update={"recompute": way.recompute})
+    if isinstance(again, tuple) and not as_many(again, way.layout.pipeline, way.schedule):
+        memory = memory.model_copy(update={"gradient_checkpointing": True})
+    if memory is not recipe.memory:
+        changes["memory"] = memory
     return recipe.model_copy(update=changes)
 
 
@@ -153,22 +163,10 @@ def _block(own: ParallelBlock, way: Way) -> ParallelBlock:
     return own.model_copy(update={**WITHOUT_STAGES, **update, **options})
 
 
-def _staged(own: ParallelBlock, ranks: int, space: Space) -> Iterator[ParallelBlock]:
-    """Yield the blocks of several stages, each of which splits rows and matrices in every way; rows
-    that are whole go through virtual stages too."""
-    for stages in range(2, ranks + 1):
-        within = ways(ranks // stages, space, lambda _: None).legal if not ranks % stages else []
-        for way in within:
-            whole = way.layout.tensor == way.layout.context == 1
-            for virtual in (1, 2) if whole else (1,):
-                several = {
-                    "pipeline_stage": stages,
-                    "pp_interleave_num": virtual,
-                    "pipeline_interleave": virtual > 1,
-                    "pipeline_scheduler": own.pipeline_scheduler or "1f1b",
-                    "micro_batch_num": AUTO,
-                }
-                yield _block(own, way).model_copy(update=several)
+def _beyond(way: Way) -> str | None:
+    """Return why a way is not tried: that virtual stages do the same with rows that are whole."""
+    shared = way.layout.tensor * way.layout.context > 1
+    return "virtual stages of shared rows" if way.schedule.virtual > 1 and shared else None
 
 
 def _whole(own: ParallelBlock, data: int) -> ParallelBlock:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
 from uspft.families import FAMILIES
+from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
+from uspft.pipeline.schedules import Schedule
+from uspft.pipeline.stages import Each, first_layers
 from uspft.planner.activations import HeadSizes, LayerBytes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.expert_memory import Experts
@@ -16,12 +19,15 @@ from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
+from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
+from uspft.planner.stages import schedule_of, stage_layers, stages_of
 from uspft.planner.state import State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
     LAST_NORM,
     Lora,
+    StageLayers,
     counts_of,
     outside_trains,
     trained_layers,
@@ -67,8 +73,8 @@ class Options:
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
-    in_part: bool = False
-    """Whether only some layers are checkpointed."""
+    first_layers: int | Each | None = None
+    """How many layers of a stage, or of each, are checkpointed, where not all are."""
     recompute: str = "nothing"
     offload_activations: bool = False
     loss_tile: int | None = 1024
@@ -79,6 +85,10 @@ class Options:
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()
     """Regular expressions over parameter names."""
+    schedule: Schedule = PLAIN_SCHEDULE
+    """Of a pipeline's ranks."""
+    step_rows: int | None = None
+    """Rows of a step, over all replicas; None: enough to fill a pipeline."""
 
     @property
     def element(self) -> int:
@@ -96,6 +106,8 @@ class Memory:
     """Bytes that wait in the host's memory."""
     unpredicted: tuple[str, ...] = ()
     """What there is of the layout that the formula does not know; parts are a guess with any."""
+    stage_inputs: int = 0
+    """The most inputs of stages that a rank of a pipeline keeps at a time."""
 
     @property
     def peak_bytes(self) -> int:
@@ -124,6 +136,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
     """
     zero, memory, model = recipe.deepspeed.zero_optimization, recipe.memory, recipe.model
     parallel, slices = recipe.parallel_config, recipe.parallel_config.tensor_slices
+    again = memory.gradient_checkpointing
 
     def away(key: str) -> bool:
         return bool((zero.get(key) or {}).get("device", "none") != "none")
@@ -143,7 +156,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         offload_weights=away("offload_param"),
         gradient_reduction=memory.gradient_reduction,
         checkpointing=bool(memory.gradient_checkpointing),
-        in_part=not isinstance(memory.gradient_checkpointing, bool),
+        first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
@@ -151,6 +164,8 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         slices=slices if isinstance(slices, tuple) else (number(slices) or 1,) * 4,
         lora=lora_of(model),
         freeze=tuple(model.freeze),
+        schedule=schedule_of(parallel),
+        step_rows=recipe.training.global_batch_size,
     )
 
 
@@ -165,7 +180,10 @@ def lora_of(model: ModelBlock) -> Lora | None:
 def memory_of(
     shape: ModelShape, layout: Layout, row_tokens: int, *, options: Options = Options()
 ) -> Memory:
-    """Return what a rank needs for rows of so many tokens."""
+    """Return what a rank needs for rows of so many tokens; of a pipeline the rank that needs
+    most."""
+    if layout.pipeline > 1:
+        return most_of_ranks(memory_of_ranks(shape, layout, row_tokens, options=options))
     state = state_in(shape, layout, options)
     device, waits = activations_in(shape, layout, row_tokens, options)
     return Memory(
@@ -175,9 +193,53 @@ def memory_of(
     )
 
 
-def state_in(shape: ModelShape, layout: Layout, options: Options) -> State:
-    """Return the bytes of weights, gradients and the optimizer, whatever the rows."""
-    counts = counts_of(shape, layout.mesh_columns, options.lora, options.freeze)
+def most_of_ranks(every: Sequence[Memory]) -> Memory:
+    return max(every, key=lambda one: one.peak_bytes)
+
+
+def memory_of_ranks(
+    shape: ModelShape,
+    layout: Layout,
+    row_tokens: int,
+    *,
+    options: Options = Options(),
+    one: tuple[PassBytes, float] | None = None,
+    alike: bool = True,
+) -> list[Memory]:
+    """Return what each rank along a pipeline needs for rows of so many tokens.
+
+    one: what one micro-batch takes, and its batch, where that is known. alike: whether of ranks
+    with as many layers all are wanted; else the first, which has most micro-batches under way, and
+    the last.
+    """
+    of_pass, batch = one or pass_bytes(shape, layout, row_tokens, options)
+    windows, schedule = layer_windows(shape), options.schedule
+    again = options.checkpointing and options.first_layers is None
+    stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule, again=again)
+    of_passes = options.micro_batch * layout.data
+    passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
+    unknown = unpredicted(shape, layout, row_tokens, options=options)
+    found, met = list[Memory](), set[object]()
+    for rank in range(stages.ranks):
+        sizes, last = stages.sizes[rank :: stages.ranks], rank == stages.ranks - 1
+        if sizes in met and not (alike or last):
+            continue
+        met.add(sizes)
+        taken = rank_bytes(of_pass, stages, schedule, passes, rank)
+        state = state_in(shape, layout, options, stage_layers(stages, rank))
+        parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
+        device = {name: int(size) for name, size in (state.device | parts).items()}
+        host = int(sum(state.host.values()) + taken.on_host)
+        found.append(Memory(device, host, unknown, taken.inputs))
+    return found
+
+
+def state_in(
+    shape: ModelShape, layout: Layout, options: Options, stage: StageLayers | None = None
+) -> State:
+    """Return the bytes of weights, gradients and the optimizer, whatever the rows. stage: of a
+    pipeline; None has all layers."""
+    counts = counts_of(shape, layout.mesh_columns, options.lora, options.freeze, stage)
     if layout.mesh_rows > 1:
         counts = counts.divided(layout.mesh_rows)
     zero = Zero(
@@ -190,7 +252,12 @@ def state_in(shape: ModelShape, layout: Layout, options: Options) -> State:
         optimizer_away=options.offload_optimizer,
         weights_away=options.offload_weights,
     )
-    return state_of(zero, counts)
+    state = state_of(zero, counts)
+    if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
+        table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
+        trains = outside_trains(options.lora, options.freeze)[EMBEDDING]
+        state.device["tied copy"] = table * (options.element + WIDE * trains)
+    return state
 
 
 def unpredicted(
@@ -200,8 +267,6 @@ def unpredicted(
     found = {
         "layers with a state": FAMILIES[shape.model_type].states,
         "layers without experts beside others": _mixed(shape),
-        "some layers checkpointed": options.in_part,
-        "stages of layers": layout.pipeline > 1,
     }
     return tuple(what for what, here in found.items() if here)
 
@@ -219,6 +284,21 @@ def activations_in(
 
     Neither the replicas nor ZeRO's stage change them.
     """
+    one, batch = pass_bytes(shape, layout, row_tokens, options)
+    own = one.routers
+    waiting = ((0.0 if one.offloads else each.kept) + own for each in one.layers)
+    below = [*accumulate(waiting, initial=one.embedded)]
+    peaks = [(kept + own + each.most, kept) for kept, each in zip(below, one.layers, strict=False)]
+    peaks.append((below[-1] + one.head.most, below[-1]))
+    peak, kept = max(peaks)
+    parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles}
+    return parts, sum(each.kept for each in one.layers) if one.offloads else 0.0
+
+
+def pass_bytes(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> tuple[PassBytes, float]:
+    """Return what one micro-batch takes by layer, and its batch itself."""
     kinds = _layers(shape, layout, row_tokens, options)
     outside = outside_trains(options.lora, options.freeze)
     # With checkpointing transformers makes the embedding's output ask for a gradient.
@@ -239,25 +319,31 @@ def activations_in(
     )
     loss = head_bytes(head, reached=reached)
     tokens = kinds[0].sharing.tokens
-    angles = kinds[0].kind.angle_bytes(shape.head_dim, options.element)
-    batch = tokens * (BATCH_BYTES + angles)
+    angles = tokens * kinds[0].kind.angle_bytes(shape.head_dim, options.element)
     offloads = kinds[0].offloads
     # Where the embedding is frozen, its output is a leaf, which stays as long as there is a graph.
     copied = kinds[0].tensor > 1 or offloads or kinds[0].kind.scaled
     leaf = options.checkpointing and not outside[EMBEDDING] and copied
     embedded = kinds[0].inside_bytes() if leaf else 0.0
-    routers = [_router_bytes(shape, kinds[0])] * shape.layers
-    waiting = (
-        (0.0 if offloads else one.kept) + own for one, own in zip(each, routers, strict=True)
+    # Without checkpointing a norm keeps its input where that is in float32 anyway.
+    keeps = tuple((one.recompute or options.element == WIDE) and not offloads for one in kinds)
+    trains = [bool(one.trained or one.adapted) for one in kinds]
+    first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
+    alone = kinds[: first + 1] if first else []
+    routers = _router_bytes(shape, kinds[0])
+    balanced = max(loss.most, _balance_bytes(head, [routers] * shape.layers))
+    one = PassBytes(
+        tuple(each),
+        LayerBytes(loss.kept, balanced),
+        kinds[0].between_bytes(),
+        float(angles),
+        embedded,
+        offloads,
+        tuple(map(bool, keeps)),
+        tuple(layer_bytes(sizes, reached=False) for sizes in alone),
+        routers,
     )
-    below = [*accumulate(waiting, initial=embedded)]
-    peaks = [
-        (kept + own + one.most, kept) for kept, own, one in zip(below, routers, each, strict=False)
-    ]
-    peaks.append((below[-1] + max(loss, _balance_bytes(head, routers)), below[-1]))
-    peak, kept = max(peaks)
-    parts = {"activations": kept, "at work": peak - kept, "batch": float(batch)}
-    return parts, sum(one.kept for one in each) if offloads else 0.0
+    return one, float(BATCH_BYTES * tokens)
 
 
 def _router_bytes(shape: ModelShape, sizes: LayerSizes) -> float:
@@ -287,10 +373,12 @@ def _layers(
     windows += (None,) * (shape.layers - len(windows))  # layers with a state
     everywhere = len(set(windows)) == 1
     trains = trained_layers(shape, options.lora, options.freeze)
-    known: dict[tuple[int, int | None, int], LayerSizes] = {}
+    again = _checkpointed(shape, layout, row_tokens, options)
+    known: dict[tuple[int, int | None, int, bool], LayerSizes] = {}
     found = []
-    for kind, window, trained in zip(layer_kinds(shape), windows, trains, strict=True):
-        key = id(kind), window, id(trained)
+    of_layers = zip(layer_kinds(shape), windows, trains, strict=True)
+    for number, (kind, window, trained) in enumerate(of_layers):
+        key = id(kind), window, id(trained), number in again
         if key not in known:
             seen = None
             if window is not None and window < row_tokens:
@@ -310,11 +398,22 @@ def _layers(
                 rank=options.lora.rank if options.lora else 0,
                 dropout=bool(options.lora and options.lora.dropout),
                 tile=options.mlp_tile,
-                recompute=options.recompute if options.checkpointing else None,
+                recompute=options.recompute if number in again else None,
                 offloads=options.offload_activations and options.checkpointing,
             )
         found.append(known[key])
     return found
+
+
+def _checkpointed(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> Collection[int]:
+    """Return the layers that are checkpointed."""
+    if not options.checkpointing or options.first_layers is None:
+        return range(shape.layers) if options.checkpointing else ()
+    windows, schedule = layer_windows(shape), options.schedule
+    stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule, again=False)
+    return first_layers(options.first_layers, stages)
 
 
 def _sharing(
@@ -424,17 +523,3 @@ def row_memory(
         for rows in (1, 2)
     )
     return two - one, 2 * one - two
-
-
-def least_work(
-    shape: ModelShape, layout: Layout, row_tokens: int, card_bytes: float, *, options: Options
-) -> str:
-    """Return what `memory.recompute: auto` is on a card: the least work that fits, or where nothing
-    does, what keeps least."""
-    for choice in RECOMPUTES:
-        if choice == "exchange" and layout.ulysses == 1:
-            continue
-        asked = replace(options, recompute=choice)
-        if fits(memory_of(shape, layout, row_tokens, options=asked), card_bytes):
-            return choice
-    return RECOMPUTES[-1]

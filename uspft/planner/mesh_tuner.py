@@ -57,17 +57,6 @@ class Tuning:
         """Return what was found for so many mesh rows and mesh columns."""
         return next((one for one in self.tried if one.shape == shape), None)
 
-    def why(self, chosen: TunedMesh) -> str:
-        """Return the slices on a mesh, and how much longer matrices would take otherwise."""
-        slices = ", ".join(map(str, chosen.slices))
-        others = [
-            f"{one.name} {one.seconds / chosen.seconds:.2f} ×"
-            for one in self.tried
-            if one is not chosen
-        ]
-        whole = f"in one slice matrices take {chosen.whole_seconds / chosen.seconds:.2f} × as long"
-        return ", on ".join([f"{chosen.name} in {slices} slices; {whole}", *others])
-
 
 def tune(
     step: StepShape,

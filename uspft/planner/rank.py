@@ -16,8 +16,10 @@ from typing import overload
 from uspft.config.algorithms import WHOLE
 from uspft.families import ModelShape
 from uspft.layout import Layout
+from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.planner import step as price
 from uspft.planner.attention_work import FEW, is_whole
+from uspft.planner.bubble import estimated, simulated
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import (
     USABLE_SHARE,
@@ -26,10 +28,15 @@ from uspft.planner.memory import (
     activations_in,
     fits,
     longest_row,
+    memory_of_ranks,
+    most_of_ranks,
+    pass_bytes,
     state_in,
     unpredicted,
 )
 from uspft.planner.mesh_tuner import slices_on
+from uspft.planner.stage_memory import PassBytes, drawn_out
+from uspft.planner.stages import as_many
 from uspft.planner.state import State
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
@@ -58,6 +65,8 @@ class Ranked:
     """The bytes of a card; None where ranks are on CPUs."""
     own: bool = False
     """Whether it is the recipe's."""
+    closely: bool = False
+    """Whether a pipeline's schedule was run action by action."""
 
     @cached_property
     def memory(self) -> Memory:
@@ -143,6 +152,7 @@ def ranked(
     *,
     own: bool = False,
     needs_of: Needs | None = None,
+    closely: bool = True,
 ) -> Ranked:
     """Return a way with what a step takes and needs.
 
@@ -152,10 +162,12 @@ def ranked(
     if way.layout.is_mesh and shape.slices is None:
         shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
     algorithm = way.algorithm(step, hardware.ranks_per_host)
-    time = price.step_time(shape, way.layout, algorithm, hardware)
+    waits_of = simulated if closely else estimated
+    time = price.step_time(shape, way.layout, algorithm, hardware, waits_of)
+    asked = replace(options_under(way, options), step_rows=step.step_rows)
     needs = needs_of or Needs(step.model, step.row.length)
     card = hardware.memory.bytes if hardware.device else None
-    return Ranked(way, shape, time, needs, options_under(way, options), card, own)
+    return Ranked(way, shape, time, needs, asked, card, own, closely)
 
 
 def ranking(
@@ -181,13 +193,19 @@ def ranking(
     listed = others if own is None else [own, *others]
     needs, search = Needs(step.model, step.row.length), replace(step, dealt=False)
 
-    def one(way: Way, given: StepShape) -> Ranked:
-        return ranked(given, way, hardware, options, own=way == own, needs_of=needs)
+    def one(way: Way, given: StepShape, *, closely: bool) -> Ranked:
+        own_one = way == own
+        return ranked(
+            given, way, hardware, options, own=own_one, needs_of=needs, closely=closely or own_one
+        )
 
-    every = [one(way, search) for way in listed]
+    every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
-    if step.sample is not None or not all(is_whole(step.row, window) for window in step.windows):
-        first = [one(each.way, step) for each in islice(order, SHORTLIST)]
+    dealt = step.sample is not None
+    dealt = dealt or not all(is_whole(step.row, window) for window in step.windows)
+    if dealt or any(way.layout.pipeline > 1 for way in listed):
+        given = step if dealt else search
+        first = [one(each.way, given, closely=True) for each in islice(order, SHORTLIST)]
         order = chain(sorted(first, key=_order), order)
         marked = [one for one in first if one.own] or marked
     names = {way.name for way in listed}
@@ -263,9 +281,20 @@ class Needs:
         self._model, self._tokens = model, row_tokens
         self._held: dict[tuple[Layout, int, Options], tuple[dict[str, float], float]] = {}
         self._states: dict[tuple[object, ...], State] = {}
+        self._passes: dict[tuple[Layout, Options], tuple[PassBytes, float]] = {}
 
     def of(self, layout: Layout, options: Options) -> Memory:
         """Return what a rank needs in a layout."""
+        if layout.pipeline > 1:
+            every = memory_of_ranks(
+                self._model,
+                layout,
+                self._tokens,
+                options=options,
+                one=self._pass(layout, options),
+                alike=False,
+            )
+            return most_of_ranks(every)
         state = self._state(layout, options)
         device, host = self._activations(layout, options)
         parts = {name: int(size) for name, size in (state.device | device).items()}
@@ -278,30 +307,57 @@ class Needs:
 
     def least(self, layout: Layout, options: Options) -> float:
         """Return what a rank needs at least: the model's state, and the input of each layer, which
-        any layer keeps whose weights train."""
+        any layer keeps whose weights train; nothing of a pipeline, whose ranks differ."""
+        if layout.pipeline > 1:
+            return 0.0
         state = sum(self._state(layout, options).device.values())
         if options.lora or options.freeze or options.offload_activations:
             return state
         tokens = options.micro_batch * self._tokens // layout.context
         split = layout.mesh_columns if options.use_seq_parallel or layout.is_mesh else 1
-        layers = self._model.layers // layout.pipeline
-        return state + layers * (tokens // split) * self._model.hidden_size * options.element
+        return (
+            state
+            + self._model.layers * (tokens // split) * self._model.hidden_size * options.element
+        )
 
     def _state(self, layout: Layout, options: Options) -> State:
         plain = replace(
             options, algorithm=WHOLE, micro_batch=1, recompute="", use_seq_parallel=False
         )
-        held = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts, layout.pipeline
+        held = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
         if (key := (*held, plain)) not in self._states:
             self._states[key] = state_in(self._model, layout, options)
         return self._states[key]
 
+    def _pass(self, layout: Layout, options: Options) -> tuple[PassBytes, float]:
+        layout = replace(layout, data=1)
+        options = replace(options, zero_stage=1, step_rows=None)
+        if options.first_layers is None:  # stages say which layers are checkpointed
+            layout = replace(layout, pipeline=1)
+            options = replace(options, schedule=PLAIN_SCHEDULE)
+        if (layout, options) not in self._passes:
+            if short := _short(layout):
+                (less, _), (more, batch) = (
+                    pass_bytes(
+                        self._model,
+                        replace(layout, ring=n),
+                        self._tokens * n // layout.ring,
+                        options,
+                    )
+                    for n in short
+                )
+                a, b = short
+                found = drawn_out(less, more, (layout.ring - b) / (b - a)), batch
+            else:
+                found = pass_bytes(self._model, layout, self._tokens, options)
+            self._passes[layout, options] = found
+        return self._passes[layout, options]
+
     def _activations(self, layout: Layout, options: Options) -> tuple[dict[str, float], float]:
-        ring, rows = layout.ring, layout.mesh_rows
-        short = [n for n in range(2, FEW + 1) if ring % n == 0 and n % rows == 0]
-        if ring <= FEW or len(short) < 2:
+        ring, short = layout.ring, _short(layout)
+        if not short:
             return self._on(layout, self._tokens, options)
-        *_, a, b = short
+        a, b = short
         (less, less_host), (more, more_host) = (
             self._on(replace(layout, ring=n), self._tokens * n // ring, options) for n in (a, b)
         )
@@ -310,16 +366,28 @@ class Needs:
         return parts, more_host + far * (more_host - less_host)
 
     def _on(self, layout: Layout, tokens: int, options: Options) -> tuple[dict[str, float], float]:
-        key = replace(layout, data=1), tokens, replace(options, zero_stage=1)
+        key = replace(layout, data=1), tokens, replace(options, zero_stage=1, step_rows=None)
         if key not in self._held:
             self._held[key] = activations_in(self._model, layout, tokens, options)
         return self._held[key]
 
 
+def _short(layout: Layout) -> tuple[int, int] | None:
+    """Return the two short rings from which a long one is drawn out."""
+    ring, rows = layout.ring, layout.mesh_rows
+    short = [n for n in range(2, FEW + 1) if ring % n == 0 and n % rows == 0]
+    return None if ring <= FEW or len(short) < 2 else (short[-2], short[-1])
+
+
 def options_under(way: Way, options: Options) -> Options:
     """Return what decides memory under a way."""
+    first = options.first_layers
+    if not isinstance(first, int | None) and not as_many(first, way.layout.pipeline, way.schedule):
+        first = None  # of other stages
     return replace(
         options,
+        first_layers=first,
+        schedule=way.schedule,
         algorithm=way.row,
         use_seq_parallel=way.splits_tokens,
         micro_batch=way.rows,

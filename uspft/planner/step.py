@@ -7,11 +7,14 @@ most tokens, most heads and most pairs of query and key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 from uspft.families import ModelShape
 from uspft.layout import COPIES, Layout
+from uspft.pipeline.schedules import Schedule
+from uspft.pipeline.stages import Stages
 from uspft.planner.attention_work import (
     AttentionWork,
     DrawnRows,
@@ -19,6 +22,7 @@ from uspft.planner.attention_work import (
     attention_of_sample,
     is_whole,
 )
+from uspft.planner.bubble import PipelineCosts, Waits, estimated
 from uspft.planner.flops import step_flops
 from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
@@ -30,13 +34,14 @@ from uspft.planner.products import (
     parameters_of,
 )
 from uspft.planner.spread import Spread
+from uspft.planner.stages import links_of, message_bytes, stages_of
 from uspft.planner.step_shape import StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 
 NOT_PREDICTED = (
-    "the time of pipelines, offloading and MLPs in tiles",
+    "the time of offloading and MLPs in tiles",
     "host time: Python, reading data, launches that a device waits for",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
 )
@@ -52,10 +57,20 @@ LOSS_PASSES = 8
 """Times that a tile of logits in float32 is read or written (model/loss.py)."""
 
 
+WaitsOf = Callable[[PipelineCosts, Schedule, int], Waits]
+"""A function that says what a number of micro-batches wait for in a pipeline."""
+
+
 def step_time(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+    step: StepShape,
+    layout: Layout,
+    algorithm: Algorithm,
+    hardware: Hardware,
+    waits_of: WaitsOf = estimated,
 ) -> StepTime:
     """Return what a step takes; the algorithm splits its rows at the layout's degrees."""
+    if layout.pipeline > 1:
+        return _pipeline_time(step, layout, algorithm, hardware, waits_of)
     passes = step.passes(layout)
     one = forward_and_backward(step, layout, algorithm, hardware)
     behind = sum(part.seconds for part in one if part.name in HIDING)
@@ -274,20 +289,31 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
         yield StepPart("tensor", times * seconds, bytes=times * heads)
 
 
-def zero_in_each_pass(step: StepShape, layout: Layout, hardware: Hardware) -> list[StepPart]:
+class HeldBytes(NamedTuple):
+    """What a rank's layout gives it of the model, before ZeRO divides it."""
+
+    gradients: float
+    weights: float
+    pieces: int
+    """In which it is gathered and summed: layers, and what is outside of them."""
+
+
+def zero_in_each_pass(
+    step: StepShape, layout: Layout, hardware: Hardware, held: HeldBytes | None = None
+) -> list[StepPart]:
     """Return DeepSpeed's transfers of every forward and backward, which stages 2 and 3 have.
 
     Stage 2 sums gradients by all-reduces of buckets (its use_multi_rank_bucket_allreduce). Stage 3
-    gathers each layer's weights forward and backward, and reduce-scatters its gradients.
+    gathers each layer's weights forward and backward, and reduce-scatters its gradients. held: by a
+    rank of a pipeline; None: all layers.
     """
     spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
     if spread.ranks == 1 or step.stage < 2:
         return []
-    gradients, weights = _state_bytes(step, layout)
+    gradients, weights, pieces = held or _held_bytes(step, layout)
     if step.stage == 2:
         summed = hardware.collective_seconds("all_reduce", gradients, spread)
         return [StepPart("gradients", summed, bytes=gradients)]
-    pieces = step.model.layers + 1
     summed = hardware.collective_seconds("reduce_scatter", gradients / pieces, spread)
     gathered = hardware.collective_seconds("all_gather", weights / pieces, spread)
     return [
@@ -296,20 +322,23 @@ def zero_in_each_pass(step: StepShape, layout: Layout, hardware: Hardware) -> li
     ]
 
 
-def zero_once(step: StepShape, layout: Layout, hardware: Hardware) -> list[StepPart]:
+def zero_once(
+    step: StepShape, layout: Layout, hardware: Hardware, held: HeldBytes | None = None
+) -> list[StepPart]:
     """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
 
-    These are the update, and at stages 1 and 2 the gathering of the new weights.
+    These are the update, and at stages 1 and 2 the gathering of the new weights. held: by a rank of
+    a pipeline; None: all layers.
     """
     spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
-    gradients, weights = _state_bytes(step, layout)
-    held = gradients / step.gradient_bytes / (spread.ranks if step.stage else 1)
+    gradients, weights, _ = held or _held_bytes(step, layout)
+    own = gradients / step.gradient_bytes / (spread.ranks if step.stage else 1)
     found = [StepPart("gradients", 0.0)]
     if spread.ranks > 1 and step.stage < 2:
         kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
         summed = hardware.collective_seconds(kind, gradients, spread)
         found = [StepPart("gradients", summed, bytes=gradients)]
-    found.append(StepPart("update", hardware.memory_seconds(UPDATE_BYTES * held)))
+    found.append(StepPart("update", hardware.memory_seconds(UPDATE_BYTES * own)))
     if spread.ranks > 1 and step.stage in (1, 2):
         new = weights * step.trained
         seconds = hardware.collective_seconds("all_gather", new, spread)
@@ -317,12 +346,25 @@ def zero_once(step: StepShape, layout: Layout, hardware: Hardware) -> list[StepP
     return found
 
 
-def _state_bytes(step: StepShape, layout: Layout) -> tuple[float, float]:
-    """Return the bytes of the gradients and of the weights that a rank's layout gives it, before
-    ZeRO divides them."""
-    outside, layer = parameters_of(step.model, layout.mesh_columns)
-    whole = (outside + step.model.layers * layer) / layout.mesh_rows
-    return step.gradient_bytes * whole * step.trained, step.element_bytes * whole
+def _held_bytes(
+    step: StepShape, layout: Layout, stages: Stages | None = None, place: int = 0
+) -> HeldBytes:
+    """Return what a rank holds of the gradients and the weights.
+
+    place: along a pipeline. Its first stage has the embedding, its last one the norm and the head,
+    which has no gradient of its own where it is a copy of the embedding.
+    """
+    model = step.model
+    outside, layer = parameters_of(model, layout.mesh_columns)
+    layers, copied = model.layers, 0
+    if stages:
+        table = head_projection(model).on(layout.mesh_columns).parameters
+        layers, last = sum(stages.sizes[place :: stages.ranks]), place == stages.ranks - 1
+        outside = (place == 0) * table + last * (table + model.hidden_size)
+        copied = last * model.tied * table
+    whole, own = ((outside - less + layers * layer) / layout.mesh_rows for less in (0, copied))
+    gradients = step.gradient_bytes * own * step.trained
+    return HeldBytes(gradients, step.element_bytes * whole, layers + bool(outside))
 
 
 def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:
@@ -333,3 +375,111 @@ def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> 
         hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.hides else 0.0
         behind -= hidden
         yield part._replace(hidden=hidden)
+
+
+def _pipeline_time(
+    step: StepShape,
+    layout: Layout,
+    algorithm: Algorithm,
+    hardware: Hardware,
+    waits_of: WaitsOf,
+) -> StepTime:
+    """Return what a step of a pipeline takes: the parts of the rank that has most to do, what it
+    waits for, and once a step what the rank with most parameters does."""
+    passes = step.passes(layout)
+    costs, most, held = pipeline_costs(step, layout, algorithm, hardware)
+    waits = waits_of(costs, step.schedule, passes)
+    sent = 2 * passes * costs.virtual
+    seconds = max(sent * max(costs.links), waits.messages)
+    messages = sent * message_bytes(step, layout)
+    behind = sum(part.seconds for part in most if part.name in HIDING)
+    summed, *others = zero_once(step, layout, hardware, held)
+    return StepTime(
+        (
+            *(part.times(passes) for part in most),
+            StepPart("bubble", waits.bubble),
+            StepPart("stage_messages", seconds, seconds - waits.messages, messages),
+            *hidden_behind(step, [summed], passes * behind),
+            *others,
+        )
+    )
+
+
+def pipeline_costs(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+) -> tuple[PipelineCosts, list[StepPart], HeldBytes]:
+    """Return what a micro-batch takes in each stage, the parts of it on the rank that has most to
+    do, and what the rank holds that has most parameters.
+
+    ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step.
+    """
+    windows = tuple(step.windows)
+    stages = stages_of(
+        step.model, windows, step.row.length, layout.pipeline, step.schedule, again=step.recompute
+    )
+    one_of, outside = _apart(step, layout, algorithm, hardware)
+    plain, ranks = list[float](), dict[tuple[object, ...], tuple[list[StepPart], HeldBytes]]()
+    kinds = list[tuple[object, ...]]()
+    for rank in range(stages.ranks):
+        mine = [stages.layers(stage) for stage in range(rank, stages.count, stages.ranks)]
+        layers = Counter(windows[layer] for each in mine for layer in each)
+        last = rank == stages.ranks - 1
+        kinds.append((tuple(sorted(layers.items(), key=str)), rank == 0, last))
+        if kinds[-1] in ranks:
+            continue
+        parts = [part.times(n) for window, n in layers.items() for part in one_of[window]]
+        parts += outside * last
+        held = _held_bytes(step, layout, stages, rank)
+        behind = sum(part.seconds for part in parts if part.name in HIDING)
+        moved = zero_in_each_pass(step, layout, hardware, held)
+        soon = hidden_behind(step, [one for one in moved if one.name != "weights"], behind)
+        parts += [*soon, *(one for one in moved if one.name == "weights")]
+        ranks[kinds[-1]] = parts, held
+    of_window = {window: _seconds(parts) for window, parts in one_of.items()}
+    for stage in range(stages.count):
+        more = _seconds(outside) if stage == stages.count - 1 else 0.0
+        plain.append(more + sum(of_window[windows[layer]] for layer in stages.layers(stage)))
+    whole = [_seconds(ranks[kind][0]) for kind in kinds]
+    # What ZeRO moves is spread over a rank's stages as the rest is.
+    scale = [all_of_it / sum(plain[r :: stages.ranks]) for r, all_of_it in enumerate(whole)]
+    costs = PipelineCosts(
+        tuple(seconds * scale[stage % stages.ranks] for stage, seconds in enumerate(plain)),
+        links_of(step, layout, hardware, stages),
+        1 / (2 + step.forwards),
+        stages.ranks,
+    )
+    most = ranks[kinds[whole.index(max(whole))]][0]
+    return costs, most, max((held for _, held in ranks.values()), key=lambda one: one.gradients)
+
+
+def _apart(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+) -> tuple[dict[int | None, list[StepPart]], list[StepPart]]:
+    """Return what one forward and backward takes in a layer with each window, and outside of the
+    layers, by part."""
+
+    def whole(*windows: int | None) -> dict[str, StepPart]:
+        model = replace(step.model, layers=len(windows))
+        few = replace(step, model=model, windows=windows)
+        found: dict[str, StepPart] = {}
+        for part in forward_and_backward(few, layout, algorithm, hardware):
+            so_far = found.get(part.name, StepPart(part.name, 0.0))
+            sums = (a + b for a, b in zip(so_far[1:], part[1:], strict=True))
+            found[part.name] = StepPart(part.name, *sums)
+        return found
+
+    without = whole()
+    none = StepPart("", 0.0)
+    return {
+        window: [
+            StepPart(
+                name, *(a - b for a, b in zip(p[1:], without.get(name, none)[1:], strict=True))
+            )
+            for name, p in whole(window).items()
+        ]
+        for window in dict.fromkeys(step.windows)
+    }, [*without.values()]
+
+
+def _seconds(parts: Sequence[StepPart]) -> float:
+    return sum(part.seconds - part.hidden for part in parts)

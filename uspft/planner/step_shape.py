@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from uspft.families import ModelShape
 from uspft.layout import Layout
+from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.machine import Hardware
 from uspft.segments import Segments
@@ -82,6 +83,8 @@ class StepShape:
     """Whether ZeRO-1 sums each gradient where it is owned alone, which DeepSpeed does not."""
     slices: Sequence[int] | None = None
     """MeshSlice's, of each product of a layer; None where matrices are split in Megatron's way."""
+    schedule: Schedule = PLAIN
+    """Of a pipeline's ranks."""
     sample: DrawnRows | None = None
     """Rows of the data over which attention is the mean; None: `row` stands for all."""
     dealt: bool = True

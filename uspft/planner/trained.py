@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from uspft.families import ModelShape
 from uspft.planner.layer_kinds import LAYER_KINDS
@@ -139,10 +139,25 @@ class ParameterCounts:
         return ParameterCounts(every, trained, largest, layer, head)
 
 
+class StageLayers(NamedTuple):
+    """What a rank of a pipeline has of a model."""
+
+    layers: tuple[int, ...]
+    first: bool
+    """Whether it has the embedding."""
+    last: bool
+    """Whether it has the last norm and the head; of a tied table a copy, which is none of its
+    parameters."""
+
+
 def counts_of(
-    shape: ModelShape, tensor: int, lora: Lora | None, freeze: tuple[str, ...]
+    shape: ModelShape,
+    tensor: int,
+    lora: Lora | None,
+    freeze: tuple[str, ...],
+    stage: StageLayers | None = None,
 ) -> ParameterCounts:
-    """Count the parameters of a tensor rank, biases left out."""
+    """Count the parameters of a tensor rank, biases left out. stage: None has all layers."""
     modules = {name: one.on(tensor) for name, one in layer_modules(shape).items()}
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
     of_layer = sum(one.parameters for one in modules.values())
@@ -151,18 +166,22 @@ def counts_of(
         if lora
         else {}
     )
-    layers = Counter(trained_layers(shape, lora, freeze))
+    mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
+    every_layer = trained_layers(shape, lora, freeze)
+    layers = Counter(every_layer[number] for number in mine.layers)
     trained = 0
     for one, number in layers.items():
         trained += number * sum(modules[name].parameters for name in one.weights)
         trained += number * sum(adapter[name] for name in one.adapters)
-    trained += outside[LAST_NORM] * shape.hidden_size
-    tables = [outside[EMBEDDING]] if shape.tied else [outside[EMBEDDING], outside[HEAD]]
+    trained += mine.last * outside[LAST_NORM] * shape.hidden_size
+    tables = [outside[EMBEDDING]] * mine.first
+    tables += [outside[HEAD]] * (mine.last and not shape.tied)
     trained += sum(tables) * head
     adapters = sum(size for name, size in adapter.items() if lora and lora.adapts(name))
-    every = (1 if shape.tied else 2) * head + shape.hidden_size
-    every += shape.layers * (of_layer + adapters)
+    every = len(tables) * head + mine.last * shape.hidden_size
+    every += len(mine.layers) * (of_layer + adapters)
     sizes = [modules[name].parameters for one in layers for name in one.weights]
     sizes += [adapter[name] for one in layers for name in one.adapters]
     sizes += [head] * any(tables)
+    head *= mine.first or mine.last
     return ParameterCounts(every, trained, max(sizes, default=0), of_layer + adapters, head)

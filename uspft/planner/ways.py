@@ -1,8 +1,9 @@
 """The legal ways to run a step on some ranks: the only place that lists layouts.
 
 A way is a layout with the algorithm that shares rows, and what else decides what a step takes and
-needs: ZeRO's stage, rows in one forward, what is made again. What is left out is counted by its
-reason. `plan`, every `auto`, `strategies: auto` and `verify` all ask here.
+needs: ZeRO's stage, rows in one forward, what is made again, the schedule of a pipeline. What is
+left out is counted by its reason. `plan`, every `auto`, `strategies: auto` and `verify` all ask
+here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from uspft.config.algorithms import CONTEXT, WHOLE, AlgorithmRow, Splits
+from uspft.config.algorithms import AUTO, CONTEXT, WHOLE, AlgorithmRow, Splits
 from uspft.families import FAMILIES, ModelShape
 from uspft.layout import Layout, ring_ranks_of_a_host
+from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.step import local_heads
 from uspft.planner.step_shape import StepShape
 from uspft.sequence import FORWARDS, ONCE, Algorithm, make_algorithm
@@ -36,6 +38,8 @@ class Way:
     rows: int = 1
     """Rows of one replica in one forward."""
     recompute: str = "nothing"
+    schedule: Schedule = PLAIN
+    """Of a pipeline's ranks; it says nothing where all layers are one stage."""
     options: tuple[tuple[str, Any], ...] = ()
     """Of the algorithm, by the fields of its class; what is not named is left to it."""
 
@@ -44,7 +48,11 @@ class Way:
         """The layout's name, which tells it from other ways of the same options."""
         given = f"tensor{self.layout.tensor}"
         tokens = "-tokens" if self.splits_tokens else ""
-        return self.layout.name(self.row.name).replace(given, given + tokens)
+        name = self.layout.name(self.row.name).replace(given, given + tokens)
+        virtual, gpipe = self.schedule.virtual, self.schedule.scheduler == "gpipe"
+        how = f"x{virtual}" * (virtual > 1) + "-gpipe" * gpipe
+        stages = f"pipeline{self.layout.pipeline}"
+        return name.replace(stages, stages + how)
 
     @property
     def degrees(self) -> dict[str, Any]:
@@ -59,6 +67,15 @@ class Way:
             "context_parallel_algo": self.row.name if shared else None,
             "ulysses_degree_in_cp": layout.ulysses if both else None,
         }
+        if layout.pipeline > 1:
+            found |= {
+                "pipeline_stage": layout.pipeline,
+                "pp_interleave_num": self.schedule.virtual,
+                "pipeline_interleave": self.schedule.virtual > 1,
+                "pipeline_scheduler": self.schedule.scheduler,
+                "micro_batch_num": AUTO,
+                "layers_per_stage": self.schedule.by_rank(layout.pipeline) or None,
+            }
         if layout.is_mesh:
             found |= {"tensor_mesh": (layout.mesh_rows, layout.mesh_columns)}
         return found
@@ -72,6 +89,7 @@ class Way:
             attention=FORWARDS[self.recompute] if step.recompute else ONCE,
             use_seq_parallel=self.splits_tokens,
             slices=step.slices if self.layout.is_mesh else None,
+            schedule=self.schedule,
         )
 
     def algorithm(self, step: StepShape, ranks_per_host: int) -> Algorithm:
@@ -104,8 +122,14 @@ class Space:
     meshes: bool = False
     """Whether they may lie on a mesh of rows and columns."""
     stages: Collection[int] = (1,)
+    """ZeRO's."""
     rows: Collection[int] = (1,)
     recomputes: Collection[str] = ("nothing",)
+    pipelines: Collection[int] | None = (1,)
+    """Ranks that layers are split over."""
+    schedulers: Collection[Scheduler] = (PLAIN.scheduler,)
+    virtual: Collection[int] = (1, 2, 4)
+    """Stages of each of these ranks."""
 
 
 WhyNot = Callable[[Way], str | None]
@@ -135,18 +159,30 @@ def every_way(ranks: int, space: Space) -> Iterator[Way]:
     """Yield every way of a space, legal or not; each does something that no other does."""
     for columns, rows, blocks, tokens in _matrices(ranks, space):
         left = ranks // (columns * rows)
-        for context in _divisors(left, space.context):
-            if space.data is not None and left // context not in space.data:
+        for pipeline, context in _stages_and_sharers(left, space):
+            data = left // (pipeline * context)
+            if space.data is not None and data not in space.data:
                 continue
+            schedules = _schedules(space) if pipeline > 1 else [PLAIN]
             for row, ulysses in _sharing(rows * context, space):
                 ring = rows * context // ulysses
-                layout = Layout(columns, ulysses, ring, left // context, 1, rows, blocks)
-                plain = Way(layout, row, tokens)
+                layout = Layout(columns, ulysses, ring, data, pipeline, rows, blocks)
                 again = space.recomputes
                 if ulysses == 1 and "exchange" in again:  # no heads are exchanged
                     again = [one for one in again if one != "exchange"] or ["nothing"]
-                for stage, at_once, made in product(space.stages, space.rows, again):
-                    yield replace(plain, stage=stage, rows=at_once, recompute=made)
+                for how in product(space.stages, space.rows, again, schedules):
+                    yield Way(layout, row, tokens, *how)
+
+
+def _stages_and_sharers(ranks: int, space: Space) -> Iterator[tuple[int, int]]:
+    """Yield over how many ranks layers may be split, and how many may share a row then."""
+    for pipeline in _divisors(ranks, space.pipelines):
+        for context in _divisors(ranks // pipeline, space.context):
+            yield pipeline, context
+
+
+def _schedules(space: Space) -> list[Schedule]:
+    return [Schedule(*how) for how in product(space.schedulers, space.virtual)]
 
 
 def _matrices(ranks: int, space: Space) -> Iterator[tuple[int, int, bool, bool]]:
@@ -193,7 +229,7 @@ def legal_for(step: StepShape, ranks_per_host: int) -> WhyNot:
 
     def why_not(way: Way) -> str | None:
         layout = way.layout
-        if reason := why_no_matrices(model, layout):
+        if reason := why_no_stages(model, way) or why_no_matrices(model, layout):
             return reason
         heads = local_heads(model, layout.mesh_columns)
         if heads.query < layout.ulysses:
@@ -207,6 +243,19 @@ def legal_for(step: StepShape, ranks_per_host: int) -> WhyNot:
         return None
 
     return why_not
+
+
+def why_no_stages(model: ModelShape, way: Way) -> str | None:
+    """Return why a model's layers cannot be split as a way does, or None where they can."""
+    if way.layout.pipeline == 1:
+        return None
+    if way.layout.pipeline * way.schedule.virtual > model.layers:
+        return "more stages than layers"
+    if FAMILIES[model.model_type].cut is None:
+        return f"stages of {model.model_type} are not available"
+    if way.stage == 0:
+        return "ZeRO-0 is not available beside stages"
+    return None
 
 
 def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:

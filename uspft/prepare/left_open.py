@@ -32,6 +32,7 @@ from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import options_of, unpredicted
 from uspft.planner.mesh_tuner import tune
+from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way, WhyNot
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import layout_findings
@@ -178,6 +179,9 @@ def space_of(recipe: Recipe) -> Space:
         stages=stages_for(zero) if STAGE in open_ else {stage_of(recipe)},
         rows=_powers(batch) if several else {_rows(recipe)},
         recomputes=recomputes_of(recipe, recipe.launch.device),
+        pipelines={parallel.pipeline_stage},
+        schedulers={schedule_of(parallel).scheduler},
+        virtual={parallel.pp_interleave_num},
     )
 
 

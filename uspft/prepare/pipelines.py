@@ -9,19 +9,16 @@ from uspft.config.algorithms import AUTO
 from uspft.config.pipeline_rules import as_list
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES
-from uspft.pipeline.schedules import forward_and_backward
+from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
-from uspft.pipeline.stages import Stages, dealt_out, fits, offset, stated
-from uspft.planner.flops import layer_flops
+from uspft.pipeline.stages import Stages, fits, offset, stated
+from uspft.planner.stages import stages_of
 
 if TYPE_CHECKING:
     from uspft.config import Finding, Recipe
     from uspft.families import ModelShape
     from uspft.layout import Layout
     from uspft.prepare.known import Known
-
-AGAIN = 4 / 3
-"""What a layer costs whose forward is made again, beside one whose is not."""
 
 
 def stages_in(
@@ -48,9 +45,8 @@ def stages_in(
     if parallel.offset is not None:
         return offset(f"{place}.offset", parallel.offset, shape.layers, ranks, virtual)
     seen = tuple(windows) or (shape.window,) * shape.layers
-    layers, head = layer_flops(shape, seen, recipe.data.sequence_length)
-    again = AGAIN if recipe.memory.gradient_checkpointing is True else 1.0
-    return dealt_out([again * one for one in layers], ranks, virtual, last=head)
+    again, row = recipe.memory.gradient_checkpointing is True, recipe.data.sequence_length
+    return stages_of(shape, seen, row, ranks, Schedule(virtual=virtual), again=again)
 
 
 def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
@@ -68,15 +64,9 @@ def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
     if several and known.shape:
         found = stages_in(recipe, known.shape, known.work.windows if known.work else ())
         if isinstance(found, Stages):
-            settled |= {"layers_per_stage": as_lists(found), "offset": None}
+            dealt = Schedule(sizes=found.sizes).by_rank(found.ranks)
+            settled |= {"layers_per_stage": dealt, "offset": None}
     return recipe.model_copy(update={"parallel_config": parallel.model_copy(update=settled)})
-
-
-def as_lists(stages: Stages) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-    """Return `layers_per_stage` of stages: [p], or [v][p] where they have virtual ones."""
-    sizes, ranks = stages.sizes, stages.ranks
-    rows = tuple(sizes[at : at + ranks] for at in range(0, stages.count, ranks))
-    return rows[0] if len(rows) == 1 else rows
 
 
 def stages_sentence(recipe: Recipe, layout: Layout) -> str | None:
@@ -86,7 +76,7 @@ def stages_sentence(recipe: Recipe, layout: Layout) -> str | None:
     if layout.pipeline == 1 or parallel.layers_per_stage is None:
         return None
     order, virtual = parallel.pipeline_scheduler, parallel.pp_interleave_num
-    assert order and order != AUTO  # the recipe is resolved
+    assert order == "gpipe" or order == "1f1b"  # the recipe is resolved
     passes = micro_batches(recipe, layout)
     lists = forward_and_backward(order, layout.pipeline, passes, virtual)
     waits = simulate(lists, lambda action: 2.0 if action.kind == "backward" else 1.0).bubble

@@ -113,6 +113,7 @@ def test_sums_across_hosts_have_a_rate_by_the_members_of_a_host(tmp_path: Path) 
     lines = {kind: {**alike, "host_by_members": by} for kind, by in rates.items()}
     cluster = made(tmp_path, between={**alike, **lines})
     found = written(simulated(cluster, 2), tmp_path).between
+    assert "&id" not in (tmp_path / "mine.yaml").read_text()
     for kind, by in rates.items():
         want = {int(members): rate for members, rate in by.items()}
         assert getattr(found, kind).host_by_members == pytest.approx(want, rel=0.02), kind

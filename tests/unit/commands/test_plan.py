@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_a_shipped_recipe_of_a_model_whose_weights_are_not_here(planned: Run) ->
     ranked = [("does not fit" in cells[-1], number(cells[0])) for cells in rows.values()]
     assert ranked == sorted(ranked), "those that do not fit stand last"
     for name, cells in rows.items():
-        assert 0.2 < number(cells[4]) < 0.5, "a share of the peak"
+        assert 0.1 < number(cells[4]) < 0.5, "a share of the peak"
         assert number(cells[3]) == pytest.approx(8 * 131072 / number(cells[0]) / 8, rel=0.02)
         needs, card = map(float, cells[1].split(" of "))
         assert ("does not fit" in cells[-1]) == (needs > 0.92 * card), name
@@ -131,9 +132,10 @@ def test_the_same_as_data(planned: Run) -> None:
 def test_memory_and_the_longest_row_stand_for_matrices_on_a_mesh(planned: Run) -> None:
     words = ["recipes/llama3.1-70b-lora-mesh-32k.yaml", "--top", "3"]
     page = planned(*words)
-    assert "not predicted" not in page
+    assert "not predicted: memory" not in page
     cells = list(table(page).values())[1:]
-    assert len(cells) == 4 and all(number(line[1]) > 0 and number(line[2]) > 0 for line in cells)
+    assert len(cells) == 4 and all(number(line[2]) > 0 for line in cells)
+    assert all(line[1].endswith(" of 74.5") for line in cells), cells
     found = json.loads(planned(*words, "--json"))["layouts"]
     assert all(one["memory_bytes"] > 0 and one["longest_row_tokens"] > 0 for one in found)
 
@@ -158,6 +160,63 @@ def test_a_layout_is_taken_as_a_recipe(
         assert main(["plan", LLAMA, *words]) == 2
         assert told in capsys.readouterr().err, words
     assert not (tmp_path / "b.yaml").exists()
+
+
+def test_a_pipeline_stands_among_the_layouts_and_its_timeline_is_drawn(
+    planned: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    degrees = ["pipeline_stage=4", "pp_interleave_num=2", "context_parallel=1"]
+    degrees += ["context_parallel_algo=null", "ulysses_degree_in_cp=null"]
+    words = [*(f"parallel_config.{word}" for word in degrees), "data.sequence_length=8192"]
+    words += ["training.global_batch_size=16"]
+    picture = tmp_path / "own.svg"
+    page = planned(LLAMA, *words, "--top", "400")
+    rows = table(page)
+    own = "data2-pipeline4x2 (the recipe's)"
+    assert own in rows and {"tensor2-tokens-pipeline4", "pipeline8x4", "data8"} <= set(rows)
+    assert not {name for name in rows if "pipeline16" in name or "gpipe" in name}
+    assert "GiB" in rows["layout"] and rows[own][1] != "–"
+    parts = table(page, "by part (data2-pipeline4x2)")
+    assert number(parts["bubble"][0]) > 0 and parts["stage-messages"][2].endswith("GiB")
+    assert "timeline of data2-pipeline4x2: 8 micro-batches, " in page
+    lines = page.split("timeline of data2-pipeline4x2")[1].splitlines()[2:6]
+    drawn = [re.split(r"\s{2,}", line) for line in lines]
+    assert [cells[0] for cells in drawn] == [f"rank {n}" for n in range(4)]
+    assert all(len(cells[1]) == 100 and {"0", "a", "7", "h"} <= set(cells[1]) for cells in drawn)
+    assert drawn[0][1].startswith("0") and drawn[3][1].startswith("·")
+    tokens = [number(cells[3]) for cells in drawn]
+    assert tokens == [8192 * inputs for inputs in (11, 9, 7, 5)], "w + 1 stage inputs"
+    needs = max(number(cells[4]) for cells in drawn)
+    assert number(rows[own][1].split(" of ")[0]) == pytest.approx(needs, rel=0.01)
+    rank = list(rows).index(own)
+    page = planned(LLAMA, *words, "--take", str(rank), "--timeline", str(picture))
+    assert f"drawn: data2-pipeline4x2 in {picture}" in page
+    bars = ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}title")
+    titles = [str(bar.text) for bar in bars]
+    assert len(titles) == 4 * 2 * 8 * 2, "forward and backward of each stage and micro-batch"
+    assert titles[0].startswith("forward of stage 0, micro-batch 0: 0 to ")
+    data8 = list(rows).index("data8")
+    for taken, told in (
+        (["--take", str(data8)], "data8 has one stage"),
+        (["--timeline", str(picture)], "is there already"),
+    ):
+        again = [] if "--timeline" in taken else ["--timeline", str(tmp_path / "b.svg")]
+        assert main(["plan", LLAMA, *words, *taken, *again]) == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "b.svg").exists()
+
+
+def test_stages_that_the_recipes_keys_forbid_are_counted(planned: Run) -> None:
+    words = [LLAMA, "deepspeed.zero_optimization.offload_optimizer.device=cpu"]
+    left = re.findall(r"^left out: (\d+), since (.+)$", planned(*words), re.M)
+    lost = [why for _, why in left if "loses gradients at stage 3" in why]
+    assert len(lost) == 2 and "pp_interleave_num 4" in " ".join(lost)
+    names = set(table(planned(*words, "--top", "400")))
+    assert "data4-pipeline2" in names and not {name for name in names if "x2" in name}
+    stage_0 = ["deepspeed.zero_optimization.stage=0", "training.global_batch_size=1"]
+    single = planned(LLAMA, *stage_0, "--top", "400")
+    assert "since ZeRO-0 is not available beside stages" in single
+    assert not {name for name in table(single) if "pipeline" in name}
 
 
 def test_meshes_stand_beside_one_another_and_beside_one_dimension(planned: Run) -> None:

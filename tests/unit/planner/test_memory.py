@@ -13,7 +13,6 @@ import transformers
 
 from benchmarks.memory.count import count
 from benchmarks.memory.predicted import predicted
-from tests.support.known import recipe
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
 from tests.support.shapes import hub
@@ -26,10 +25,8 @@ from uspft.planner.layer_kinds import LAYER_KINDS
 from uspft.planner.memory import (
     Options,
     fits,
-    least_work,
     longest_row,
     memory_of,
-    options_of,
     unpredicted,
 )
 from uspft.prepare.invocation import CONFIGS
@@ -247,26 +244,16 @@ def test_a_card_fits_what_is_at_most_its_usable_share() -> None:
     assert longest_row(shape, layout, 8e9, options=options) == 0
     away = replace(options, offload_activations=True)
     assert longest_row(shape, layout, 80e9, options=away) > longest
-    found = [
-        least_work(shape, layout, tokens, 80e9, options=options)
-        for tokens in (longest, 2 * longest, 100 * longest)
-    ]
-    assert found[0] == "nothing" and found[-1] == "attention"
-    assert least_work(shape, Layout(ring=8), 1 << 21, 80e9, options=options) != "exchange"
 
 
 def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
-    assert unpredicted(shape, Layout(2, 2, 2), 4096) == ()
+    assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
     assert {*FAMILIES} == {*LAYER_KINDS}
     hybrid = replace(shape, model_type="qwen3_next")
     assert unpredicted(hybrid, Layout(), 4096) == ("layers with a state",)
     mixed = replace(shape, raw={**shape.raw, "decoder_sparse_step": 2})
     assert unpredicted(mixed, Layout(), 4096) == ("layers without experts beside others",)
-    assert unpredicted(shape, Layout(pipeline=2), 4096) == ("stages of layers",)
-    memory = MemoryBlock(gradient_checkpointing=3)
-    in_part = options_of(recipe("zero1").model_copy(update={"memory": memory}), Layout())
-    assert unpredicted(shape, Layout(), 4096, options=in_part) == ("some layers checkpointed",)
 
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

@@ -13,9 +13,10 @@ from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from uspft.config.algorithms import CONTEXT
 from uspft.layout import Layout
+from uspft.pipeline.schedules import Schedule
 from uspft.planner import attention_work, rank
 from uspft.planner.machine import FIGURES, Measurement
-from uspft.planner.memory import RECOMPUTES, Options, memory_of
+from uspft.planner.memory import RECOMPUTES, Options, memory_of, memory_of_ranks
 from uspft.planner.rank import options_under, ranked, ranking
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, every_way
@@ -196,7 +197,7 @@ def packed(*lengths: int) -> Segments:
 def test_packed_rows_are_dealt_out_for_a_shortlist(counted: Counted) -> None:
     rows = [packed(*(1 << n for n in range(8, 14)), 1 << 13) for _ in range(60)]
     rows += [packed(1 << 14, *[1 << 11] * 8), *[packed(*[1 << 10] * 32)] * 3]
-    step = replace(STEP, sample=attention_work.Sample(tuple(rows)))
+    step = replace(STEP, sample=attention_work.DrawnRows(tuple(rows)))
     whole, few = ranking(STEP, 8, Space(), H100), ranking(step, 8, Space(), H100)
     every = list(few.layouts)
     assert [one.step.dealt for one in every].count(True) == rank.SHORTLIST
@@ -206,3 +207,37 @@ def test_packed_rows_are_dealt_out_for_a_shortlist(counted: Counted) -> None:
     assert first[0].seconds < whole.layouts[0].seconds, "documents see less than a row"
     assert first[0].seconds == ranked(step, first[0].way, H100).seconds
     assert len(counted.rings) < 64
+
+
+def test_the_first_pipelines_are_run_action_by_action() -> None:
+    space = Space(pipelines=None, tokens=(True,))
+    found = ranking(replace(STEP, step_rows=64), 16, space, H100)
+    first = [one for one in found.layouts[: rank.SHORTLIST] if one.layout.pipeline > 1]
+    others = [one for one in found.layouts if one.layout.pipeline > 1 and not one.closely]
+    assert first and all(one.closely for one in first) and others
+    for one in first:
+        assert one.time == ranked(one.step, one.way, H100, closely=True).time
+    keys = [(one.room is False, round(one.seconds, 9)) for one in found.layouts]
+    assert keys == sorted(keys)
+    one = next(one for one in first if one.room)
+    assert {"bubble", "stage_messages"} <= {part.name for part in one.time.parts}
+    apart = {name for name, by in one.loses_by(found.layouts[-1]).items() if by}
+    assert "bubble" in apart
+
+
+def test_memory_of_a_pipeline_is_that_of_the_rank_that_needs_most() -> None:
+    for ring in (1, 16):
+        for virtual in (1, 2):
+            layout = Layout(ring=ring, data=2, pipeline=4)
+            way = Way(layout, CONTEXT["ring_cp"], stage=1, schedule=Schedule(virtual=virtual))
+            found = ranked(STEP, way, H100).memory
+            options = replace(options_under(way, Options()), step_rows=STEP.step_rows)
+            every = memory_of_ranks(LLAMA, layout, STEP.row.length, options=options)
+            assert len(every) == 4
+            most = max(one.peak_bytes for one in every)
+            assert found.peak_bytes == pytest.approx(most, rel=0.02 if ring > 8 else 1e-9)
+            inputs = [one.stage_inputs for one in every]
+            assert inputs == sorted(inputs, reverse=True)
+            # min(m·v, w + 1), of four micro-batches
+            want = {1: [4, 3, 2, 1], 2: [8, 8, 7, 5]}[virtual]
+            assert inputs == want

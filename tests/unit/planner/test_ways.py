@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
 from tests.support.shapes import hub
+from uspft.families import FAMILIES
 from uspft.layout import Layout
+from uspft.pipeline.schedules import PLAIN
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways, why_no_matrices
 from uspft.segments import Segments
@@ -55,6 +58,38 @@ def test_a_space_holds_what_is_fixed() -> None:
     assert {(way.layout.tensor, way.layout.data, way.splits_tokens) for way in found} == {
         (2, 2, True)
     }
+
+
+def test_layers_are_split_over_every_number_of_ranks_in_every_order() -> None:
+    space = Space(pipelines=None, tokens=(True,))
+    found = list(every_way(8, space))
+    assert len(found) == len(set(found)) == len({way.name for way in found})
+    splits = {(w.layout.tensor, w.layout.context, w.layout.pipeline) for w in found}
+    numbers = (1, 2, 4, 8)
+    assert splits == {p for p in product(numbers, repeat=3) if 8 % (p[0] * p[1] * p[2]) == 0}
+    for way in found:
+        assert way.layout.pipeline > 1 or way.schedule == PLAIN
+    assert {way.schedule.virtual for way in found if way.layout.pipeline == 4} == {1, 2, 4}
+    whole = [way for way in found if way.layout.pipeline == 1]
+    assert whole == list(every_way(8, Space(tokens=(True,)))), "the same without stages"
+    gpipe = list(every_way(8, replace(space, schedulers=("gpipe",), virtual=(1,))))
+    assert "data4-pipeline2-gpipe" in {way.name for way in gpipe}
+    assert "tensor2-tokens-pipeline4x2" in {way.name for way in found}
+    assert next(w for w in found if w.name == "pipeline8x2").degrees["pp_interleave_num"] == 2
+
+
+def test_stages_that_are_not_legal_are_counted_by_their_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def left(ranks: int, **space: Any) -> dict[str, int]:
+        return dict(ways(ranks, Space(pipelines=None, **space), legal_for(STEP, 8)).left_out)
+
+    deep = "more stages than layers"
+    alone = {"tensor": {1}, "context": {1}, "data": {1}}
+    assert left(32, **alone) == {deep: 2} and left(64, **alone) == {deep: 3}
+    assert left(8, **alone, stages=(0,)) == {"ZeRO-0 is not available beside stages": 3}
+    monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], cut=None))
+    assert left(8, **alone) == {"stages of llama are not available": 3}
 
 
 def test_what_is_left_out_is_counted_by_its_reason() -> None:

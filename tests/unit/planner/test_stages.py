@@ -1,0 +1,172 @@
+"""The price of a pipeline by part: its stages, what they wait for, what they send, ZeRO in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.algorithms import named
+from tests.support.hardware import H100, made
+from tests.support.shapes import hub
+from uspft.layout import Layout
+from uspft.pipeline.schedules import PLAIN, Schedule
+from uspft.pipeline.stages import Stages
+from uspft.planner.bubble import simulated
+from uspft.planner.machine import Hardware
+from uspft.planner.stages import links_of, message_bytes, stages_of
+from uspft.planner.step import forward_and_backward, pipeline_costs, step_time
+from uspft.planner.step_shape import StepShape, StepTime
+from uspft.segments import Segments
+
+LLAMA = hub("meta-llama/Llama-3.1-8B")
+TABLE = LLAMA.vocab_size * LLAMA.hidden_size
+LAYER = (8_030_261_248 - 2 * TABLE - LLAMA.hidden_size) // 32
+WHOLE = named("whole", 1, 1)
+
+
+def step(**changes: Any) -> StepShape:
+    base = StepShape(LLAMA, Segments.single(1 << 13), (None,) * 32, step_rows=16)
+    return replace(base, **changes)
+
+
+def timed(layout: Layout, hardware: Hardware = H100, **changes: Any) -> StepTime:
+    shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else WHOLE
+    return step_time(step(**changes), layout, shared, hardware)
+
+
+def test_layers_are_dealt_out_with_the_head_unless_a_schedule_says_how() -> None:
+    def of(schedule: Schedule, *, again: bool = True, tokens: int = 1 << 13) -> tuple[int, ...]:
+        windows = (None,) * 32
+        return stages_of(LLAMA, windows, tokens, 4, schedule, again=again).sizes
+
+    assert of(PLAIN) == (8, 8, 9, 7) and of(PLAIN, tokens=1 << 20) == (8, 8, 8, 8)
+    assert of(PLAIN, again=False) == (8, 9, 9, 6)
+    assert of(Schedule(sizes=(10, 10, 10, 2))) == (10, 10, 10, 2)
+    assert sum(of(Schedule(virtual=2))) == 32 and len(of(Schedule(virtual=2))) == 8
+
+
+def test_stages_take_together_what_the_whole_model_takes() -> None:
+    windows = tuple(4096 if layer % 2 else None for layer in range(32))
+    for layout in (Layout(pipeline=4), Layout(2, ulysses=2, pipeline=2)):
+        for schedule in (PLAIN, Schedule(virtual=2)):
+            shape = step(schedule=schedule, windows=windows)
+            shared = named("ulysses_cp", 2, 1) if layout.context > 1 else WHOLE
+            costs, most, _ = pipeline_costs(shape, layout, shared, H100)
+            whole = forward_and_backward(shape, layout, shared, H100)
+            seconds = sum(part.seconds - part.hidden for part in whole)
+            assert sum(costs.stages) == pytest.approx(seconds)
+            assert len(costs.stages) == layout.pipeline * schedule.virtual
+            assert sum(p.seconds - p.hidden for p in most) == pytest.approx(costs.most)
+
+
+def test_parts_name_the_bubble_and_what_stages_send() -> None:
+    found, one = timed(Layout(pipeline=4)), timed(Layout())
+    work = ("products", "attention", "elementwise")
+    assert found.of(*work) == pytest.approx(one.of(*work) / 4, rel=0.1), "by whole layers"
+    assert found.of("bubble") == pytest.approx((one.of(*work) - found.of(*work)) / 16)
+    assert found.bytes_of("stage_messages") == 2 * 16 * (1 << 13) * 4096 * 2
+    named_seconds = found.of(*work, "bubble", "stage_messages", "update")
+    assert found.seconds == pytest.approx(named_seconds - found.hidden)
+    assert found.of("update") == pytest.approx(30 * (9 * LAYER + TABLE) / 3.35e12, rel=0.1)
+
+
+def test_interleaving_makes_the_bubble_smaller_and_sends_more() -> None:
+    plain, twice = (
+        timed(Layout(pipeline=4), schedule=schedule) for schedule in (PLAIN, Schedule(virtual=2))
+    )
+    assert twice.of("bubble") < 0.7 * plain.of("bubble")
+    assert twice.bytes_of("stage_messages") == 2 * plain.bytes_of("stage_messages")
+    gpipe = timed(Layout(pipeline=4), schedule=Schedule("gpipe"))
+    assert gpipe.of("bubble") == plain.of("bubble")
+
+
+def test_a_schedule_says_nothing_where_all_layers_are_one_stage() -> None:
+    for layout in (Layout(), Layout(2, ulysses=2, data=2)):
+        assert timed(layout).parts == timed(layout, schedule=Schedule("gpipe", 4)).parts
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_divides_a_stage_over_its_own_ranks(stage: int) -> None:
+    """Of eight ranks two have each stage: the group is a quarter, and so is what it moves."""
+    held = {"gradients": 4.0, "weights": 2.0}
+    passes = {1: (1, 1), 2: (8, 1), 3: (8, 16)}[stage]
+    found = timed(Layout(data=2, pipeline=4), stage=stage, schedule=Schedule(sizes=(8, 8, 8, 8)))
+    most = 8 * LAYER + TABLE + LLAMA.hidden_size
+    for (name, size), often in zip(held.items(), passes, strict=True):
+        # In each pass it is what the rank with most to do moves, once a step the largest.
+        assert found.bytes_of(name) == pytest.approx(often * size * most, rel=1e-3), name
+
+
+def test_zero_3_fetches_nothing_ahead_among_stages() -> None:
+    whole = timed(Layout(data=4), stage=3, overlaps=True)
+    staged = timed(Layout(data=4, pipeline=2), stage=3, overlaps=True)
+
+    def hidden(time: StepTime, name: str) -> float:
+        return sum(part.hidden for part in time.parts if part.name == name)
+
+    assert hidden(whole, "weights") > 0 == hidden(staged, "weights")
+    assert hidden(staged, "gradients") > 0
+
+
+def test_the_copy_of_a_tied_table_has_no_gradient_of_its_own() -> None:
+    tied = replace(LLAMA, tied=True)
+    sizes = Schedule(sizes=(1, 31))  # the last stage has most to do
+    moved = [
+        timed(Layout(data=2, pipeline=2), stage=2, schedule=sizes, model=model).bytes_of(
+            "gradients"
+        )
+        for model in (LLAMA, tied)
+    ]
+    assert moved[0] - moved[1] == pytest.approx(8 * 4 * TABLE)
+
+
+def test_messages_are_the_tensor_ranks_share_where_they_split_tokens() -> None:
+    whole = (1 << 13) * 4096 * 2
+    assert message_bytes(step(), Layout(4, pipeline=2)) == whole
+    assert message_bytes(step(use_seq_parallel=True), Layout(4, pipeline=2)) == whole / 4
+    mesh = Layout(2, ring=2, mesh_rows=2, pipeline=2)
+    assert message_bytes(step(), mesh) == whole / 4
+    assert message_bytes(step(rows=2), Layout(ulysses=2, pipeline=2)) == whole
+
+
+def test_links_are_those_inside_a_host_and_between_hosts(tmp_path: Path) -> None:
+    """Of 4 ranks a host, stages of one, of two and of eight ranks: a card carries as much for each
+    rank of a stage that lies on its host, all at once."""
+    hardware, size = made(tmp_path), (1 << 13) * 4096 * 2
+    near = 1e-3 + 1e-4 + size / 1e9
+    shared = made(
+        tmp_path, between={"bytes_per_second": 1e8, "host_bytes_per_second": 1e8}
+    ).between.host_bytes_per_second
+    assert shared == 1e8
+
+    def links(layout: Layout, cluster: Hardware = hardware) -> list[float]:
+        stages = Stages.of_sizes((32 // layout.pipeline,) * layout.pipeline, layout.pipeline)
+        return list(links_of(step(), layout, cluster, stages))
+
+    far = 2e-3 + 2e-4 + size / 1e8
+    assert links(Layout(pipeline=8)) == pytest.approx([near] * 3 + [far] + [near] * 3)
+    assert links(Layout(data=2, pipeline=4)) == pytest.approx([near, far, near])
+    assert links(Layout(data=8, pipeline=2)) == pytest.approx([far])
+    cards = made(tmp_path, between={"bytes_per_second": 1e8, "host_bytes_per_second": 1e8})
+    one, two, four = (
+        max(links(Layout(data=data, pipeline=8 // data), cards)) for data in (1, 2, 4)
+    )
+    latency = one - size / 1e8
+    assert two == pytest.approx(latency + 2 * size / 1e8)
+    assert four == pytest.approx(latency + 4 * size / 1e8)
+    # Back from the last rank to the first one's next stage.
+    stages = Stages.of_sizes((4,) * 8, 4)
+    assert links_of(step(), Layout(data=2, pipeline=4), hardware, stages)[3] == pytest.approx(far)
+
+
+def test_a_schedule_run_action_by_action_is_near_its_closed_form() -> None:
+    for layout in (Layout(pipeline=4), Layout(data=2, pipeline=8), Layout(2, pipeline=2)):
+        for schedule in (PLAIN, Schedule(virtual=2), Schedule("gpipe")):
+            shape = step(schedule=schedule, step_rows=64)
+            quick, close = (
+                step_time(shape, layout, WHOLE, H100, *how).seconds for how in ((), (simulated,))
+            )
+            assert quick == pytest.approx(close, rel=0.05), (layout, schedule)

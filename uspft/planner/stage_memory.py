@@ -1,0 +1,180 @@
+"""The bytes of activations on a rank of a pipeline, from those of its layers: what micro-batches
+under way keep, what one that goes back needs beside, and messages (engine/pipelined.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from uspft.pipeline.schedules import Schedule, actions_of
+from uspft.pipeline.stages import Stages
+from uspft.planner.activations import LayerBytes
+
+SENT = 2
+"""Sent tensors that a line to another rank keeps, until the next ones are sent."""
+ROUNDS = 3
+"""Rounds of as many micro-batches as there are ranks in which 1F1B reaches all that it ever has
+under way."""
+
+
+class Moment(NamedTuple):
+    """A time at which a rank begins a backward."""
+
+    stage: int
+    """Which of the rank's, from 0."""
+    under_way: tuple[int, ...]
+    """Of each of the rank's stages, micro-batches that have gone forward and not back, this one not
+    counted."""
+    messages: int
+    """Tensors that are to come or have gone."""
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """What one micro-batch takes on a rank that has every layer, by layer."""
+
+    layers: tuple[LayerBytes, ...]
+    head: LayerBytes
+    """From behind the last layer, with the loss."""
+    hidden: float
+    """Between layers, which is what stages send one another."""
+    angles: float
+    """Of the rotary positions that each forward of a stage makes."""
+    embedded: float = 0.0
+    """Of the embedding's output, where it stays beside what the first layer keeps."""
+    offloads: bool = False
+    """Whether what layers keep waits on the host."""
+    keeps_input: tuple[bool, ...] = ()
+    """Of each layer whether what it keeps has its input."""
+    bare: tuple[LayerBytes, ...] = ()
+    """The same of the first layers where they are no stage's that has the embedding, and what
+    enters needs no gradient: those that do not train, and the first that does."""
+
+    routers: float = 0.0
+    """Of the logits of a layer's router, where their loss is asked for; stages have none."""
+
+    @property
+    def first(self) -> int:
+        """The first layer that trains; a stage before it keeps nothing: it has no backward."""
+        return max(0, len(self.bare) - 1)
+
+
+def drawn_out(less: PassBytes, more: PassBytes, far: float) -> PassBytes:
+    """Return what a micro-batch takes as far beyond `more` as so many times its distance from
+    `less`."""
+
+    def both(a: LayerBytes, b: LayerBytes) -> LayerBytes:
+        return LayerBytes(b.kept + far * (b.kept - a.kept), b.most + far * (b.most - a.most))
+
+    layers = tuple(map(both, less.layers, more.layers))
+    return replace(more, layers=layers, head=both(less.head, more.head))
+
+
+class RankBytes(NamedTuple):
+    """What rows take on a rank at its peak."""
+
+    kept: float
+    at_work: float
+    on_host: float
+    inputs: int
+    """The most stage inputs that are kept at a time."""
+
+
+def rank_bytes(
+    one: PassBytes, stages: Stages, schedule: Schedule, micro_batches: int, rank: int
+) -> RankBytes:
+    """Return what the micro-batches of a step take on a rank along the pipeline."""
+    mine = range(rank, stages.count, stages.ranks)
+    kept, peaks, host = [], [], []
+    trained = [stages.bounds[stage + 1] > one.first for stage in mine]
+    for stage, trains in zip(mine, trained, strict=True):
+        alone = one.bare if stage or not trains else ()
+        layers = [(*alone, *one.layers[len(alone) :])[layer] for layer in stages.layers(stage)]
+        last = stage == stages.count - 1
+        held = one.keeps_input[stages.bounds[stage]]
+        entered = one.embedded if stage == 0 else one.hidden * (not held)
+        waiting = (0.0 if one.offloads else layer.kept for layer in layers)
+        below = [*accumulate(waiting, initial=entered)]
+        made = 0.0 if last else one.hidden
+        kept.append((below[-1] + one.angles + (one.head.kept if last else made)) * trains)
+        # The gradient that came stays until the stage is done; the last layer's count has it.
+        came = [made] * (len(layers) - 1) + [0.0]
+        every = [
+            made + before + layer.most + more
+            for before, layer, more in zip(below, layers, came, strict=False)
+        ]
+        peaks.append(max([*every, below[-1] + one.head.most] if last else every))
+        host.append(sum(layer.kept for layer in layers) if one.offloads else 0.0)
+    few = micro_batches
+    if schedule.scheduler == "1f1b":
+        few = min(micro_batches, ROUNDS * stages.ranks)
+    begun = trained.index(True) if any(trained) else len(trained)
+    every_moment = moments(stages.ranks, schedule, few, rank, begun)
+
+    def bytes_at(moment: Moment) -> tuple[float, float]:
+        others = sum(n * size for n, size in zip(moment.under_way, kept, strict=True))
+        here = peaks[moment.stage] + one.hidden * moment.messages
+        return others + here, others
+
+    if not every_moment:  # forward alone, while what went in before, and what came out, is there
+        beside = (SENT + 2) * one.hidden + 2 * one.angles
+        return RankBytes(0.0, max(peaks) + beside, 0.0, 0)
+    peak, others = max(map(bytes_at, every_moment))
+    waits = max(
+        sum(n * size for n, size in zip(m.under_way, host, strict=True)) + host[m.stage]
+        for m in every_moment
+    )
+    return RankBytes(others, peak - others, waits, max(sum(m.under_way) + 1 for m in every_moment))
+
+
+@lru_cache(maxsize=4096)
+def moments(
+    ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int = 0
+) -> tuple[Moment, ...]:
+    """Return the times at which a rank begins a backward, each that differs once. begun: the first
+    of its stages that has one."""
+    every = _moments(ranks, schedule, micro_batches, rank, begun)
+    return tuple(dict.fromkeys(one for one in every if one.stage >= begun))
+
+
+def _moments(
+    ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int
+) -> Iterator[Moment]:
+    virtual = schedule.virtual
+    actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual)
+    last = ranks * virtual - 1
+    under_way = [0] * virtual
+    # What is received for its stages is posted one ahead for each rank that sends it.
+    coming: Counter[int] = Counter()
+    for action in actions:
+        coming[_source(action.kind, action.stage, last, ranks)] += 1
+    lines: dict[int, list[bool]] = {}
+    for action in actions:
+        kind, stage, _, _ = action
+        coming[_source(kind, stage, last, ranks)] -= 1
+        if kind == "forward":
+            under_way[stage // ranks] += 1
+            if stage < last:
+                _send(lines, (stage + 1) % ranks, alone=stage // ranks < begun)
+            continue
+        under_way[stage // ranks] -= 1
+        posted = sum(1 for source, left in coming.items() if left and source not in (-1, rank))
+        sent = sum(sum(line) for line in lines.values())
+        yield Moment(stage // ranks, tuple(under_way), posted + sent)
+        if stage:
+            _send(lines, (stage - 1) % ranks, alone=True)
+
+
+def _source(kind: str, stage: int, last: int, ranks: int) -> int:
+    """Return which rank sends what an action takes; -1 where nothing comes."""
+    other = stage - 1 if kind == "forward" else stage + 1
+    return other % ranks if 0 <= other <= last else -1
+
+
+def _send(lines: dict[int, list[bool]], to: int, *, alone: bool) -> None:
+    """Note what a line keeps. alone: nothing else does; what goes forward the backward needs."""
+    lines[to] = [*lines.get(to, []), alone][-SENT:]
