@@ -16,9 +16,12 @@ from safetensors.torch import load_file
 from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import ROOT, records
-from tests.support.models import make_documents, make_model
+from tests.support.models import make_documents
+from tests.support.pipelines import Case, make
 
 STEPS = 4
+TIED, DEEP = Case("qwen2", 2, tied=True), Case("llama", 4, 2)
+"""Of their models, of five layers and nine."""
 PARTS: list[tuple[int, dict[str, Any]]] = [
     (
         2,
@@ -49,7 +52,7 @@ PARTS: list[tuple[int, dict[str, Any]]] = [
 def command(folder: Path, steps: int, **blocks: Any) -> str:
     """Run a recipe up to a step; return what it said."""
     recipe: dict[str, Any] = {
-        "model": {"name_or_path": str(folder.parent / "model"), "dtype": "float32"},
+        "model": {"name_or_path": str(folder.parent / TIED.model), "dtype": "float32"},
         "data": {
             "train": str(folder.parent / "d.jsonl"),
             "eval": str(folder.parent / "d.jsonl"),
@@ -75,17 +78,14 @@ def command(folder: Path, steps: int, **blocks: Any) -> str:
 
 
 def test_stages_give_and_count_what_one_process_does(tmp_path: Path) -> None:
-    make_model(
-        tmp_path / "model", "qwen2", heads=4, kv_heads=2, num_hidden_layers=5,
-        tie_word_embeddings=True, initializer_range=0.08,
-    )  # fmt: skip
+    make(tmp_path, TIED)
     lengths = [31, 17, 48, 20, 28, 40, 8, 33, 15, 25, 23]
     make_documents(tmp_path / "d.jsonl", lengths, masked=[0.0, 0.9, 0.3])
     said = [command(tmp_path / "staged", steps, **blocks) for steps, blocks in PARTS]
     command(tmp_path / "alone", STEPS)
     how = "stages: [3, 2] layers, 1f1b over 3 micro-batches: ranks wait 25% of a step where stages"
     assert how in said[0] and "stages: " not in said[1]
-    assert "stages: [[1, 2], [1, 1]] layers, interleaved 1f1b over 3 micro-batches" in said[2]
+    assert "stages: [[1, 1], [2, 1]] layers, interleaved 1f1b over 3 micro-batches" in said[2]
 
     found, want = (
         [one for one in records(tmp_path / name) if "resumed_from_step" not in one]
@@ -122,11 +122,11 @@ def test_stages_give_and_count_what_one_process_does(tmp_path: Path) -> None:
 def test_the_example_of_mindspore_scaled_down_equals_one_process(tmp_path: Path) -> None:
     """Tensor 2 and four stages for its eights, use_seq_parallel, and layers checkpointed by stage;
     in float32, where equal is equal."""
-    make_model(tmp_path / "model", "llama", heads=4, kv_heads=2, num_hidden_layers=8)
+    make(tmp_path, DEEP)
     make_documents(tmp_path / "d.jsonl", [31, 17, 48, 20, 28, 40, 8, 33, 15, 25], masked=[0.0, 0.6])
     recipe = str(ROOT / "recipes/llama3.1-70b-text-pipeline-8k-64gpu.yaml")
     words = [
-        f"model.name_or_path={tmp_path}/model",
+        f"model.name_or_path={tmp_path}/{DEEP.model}",
         "model.dtype=float32",
         f"data.train={tmp_path}/d.jsonl",
         "data.format=tokenized",
