@@ -28,6 +28,7 @@ from benchmarks.meshslice import report as meshslice
 from benchmarks.meshslice.hosts import report as meshslice_hosts
 from benchmarks.orders import figures as orders
 from benchmarks.planning import report as planning
+from benchmarks.planning import speed
 from benchmarks.planning.hosts import figures as planning_hosts
 from benchmarks.step import figures as step
 from benchmarks.switching import report as switching
@@ -44,6 +45,7 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "orders": orders.figures,
     "planning": planning.figures,
     "planning-hosts": planning_hosts.figures,
+    "planning-speed": speed.figures,
     "step": step.figures,
     "switching": switching.figures,
     "switching-simulation": simulation.figures,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from uspft.commands.aligned import aligned
@@ -40,6 +40,7 @@ from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
 from uspft.prepare.model import examine_model, must_be_built
+from uspft.prepare.sampled import sample_of
 from uspft.prepare.weigh_strategies import has_strategies, weighed_here
 from uspft.tensor.meshslice import PRODUCTS
 
@@ -105,6 +106,8 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
                 look = first_look(recipe.data, tokenizer, sizes.vocab_size)
             found = weighed_here(found, place, look.lengths)
         step = step_of(found)
+        if not has_strategies(found):
+            step = replace(step, sample=sample_of(found, place))
     if has_strategies(found):
         print("\n".join([*found.settled, _several(found.known.weighed)]))
         return 0
@@ -198,7 +201,16 @@ def _several(weighed: Weighed | None) -> str:
 def _step(step: StepShape) -> str:
     again = ", layers recomputed" if step.recompute else ""
     rows = f"{step.step_rows} row{'s' if step.step_rows > 1 else ''}"
-    return f"step: {rows} of {step.row.length:,} tokens, each one document{again}"
+    return f"step: {rows} of {step.row.length:,} tokens, {_documents(step)}{again}"
+
+
+def _documents(step: StepShape) -> str:
+    """Return what documents rows are taken to have, for a person."""
+    if step.sample is None:
+        return "each priced as one document, since the data is not here"
+    number = len(step.sample.rows)
+    rows = f"{number} row{'s' if number > 1 else ''}"
+    return f"priced by {rows} of {step.sample.source}, of {step.sample.documents:.3g} documents"
 
 
 def _doubts(dtype: str, hardware: Hardware) -> list[str]:

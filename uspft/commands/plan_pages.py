@@ -11,6 +11,7 @@ from uspft.commands.aligned import aligned
 from uspft.config import Recipe, as_tree
 from uspft.config.algorithms import AUTO
 from uspft.metrics import as_size
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import Options, options_of
@@ -179,8 +180,20 @@ def as_data(
             "measured": as_tree(hardware.measured) if hardware.measured else None,
             "error": hardware.error(first.layout.ranks),
         },
-        "model": {"type": first.step.model.model_type, "layers": first.step.model.layers},
+        "model": {
+            "type": first.step.model.model_type,
+            "layers": first.step.model.layers,
+            "rows": _rows(first.step.sample),
+        },
     }
+
+
+def _rows(sample: DrawnRows | None) -> dict[str, Any]:
+    """Return by how many rows of the data attention is priced; 0: a row is one document."""
+    if sample is None:
+        return {"sampled": 0}
+    found = {"sampled": len(sample.rows), "of": sample.source}
+    return {**found, "documents_per_row": sample.documents}
 
 
 def _seconds(value: float) -> str:

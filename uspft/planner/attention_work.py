@@ -72,6 +72,11 @@ class DrawnRows:
         shares = [max((b - a for a, b in row), default=0) / row.length for row in self.rows]
         return sum(shares) / len(shares)
 
+    @property
+    def documents(self) -> float:
+        """The documents of a row: the mean."""
+        return sum(len(row.bounds) - 1 for row in self.rows) / len(self.rows)
+
     @cached_property
     def _pairs(self) -> dict[int | None, float]:
         return {}
@@ -251,8 +256,9 @@ def _drawn_out(
     home = keys or _trimmed(_less(one), _less(packed))
     there = _reaching(forward, reach) if keys else forward
     gone = _Moved(*(b - a for a, b in zip(forward, backward, strict=True)))
-    if keys:
-        back = _reaching(backward, reach)
+    if keys:  # under a window no rank sends least back, as that does which ends a document
+        most = backward if window is None else _Moved(*map(max, forward, backward))
+        back = _reaching(most, reach)
     elif home:  # keys go round once more, gradients where keys were seen
         parts = zip(forward, _reaching(gone, reach), strict=True)
         back = _Moved(*(a + b for a, b in parts))

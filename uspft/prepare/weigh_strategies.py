@@ -65,11 +65,11 @@ def weighed_here(found: Examined, place: Invocation, looked_at: Sequence[int]) -
     """
     if lengths := lengths_here(found, place):
         return weighing(found, lengths)
-    lengths, source = _documents(found.recipe, looked_at), "first records"
+    lengths, source = documents_of(found.recipe, looked_at), "first records"
     return weighing(found, lengths, source=source) if lengths else found
 
 
-def _documents(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
+def documents_of(recipe: Recipe, lengths: Sequence[int]) -> list[int]:
     """Return what `overlong` makes of samples that are longer than a row."""
     most, how = recipe.data.sequence_length, recipe.data.overlong
     cut = [min(length, most) for length in lengths if how != "drop" or length <= most]

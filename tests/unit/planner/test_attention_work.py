@@ -82,9 +82,9 @@ def sent(one: AttentionWork, way: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["ring_cp", "allgather_cp", "planned_cp"])
-@pytest.mark.parametrize("ring", [4, 8])
+@pytest.mark.parametrize("ring", [8, 16])
 def test_packed_rows_by_closed_forms(name: str, ring: int) -> None:
-    """Work within a few per cent of what dealing gives, traffic within a half."""
+    """Work within a few per cent of what dealing gives, traffic within three quarters."""
     algorithm = cast("Any", named(name, 1, ring))
     for mean, spread in ((6.5, 1.3), (8.5, 1.0)):
         sample = rows_of(mean, spread)
@@ -92,7 +92,7 @@ def test_packed_rows_by_closed_forms(name: str, ring: int) -> None:
         closed = attention_of_sample(algorithm, sample, HEADS, 2, None, dealt=False)
         assert closed.pairs == pytest.approx(fmean(one.pairs for one in exact), rel=0.05)
         for way in ("forward", "backward"):
-            assert 0.7 < sent(closed, way) / fmean(sent(one, way) for one in exact) < 1.6
+            assert 0.7 < sent(closed, way) / fmean(sent(one, way) for one in exact) < 1.75
         assert closed.pairs < 0.7 * work(name, 1, ring, Segments.single(1 << 15)).pairs
 
 
