@@ -145,6 +145,8 @@ FAMILIES: dict[str, Family] = {
         defaults=_GATED_HEADS | {"num_key_value_heads": 2}, routed=True, **_HYBRID
     ),
 }
+NO_KEYS = 0
+"""The sliding window of a layer without attention, in which a query sees no key."""
 CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
 """The values of model.attention that can have a soft-cap."""
 REFUSED: dict[str, tuple[str, str]] = {

@@ -17,7 +17,7 @@ from uspft.planner.operations import (
     sliced,
     tiled,
 )
-from uspft.planner.tape import RunBackward, Tape, Tensor
+from uspft.planner.tape import GradientStorages, RunBackward, Tape, Tensor
 
 
 @dataclass(frozen=True)
