@@ -95,7 +95,7 @@ def heads_of(config: Any) -> Heads:
 
 
 def shared_window(config: Any) -> int | None:
-    """Return the sliding window that all layers with attention have, or None where there is no such."""
+    """Return the sliding window that all layers with attention have, or None without such."""
     windows = {*layer_windows(config)} - {NO_KEYS}
     return windows.pop() if len(windows) == 1 else None
 
