@@ -65,6 +65,10 @@ class Window(NamedTuple):
     """Whether all layers have it, so that tokens are in an order that is made for it."""
 
 
+WINDOWS_WALKED = 32
+"""So many windows of a rank are walked through one by one, and twice as many."""
+
+
 @lru_cache(maxsize=256)
 def _shares(ulysses: int, ring: int, window: Window | None) -> list[Share]:
     """Return the share of each ring rank of a row of one document."""
@@ -114,10 +118,30 @@ def forward_bytes(
 def _of_a_token(
     ulysses: int, ring: int, window: Window | None, walk: Callable[[Tape, Share], float]
 ) -> float:
-    """Return the most that a walk finds on any ring rank, for a token of the one with fewest."""
+    """Return the most that a walk finds on any ring rank, for a token of the one with fewest.
+
+    A rank with many windows is drawn out from two with fewer: what it has in flight is a line of
+    its tokens, of which the keys before each of its spans are what does not grow.
+    """
+    unit = 2 * ring * ulysses
+    short = -(-WINDOWS_WALKED * window.keys * ring // unit) * unit if window else 0
+    if window is None or window.row_tokens <= 2 * short:
+        most, tokens = _most(ulysses, ring, window, walk)
+        return most / tokens
+    (less, few), (more, many) = (
+        _most(ulysses, ring, window._replace(row_tokens=row), walk) for row in (short, 2 * short)
+    )
+    tokens = window.row_tokens / ring
+    return (more + (more - less) / (many - few) * (tokens - many)) / tokens
+
+
+def _most(
+    ulysses: int, ring: int, window: Window | None, walk: Callable[[Tape, Share], float]
+) -> tuple[float, int]:
+    """Return the most that a walk finds on any ring rank, and the tokens of the one with fewest."""
     shares = _shares(ulysses, ring, window)
     found = [walk(Tape(), share) for share in shares]
-    return max(found) / min(share.holdings[share.ring_index].tokens for share in shares)
+    return max(found), min(share.holdings[share.ring_index].tokens for share in shares)
 
 
 def _exchange_of(share: Share, way: KeyTransfer, window: Window | None) -> Exchange:

@@ -207,9 +207,14 @@ KNOWN = {
     "float32": ["model.dtype=float32", "launch.device=cpu"],
     "keeps": ["memory.gradient_checkpointing=false"],
     "mesh": MESH,
+    "stages": [f"{PARALLEL}.pipeline_stage=2", "launch.processes=2"],
 }
-UNKNOWN = {
-    "stages": ([f"{PARALLEL}.pipeline_stage=2", "launch.processes=2"], "stages of layers"),
+SOME_EXPERTS = {"decoder_sparse_step": 2, "num_experts": 4, "num_experts_per_tok": 2}
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "experts in some layers": (
+        {"model_type": "qwen3_moe", "moe_intermediate_size": 8, **SOME_EXPERTS},
+        "layers without experts beside others",
+    ),
 }
 
 
@@ -222,8 +227,8 @@ def test_memory_is_predicted(check: Callable[..., Said], case: str) -> None:
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_memory_that_is_not_predicted_is_not_checked(check: Callable[..., Said], case: str) -> None:
     assert check().about("memory") and not check().unknown("memory")
-    words, why = UNKNOWN[case]
-    said = check(*words)
+    config, why = UNKNOWN[case]
+    said = check(**config)
     (line,) = said.unknown("memory")
     assert (said.code, said.about("memory")) == (0, []), said
     assert f"memory (nothing predicts it with {why}; weights alone take " in line
