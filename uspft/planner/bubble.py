@@ -18,7 +18,7 @@ LONG = 2
 """Rounds of as many micro-batches as there are ranks after which each further one takes alike."""
 
 
-class Waits(NamedTuple):
+class PipelineWaits(NamedTuple):
     """The seconds in which the rank with most work does none."""
 
     bubble: float
@@ -54,13 +54,13 @@ class PipelineCosts:
         return max(self.of_ranks)
 
 
-def estimated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> Waits:
+def estimated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> PipelineWaits:
     """Return what is waited for, in closed form: exact where stages take alike, nothing is under
     way, and micro-batches fill the groups of virtual stages."""
     bubble, exposed = _bubble(costs, micro_batches), _exposed(costs, schedule, micro_batches)
     busy = micro_batches * costs.most + bubble
     on_line = 2 * sum(costs.links) + _on_line(costs, schedule, micro_batches)
-    return Waits(bubble, max(exposed, on_line - busy))
+    return PipelineWaits(bubble, max(exposed, on_line - busy))
 
 
 def _bubble(costs: PipelineCosts, micro_batches: int) -> float:
@@ -108,12 +108,12 @@ def _on_line(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> fl
     return micro_batches * messages * longest
 
 
-def simulated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> Waits:
+def simulated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> PipelineWaits:
     """Return what is waited for as the schedule says."""
     silent = PipelineCosts(costs.stages, (0.0,) * len(costs.links), costs.forward, costs.ranks)
     whole = _end(costs, schedule, micro_batches)
     still = _end(silent, schedule, micro_batches)
-    return Waits(still - micro_batches * costs.most, whole - still)
+    return PipelineWaits(still - micro_batches * costs.most, whole - still)
 
 
 def _end(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> float:

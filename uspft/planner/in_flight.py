@@ -131,8 +131,8 @@ def _of_a_token(
     (less, few), (more, many) = (
         _most(ulysses, ring, window._replace(row_tokens=row), walk) for row in (short, 2 * short)
     )
-    tokens = window.row_tokens / ring
-    return (more + (more - less) / (many - few) * (tokens - many)) / tokens
+    here = window.row_tokens / ring
+    return (more + (more - less) / (many - few) * (here - many)) / here
 
 
 def _most(

@@ -22,7 +22,7 @@ from uspft.planner.attention_work import (
     attention_of_sample,
     is_whole,
 )
-from uspft.planner.bubble import PipelineCosts, Waits, estimated
+from uspft.planner.bubble import PipelineCosts, PipelineWaits, estimated
 from uspft.planner.flops import step_flops
 from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
@@ -57,7 +57,7 @@ LOSS_PASSES = 8
 """Times that a tile of logits in float32 is read or written (model/loss.py)."""
 
 
-WaitsOf = Callable[[PipelineCosts, Schedule, int], Waits]
+WaitsOf = Callable[[PipelineCosts, Schedule, int], PipelineWaits]
 """A function that says what a number of micro-batches wait for in a pipeline."""
 
 
