@@ -20,8 +20,10 @@ from uspft.layout import Layout, settled_layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Attend, Heads, Rule, Share, Split, of_recipe
+from uspft.sequence.mixing import Convolution, convolve, mix
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Order
+from uspft.sequence.states import Mixed, StateRule
 from uspft.tensor import TensorAlgorithm, tensor_algorithm
 
 if TYPE_CHECKING:
@@ -81,6 +83,14 @@ class World:
         """
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside)
         return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
+
+    def mix(self, x: Mixed, share: Share, rule: StateRule) -> Tensor:
+        """Return a rule's out [T, H, V] for this rank's tokens, differentiable."""
+        return mix(x, share, rule, self.mesh.ulysses, self.mesh.ring)
+
+    def convolve(self, x: Tensor, share: Share, taps: int, convolution: Convolution) -> Tensor:
+        """Return a causal convolution [1, C, T] of this rank's tokens, differentiable."""
+        return convolve(x, share.halo(taps), convolution, self.mesh.context)
 
 
 def live_worlds(

@@ -15,6 +15,20 @@ import transformers
 from uspft.verify.plain_config import pin_frequencies
 
 VOCABULARY = 97
+_STATES: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "full_attention_interval": 2,
+}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2", {}),
@@ -65,6 +79,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 9,
         },
     ),
+    "qwen3_5_text": ("Qwen3_5Text", _STATES | {"head_dim": 16, "rope_parameters": _MROPE}),
+    "qwen3_next": (
+        "Qwen3Next",
+        _STATES
+        | {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 """By model_type: transformers' name, and what of its config is not LLaMA's. A further family is a
 line here and one in uspft/families/table.py."""
@@ -113,8 +139,10 @@ def make_model(folder: Path, kind: str, *, heads: int = 4, kv_heads: int = 4, **
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # with transformers' own a state is forgotten at once
+                parameter.copy_((0.02 + 0.5 * torch.rand_like(parameter)).log())
+            elif parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder

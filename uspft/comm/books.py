@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-KINDS = ("all_to_all", "ring", "gather", "tensor", "pipeline", "switch", "router", "objective")
+KINDS = (
+    *("all_to_all", "ring", "gather", "state", "tensor", "pipeline", "switch", "router"),
+    "objective",
+)
 
 
 class Books:

@@ -2,6 +2,6 @@
 
 from uspft.families.reach import check_length, with_factor
 from uspft.families.shape import ModelShape, read_shape
-from uspft.families.table import FAMILIES
+from uspft.families.table import FAMILIES, NO_KEYS
 
-__all__ = ["FAMILIES", "ModelShape", "check_length", "read_shape", "with_factor"]
+__all__ = ["FAMILIES", "NO_KEYS", "ModelShape", "check_length", "read_shape", "with_factor"]

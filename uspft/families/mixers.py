@@ -33,9 +33,8 @@ MIXERS: dict[str, Mixer] = {
     ),
     "linear attention": Mixer(
         (
-            *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-            *("qwen4_exp", "qwen4_exp_text", "minimax", "kimi_linear", "bailing_hybrid"),
-            *("olmo_hybrid", "glm5_next", "glm5_next_text"),
+            *("qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "minimax", "kimi_linear"),
+            *("olmo_hybrid", "bailing_hybrid", "glm5_next", "glm5_next_text"),
         ),
         (),
     ),

@@ -63,6 +63,8 @@ class Family:
     """The rotary parameters where config.json has none."""
     projections: Mapping[str, Projection] = field(default_factory=lambda: SEPARATE)
     """How tensor parallelism divides its matrices, where no experts are among them."""
+    states: bool = False
+    """Whether some of its layers, `linear_attention` in layer_types, are gated delta nets."""
     cut: LayerCut | None = None
     """What a stage of its layers needs; None where nobody has found out."""
 
@@ -74,6 +76,9 @@ _LONGROPE = ("default", "longrope")
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 _GPT_OSS_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
+
+_GATED_HEADS: dict[str, Any] = {"head_dim": 256}
+_HYBRID: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),
@@ -135,12 +140,20 @@ FAMILIES: dict[str, Family] = {
         rope=_GPT_OSS_ROPE,
         cut=_TYPED_CUT,
     ),
+    "qwen3_5_text": Family(defaults=_GATED_HEADS | {"num_key_value_heads": 4}, **_HYBRID),
+    "qwen3_next": Family(
+        defaults=_GATED_HEADS | {"num_key_value_heads": 2}, routed=True, **_HYBRID
+    ),
 }
+NO_KEYS = 0
+"""The sliding window of a layer without attention, in which a query sees no key."""
 CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
 """The values of model.attention that can have a soft-cap."""
 REFUSED: dict[str, tuple[str, str]] = {
     "gemma3": ("takes images too", "name its text model, of type gemma3_text"),
     "llama4": ("takes images too, and attends in chunks", ""),
+    "qwen3_5": ("takes images too", "name its text model, of type qwen3_5_text"),
+    "qwen3_5_moe": ("takes images too, and its text model has experts", ""),
     **{kind: (UNSPLIT.format(what), "") for what, mixer in MIXERS.items() for kind in mixer.models},
 }
 """(why, remedy) for model types that are asked for and cannot be trained exactly.
@@ -149,7 +162,7 @@ uspft/model/README.md says the same of each, which a test holds it to.
 """
 
 _NOISE = re.compile(r"dropout|pdrop|drop_path|jitter")
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
+_WINDOWED, _FULL, _STATE = "sliding_attention", "full_attention", "linear_attention"
 
 
 def unsupported(
@@ -253,13 +266,14 @@ def _positions(kind: str, raw: Mapping[str, Any], named: Named) -> list[Finding]
 def _windows(kind: str, family: Family, full: Mapping[str, Any], named: Named) -> list[Finding]:
     """Return what is wrong with the layers' kinds of attention and their sliding window."""
     types, window = set(full.get("layer_types") or []), full.get("sliding_window")
-    other = sorted(map(str, types - {_FULL, _WINDOWED}))
+    known = [_FULL, _WINDOWED, *[_STATE] * family.states]
+    other = sorted(map(str, types - {*known}))
     if other:
         mixer = other_layers(other)
         what = f"layer_types has {', '.join(other)}, which is not available yet"
         if mixer:
             what = f"layer_types {UNSPLIT.format(mixer)}"
-        remedy = f"name a model with {_FULL} and {_WINDOWED} only"
+        remedy = f"name a model with {', '.join(known[:-1])} and {known[-1]} only"
         return [(named("layer_types"), what, remedy)]
     if family.windows == "none":
         return _no_window(kind, types, window, named)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from uspft.model.offload import HostShelf
     from uspft.sequence import Share
+    from uspft.sequence.mixing import Convolution
+    from uspft.sequence.states import Mixed, StateRule
     from uspft.world import World
 
 NAME = "uspft"
@@ -82,6 +84,14 @@ class Bound:
             return self.world.attend((q, k, v), self._share, own)
 
         return remembered(run, inputs)
+
+    def convolve(self, x: Tensor, taps: int, convolution: Convolution) -> Tensor:
+        """Return a causal convolution [1, C, T] of this rank's tokens, each document by itself."""
+        return self.world.convolve(x, self._share, taps, convolution)
+
+    def mix(self, x: Mixed, rule: StateRule) -> Tensor:
+        """Return the out [T, H, V] of a layer with a state, each document by itself."""
+        return self.world.mix(x, self._share, rule)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what a block of split matrices takes, of what lies between blocks."""

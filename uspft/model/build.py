@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from uspft.model.attention import NAME
+from uspft.model.linear import bind_linear_layers
 from uspft.parameters.experts import is_experts
 
 CPU = torch.device("cpu")
@@ -25,6 +26,7 @@ def empty_model(config: Any, dtype: torch.dtype, device: torch.device = CPU) -> 
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
+    bind_linear_layers(model)
     model.tie_weights()  # not above, where making a parameter empty makes a new object
     for buffer in model.buffers():
         # In float32 too: Gemma's embedding scale, made in dtype and used in it.
@@ -55,8 +57,8 @@ def parameter_count(
     for name, parameter in model.named_parameters() if active_only else ():
         if is_experts(name) and id(parameter) in counts:
             met: Any = model.config
-            share = counts[id(parameter)] * met.num_experts_per_tok
-            counts[id(parameter)] = share // met.num_local_experts
+            experts = getattr(met, "num_local_experts", None) or met.num_experts
+            counts[id(parameter)] = counts[id(parameter)] * met.num_experts_per_tok // experts
     if not embedding:
         table: Any = model.get_input_embeddings()  # type: ignore[operator]
         head: Any = model.get_output_embeddings()  # type: ignore[operator]

@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 
 from uspft.config.checks import closest
 from uspft.config.problems import Fault, said
-from uspft.families.table import FAMILIES
+from uspft.families.table import FAMILIES, NO_KEYS
 from uspft.model.positions import scale_positions, settle_positions
 from uspft.sequence import Heads
 
@@ -76,12 +76,16 @@ def _read(source: Path, overrides: Mapping[str, Any]) -> tuple[Any, Collection[s
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return each layer's sliding window in keys, the query's own counted; None: it sees all."""
+    """Return each layer's sliding window in keys, the query's own counted; None: it sees all.
+
+    It is NO_KEYS in a layer without attention.
+    """
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if not types:
         return (window,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    own = {"sliding_attention": window, "linear_attention": NO_KEYS}
+    return tuple(own.get(kind) for kind in types)
 
 
 def heads_of(config: Any) -> Heads:
@@ -91,8 +95,8 @@ def heads_of(config: Any) -> Heads:
 
 
 def shared_window(config: Any) -> int | None:
-    """Return the sliding window that all layers have, or None where there is no such."""
-    windows = set(layer_windows(config))
+    """Return the sliding window that all layers with attention have, or None without such."""
+    windows = {*layer_windows(config)} - {NO_KEYS}
     return windows.pop() if len(windows) == 1 else None
 
 

@@ -44,7 +44,8 @@ def work_in_tiles(model: Any, tile: int) -> None:
     for layer in model.base_model.layers:
         modules += _norms(layer)
         modules.append(getattr(layer.mlp, "experts", layer.mlp))
-        of_heads += [norm for norm in _norms(layer.self_attn) if not isinstance(norm, SplitNorm)]
+        if attention := getattr(layer, "self_attn", None):  # else it has a state
+            of_heads += [norm for norm in _norms(attention) if not isinstance(norm, SplitNorm)]
     for module in (*modules, *of_heads):
         module.register_forward_pre_hook(_with_gradient)
     for module in modules:

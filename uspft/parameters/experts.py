@@ -34,7 +34,9 @@ class Spelling(NamedTuple):
 
 SPELLINGS = {
     "mixtral": Spelling("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": Spelling("mlp", "gate_proj", "up_proj", "down_proj"),
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen3_next"), Spelling("mlp", "gate_proj", "up_proj", "down_proj")
+    ),
 }
 """The spelling in files of each model_type."""
 

@@ -146,7 +146,8 @@ class RandomWeights:
 
     They are drawn as transformers initialises them: projections, embeddings, experts and their
     routers are normal(0, initializer_range), and so are attention's sinks and a router's bias. The
-    padding token's embedding is 0, norms are 1 (0 where 1 is added to them), other biases are 0.
+    padding token's embedding is 0, norms are 1 (0 where 1 is added to them), other biases are 0. Of
+    a gated delta net the convolution is normal too, and log(A) that of uniform(0.01, 16).
     """
 
     def __init__(self, model: nn.Module, seed: int, std: float) -> None:
@@ -166,9 +167,11 @@ class RandomWeights:
         owner, _, kind = name.rpartition(".")
         module = self._modules[owner]
         routes = is_router(module)
+        if kind in ("A_log", "dt_bias"):
+            return decays(kind, shape, generator(self._seed, name))
         if kind.endswith("bias") and not routes:
             return torch.zeros(shape)
-        projects = isinstance(module, nn.Linear | nn.Embedding)
+        projects = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d)
         if projects or routes or kind == "sinks" or is_experts(name):
             source = generator(self._seed, name)
             value = torch.empty(shape).normal_(0.0, self._std, generator=source)
@@ -176,10 +179,18 @@ class RandomWeights:
             if padding is not None:
                 value[padding] = 0.0
             return value
-        if len(shape) == 1 and "norm" in type(module).__name__.lower():
-            return torch.full(shape, self._norm)
+        of = type(module).__name__.lower()
+        if len(shape) == 1 and "norm" in of:
+            return torch.full(shape, 1.0 if of.endswith("gated") else self._norm)
         what = f"no rule to initialise {name} of {type(module).__name__}"
         raise WeightsError(what, "name a folder with weights")
+
+
+def decays(kind: str, shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    """Return a new `A_log` or `dt_bias` of a gated delta net, as transformers starts it."""
+    if kind == "dt_bias":
+        return torch.ones(shape)
+    return torch.empty(shape).uniform_(0.01, 16.0, generator=source).log_()
 
 
 class SplitWeights:

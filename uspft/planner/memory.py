@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.families import FAMILIES
+from uspft.families import FAMILIES, NO_KEYS
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
@@ -265,7 +265,7 @@ def unpredicted(
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
-        f"layers of {shape.model_type}": shape.model_type not in LAYER_KINDS,
+        "layers with a state": FAMILIES[shape.model_type].states,
         "layers without experts beside others": _mixed(shape),
     }
     return tuple(what for what, here in found.items() if here)
@@ -380,7 +380,7 @@ def _layers(
         key = id(kind), window, id(trained), number in again
         if key not in known:
             seen = None
-            if window is not None and window < row_tokens:
+            if window not in (None, NO_KEYS) and window < row_tokens:
                 seen = Window(window, row_tokens, everywhere)
             known[key] = LayerSizes(
                 _sharing(shape, layout, tokens, options, seen, sinks=kind.sinks),
@@ -461,9 +461,14 @@ def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None
 
 
 def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
-    """Return the window of each layer in keys; None where it sees all."""
+    """Return the window of each layer in keys; None where it sees all, NO_KEYS where it has no
+    attention."""
     window, family = shape.window, FAMILIES[shape.model_type]
     types, layers = shape.raw.get("layer_types"), range(shape.layers)
+    if family.states:
+        every = int(shape.raw.get("full_attention_interval", 4))
+        types = types or ["" if (i + 1) % every else "full_attention" for i in layers]
+        return tuple(None if kind == "full_attention" else NO_KEYS for kind in types)
     one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
     if window is None or (one_for_all and not types):
         return (window,) * shape.layers

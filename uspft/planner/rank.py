@@ -14,7 +14,7 @@ from itertools import chain, count, islice
 from typing import overload
 
 from uspft.config.algorithms import WHOLE
-from uspft.families import ModelShape
+from uspft.families import NO_KEYS, ModelShape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.planner import step as price
@@ -202,7 +202,7 @@ def ranking(
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]
     dealt = step.sample is not None
-    dealt = dealt or not all(is_whole(step.row, window) for window in step.windows)
+    dealt = dealt or not all(is_whole(step.row, window) for window in {*step.windows} - {NO_KEYS})
     if dealt or any(way.layout.pipeline > 1 for way in listed):
         given = step if dealt else search
         first = [one(each.way, given, closely=True) for each in islice(order, SHORTLIST)]

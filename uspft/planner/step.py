@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
-from uspft.families import ModelShape
+from uspft.families import NO_KEYS, ModelShape
 from uspft.layout import COPIES, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
@@ -99,9 +99,9 @@ def model_flops(step: StepShape) -> float:
     """Return the step's FLOPs as MFU counts them."""
     model, layers = step.model, Counter(step.windows)
     rows = step.sample or DrawnRows((step.row,))
-    pairs = sum(count * rows.pairs(window) for window, count in layers.items())
+    pairs = sum(count * rows.pairs(window) for window, count in layers.items() if window != NO_KEYS)
     tokens, parameters = step.step_rows * step.row.length, met_parameters(model)
-    shape = (model.layers, model.heads, model.head_dim)
+    shape = (len(step.windows), model.heads, model.head_dim)
     mean = int(step.step_rows * pairs / max(1, len(step.windows)))
     return step_flops(parameters, tokens, mean, shape, frozen=int((1 - step.trained) * parameters))
 
@@ -168,6 +168,8 @@ def _attention(
 ) -> Iterator[StepPart]:
     """Yield the attention of one forward and backward of all layers, and what it moves."""
     for window, layers in Counter(step.windows).items():
+        if window == NO_KEYS:
+            continue
         forward = attention_forward(step, layout, algorithm, hardware, window)
         backward = _attention_backward(step, layout, algorithm, hardware, window)
         again = {"attention": step.attention.keys, "all_to_all": step.attention.heads}

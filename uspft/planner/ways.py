@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from uspft.config.algorithms import AUTO, CONTEXT, WHOLE, AlgorithmRow, Splits
-from uspft.families import FAMILIES, ModelShape
+from uspft.families import FAMILIES, NO_KEYS, ModelShape
 from uspft.layout import Layout, ring_ranks_of_a_host
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.step import local_heads
@@ -94,7 +94,7 @@ class Way:
 
     def algorithm(self, step: StepShape, ranks_per_host: int) -> Algorithm:
         """Return the algorithm with the facts of a step."""
-        windows = set(step.windows)
+        windows = {*step.windows} - {NO_KEYS}
         return make_algorithm(
             self.row,
             self.layout.ulysses,

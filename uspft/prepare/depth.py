@@ -15,7 +15,7 @@ from uspft.config.algorithms import AUTO
 from uspft.config.objectives import OBJECTIVES
 from uspft.layout import Layout
 from uspft.model.build import empty_model
-from uspft.model.hf_config import attention_of, layer_windows
+from uspft.model.hf_config import attention_of
 from uspft.model.tile_sizes import tile_tokens
 from uspft.planner.memory import USABLE_SHARE, Options, memory_of, options_of
 
@@ -61,7 +61,8 @@ def sizes_of(recipe: Recipe, config: Any, shape: ModelShape, *, with_plain: bool
 
     with_plain: whether plain transformers runs there too, in float32, with all logits at once.
     """
-    kinds: list[list[Hashable]] = [[window] for window in layer_windows(config)]
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    kinds: list[list[Hashable]] = [[kind] for kind in types]
     for kind, turned in zip(kinds, getattr(config, "no_rope_layers", None) or (), strict=False):
         kind.append(turned)
     for name, parameter in empty_model(config, config.dtype).named_parameters():

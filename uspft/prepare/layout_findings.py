@@ -55,8 +55,8 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
 def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
     """Return why a model's matrices cannot be split over tensor ranks."""
     key, kind = "parallel_config.model_parallel", shape.model_type
-    if FAMILIES[kind].routed:
-        able = [name for name, family in FAMILIES.items() if not family.routed]
+    if FAMILIES[kind].routed or FAMILIES[kind].states:
+        able = [name for name, one in FAMILIES.items() if not (one.routed or one.states)]
         what = f"splits matrices {layout.tensor} ways, which is not available for `{kind}` yet"
         return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
     algorithm = tensor_algorithm(recipe.parallel_config, layout)

@@ -53,7 +53,7 @@ def attend_over_heads(
     received: tuple[Tensor, ...] = scatter_heads(qkv, tokens, split.ulysses)
     sorting, device = share.sorting, received[0].device
     if sorting is not None:
-        index_T, received_T = share.once(("sorting", device), lambda: _both_ways(sorting, device))
+        index_T, received_T = share.once(("sorting", device), lambda: both_ways(sorting, device))
         received = tuple(x_TnD.index_select(0, index_T) for x_TnD in received)
     inputs = received if mine.sinks is None else (*received, mine.sinks)
     out_ThD = split.inside(attend, inputs) if split.inside else attend(inputs)
@@ -74,7 +74,7 @@ def blocks_over_heads(
     return attend_over_heads(qkv, share, rule, split, inner)
 
 
-def _both_ways(sorting: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+def both_ways(sorting: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (index that sorts, index that undoes it), both on the device."""
     index = put(torch.from_numpy(sorting), device)
     return index, index.argsort()
@@ -110,12 +110,12 @@ class _ScatterHeads(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         split = split_heads(q_tHD.shape[1], k_tGD.shape[1], group.size)
         ctx.parts, ctx.tokens, ctx.group = (split.query, split.kv, split.kv), tokens, group
-        return _scatter((q_tHD, k_tGD, v_tGD), ctx.parts, tokens, group)
+        return exchange_heads((q_tHD, k_tGD, v_tGD), ctx.parts, tokens, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads_TnD: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gather(grads_TnD, ctx.parts, ctx.tokens, ctx.group), None, None
+        return *exchange_back(grads_TnD, ctx.parts, ctx.tokens, ctx.group), None, None
 
 
 class _GatherHeads(torch.autograd.Function):
@@ -124,74 +124,82 @@ class _GatherHeads(torch.autograd.Function):
         ctx: Any, out_ThD: Tensor, split: HeadSplit, tokens: tuple[int, ...], group: Group
     ) -> Tensor:
         ctx.parts, ctx.tokens, ctx.group = (split.query,), tokens, group
-        return _gather((out_ThD,), ctx.parts, tokens, group)[0]
+        return exchange_back((out_ThD,), ctx.parts, tokens, group)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_tHD: Tensor) -> tuple[Tensor | None, ...]:
-        return _scatter((grad_tHD,), ctx.parts, ctx.tokens, ctx.group)[0], None, None, None
+        return exchange_heads((grad_tHD,), ctx.parts, ctx.tokens, ctx.group)[0], None, None, None
 
 
 Parts = tuple[tuple[HeadRange, ...], ...]
 """For each tensor, the range of its heads that each member has."""
 
 
-def _widths(parts: Parts) -> list[int]:
-    """Return how many heads each member has of all tensors together."""
-    return [sum(b - a for a, b in heads) for heads in zip(*parts, strict=True)]
+def _widths(tensors: Sequence[Tensor], parts: Parts) -> list[list[int]]:
+    """Return for each member how many elements of a token it has of each tensor."""
+    dims = [x.shape[-1] for x in tensors]
+    return [
+        [(b - a) * dim for (a, b), dim in zip(heads, dims, strict=True)]
+        for heads in zip(*parts, strict=True)
+    ]
 
 
-def _scatter(
+def exchange_heads(
     tensors_tND: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
 ) -> tuple[Tensor, ...]:
-    """Exchange each tensor [t, N, D] with all heads for [T, n, D] with this member's heads."""
-    own, dim, widths = tokens[group.index], tensors_tND[0].shape[-1], _widths(parts)
-    sizes = [own * width * dim for width in widths]
+    """Exchange each tensor [t, N, D] with all heads for [T, n, D] with this member's heads; tensors
+    may differ in D."""
+    own, widths = tokens[group.index], _widths(tensors_tND, parts)
+    sizes = [own * sum(width) for width in widths]
     send = tensors_tND[0].new_empty(sum(sizes))
     for member, piece in enumerate(send.split(sizes)):
-        at, piece_tnD = 0, piece.view(own, widths[member], dim)
-        for x_tND, heads in zip(tensors_tND, parts, strict=True):
+        columns = piece.view(own, sum(widths[member])).split(widths[member], dim=1)
+        for x_tND, heads, part in zip(tensors_tND, parts, columns, strict=True):
             a, b = heads[member]
-            piece_tnD[:, at : at + b - a] = x_tND[:, a:b]
-            at += b - a
+            part.unflatten(1, (b - a, x_tND.shape[-1])).copy_(x_tND[:, a:b])
     width = widths[group.index]
-    received = all_to_all(send, sizes, [n * width * dim for n in tokens], group)
+    received = all_to_all(send, sizes, [n * sum(width) for n in tokens], group)
     mine = [heads[group.index] for heads in parts]
-    return received.view(sum(tokens), width, dim).split([b - a for a, b in mine], dim=1)
+    columns = received.view(sum(tokens), sum(width)).split(width, dim=1)
+    return tuple(
+        part.unflatten(1, (b - a, x_tND.shape[-1]))
+        for part, x_tND, (a, b) in zip(columns, tensors_tND, mine, strict=True)
+    )
 
 
-def _gather(
+def exchange_back(
     tensors_TnD: Sequence[Tensor], parts: Parts, tokens: tuple[int, ...], group: Group
 ) -> list[Tensor]:
     """Exchange each tensor [T, n, D] with this member's heads for [t, N, D] with all heads, where
-    shared heads add up."""
-    own, dim, widths = tokens[group.index], tensors_TnD[0].shape[-1], _widths(parts)
-    width = widths[group.index]
-    send_TnD = tensors_TnD[0] if len(tensors_TnD) == 1 else torch.cat(list(tensors_TnD), dim=1)
-    sizes = [own * w * dim for w in widths]
-    received = all_to_all(send_TnD.reshape(-1), [n * width * dim for n in tokens], sizes, group)
-    found_tND = []
-    each = zip(received.split(sizes), widths, strict=True)
-    pieces_tnD = [piece.view(own, w, dim) for piece, w in each]
-    at = [0] * len(pieces_tnD)
-    for x_TnD, heads in zip(tensors_TnD, parts, strict=True):
-        found_tND.append(_joined(x_TnD, pieces_tnD, heads, at))
-        at = [start + b - a for start, (a, b) in zip(at, heads, strict=True)]
-    return found_tND
+    shared heads add up; tensors may differ in D."""
+    own, widths = tokens[group.index], _widths(tensors_TnD, parts)
+    width = sum(widths[group.index])
+    flat = [x_TnD.flatten(1) for x_TnD in tensors_TnD]
+    send = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+    sizes = [own * sum(w) for w in widths]
+    received = all_to_all(send.reshape(-1), [n * width for n in tokens], sizes, group)
+    pieces = [
+        piece.view(own, sum(w)).split(w, dim=1)
+        for piece, w in zip(received.split(sizes), widths, strict=True)
+    ]
+    return [
+        _joined(x_TnD, columns, heads)
+        for x_TnD, columns, heads in zip(tensors_TnD, zip(*pieces, strict=True), parts, strict=True)
+    ]
 
 
-def _joined(
-    like: Tensor, pieces_tnD: Sequence[Tensor], heads: Sequence[HeadRange], at: Sequence[int]
-) -> Tensor:
-    """Return all heads [t, N, D] of one tensor from the members' pieces; replicas of a head are
-    summed in float32 or wider.
+def _joined(like: Tensor, pieces: Sequence[Tensor], heads: Sequence[HeadRange]) -> Tensor:
+    """Return all heads [t, N, D] of one tensor from the members' pieces [t, n · D]; replicas of a
+    head are summed in float32 or wider.
 
-    heads: the range of the tensor's heads that each member has. at: where they begin in each piece.
+    heads: the range of the tensor's heads that each member has.
     """
-    shape = len(pieces_tnD[0]), max(b for _, b in heads), like.shape[-1]
+    dim = like.shape[-1]
+    shape = len(pieces[0]), max(b for _, b in heads), dim
     parts = [
-        (piece_tnD[:, start : start + b - a], slice(a, b))
-        for piece_tnD, (a, b), start in zip(pieces_tnD, heads, at, strict=True)
+        (piece.unflatten(1, (b - a, dim)), slice(a, b))
+        for piece, (a, b) in zip(pieces, heads, strict=True)
     ]
     if sum(part_tnD.shape[1] for part_tnD, _ in parts) == shape[1]:
         whole_tND = like.new_empty(shape)

@@ -16,7 +16,7 @@ from uspft.model.tile_sizes import mlp_tile_tokens
 from uspft.model.tiles import Tiled, inner_features, work_in_tiles
 
 TOKENS = 33
-NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
+NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "qwen3_5_text", "qwen3_next")
 TILES = [1, 16, 32, 33]
 """Two of them leave a last tile of one token; in the last all tokens are one tile."""
 
@@ -76,10 +76,12 @@ def test_every_family_is_the_same_in_tiles(kind: str) -> None:
         work_in_tiles(model, tile)
         tiled = [module for module in model.modules() if isinstance(module.forward, Tiled)]
         # Two layers of at least two norms and an MLP, some with norms of heads; the last norm.
-        attention = model.base_model.layers[0].self_attn
+        attention = model.base_model.layers[-1].self_attn
         of_heads = [name for name, _ in attention.named_children() if "norm" in name]
         assert len(of_heads) == 2 * (kind in NORMED)
-        assert len(tiled) in (2 * (3 + len(of_heads)) + 1, 2 * (5 + len(of_heads)) + 1)
+        layers = sum(hasattr(layer, "self_attn") for layer in model.base_model.layers)
+        ofs = layers * len(of_heads)
+        assert len(tiled) in (2 * 3 + ofs + 1, 2 * 5 + ofs + 1)
         found = gradients(checkpointed(model) if number % 2 else model)
         # Norms compute in float32.
         assert apart(found, whole) < 1e-5, tile

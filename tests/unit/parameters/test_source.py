@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +23,13 @@ from uspft.parameters.experts import as_files
 from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders, Shards
-from uspft.parameters.source import FolderWeights, RandomWeights, WeightsError
+from uspft.parameters.source import (
+    FolderWeights,
+    RandomWeights,
+    WeightsError,
+    decays,
+    generator,
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -58,9 +65,26 @@ def test_random_weights_start_as_transformers_start(folder: Path) -> None:
     holders = Holders.of(Shards(Layout()), 0, Groups(), shapes_of(ours))
     fill(ours, torch.float32, RandomWeights(ours, 0, 0.02), holders)
     for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        near = max(0.004, 0.08 / one.numel() ** 0.5)  # of a few numbers, four standard errors
+        spread = (
+            1.4 if name.endswith("A_log") else 0.02
+        )  # of log(uniform(0.01, 16)) and of the rest
+        near = max(0.004, 4 * spread / one.numel() ** 0.5)  # of a few numbers, four standard errors
         assert abs(one.std() - other.std()) < near and abs(one.mean() - other.mean()) < near, name
         assert bool(one.any()) == bool(other.any()), name
+
+
+def test_decays_are_drawn_as_transformers_draws_them() -> None:
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    sizes |= dict(intermediate_size=8, linear_key_head_dim=1, linear_value_head_dim=1)
+    heads = dict(linear_num_key_heads=1, linear_num_value_heads=4096)
+    config = transformers.Qwen3_5TextConfig(**sizes, **heads)
+    theirs = AutoModelForCausalLM.from_config(config).model.layers[0].linear_attn
+    shape = (4096,)
+    for kind in ("A_log", "dt_bias"):
+        ours = decays(kind, shape, generator(0, kind)).sort().values
+        apart = (ours.exp() - getattr(theirs, kind).detach().sort().values.exp()).abs()
+        assert apart.max() < 0.05 * 16 and apart.mean() < 0.02 * 16, kind
+    assert not torch.equal(decays("A_log", shape, generator(1, "")), ours)
 
 
 def test_a_missing_expert_is_missed(folder: Path) -> None:

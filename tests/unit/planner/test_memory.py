@@ -250,6 +250,8 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
     assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
     assert {*FAMILIES} == {*LAYER_KINDS}
+    hybrid = replace(shape, model_type="qwen3_next")
+    assert unpredicted(hybrid, Layout(), 4096) == ("layers with a state",)
     mixed = replace(shape, raw={**shape.raw, "decoder_sparse_step": 2})
     assert unpredicted(mixed, Layout(), 4096) == ("layers without experts beside others",)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from uspft.blocks import Block
 from uspft.segments import Segments
+from uspft.sequence.rows.fragments import Chains, Halo, chains_of, halo_of
 from uspft.sequence.rows.spans import (
     Holding,
     Span,
@@ -53,6 +54,7 @@ class Share:
         self.window = window
         self._made: dict[Hashable, Any] = {}
         held = _lay_end_to_end(rows, orders)
+        self._everyones, self._index = held, context_index
         self.held = tuple(held[context_index])
         self.tokens = tuple(map(tokens_in, held))
         received = [
@@ -83,6 +85,17 @@ class Share:
         inside = found >= 0
         inside[inside] = places[inside] < bounds[found[inside], 1]
         return np.where(inside, found, -1)
+
+    @cached_property
+    def chains(self) -> Chains:
+        """What of each document this ring rank has, and what a state carries to it and from it."""
+        return chains_of([one.spans for one in self.holdings], self.documents, self.ring_index)
+
+    def halo(self, taps: int) -> Halo:
+        """Return what a causal convolution of so many taps needs of the context ranks' tokens."""
+        return self.once(
+            ("halo", taps), lambda: halo_of(self._everyones, self.documents, self._index, taps)
+        )
 
     def with_window(self, window: int | None) -> Share:
         """Return the share of the same tokens under a sliding window."""

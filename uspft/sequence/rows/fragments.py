@@ -1,0 +1,220 @@
+"""Where a state runs through documents whose tokens lie on several ranks, from positions alone.
+
+A fragment is what one holder, a ring rank or a context rank, has of one document in one stretch.
+The fragments of a document in the order of positions are its chain: what a layer with a state has
+of the document's earlier tokens enters each fragment from the one before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from uspft.sequence.rows.spans import Span
+
+NOBODY = -1
+"""The document of padding."""
+
+
+class Fragment(NamedTuple):
+    """Positions [start, stop) of one document on one holder, neighbours joined."""
+
+    start: int
+    stop: int
+    document: int
+    """Its index, or NOBODY."""
+    holder: int
+    local: int
+    """The index of its first token among the holder's."""
+
+    @property
+    def own(self) -> slice:
+        """Where the holder has its tokens."""
+        return slice(self.local, self.local + self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The fragments of one holder, with what enters them from others' and leaves them for others'.
+
+    A fragment's place is its number among the holder's, `mine`.
+    """
+
+    mine: tuple[Fragment, ...]
+    """In the holder's order, padding among them."""
+    documents: tuple[tuple[Fragment, ...], ...]
+    """The chains of those documents of which the holder has a fragment and not the only one."""
+    first: frozenset[Fragment] = field(repr=False)
+    """Those that begin a document."""
+    last: frozenset[Fragment] = field(repr=False)
+    """Those that end one."""
+    crossing: bool
+    """Whether any document lies on several holders, here or elsewhere: whether there is anything
+    to exchange."""
+    sends: tuple[tuple[Fragment, ...], ...]
+    """For each holder those of `mine` of which it has a later fragment of the same document."""
+    takes: tuple[tuple[Fragment, ...], ...]
+    """For each holder those of its fragments before one of `mine`, in the order of its `mine`."""
+    sends_back: tuple[tuple[Fragment, ...], ...]
+    """As sends, of an earlier fragment: for gradients, which run the other way."""
+    takes_back: tuple[tuple[Fragment, ...], ...]
+
+
+def fragments_of(
+    held: Sequence[Sequence[Span]], documents: Sequence[Span]
+) -> list[tuple[Fragment, ...]]:
+    """Return each holder's fragments in its own order, padding among them.
+
+    held: the positions of each holder, in its order. documents: their bounds, sorted.
+    """
+    found = []
+    for holder, spans in enumerate(held):
+        mine: list[Fragment] = []
+        local = 0
+        for span in spans:
+            for start, stop, document in _pieces(span, documents):
+                before = mine[-1] if mine else None
+                if before and (before.stop, before.document) == (start, document):
+                    mine[-1] = before._replace(stop=stop)
+                else:
+                    mine.append(Fragment(start, stop, document, holder, local))
+                local += stop - start
+        found.append(tuple(mine))
+    return found
+
+
+def _pieces(span: Span, documents: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, stop, document) for what a span has of each document and of padding."""
+    at, stop = span
+    number = max(bisect_right(documents, at, key=itemgetter(0)) - 1, 0)
+    while at < stop:
+        while number < len(documents) and documents[number][1] <= at:
+            number += 1
+        first, last = documents[number] if number < len(documents) else (stop, stop)
+        if at < first:
+            yield at, min(first, stop), NOBODY
+        if max(at, first) < min(last, stop):
+            yield max(at, first), min(last, stop), number
+        at = min(max(last, first), stop) if at < last else stop
+
+
+def chains_of(held: Sequence[Sequence[Span]], documents: Sequence[Span], holder: int) -> Chains:
+    """Return the chains that run through a holder's fragments."""
+    every = fragments_of(held, documents)
+    by_document: dict[int, list[Fragment]] = {}
+    for fragments in every:
+        for fragment in fragments:
+            if fragment.document != NOBODY:
+                by_document.setdefault(fragment.document, []).append(fragment)
+    chains = [tuple(sorted(chain)) for chain in by_document.values()]
+    split = [chain for chain in chains if len(chain) > 1]
+    mine = [chain for chain in split if any(f.holder == holder for f in chain)]
+    ahead: dict[int, set[Fragment]] = {n: set() for n in range(len(held))}
+    behind: dict[int, set[Fragment]] = {n: set() for n in range(len(held))}
+    for chain in mine:
+        seen: set[int] = set()
+        for fragment in reversed(chain):
+            for other in seen - {fragment.holder}:
+                ahead[other].add(fragment)
+            seen.add(fragment.holder)
+        seen = set()
+        for fragment in chain:
+            for other in seen - {fragment.holder}:
+                behind[other].add(fragment)
+            seen.add(fragment.holder)
+    return Chains(
+        every[holder],
+        tuple(mine),
+        frozenset(chain[0] for chain in chains),
+        frozenset(chain[-1] for chain in chains),
+        crossing=any(len({f.holder for f in chain}) > 1 for chain in split),
+        sends=tuple(_of(every[holder], ahead[n]) for n in range(len(held))),
+        takes=tuple(_of(fragments, ahead[holder]) for fragments in every),
+        sends_back=tuple(_of(every[holder], behind[n]) for n in range(len(held))),
+        takes_back=tuple(_of(fragments, behind[holder]) for fragments in every),
+    )
+
+
+@dataclass(frozen=True)
+class Halo:
+    """What a causal convolution of a few taps needs of the tokens before each fragment.
+
+    Its input on a rank is laid out as taps − 1 tokens before each fragment and the fragment, one
+    after another. A place in it counts through the rank's own tokens, then those that arrive in the
+    order of the ranks they come from; the place after all of them is zeros.
+    """
+
+    places: NDArray[np.int64]
+    """What stands at each place of the laid-out input."""
+    own: NDArray[np.int64]
+    """Where each of this rank's tokens stands in it."""
+    gives: tuple[NDArray[np.int64], ...]
+    """Which of this rank's tokens go to each other, by their local index."""
+    takes: tuple[int, ...]
+    """How many tokens come from each other."""
+    crossing: bool
+    """Whether any rank, this or another, needs a token of another."""
+    whole: bool
+    """Whether this rank's tokens are one stretch and nobody needs another's: there is nothing to
+    lay out."""
+
+
+def halo_of(
+    held: Sequence[Sequence[Span]], documents: Sequence[Span], rank: int, taps: int
+) -> Halo:
+    """Return what a causal convolution needs on one rank.
+
+    held: the positions of each rank, in its order. documents: their bounds, sorted.
+    """
+    every = fragments_of(held, documents)
+    homes = sorted((f.start, f.stop, f.holder, f.local) for own in every for f in own)
+    starts = [start for start, *_ in homes]
+
+    def home(position: int) -> tuple[int, int]:
+        start, _, holder, local = homes[bisect_right(starts, position) - 1]
+        return holder, local + position - start
+
+    def before(fragment: Fragment) -> range:
+        if fragment.document == NOBODY:
+            return range(0)
+        first = documents[fragment.document][0]
+        return range(max(first, fragment.start - taps + 1), fragment.start)
+
+    # What each rank needs of others, each position once, in the order of positions.
+    wanted = [
+        sorted({p for f in own for p in before(f) if home(p)[0] != other})
+        for other, own in enumerate(every)
+    ]
+    gives = [
+        np.array([home(p)[1] for p in wanted[other] if home(p)[0] == rank], np.int64)
+        for other in range(len(held))
+    ]
+    come = [[p for p in wanted[rank] if home(p)[0] == other] for other in range(len(held))]
+    tokens = sum(stop - start for start, stop in held[rank])
+    arrived = {p: tokens + n for n, p in enumerate(p for some in come for p in some)}
+    nothing = tokens + len(arrived)
+    places: list[NDArray[np.int64]] = []
+    own, at = np.empty(tokens, np.int64), 0
+    for fragment in every[rank]:
+        near = [arrived[p] if p in arrived else home(p)[1] for p in before(fragment)]
+        length = fragment.stop - fragment.start
+        places += [
+            np.array([nothing] * (taps - 1 - len(near)) + near, np.int64),
+            np.arange(fragment.local, fragment.local + length),
+        ]
+        own[fragment.own] = np.arange(length) + at + taps - 1
+        at += taps - 1 + length
+    laid = np.concatenate([np.empty(0, np.int64), *places])
+    crossing = any(map(len, wanted))
+    whole = not crossing and len(every[rank]) <= 1
+    return Halo(laid, own, tuple(gives), tuple(map(len, come)), crossing, whole)
+
+
+def _of(fragments: Sequence[Fragment], wanted: set[Fragment]) -> tuple[Fragment, ...]:
+    return tuple(f for f in fragments if f in wanted)

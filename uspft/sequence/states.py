@@ -1,0 +1,276 @@
+"""Layers with a state under context parallelism: the state passes from rank to rank, tokens stay.
+
+A gated delta net takes a state S [K, V] a head through its tokens, S ← e^g (I − β k kᵀ) S + β k vᵀ
+(arXiv 2412.06464). Of a whole fragment that is S ← M S + S₀, and both are what the rule itself
+makes of v widened to [0 | v] and the state [I | 0]. Ranks exchange these summaries, each composes
+the state that enters its fragments, and the gradient of a state runs the other way:
+dS ← Mᵀ dS + dS₀. What travels does not depend on the row's length.
+
+Shapes, as suffixes: T tokens of the ring rank; H value heads, G key heads; K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from uspft.comm import Group, all_to_all
+from uspft.sequence.rows.fragments import NOBODY, Chains, Fragment
+
+
+class Mixed(NamedTuple):
+    """What the rule of a layer with a state takes of each token."""
+
+    q: Tensor
+    """[T, G, K]."""
+    k: Tensor
+    """[T, G, K]."""
+    v: Tensor
+    """[T, H, V], H a multiple of G: consecutive value heads share a key head."""
+    g: Tensor
+    """[T, H]: the logarithm of what the state keeps, in float32 or wider."""
+    beta: Tensor
+    """[T, H]: how much of the state's answer is replaced."""
+
+
+class StateRule(Protocol):
+    """The rule, differentiable: tokens and the state that enters → out [T, H, V] in v's dtype and
+    the state [H, K, V] that leaves, in float32 or wider."""
+
+    def __call__(self, x: Mixed, state: Tensor | None) -> tuple[Tensor, Tensor]: ...
+
+
+def mix_over_states(x: Mixed, chains: Chains, rule: StateRule, group: Group) -> Tensor:
+    """Return the rule's out [T, H, V] of a ring rank's tokens, each document from its own first
+    token on; zeros for padding. Differentiable; collective over the ring where documents cross
+    ranks.
+
+    The layer of arXiv 2412.06464 over sequence pieces, as LASP-2 exchanges states (2502.07563).
+    """
+    out: Tensor = _OverStates.apply(*x, chains, rule, group)
+    return out
+
+
+class _OverStates(torch.autograd.Function):
+    """Keeps its inputs, the states that entered and how fragments pass states on; the backward
+    makes the graph of each fragment again.
+
+    A graph kept from the forward would hold all that the rule does, and under checkpointing its
+    saved tensors would make the layer run again at every use. One function has both transfers, so
+    that a rank whose tokens use nothing that arrives takes part in the backward's too; and it is
+    one whatever documents a rank has, so that ZeRO-3 meets modules in one order on all ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TGK: Tensor,
+        k_TGK: Tensor,
+        v_THV: Tensor,
+        g_TH: Tensor,
+        beta_TH: Tensor,
+        chains: Chains,
+        rule: StateRule,
+        group: Group,
+    ) -> Tensor:
+        x = Mixed(q_TGK, k_TGK, v_THV, g_TH, beta_TH)
+        out: dict[Fragment, Tensor] = {}
+        summaries: dict[Fragment, _Summary] = {}
+        for fragment in _real(chains.mine):
+            part = _part(x, fragment)
+            if fragment in chains.first:
+                out[fragment], state = rule(part, None)
+                summaries[fragment] = _Summary(None, state)
+            elif fragment not in chains.last:
+                summaries[fragment] = _summary(part, rule)
+        like = _state_like(x)
+        ways = chains.sends, chains.takes, chains.first
+        every = summaries | _exchanged(summaries, ways, group, like, crossing=chains.crossing)
+        entering = entering_states(chains, every)
+        for fragment, state in entering.items():
+            out[fragment] = rule(_part(x, fragment), state)[0]
+        kept = [f for f in chains.mine if f in entering and f not in chains.last]
+        passes = [summaries[f].passes for f in kept]
+        ctx.save_for_backward(*x, *entering.values(), *(m for m in passes if m is not None))
+        ctx.of = chains, rule, group, tuple(entering), tuple(kept)
+        return _laid(v_THV, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_THV: Tensor) -> tuple[Tensor | None, ...]:
+        chains, rule, group, entered, kept = ctx.of
+        saved = ctx.saved_tensors
+        states, passes = saved[5 : 5 + len(entered)], saved[5 + len(entered) :]
+        passes = dict(zip(kept, passes, strict=True))
+        with torch.enable_grad():
+            x = Mixed(*(t.detach().requires_grad_() for t in saved[:5]))
+            state_of = {
+                f: s.detach().requires_grad_() for f, s in zip(entered, states, strict=True)
+            }
+            out, leaving = {}, {}
+            for fragment in _real(chains.mine):
+                out[fragment], end = rule(_part(x, fragment), state_of.get(fragment))
+                if fragment not in chains.last:
+                    leaving[fragment] = end
+            laid = _laid(x.v, out)
+        needed = list(state_of.values())
+        local = torch.autograd.grad(laid, needed, dout_THV, retain_graph=True) if needed else ()
+        like = _state_like(x)
+        mine = {f: _Summary(passes.get(f), d) for f, d in zip(state_of, local, strict=True)}
+        ways = chains.sends_back, chains.takes_back, chains.last
+        every = mine | _exchanged(mine, ways, group, like, crossing=chains.crossing)
+        dleaving = leaving_gradients(chains, every)
+        ends = [f for f in leaving if f in dleaving]
+        grads = torch.autograd.grad(
+            [laid, *(leaving[f] for f in ends)],
+            x,
+            [dout_THV, *(dleaving[f] for f in ends)],
+            allow_unused=True,  # a rank of padding alone uses none of them
+            materialize_grads=True,
+        )
+        return *grads, None, None, None
+
+
+class _Summary(NamedTuple):
+    """What a fragment makes of the state that enters it, or of the gradient of the one that leaves:
+    passes · state + adds; transposed for gradients."""
+
+    passes: Tensor | None
+    """[H, K, K]; None where nothing enters."""
+    adds: Tensor
+    """[H, K, V]."""
+
+
+def _summary(x: Mixed, rule: StateRule) -> _Summary:
+    """Return how a fragment passes a state on, from the rule itself on a wider state."""
+    heads, key, value = x.v.shape[1], x.k.shape[2], x.v.shape[2]
+    wide = torch.cat([x.v.new_zeros(*x.v.shape[:2], key), x.v], dim=-1)
+    like = _state_like(x)
+    start = torch.cat([torch.eye(key).to(like), like.new_zeros(key, value)], dim=-1)
+    _, end = rule(x._replace(v=wide), start.expand(heads, key, key + value))
+    passes, adds = end.split([key, value], dim=-1)
+    return _Summary(passes.contiguous(), adds.contiguous())
+
+
+def _state_like(x: Mixed) -> Tensor:
+    """Return an empty tensor of a state's dtype and device, with the shape [0, H, K, V]."""
+    dtype = torch.promote_types(x.v.dtype, torch.float32)
+    return x.v.new_empty((0, x.v.shape[1], x.k.shape[2], x.v.shape[2]), dtype=dtype)
+
+
+_Ways = tuple[Sequence[Sequence[Fragment]], Sequence[Sequence[Fragment]], frozenset[Fragment]]
+"""Which fragments' summaries go to each rank, which come from each, and which only add, being the
+first, or the last for gradients."""
+
+
+def _exchanged(
+    mine: Mapping[Fragment, _Summary],
+    ways: _Ways,
+    group: Group,
+    like: Tensor,
+    *,
+    crossing: bool,
+) -> dict[Fragment, _Summary]:
+    """Exchange summaries with the ring, each to those that have a use for it; nothing moves where
+    no document crosses ranks."""
+    if not crossing:
+        return {}
+    sends, takes, alone = ways
+    _, heads, key, value = like.shape
+    adds, passes = heads * key * value, heads * key * key
+
+    def size(fragments: Iterable[Fragment]) -> int:
+        return sum(adds if f in alone else adds + passes for f in fragments)
+
+    parts = [
+        part.to(like).reshape(-1)
+        for fragments in sends
+        for f in fragments
+        for part in mine[f]
+        if part is not None
+    ]
+    send = torch.cat([like.reshape(-1), *parts])
+    got = all_to_all(
+        send, [size(one) for one in sends], [size(one) for one in takes], group, "state"
+    )
+    found: dict[Fragment, _Summary] = {}
+    at = 0
+    for fragment in (f for one in takes for f in one):
+        first = None
+        if fragment not in alone:
+            first, at = got[at : at + passes].view(heads, key, key), at + passes
+        found[fragment] = _Summary(first, got[at : at + adds].view(heads, key, value))
+        at += adds
+    return found
+
+
+def entering_states(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
+    """Return the state that enters each of this rank's fragments that do not begin a document."""
+    holder = _holder(chains)
+    found: dict[Fragment, Tensor] = {}
+    for chain in chains.documents:
+        state: Tensor | None = None
+        left = sum(f.holder == holder for f in chain)
+        for fragment in chain:
+            if fragment.holder == holder:
+                left -= 1
+                if state is not None:
+                    found[fragment] = state
+            if not left:
+                break
+            passes, adds = every[fragment]
+            state = adds if state is None or passes is None else passes @ state + adds
+    return {f: found[f] for f in chains.mine if f in found}
+
+
+def leaving_gradients(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
+    """Return the gradient of the state that leaves each of this rank's fragments that do not end a
+    document."""
+    holder = _holder(chains)
+    found: dict[Fragment, Tensor] = {}
+    for chain in chains.documents:
+        grad: Tensor | None = None
+        left = sum(f.holder == holder for f in chain)
+        for fragment in reversed(chain):
+            if fragment.holder == holder:
+                left -= 1
+                if grad is not None:
+                    found[fragment] = grad
+            if not left:
+                break
+            passes, adds = every[fragment]
+            grad = adds if grad is None or passes is None else passes.mT @ grad + adds
+    return found
+
+
+def _holder(chains: Chains) -> int:
+    return chains.mine[0].holder if chains.mine else NOBODY
+
+
+def _real(fragments: Sequence[Fragment]) -> list[Fragment]:
+    """Return those that are of a document."""
+    return [f for f in fragments if f.document != NOBODY]
+
+
+def _part(x: Mixed, fragment: Fragment) -> Mixed:
+    return Mixed(*(t[fragment.own] for t in x))
+
+
+def _laid(like_THV: Tensor, parts: Mapping[Fragment, Tensor]) -> Tensor:
+    """Return the fragments' tokens at their places, zeros elsewhere."""
+    if not parts:
+        return like_THV * 0
+    order = sorted(parts, key=lambda f: f.local)
+    pieces, at = [], 0
+    for fragment in order:
+        if fragment.local > at:
+            pieces.append(like_THV.new_zeros(fragment.local - at, *like_THV.shape[1:]))
+        pieces.append(parts[fragment])
+        at = fragment.own.stop
+    if at < len(like_THV):
+        pieces.append(like_THV.new_zeros(len(like_THV) - at, *like_THV.shape[1:]))
+    return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
