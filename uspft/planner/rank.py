@@ -153,17 +153,18 @@ def ranked(
     own: bool = False,
     needs_of: Needs | None = None,
     closely: bool = True,
+    memo: price.Memo | None = None,
 ) -> Ranked:
     """Return a way with what a step takes and needs.
 
-    needs_of: what has been worked out of other ways' memory.
+    needs_of, memo: what has been worked out of other ways' memory and of their steps.
     """
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
         shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
     algorithm = way.algorithm(step, hardware.ranks_per_host)
     waits_of = simulated if closely else estimated
-    time = price.step_time(shape, way.layout, algorithm, hardware, waits_of)
+    time = price.step_time(shape, way.layout, algorithm, hardware, waits_of, memo)
     asked = replace(options_under(way, options), step_rows=step.step_rows)
     needs = needs_of or Needs(step.model, step.row.length)
     card = hardware.memory.bytes if hardware.device else None
@@ -192,12 +193,11 @@ def ranking(
     others = [way for way in found.legal if own is None or way.name != own.name]
     listed = others if own is None else [own, *others]
     needs, search = Needs(step.model, step.row.length), replace(step, dealt=False)
+    memo: price.Memo = {}
 
     def one(way: Way, given: StepShape, *, closely: bool) -> Ranked:
-        own_one = way == own
-        return ranked(
-            given, way, hardware, options, own=own_one, needs_of=needs, closely=closely or own_one
-        )
+        asked = {"own": way == own, "closely": closely or way == own}
+        return ranked(given, way, hardware, options, needs_of=needs, memo=memo, **asked)
 
     every = [one(way, search, closely=False) for way in listed]
     order, marked = _in_order(every), [one for one in every if one.own]

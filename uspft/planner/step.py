@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 from uspft.families import NO_KEYS, ModelShape
 from uspft.layout import COPIES, Layout
@@ -40,6 +41,8 @@ from uspft.planner.wire import gathered_elements, wire_of
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 
+Made = TypeVar("Made")
+
 NOT_PREDICTED = (
     "the time of offloading and MLPs in tiles",
     "host time: Python, reading data, launches that a device waits for",
@@ -57,6 +60,8 @@ LOSS_PASSES = 8
 """Times that a tile of logits in float32 is read or written (model/loss.py)."""
 
 
+Memo = dict[Hashable, Any]
+"""What parts of a step take, by all that they depend on beside the step and the machine."""
 WaitsOf = Callable[[PipelineCosts, Schedule, int], PipelineWaits]
 """A function that says what a number of micro-batches wait for in a pipeline."""
 
@@ -67,10 +72,14 @@ def step_time(
     algorithm: Algorithm,
     hardware: Hardware,
     waits_of: WaitsOf = estimated,
+    memo: Memo | None = None,
 ) -> StepTime:
-    """Return what a step takes; the algorithm splits its rows at the layout's degrees."""
+    """Return what a step takes; the algorithm splits its rows at the layout's degrees.
+
+    memo: what has been worked out of other layouts of the same step and machine.
+    """
     if layout.pipeline > 1:
-        return _pipeline_time(step, layout, algorithm, hardware, waits_of)
+        return _pipeline_time(step, layout, algorithm, hardware, waits_of, memo)
     passes = step.passes(layout)
     one = forward_and_backward(step, layout, algorithm, hardware)
     behind = sum(part.seconds for part in one if part.name in HIDING)
@@ -385,11 +394,12 @@ def _pipeline_time(
     algorithm: Algorithm,
     hardware: Hardware,
     waits_of: WaitsOf,
+    memo: Memo | None,
 ) -> StepTime:
     """Return what a step of a pipeline takes: the parts of the rank that has most to do, what it
     waits for, and once a step what the rank with most parameters does."""
     passes = step.passes(layout)
-    costs, most, held = pipeline_costs(step, layout, algorithm, hardware)
+    costs, most, held = pipeline_costs(step, layout, algorithm, hardware, memo)
     waits = waits_of(costs, step.schedule, passes)
     sent = 2 * passes * costs.virtual
     seconds = max(sent * max(costs.links), waits.messages)
@@ -408,18 +418,40 @@ def _pipeline_time(
 
 
 def pipeline_costs(
-    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware
+    step: StepShape,
+    layout: Layout,
+    algorithm: Algorithm,
+    hardware: Hardware,
+    memo: Memo | None = None,
 ) -> tuple[PipelineCosts, list[StepPart], HeldBytes]:
     """Return what a micro-batch takes in each stage, the parts of it on the rank that has most to
     do, and what the rank holds that has most parameters.
 
-    ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step.
+    ZeRO-3 fetches no weights ahead, since DeepSpeed finds another order of them in each step. memo:
+    as of step_time.
     """
-    windows = tuple(step.windows)
-    stages = stages_of(
-        step.model, windows, step.row.length, layout.pipeline, step.schedule, again=step.recompute
+    windows, memo = tuple(step.windows), {} if memo is None else memo
+    stages = _once(
+        memo,
+        ("stages", layout.pipeline, step.schedule, step.recompute),
+        lambda: stages_of(
+            step.model,
+            windows,
+            step.row.length,
+            layout.pipeline,
+            step.schedule,
+            again=step.recompute,
+        ),
     )
-    one_of, outside = _apart(step, layout, algorithm, hardware)
+    # Neither replicas nor stages change what a rank does with a micro-batch.
+    degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
+    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt
+    slices = None if step.slices is None else tuple(step.slices)
+    one_of, outside = _once(
+        memo,
+        ("apart", *degrees, layout.data * layout.pipeline, algorithm, *runs, slices),
+        lambda: _apart(step, layout, algorithm, hardware),
+    )
     plain, ranks = list[float](), dict[tuple[object, ...], tuple[list[StepPart], HeldBytes]]()
     kinds = list[tuple[object, ...]]()
     for rank in range(stages.ranks):
@@ -431,7 +463,11 @@ def pipeline_costs(
             continue
         parts = [part.times(n) for window, n in layers.items() for part in one_of[window]]
         parts += outside * last
-        held = _held_bytes(step, layout, stages, rank)
+        held = _once(
+            memo,
+            ("held", layout.mesh_rows, layout.mesh_columns, stages, rank, step.gradient_bytes),
+            partial(_held_bytes, step, layout, stages, rank),
+        )
         behind = sum(part.seconds for part in parts if part.name in HIDING)
         moved = zero_in_each_pass(step, layout, hardware, held)
         soon = hidden_behind(step, [one for one in moved if one.name != "weights"], behind)
@@ -452,6 +488,14 @@ def pipeline_costs(
     )
     most = ranks[kinds[whole.index(max(whole))]][0]
     return costs, most, max((held for _, held in ranks.values()), key=lambda one: one.gradients)
+
+
+def _once(memo: Memo, key: Hashable, make: Callable[[], Made]) -> Made:
+    """Return what make() gave the first time that key was asked for."""
+    if key not in memo:
+        memo[key] = make()
+    found: Made = memo[key]
+    return found
 
 
 def _apart(
