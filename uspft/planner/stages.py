@@ -100,9 +100,18 @@ def links_of(
             (True, Spread(2, 1, min(apart, host))),
         )
     }
+    return tuple(seconds[leaves] for leaves in _leave_hosts(stages, apart, host))
 
-    def crosses(stage: int) -> bool:
+
+@lru_cache(maxsize=1024)
+def _leave_hosts(stages: Stages, apart: int, host: int) -> tuple[bool, ...]:
+    """Return whether messages of each stage but the last go to another host.
+
+    apart: ranks of a stage. host: ranks of a host.
+    """
+
+    def leaves(stage: int) -> bool:
         here, there = (stages.rank_of(one) * apart for one in (stage, stage + 1))
         return any((here + rank) // host != (there + rank) // host for rank in (0, apart - 1))
 
-    return tuple(seconds[crosses(stage)] for stage in range(stages.count - 1))
+    return tuple(leaves(stage) for stage in range(stages.count - 1))

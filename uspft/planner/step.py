@@ -452,17 +452,13 @@ def pipeline_costs(
         ("apart", *degrees, layout.data * layout.pipeline, algorithm, *runs, slices),
         lambda: _apart(step, layout, algorithm, hardware),
     )
-    plain, ranks = list[float](), dict[tuple[object, ...], tuple[list[StepPart], HeldBytes]]()
-    kinds = list[tuple[object, ...]]()
-    for rank in range(stages.ranks):
-        mine = [stages.layers(stage) for stage in range(rank, stages.count, stages.ranks)]
-        layers = Counter(windows[layer] for each in mine for layer in each)
-        last = rank == stages.ranks - 1
-        kinds.append((tuple(sorted(layers.items(), key=str)), rank == 0, last))
-        if kinds[-1] in ranks:
+    by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, windows))
+    ranks = dict[_LayersOfRank, tuple[list[StepPart], HeldBytes]]()
+    for rank, kind in enumerate(by_rank):
+        if kind in ranks:
             continue
-        parts = [part.times(n) for window, n in layers.items() for part in one_of[window]]
-        parts += outside * last
+        parts = [part.times(n) for window, n in kind.layers for part in one_of[window]]
+        parts += outside * kind.last
         held = _once(
             memo,
             ("held", layout.mesh_rows, layout.mesh_columns, stages, rank, step.gradient_bytes),
@@ -472,22 +468,47 @@ def pipeline_costs(
         moved = zero_in_each_pass(step, layout, hardware, held)
         soon = hidden_behind(step, [one for one in moved if one.name != "weights"], behind)
         parts += [*soon, *(one for one in moved if one.name == "weights")]
-        ranks[kinds[-1]] = parts, held
+        ranks[kind] = parts, held
     of_window = {window: _seconds(parts) for window, parts in one_of.items()}
-    for stage in range(stages.count):
-        more = _seconds(outside) if stage == stages.count - 1 else 0.0
-        plain.append(more + sum(of_window[windows[layer]] for layer in stages.layers(stage)))
-    whole = [_seconds(ranks[kind][0]) for kind in kinds]
+    plain = [sum(of_window[window] * n for window, n in layers) for layers in by_stage]
+    plain[-1] += _seconds(outside)
+    seconds = {kind: _seconds(parts) for kind, (parts, _) in ranks.items()}
+    whole = [seconds[kind] for kind in by_rank]
     # What ZeRO moves is spread over a rank's stages as the rest is.
     scale = [all_of_it / sum(plain[r :: stages.ranks]) for r, all_of_it in enumerate(whole)]
     costs = PipelineCosts(
-        tuple(seconds * scale[stage % stages.ranks] for stage, seconds in enumerate(plain)),
+        tuple(each * scale[stage % stages.ranks] for stage, each in enumerate(plain)),
         links_of(step, layout, hardware, stages),
         1 / (2 + step.forwards),
         stages.ranks,
     )
-    most = ranks[kinds[whole.index(max(whole))]][0]
+    most = ranks[by_rank[whole.index(max(whole))]][0]
     return costs, most, max((held for _, held in ranks.values()), key=lambda one: one.gradients)
+
+
+_Layers = tuple[tuple[int | None, int], ...]
+"""How many layers there are with each window."""
+
+
+class _LayersOfRank(NamedTuple):
+    """What a rank along a pipeline has of the model, as far as time is concerned."""
+
+    layers: _Layers
+    first: bool
+    last: bool
+
+
+def _layers_of(
+    stages: Stages, windows: Sequence[int | None]
+) -> tuple[list[_LayersOfRank], list[_Layers]]:
+    """Return what each rank along a pipeline has, and each stage."""
+    by_stage = [Counter(windows[n] for n in stages.layers(s)) for s in range(stages.count)]
+    by_rank = [sum(by_stage[r :: stages.ranks], Counter()) for r in range(stages.ranks)]
+    last = stages.ranks - 1
+    return [
+        _LayersOfRank(tuple(sorted(one.items(), key=str)), rank == 0, rank == last)
+        for rank, one in enumerate(by_rank)
+    ], [tuple(one.items()) for one in by_stage]
 
 
 def _once(memo: Memo, key: Hashable, make: Callable[[], Made]) -> Made:

@@ -237,17 +237,25 @@ def wrong_in(
 
     asked: the keys that are left open. Where nothing predicts memory, they get what needs least.
     """
-    row = recipe.data.sequence_length
+    row, known = recipe.data.sequence_length, dict[tuple[object, ...], str | None]()
 
     def why_not(way: Way) -> str | None:
+        # What layers make again changes nothing here.
+        runs = way.splits_tokens, way.stage, way.rows, way.schedule, way.options
+        key = way.layout, way.row.name, *runs
+        if key not in known:
+            known[key] = wrong(way)
+        return known[key]
+
+    def wrong(way: Way) -> str | None:
         tried = in_recipe(recipe, way)
         more = (ROWS in asked and way.rows > 1) or (STAGE in asked and way.stage != 3)
         if more and hardware.device:
             options = options_of(tried, way.layout)
             if unpredicted(shape, way.layout, row, options=options):
                 return "nothing predicts its memory, and more rows or a lower stage need more"
-        wrong = layout_findings(tried, way.layout, shape)
-        return wrong[0][1] if wrong else None
+        found = layout_findings(tried, way.layout, shape)
+        return found[0][1] if found else None
 
     return why_not
 
