@@ -41,7 +41,7 @@ from uspft.planner.wire import gathered_elements, wire_of
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 
-Made = TypeVar("Made")
+Priced = TypeVar("Priced")
 
 NOT_PREDICTED = (
     "the time of offloading and MLPs in tiles",
@@ -511,11 +511,11 @@ def _layers_of(
     ], [tuple(one.items()) for one in by_stage]
 
 
-def _once(memo: Memo, key: Hashable, make: Callable[[], Made]) -> Made:
+def _once(memo: Memo, key: Hashable, make: Callable[[], Priced]) -> Priced:
     """Return what make() gave the first time that key was asked for."""
     if key not in memo:
         memo[key] = make()
-    found: Made = memo[key]
+    found: Priced = memo[key]
     return found
 
 
