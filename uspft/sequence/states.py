@@ -210,41 +210,37 @@ def _exchanged(
 
 def entering_states(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
     """Return the state that enters each of this rank's fragments that do not begin a document."""
-    holder = _holder(chains)
-    found: dict[Fragment, Tensor] = {}
-    for chain in chains.documents:
-        state: Tensor | None = None
-        left = sum(f.holder == holder for f in chain)
-        for fragment in chain:
-            if fragment.holder == holder:
-                left -= 1
-                if state is not None:
-                    found[fragment] = state
-            if not left:
-                break
-            passes, adds = every[fragment]
-            state = adds if state is None or passes is None else passes @ state + adds
-    return {f: found[f] for f in chains.mine if f in found}
+    return _carried(chains, every, back=False)
 
 
 def leaving_gradients(chains: Chains, every: Mapping[Fragment, _Summary]) -> dict[Fragment, Tensor]:
     """Return the gradient of the state that leaves each of this rank's fragments that do not end a
     document."""
+    return _carried(chains, every, back=True)
+
+
+def _carried(
+    chains: Chains, every: Mapping[Fragment, _Summary], *, back: bool
+) -> dict[Fragment, Tensor]:
+    """Return what the fragments before each of this rank's make together; back: those behind it."""
     holder = _holder(chains)
     found: dict[Fragment, Tensor] = {}
     for chain in chains.documents:
-        grad: Tensor | None = None
+        so_far: Tensor | None = None
         left = sum(f.holder == holder for f in chain)
-        for fragment in reversed(chain):
+        for fragment in reversed(chain) if back else chain:
             if fragment.holder == holder:
                 left -= 1
-                if grad is not None:
-                    found[fragment] = grad
+                if so_far is not None:
+                    found[fragment] = so_far
             if not left:
                 break
             passes, adds = every[fragment]
-            grad = adds if grad is None or passes is None else passes.mT @ grad + adds
-    return found
+            if so_far is None or passes is None:
+                so_far = adds
+            else:
+                so_far = (passes.mT if back else passes) @ so_far + adds
+    return {f: found[f] for f in chains.mine if f in found}
 
 
 def _holder(chains: Chains) -> int:
