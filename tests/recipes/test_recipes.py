@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
 from uspft.config import Recipe, load
 from uspft.config.recipe import ModelBlock
 from uspft.families import ModelShape, read_shape
+from uspft.families.multimodal import loading_class
 from uspft.prepare.invocation import CONFIGS
 
 ROOT = Path(__file__).parents[2]
@@ -105,14 +107,30 @@ WANTED = {
     "qwen3-8b-text-ring-64k.yaml": Wanted(
         8, "each row shared by 8 (zigzag ring), 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
+    "qwen3.5-9b-text-planned-128k.yaml": Wanted(
+        8, "each row shared by 8 (exchange planned by the row), 1 row at a time; ZeRO-3, bfloat16"
+    ),
+    "qwen3.5-9b-lora-whole-32k.yaml": Wanted(
+        1, "each row whole on one process, 1 row at a time; ZeRO-1, bfloat16 on cuda"
+    ),
+    "qwen3-next-80b-a3b-text-hybrid-128k-64gpu.yaml": Wanted(
+        64, "each row shared by 8 (Ulysses 2 × ring 4), 8 rows at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "gemma3-12b-chat-ulysses-32k.yaml": Wanted(
+        8, "each row shared by 8 (Ulysses), 1 row at a time; ZeRO-3, bfloat16 on cuda"
+    ),
     "qwen3-0.6b-chat-whole-8k.yaml": Wanted(
         1, "each row whole on one process, 1 row at a time; ZeRO-1, bfloat16 on cuda"
     ),
 }
 FOR_GPUS = sorted(set(WANTED) - {QUICKSTART})
 
-# As the models' publishers count them (safetensors on the hub, tied embeddings once).
+# As the models' publishers count them (safetensors on the hub, tied embeddings once), but for
+# Qwen3.5's and Qwen3-Next's, which are transformers' count of the config: without `mtp.*`.
 PARAMETERS = {
+    "Qwen--Qwen3.5-9B.json": 9_409_813_744,
+    "Qwen--Qwen3-Next-80B-A3B-Instruct.json": 79_674_391_296,
+    "google--gemma-3-12b-it.json": 12_187_325_040,
     "Qwen--Qwen2.5-0.5B.json": 494_032_768,
     "Qwen--Qwen2.5-1.5B.json": 1_543_714_304,
     "Qwen--Qwen2.5-7B.json": 7_615_616_512,
@@ -155,7 +173,7 @@ def bases(path: Path) -> list[Path]:
 def test_the_files_are_found() -> None:
     assert set(RECIPES) == set(WANTED)
     assert set(MODELS) == {*PARAMETERS, "quickstart.json"}
-    assert len(MODELS) == 17
+    assert len(MODELS) == 20
     assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 9 + ["zero"] * 4
 
 
@@ -219,7 +237,10 @@ def test_a_recipe_is_named_after_what_it_holds(name: str) -> None:
     assert built is not None
     found = recipe(name)
     model = (found.model.name_or_path or "").split("/")[1].lower().removesuffix("-instruct")
-    assert model.replace("llama-", "llama") == built["model"]
+    assert (
+        model.replace("llama-", "llama").replace("gemma-", "gemma").removesuffix("-it")
+        == built["model"]
+    )
     assert found.data.format == ("text" if built["task"] == "text" else "messages")
     assert (found.data.chat_template is not None) == (built["task"] in ("chat", "lora"))
     assert (found.model.adapter is not None) == (built["task"] == "lora")
@@ -276,7 +297,7 @@ def test_every_fragment_is_used(name: str) -> None:
 def test_a_models_shape_has_as_many_parameters_as_published(name: str) -> None:
     config = AutoConfig.from_pretrained(ROOT / "configs/models" / name, local_files_only=True)
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = getattr(transformers, loading_class(config.to_dict())).from_config(config)
     model.tie_weights()
     assert {p.device for p in model.parameters()} == {torch.device("meta")}
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
@@ -287,9 +308,11 @@ def test_a_models_shape_is_read_as_transformers_reads_it(name: str) -> None:
     hub_id = name.removesuffix(".json").replace("--", "/")
     shape = read_shape(ModelBlock(name_or_path=hub_id), CONFIGS)
     assert isinstance(shape, ModelShape)
-    config = AutoConfig.from_pretrained(ROOT / "configs/models" / name, local_files_only=True)
+    whole = AutoConfig.from_pretrained(ROOT / "configs/models" / name, local_files_only=True)
+    config = whole.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // shape.heads
-    assert shape.rope == config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    assert shape.rope is not None and shape.rope.items() <= rope.items()
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -299,5 +322,5 @@ def test_a_models_shape_is_read_as_transformers_reads_it(name: str) -> None:
         config.num_hidden_layers,
         config.hidden_size,
         config.max_position_embeddings,
-        config.tie_word_embeddings,
+        whole.tie_word_embeddings,
     )

@@ -22,6 +22,12 @@ _STATES: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "full_attention_interval": 2,
 }
+_EXPERTS = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
 _MROPE = {
     "rope_type": "default",
     "rope_theta": 1e4,
@@ -80,16 +86,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_text": ("Qwen3_5Text", _STATES | {"head_dim": 16, "rope_parameters": _MROPE}),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        _STATES | _EXPERTS | {"head_dim": 16, "rope_parameters": _MROPE},
+    ),
     "qwen3_next": (
         "Qwen3Next",
-        _STATES
-        | {
-            "head_dim": 16,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 24,
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-        },
+        _STATES | _EXPERTS | {"head_dim": 16},
     ),
 }
 """By model_type: transformers' name, and what of its config is not LLaMA's. A further family is a
@@ -138,14 +141,19 @@ def make_model(folder: Path, kind: str, *, heads: int = 4, kv_heads: int = 4, **
         **{"max_position_embeddings": 512, **own, **extra},
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
+    settle(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def settle(model: Any) -> None:
+    """Give a model random biases and norms, and states that last."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # with transformers' own a state is forgotten at once
                 parameter.copy_((0.02 + 0.5 * torch.rand_like(parameter)).log())
             elif parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
 
 
 @dataclass(frozen=True)
@@ -194,17 +202,19 @@ def reference(
     row: int | None = None,
     besides: Callable[[Any, int], torch.Tensor] | None = None,
     prepare: Callable[[Any], dict[str, torch.nn.Parameter]] | None = None,
+    loads: Any = transformers.AutoModelForCausalLM,
 ) -> Reference:
     """Each document alone; loss = sum over a step's targets ÷ their number; AdamW, decay 1.0.
 
     rate: of every step, or of each; rope: rotary parameters; row: the length that their frequencies
     are for, where it matters; besides: of the model and a step's index (from 0), a loss that takes
-    part in the gradient alone; prepare: changes the model, and returns what trains by name.
+    part in the gradient alone; prepare: changes the model, and returns what trains by name; loads:
+    the class that loads it.
     """
     config = transformers.AutoConfig.from_pretrained(model)
     if rope:
         config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **rope}
-    net = transformers.AutoModelForCausalLM.from_pretrained(
+    net = loads.from_pretrained(
         model, config=config, attn_implementation="eager", dtype=torch.float32
     ).train()
     if row:

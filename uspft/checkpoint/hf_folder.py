@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from uspft.checkpoint.model_card import ADAPTER_CARD
 from uspft.durable import publish, save_tensors, start_partial
+from uspft.families.multimodal import language_model
 from uspft.parameters.experts import as_files
+from uspft.parameters.source import FolderWeights
 
 SHARD_BYTES = 5 * 10**9
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""The embedding, and the head that files may hold too where it is tied to it."""
 
 
 def export_folder(
@@ -22,31 +27,66 @@ def export_folder(
     dtype: torch.dtype,
     describe: Callable[[Path], object],
     target: Path,
+    base: FolderWeights | None = None,
 ) -> Path:
     """Write parameters in dtype, with what from_pretrained needs beside them; return the folder.
 
     tensors: names and whole values, one at a time; only a shard is held in memory. describe: writes
     config and tokenizer into the folder; the config says how files name experts. target: a new
-    name or an empty folder; it is complete or absent afterwards. Raises OSError.
+    name or an empty folder; it is complete or absent afterwards. base: the multimodal checkpoint
+    whose language model the parameters are, and of which all else is written bit for bit. Raises
+    OSError, and WeightsError where the base cannot be read.
     """
     aside = start_partial(target)
     describe(aside)
     (aside / ADAPTER_CARD).unlink(missing_ok=True)
-    kind = json.loads((aside / "config.json").read_text())["model_type"]
+    config = json.loads((aside / "config.json").read_text())
+    named = _beside(tensors, dtype, base, config) if base else _alone(tensors, dtype, config)
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
     held_bytes = 0
-    for name, value in chain.from_iterable(as_files(*pair, kind) for pair in tensors):
-        size = value.numel() * dtype.itemsize
+    for name, value in named:
+        size = value.numel() * value.element_size()
         if held and held_bytes + size > SHARD_BYTES:
             shards.append(_write(held, aside, len(shards)))
             held, held_bytes = {}, 0
-        held[name] = value.to("cpu", dtype).contiguous().clone()
+        held[name] = value
         held_bytes += size
     shards.append(_write(held, aside, len(shards)))
     _name_shards(aside, shards)
     publish(aside, target)
     return target
+
+
+def _alone(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, config: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's files."""
+    for pair in tensors:
+        for name, value in as_files(*pair, config["model_type"]):
+            yield name, _held(value, dtype)
+
+
+def _beside(
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    base: FolderWeights,
+    config: dict[str, Any],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a multimodal checkpoint, under the names that its files have."""
+    text, written = language_model(config), set[str]()
+    for name, value in tensors:
+        copies = [name, HEAD] if text["tie_word_embeddings"] and name == TABLE else [name]
+        for stored, part in chain.from_iterable(
+            base.as_stored(one, value) for one in copies if one == name or base.holds(one)
+        ):
+            written.add(stored)
+            yield stored, _held(part, dtype)
+    yield from base.others(written, text["num_hidden_layers"])
+
+
+def _held(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to("cpu", dtype).contiguous().clone()
 
 
 def _write(held: dict[str, Tensor], folder: Path, number: int) -> dict[str, int]:

@@ -16,15 +16,15 @@ ADAPTER_CARD = "README-adapter.md"
 """The file with the card of the adapter, beside that of the merged model, where one is described
 for both; in the adapter's own folder it is README.md."""
 
-_WHOLE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+_WHOLE = """from transformers import {loads}, AutoTokenizer
 
-{tokenizer}model = AutoModelForCausalLM.from_pretrained(".")"""
+{tokenizer}model = {loads}.from_pretrained(".")"""
 _ADAPTER = """from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, {loads}, AutoTokenizer, GenerationConfig
 
 {tokenizer}config = AutoConfig.from_pretrained(".")
 place = PeftConfig.from_pretrained(".").base_model_name_or_path
-base = AutoModelForCausalLM.from_pretrained(place, config=config, dtype=config.dtype)
+base = {loads}.from_pretrained(place, config=config, dtype=config.dtype)
 model = PeftModel.from_pretrained(base, ".")"""
 _TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained(".")\n'
 _ENDS = 'model.generation_config = GenerationConfig.from_pretrained(".")'
@@ -38,11 +38,12 @@ _TEXT = 'inputs = tokenizer("Once", return_tensors="pt")'
 _ANSWER = "print(tokenizer.decode(model.generate(**inputs)[0]))"
 
 
-def model_card(job: Job, step: int, *, adapter: bool = False) -> str:
+def model_card(job: Job, step: int, loads: str, *, adapter: bool = False) -> str:
     """Return the text of a model card, with the facts that the hub reads at its top.
 
-    step: the number of steps that the weights had. adapter: the card is that of a folder with an
-    adapter alone, and not of a whole model, into which an adapter is merged.
+    step: the number of steps that the weights had. loads: transformers' class that loads the model.
+    adapter: the card is that of a folder with an adapter alone, and not of a whole model, into
+    which an adapter is merged.
     """
     recipe = job.recipe
     head = yaml.safe_dump(_facts(recipe), sort_keys=False, allow_unicode=True)
@@ -53,18 +54,19 @@ def model_card(job: Job, step: int, *, adapter: bool = False) -> str:
         f"{_origin(recipe, adapter)} with uspft {__version__}: {step:,} steps on {data}, in rows "
         f"of {recipe.data.sequence_length:,} tokens{_rope(recipe)}."
     )
-    lines += _use(job, adapter)
+    lines += _use(job, loads, adapter)
     lines += ["## Recipe", f"```yaml\n{dump(recipe)}```"]
     return "\n\n".join(lines) + "\n"
 
 
-def _use(job: Job, adapter: bool) -> list[str]:
+def _use(job: Job, loads: str, adapter: bool) -> list[str]:
     """Return the section on how the folder of the card is loaded and answers."""
     if adapter and not job.recipe.model.name_or_path:
         what = "Its base model has random weights, which are in no file"
         return ["## Use", f"{what}: what can be loaded is the merged model."]
     chats = bool(job.serving.ends)
-    code = [(_ADAPTER if adapter else _WHOLE).format(tokenizer=_TOKENIZER if job.tokenizer else "")]
+    tokenizer = _TOKENIZER if job.tokenizer else ""
+    code = [(_ADAPTER if adapter else _WHOLE).format(tokenizer=tokenizer, loads=loads)]
     if adapter and job.serving.generation:
         code.append(_ENDS)
     if job.tokenizer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from uspft.checkpoint.model_card import ADAPTER_CARD
 from uspft.config import ModelBlock
 from uspft.durable import publish, save_tensors, start_partial
+from uspft.families.multimodal import is_multimodal, module_name
 from uspft.model.adapter import lora_config
 
 PREFIX = "base_model.model."
@@ -25,20 +28,29 @@ def export_adapter(
 ) -> Path:
     """Write an adapter's float32 weights for `PeftModel.from_pretrained`; return the folder.
 
-    tensors: what `adapter_of` gives. describe: writes config and tokenizer into the folder; peft
+    tensors: what `adapter_of` gives. An adapter of a multimodal checkpoint's language model fits the
+    whole model. describe: writes config and tokenizer into the folder; peft
     reads neither, but the base model needs that config, and answers in that template. target: a new
     name or an empty folder; it is complete or absent afterwards. Raises OSError.
     """
     assert block.adapter is not None
-    held = {PREFIX + name: value.to("cpu").float().contiguous().clone() for name, value in tensors}
     aside = start_partial(target)
     describe(aside)
+    inside = is_multimodal(json.loads((aside / "config.json").read_text("utf-8")))
+    held = {
+        PREFIX + (module_name(name) if inside else name): value.to("cpu")
+        .float()
+        .contiguous()
+        .clone()
+        for name, value in tensors
+    }
     if (aside / ADAPTER_CARD).exists():  # a checkpoint of an earlier version has none
         (aside / ADAPTER_CARD).replace(aside / "README.md")
     save_tensors(held, aside / "adapter_model.safetensors", {"format": "pt"})
     adapted = block.adapter.target_modules or {name.split(".")[-3] for name in held}
     config = lora_config(block.adapter, sorted(adapted), _base(block))
-    config.target_modules = sorted(adapted)  # peft has made a set of it, written in any order
+    # peft has made a set of names, written in any order.
+    config.target_modules = _inside(adapted) if inside else sorted(adapted)
     config.inference_mode = True
     config.save_pretrained(str(aside))
     publish(aside, target)
@@ -49,3 +61,10 @@ def _base(block: ModelBlock) -> str | None:
     """Return the base model's hub id or folder; None where its weights are random."""
     name = block.name_or_path
     return str(Path(name).resolve()) if name and os.path.isdir(name) else name
+
+
+def _inside(adapted: Collection[str]) -> str:
+    """Return what peft compares whole names with so that modules of the layers of a multimodal
+    model's language model alone are adapted: its other parts have modules of the same names."""
+    names = "|".join(re.escape(name) for name in sorted(adapted))
+    return rf"{re.escape(module_name('model.layers'))}\.\d+\.(.*\.)?({names})"

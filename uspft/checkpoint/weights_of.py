@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uspft.checkpoint.folder import Checkpoint
+from uspft.families.multimodal import is_multimodal
 from uspft.model.adapter import AdapterStart
 from uspft.model.trained import trained_parameters
 from uspft.parameters.grown import GrownWeights, table_names
@@ -51,6 +53,19 @@ def weights_of(
     if all(parameter.requires_grad for parameter in model.parameters()):
         return held
     return SplitWeights(trained_parameters(model), held, _start(block, seed, model))
+
+
+def multimodal_base(block: ModelBlock) -> FolderWeights | None:
+    """Return the multimodal checkpoint of which a run trains the language model alone; None where
+    the run trains all of a model.
+
+    block: with folders in place of hub ids. Raises WeightsError.
+    """
+    folder = Path(block.name_or_path or "")
+    if block.config is not None:
+        return None
+    raw = json.loads((folder / "config.json").read_text("utf-8"))
+    return FolderWeights(folder) if is_multimodal(raw) else None
 
 
 def _start(block: ModelBlock, seed: int, model: Any) -> Weights:

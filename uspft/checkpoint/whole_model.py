@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,20 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from uspft.checkpoint.folder import Checkpoint, CheckpointError
 from uspft.checkpoint.identity import BASE
-from uspft.checkpoint.weights_of import weights_of
+from uspft.checkpoint.weights_of import multimodal_base, weights_of
 from uspft.config import ModelBlock
 from uspft.config.problems import InputError, said
-from uspft.model.adapter import adapter_of, merged
+from uspft.families.multimodal import is_multimodal
+from uspft.model.adapter import adapter_of, merged, touched
 from uspft.model.build import empty_model
 from uspft.model.fetch import fetch_model
-from uspft.model.trained import choose_trained
+from uspft.model.hf_config import language_config
+from uspft.model.trained import choose_trained, trained_parameters
 from uspft.parameters.digest import base_digest
 from uspft.parameters.fill import places
 from uspft.parameters.part import Part
+from uspft.parameters.source import FolderWeights
 
 KEY = "model."
 
@@ -44,9 +47,12 @@ class WholeModel:
     block: ModelBlock
     """The `model` block of the run's recipe, with the base model named as it is found now."""
     dtype: torch.dtype
+    base: FolderWeights | None = None
+    """The multimodal checkpoint whose language model it is, if it is one's."""
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's own parameters one at a time, as the run's own export has them."""
+        """Yield the model's own parameters one at a time, as the run's own export has them: of a
+        multimodal checkpoint those alone that the run may have changed."""
         return merged(self.names, self.read, self.block.adapter)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
@@ -60,10 +66,10 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
     base: where the base model is now, if not where the run found it. Raises CheckpointError where
     it cannot be read, is another model than was trained on, or is given and not needed; Fault.
     """
-    config = _config(checkpoint.folder / "model")
-    dtype = config.dtype or torch.float32
+    config, raw = _config(checkpoint.folder / "model")
     identity, said = checkpoint.state["identity"], model_block(checkpoint)
-    if not (said.adapter or said.freeze):  # all of it was trained
+    dtype = getattr(torch, said.dtype)
+    if not (said.adapter or said.freeze or is_multimodal(raw)):  # all of it was trained
         if base:
             what = f"{checkpoint.folder} holds the whole model"
             raise CheckpointError(f"command line: base: {what}, and needs no other; leave it out")
@@ -82,14 +88,18 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
         value = weights.read(name, Part.whole(parameter.shape))
         return value if parameter.requires_grad else value.to(dtype).float()
 
-    return WholeModel(found, read, said, dtype)
+    if (files := multimodal_base(block)) is None:
+        return WholeModel(found, read, said, dtype)
+    names = touched(found, trained_parameters(model))
+    return WholeModel(names, read, said, dtype, files)
 
 
-def _config(folder: Path) -> Any:
-    """Read the config in a checkpoint's `model` folder. Raises CheckpointError."""
+def _config(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Read the config in a checkpoint's `model` folder: that of the model which trains, and what
+    the file says. Raises CheckpointError."""
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+        return language_config(folder), json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, LookupError) as error:
         raise CheckpointError(
             f"{folder} holds no config that can be read: {said(error)}"
         ) from error

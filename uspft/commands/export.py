@@ -29,7 +29,7 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     keeps the best (`checkpoint.keep_best`), as its own export does; or one of its checkpoints.
     overrides: `to=FOLDER` has the whole model
     written there and nothing else; `base=PLACE` says where the base model is now, which a
-    checkpoint of an adapter or of a partly frozen model needs. Raises InputError for another
+    checkpoint of an adapter, a partly frozen model or part of a multimodal one needs. Raises InputError for another
     override or one given twice, and for a folder that holds something already, which would be
     replaced; CheckpointError for a target without a whole checkpoint.
     """
@@ -53,7 +53,7 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     whole = whole_model(checkpoint, asked.get("base"))
     if to:
         with _writing(to):
-            export_folder(whole.merged(), whole.dtype, model_files(checkpoint), to)
+            export_folder(whole.merged(), whole.dtype, model_files(checkpoint), to, whole.base)
         _tell(checkpoint, to)
         return 0
     output = checkpoint.folder.parent.parent
@@ -84,7 +84,7 @@ def export_beside(
         if whole.block.adapter:
             export_adapter(whole.adapter(), whole.block, describe, new / ADAPTER)
         if model:
-            export_folder(whole.merged(), whole.dtype, describe, new / MODEL)
+            export_folder(whole.merged(), whole.dtype, describe, new / MODEL, whole.base)
         moved = publish_exports(output)
     if moved:
         print(f"what was exported before is now in {moved}")

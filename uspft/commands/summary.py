@@ -13,6 +13,7 @@ import torch
 from uspft.checkpoint.folder import folder_of
 from uspft.config import Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, Splits
+from uspft.families.multimodal import loading_class
 from uspft.metrics import Best
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.output import output_of
@@ -53,9 +54,8 @@ def summary(
             folder = folder_of(output, best.step)
             lines.append(f"best:       step {best.step}, loss {best.loss:.3f}  ({folder})")
     if recipe.export.huggingface:
-        lines.append(
-            f"model:      {output / MODEL}  (AutoModelForCausalLM.from_pretrained loads it)"
-        )
+        loads = loading_class(json.loads((output / MODEL / "config.json").read_text("utf-8")))
+        lines.append(f"model:      {output / MODEL}  ({loads}.from_pretrained loads it)")
     if recipe.model.adapter:
         lines.append(f"adapter:    {output / ADAPTER}  (PeftModel.from_pretrained loads it)")
     training = recipe.training

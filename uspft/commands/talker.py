@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from uspft.config import InputError, ModelBlock
 from uspft.config.problems import COMMAND_LINE, Fault, said
+from uspft.families.multimodal import loading_class
 from uspft.model.fetch import fetch_model
 from uspft.prepare.gpus import usable
 
@@ -25,7 +26,8 @@ def load_talker(folder: Path, base: str | None) -> Talker:
 
     Raises InputError.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -36,7 +38,9 @@ def load_talker(folder: Path, base: str | None) -> Talker:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(at, config=config, dtype=config.dtype)
+        model = getattr(transformers, loading_class(config.to_dict())).from_pretrained(
+            at, config=config, dtype=config.dtype or "auto"
+        )
         if adapter:
             from peft import PeftModel
 

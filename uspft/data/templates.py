@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 _KEY = "data.chat_template"
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": STAND_IN}]
 _SPECIAL = re.compile(r"<[|｜][^\s<>|｜]+[|｜]>|<(?:start|end)_of_turn>")
-_REMEDY = "name a Jinja file, data/templates/ has some: chatml.jinja (Qwen), llama3.jinja"
+_REMEDY = (
+    "name a Jinja file, data/templates/ has some: chatml.jinja (Qwen), llama3.jinja, gemma.jinja"
+)
 
 
 def template_of(data: DataBlock, tokenizer: Any) -> str | None:

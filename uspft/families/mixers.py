@@ -33,7 +33,7 @@ MIXERS: dict[str, Mixer] = {
     ),
     "linear attention": Mixer(
         (
-            *("qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "minimax", "kimi_linear"),
+            *("qwen4_exp", "qwen4_exp_text", "minimax", "kimi_linear"),
             *("olmo_hybrid", "bailing_hybrid", "glm5_next", "glm5_next_text"),
         ),
         (),

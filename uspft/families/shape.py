@@ -12,6 +12,7 @@ from typing import Any
 
 from uspft.config.problems import Finding
 from uspft.config.recipe import ModelBlock
+from uspft.families.multimodal import language_model
 from uspft.families.table import FAMILIES, rope_of, unsupported
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -21,7 +22,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class ModelShape:
     """The sizes of a model after model.overrides, and its config as it stands in `raw`.
 
-    `rope` always has `rope_type`; `max_positions` is what the config itself says.
+    `rope` always has `rope_type`; `max_positions` is what the config itself says. Of a multimodal
+    model they are those of its language model.
     """
 
     model_type: str
@@ -59,7 +61,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     raw = _json(file, key)
     if isinstance(raw, list):
         return raw
-    raw = {**raw, **model.overrides}
+    raw = {**language_model(raw), **model.overrides}
 
     def named(field: str) -> str:
         return f"model.overrides.{field}" if field in model.overrides else key
@@ -171,6 +173,8 @@ def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int],
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if filled.get("num_key_value_heads") is None:
         filled["num_key_value_heads"] = heads
+    if "intermediate_size" not in raw and FAMILIES[raw["model_type"]].routed:
+        filled["intermediate_size"] = raw.get("moe_intermediate_size")  # each layer has experts
     derived = filled.get("head_dim") is None
     if derived and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         usual = FAMILIES[raw["model_type"]].defaults.get("head_dim")

@@ -70,8 +70,9 @@ class Family:
 
 
 _CUT, _TYPED_CUT = LayerCut(), LayerCut(("layer_types",))
-_GEMMA = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+_GEMMA: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 _GEMMA |= {"tie_word_embeddings": True}
+_GEMMA_3 = {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072}
 _LONGROPE = ("default", "longrope")
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 _GPT_OSS_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -119,7 +120,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "typed",
-        _GEMMA,
+        _GEMMA | _GEMMA_3,
         whole_heads=True,
         scalings=(),
         norm_start=0.0,
@@ -141,6 +142,17 @@ FAMILIES: dict[str, Family] = {
         cut=_TYPED_CUT,
     ),
     "qwen3_5_text": Family(defaults=_GATED_HEADS | {"num_key_value_heads": 4}, **_HYBRID),
+    "qwen3_5_moe_text": Family(
+        defaults={
+            **_GATED_HEADS,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+        },
+        routed=True,
+        **_HYBRID,
+    ),
     "qwen3_next": Family(
         defaults=_GATED_HEADS | {"num_key_value_heads": 2}, routed=True, **_HYBRID
     ),
@@ -150,10 +162,10 @@ NO_KEYS = 0
 CAPPED_KERNELS = ("auto", "flash_attn_2", "torch")
 """The values of model.attention that can have a soft-cap."""
 REFUSED: dict[str, tuple[str, str]] = {
-    "gemma3": ("takes images too", "name its text model, of type gemma3_text"),
     "llama4": ("takes images too, and attends in chunks", ""),
-    "qwen3_5": ("takes images too", "name its text model, of type qwen3_5_text"),
-    "qwen3_5_moe": ("takes images too, and its text model has experts", ""),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text"), ("has heads of two sizes, and layers that share keys", "")
+    ),
     **{kind: (UNSPLIT.format(what), "") for what, mixer in MIXERS.items() for kind in mixer.models},
 }
 """(why, remedy) for model types that are asked for and cannot be trained exactly.

@@ -174,6 +174,16 @@ def merged(
         yield name, value
 
 
+def touched(names: Collection[str], trained: Collection[str]) -> list[str]:
+    """Return which of a model's parameters a run may change, with the adapters that change them, in
+    the order of `merge_order`.
+
+    trained: the names of those that train.
+    """
+    every = merge_order(names)
+    return [name for group in every if group[1:] or group[0] in trained for name in group]
+
+
 def merge_order(names: Collection[str]) -> Iterator[list[str]]:
     """Yield the names that `merged` reads, in its order.
 

@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 
 from uspft.config.checks import closest
 from uspft.config.problems import Fault, said
+from uspft.families.multimodal import language_model
 from uspft.families.table import FAMILIES, NO_KEYS
 from uspft.model.positions import scale_positions, settle_positions
 from uspft.sequence import Heads
@@ -64,15 +65,27 @@ def _read(source: Path, overrides: Mapping[str, Any]) -> tuple[Any, Collection[s
     Overrides that say which layers have a window rule over what the file says of single layers, and
     must be known when transformers works out the layers.
     """
-    windows = {key: overrides[key] for key in WINDOWS if key in overrides}
-    if not windows or "layer_types" in overrides:
-        return AutoConfig.from_pretrained(source, local_files_only=True), ()
     raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
-    if FAMILIES[raw["model_type"]].windows != "switched":
-        return AutoConfig.from_pretrained(source, local_files_only=True), ()
-    raw = {**raw, **windows}
-    raw.pop("layer_types", None)
-    return AutoConfig.for_model(raw.pop("model_type"), **raw), windows
+    raw = language_model(raw)
+    windows = {key: overrides[key] for key in WINDOWS if key in overrides}
+    if "layer_types" in overrides or FAMILIES[raw["model_type"]].windows != "switched":
+        windows = {}
+    elif windows:
+        raw.pop("layer_types", None)
+    return AutoConfig.for_model(raw.pop("model_type"), **raw | windows), windows
+
+
+def language_config(source: Path) -> Any:
+    """Return transformers' config of a folder's language model, as its files have it."""
+    return _read(source, {})[0]
+
+
+def changed_fields(source: Path, config: Any) -> dict[str, Any]:
+    """Return the fields that a trained config has otherwise than the folder that it is from."""
+    start = language_config(source).to_dict()
+    own = {"dtype", "_name_or_path", "architectures", "transformers_version"}
+    found = config.to_dict().items()
+    return {key: value for key, value in found if key not in own and start.get(key) != value}
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:

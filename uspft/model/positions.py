@@ -12,13 +12,15 @@ from typing import Any
 
 FROM_ORIGINAL = ("yarn", "longrope", "llama3")
 """Rope types that name the positions which they start from; others start from all the model's."""
+_OF_THE_MODEL = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Rotary parameters that no scaling replaces."""
 _KINDS = ("full_attention", "sliding_attention")
 
 
 def scale_positions(config: Any, asked: Mapping[str, Any]) -> None:
     """Put the recipe's rope_scaling into a config in place of its own."""
     known = dict(config.rope_parameters or {})
-    kept = {key: known[key] for key in ("rope_theta", "partial_rotary_factor") if key in known}
+    kept = {key: known[key] for key in _OF_THE_MODEL if key in known}
     rope = {key: list(v) if isinstance(v, tuple) else v for key, v in asked.items()}
     if rope["rope_type"] in FROM_ORIGINAL:
         key = "original_max_position_embeddings"

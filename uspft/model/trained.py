@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.problems import Fault
+from uspft.families.multimodal import module_name
 from uspft.model.adapter import add_lora
 from uspft.model.build import parameter_count
 from uspft.parameters.names import plain_name
@@ -52,6 +53,10 @@ def _not_found(
             what = f"`{expression}` is found in {other} alone, which is {name} (tied embeddings)"
             return what, f"write {name.split('.')[-2]}, which freezes both"
     what = f"`{expression}` is found in no name of a parameter that would train"
+    for name in trained:
+        if re.search(expression, inside := module_name(name)):
+            what += f" ({inside} of a multimodal checkpoint is {name} here)"
+            return what, "write names of the language model, which alone trains"
     return what, f"their names are like {next(iter(trained))}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ class Spelling(NamedTuple):
 SPELLINGS = {
     "mixtral": Spelling("block_sparse_moe", "w1", "w3", "w2"),
     **dict.fromkeys(
-        ("qwen3_moe", "qwen3_next"), Spelling("mlp", "gate_proj", "up_proj", "down_proj")
+        ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
+        Spelling("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
 }
 """The spelling in files of each model_type."""
@@ -55,6 +57,14 @@ class Stored(NamedTuple):
             return tensors[0]
         starts = range(0, len(tensors), self.width)
         return torch.stack([torch.cat(tensors[i : i + self.width]) for i in starts])
+
+    def split(self, value: Tensor) -> Iterator[Tensor]:
+        """Yield the tensors that `join` makes a parameter of, in the order of `parts`."""
+        if not self.width:
+            yield value
+            return
+        for expert in value:
+            yield from expert.chunk(self.width)
 
 
 def is_experts(name: str) -> bool:
@@ -124,9 +134,9 @@ def as_files(name: str, value: Tensor, model_type: str) -> Iterator[tuple[str, T
     """Yield the names and tensors as which files of a model type hold a parameter."""
     spelling = SPELLINGS.get(model_type)
     if spelling and (match := _FUSED.fullmatch(name)):
-        for expert, matrix in enumerate(value):
-            names = spelling.matrices(match["block"], match["kind"], expert)
-            yield from zip(names, matrix.chunk(len(names)), strict=True)
+        every = [spelling.matrices(match["block"], match["kind"], n) for n in range(len(value))]
+        stored = Stored(list(chain.from_iterable(every)), len(every[0]))
+        yield from zip(stored.parts, stored.split(value), strict=True)
     elif spelling and (match := _ROUTER.fullmatch(name)):
         yield f"{match['block']}.{spelling.module}.gate.weight", value
     else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,8 +15,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from uspft.config.problems import InputError, said
+from uspft.families.multimodal import own_name
 from uspft.families.table import FAMILIES
-from uspft.parameters.experts import find, fused_shapes, is_experts, is_router
+from uspft.parameters.experts import Stored, find, fused_shapes, is_experts, is_router
 from uspft.parameters.names import plain_name
 from uspft.parameters.part import Part, read_boxes
 
@@ -28,6 +30,7 @@ class WeightsError(InputError):
         super().__init__(f"{what}; {remedy}")
 
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _AGAIN = "save weights and config.json together, with save_pretrained"
 
 
@@ -46,18 +49,20 @@ class Weights(Protocol):
 class FolderWeights:
     """The weights of a folder: model.safetensors, or shards with model.safetensors.index.json.
 
-    Raises WeightsError where the folder has neither, or one that cannot be read.
+    Of a multimodal checkpoint they are those of the language model, by its own names. Raises
+    WeightsError where the folder has neither, or one that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = _file_of_each(folder)
+        self._stored = _by_own_name(self._files)
 
     def draws(self, name: str) -> bool:
         return False
 
     def read(self, name: str, part: Part) -> Tensor:
-        stored = find(name, self._files)
+        stored = self._find(name)
         if stored is None:
             raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
         if not stored.width:
@@ -72,6 +77,39 @@ class FolderWeights:
         _require_shape(path, name, tuple(value.shape), part)
         return part.cut(value)
 
+    def holds(self, name: str) -> bool:
+        return self._find(name) is not None
+
+    def _find(self, name: str) -> Stored | None:
+        """Find the tensors that hold a parameter, by their names in the files."""
+        stored = find(name, self._stored)
+        return stored and stored._replace(parts=[self._stored[part] for part in stored.parts])
+
+    def as_stored(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors as which these files hold a parameter. Raises WeightsError
+        where they do not."""
+        stored = self._find(name)
+        if stored is None:
+            raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
+        yield from zip(stored.parts, stored.split(value), strict=True)
+
+    def others(self, written: Collection[str], layers: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield what else the files hold, as it is there and one tensor at a time.
+
+        written: the names in the files that are left out. layers: of the language model; tensors of
+        its further layers, which a shortened model does without, are left out too.
+        """
+        own = {stored: name for name, stored in self._stored.items()}
+
+        def stays(stored: str) -> bool:
+            layer = _LAYER.match(own.get(stored, ""))
+            return stored not in written and not (layer and int(layer[1]) >= layers)
+
+        for path in self.files:
+            with _opened(path) as tensors:
+                for stored in filter(stays, tensors.keys()):
+                    yield stored, tensors.get_tensor(stored)
+
     def _read_part(self, name: str, stored: str, part: Part) -> Tensor:
         """Read a part of one stored tensor, its own bytes alone. Raises WeightsError."""
         path = self._folder / self._files[stored]
@@ -85,16 +123,16 @@ class FolderWeights:
         return [self._folder / file for file in sorted(set(self._files.values()))]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor by name, with experts fused, from the headers alone.
+        """Return the shape of every parameter by name, with experts fused, from headers alone.
 
         Raises WeightsError.
         """
         found: dict[str, tuple[int, ...]] = {}
         for path in self.files:
             with _opened(path) as tensors:
-                names = tensors.keys()
-                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-        return fused_shapes(found)
+                found |= {one: tuple(tensors.get_slice(one).get_shape()) for one in tensors.keys()}
+        mine = self._stored.items()
+        return fused_shapes({name: found[stored] for name, stored in mine if stored in found})
 
 
 @contextmanager
@@ -129,6 +167,18 @@ def _file_of_each(folder: Path) -> dict[str, str]:
             return dict.fromkeys(tensors.keys(), single.name)
     except Exception as error:
         raise _unreadable(single, error) from error
+
+
+def _by_own_name(files: Iterable[str]) -> dict[str, str]:
+    """Return by its own name the name in files of each tensor of the model that trains.
+
+    Names of a multimodal checkpoint show it: some are inside its language model, and a model that
+    transformers took out of one saves them so too.
+    """
+    if not any("language_model." in stored for stored in files):
+        return {stored: stored for stored in files}
+    names = {stored: own_name(stored) for stored in files}
+    return {own: stored for stored, own in names.items() if own is not None}
 
 
 def _unreadable(path: Path, error: Exception) -> WeightsError:

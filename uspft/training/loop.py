@@ -17,13 +17,14 @@ from uspft.checkpoint.hf_folder import export_folder
 from uspft.checkpoint.model_files import write_model_files
 from uspft.checkpoint.peft_folder import export_adapter
 from uspft.checkpoint.save import save_checkpoint
+from uspft.checkpoint.weights_of import multimodal_base
 from uspft.comm import deadline, set_deadline
 from uspft.config.problems import Interrupted, RunFailed, said
 from uspft.data import fates, read_report
 from uspft.engine.state import on_first_rank
 from uspft.engine.step import NotFinite, StepResult
 from uspft.metrics import Journal, RunDisplay, tracking
-from uspft.model.adapter import adapter_of, merge_order, merged
+from uspft.model.adapter import adapter_of, merge_order, merged, touched
 from uspft.parameters.names import is_adapter
 from uspft.training.evaluating import Evaluation
 from uspft.training.guards import Guards
@@ -205,11 +206,13 @@ def export_run(run: Run, step: int) -> Path | None:
             if read:
                 export_adapter(adapter_of(every, read), block, describe, new / ADAPTER)
     if recipe.export.huggingface:
-        with on_first_rank(run.engine, list(chain(*merge_order(every)))) as read:
+        base = multimodal_base(run.job.here.model)
+        names = touched(every, run.engine.trained()) if base else list(chain(*merge_order(every)))
+        with on_first_rank(run.engine, names) as read:
             if read:
-                tensors = merged(every, read, block.adapter)
+                tensors = merged(names, read, block.adapter)
                 dtype = getattr(torch, block.dtype)
-                export_folder(tensors, dtype, describe, new / MODEL)
+                export_folder(tensors, dtype, describe, new / MODEL, base)
     return publish_exports(output) if first_rank else None
 
 

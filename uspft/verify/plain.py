@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from uspft.config.strategies import row_lengths
 from uspft.data import Row, training_rows
@@ -117,14 +117,27 @@ def _loaded(recipe: Recipe, config: Any, how: dict[str, Any]) -> Any:
     """Return the model of a folder; transformers itself grows it where the recipe adds tokens."""
     name, wanted = recipe.model.name_or_path, config.vocab_size
     if recipe.model.add_tokens:
-        config.vocab_size = AutoConfig.from_pretrained(name).vocab_size
+        config.vocab_size = AutoConfig.from_pretrained(name).get_text_config().vocab_size
     stored = config.vocab_size
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
+    if "text_config" in AutoConfig.from_pretrained(name).to_dict():
+        model = _language_model(name, config, how)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, **how)
     if wanted > stored:
         model.resize_token_embeddings(wanted, mean_resizing=False)  # else it adds noise
         with torch.no_grad():
             for module in (model.get_input_embeddings(), model.get_output_embeddings()):
                 module.weight[stored:] = module.weight[:stored].double().mean(0)
+    return model
+
+
+def _language_model(name: str | None, config: Any, how: dict[str, Any]) -> Any:
+    """Return the language model of a multimodal checkpoint, which transformers loads whole."""
+    whole = AutoModelForImageTextToText.from_pretrained(name, dtype=how["dtype"])
+    model = AutoModelForCausalLM.from_config(config, **how)
+    for part, of in ((model.model, whole.model.language_model), (model.lm_head, whole.lm_head)):
+        held = of.state_dict()
+        part.load_state_dict({key: held[key] for key in part.state_dict()})  # of fewer layers too
     return model
 
 

@@ -18,7 +18,7 @@ STARTS_FROM = "original_max_position_embeddings"
 def plain_config(block: ModelBlock) -> Any:
     """Return the config as if model.overrides and model.rope_scaling had stood in its file."""
     source = Path(block.config or block.name_or_path or "")
-    raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
+    raw = _raw(source)
     types, overrides = raw.get("layer_types"), block.overrides
     raw |= overrides
     if types and "layer_types" not in overrides:
@@ -34,9 +34,24 @@ def plain_config(block: ModelBlock) -> Any:
             new.setdefault(STARTS_FROM, old.get(STARTS_FROM, config.max_position_embeddings))
             if hasattr(config, STARTS_FROM):
                 setattr(config, STARTS_FROM, new[STARTS_FROM])
-        kept = {key: old[key] for key in ("rope_theta", "partial_rotary_factor") if key in old}
+        own = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+        kept = {key: old[key] for key in own if key in old}
         config.rope_parameters = kept | new
     return config
+
+
+def _raw(source: Path) -> dict[str, Any]:
+    """Return what a file says of the model, or of the language model of a multimodal one."""
+    raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
+    if "text_config" not in raw:
+        return dict(raw)
+    whole = AutoConfig.from_pretrained(source, local_files_only=True)
+    text: dict[str, Any] = whole.get_text_config().to_dict()
+    if text["model_type"] == "qwen3_vl_text":  # text turns as in Qwen3, which has a head
+        text["model_type"] = "qwen3"
+        for axes in ("mrope_section", "mrope_interleaved"):
+            text["rope_parameters"].pop(axes, None)
+    return text | {"tie_word_embeddings": whole.tie_word_embeddings}
 
 
 def pin_frequencies(model: Any, length_tokens: int) -> None:

@@ -26,6 +26,7 @@ from uspft.model.hf_config import model_config
 from uspft.prepare.serving_files import serving_of
 
 END = "<|im_end|>"
+LOADS = "AutoModelForCausalLM"
 SCALING = {"rope_type": "linear", "factor": 3.0}
 LORA = {"type": "lora", "rank": 2, "target_modules": ["q_proj"]}
 
@@ -109,10 +110,10 @@ def test_a_card_says_what_its_folder_holds(folders: Folders, tmp_path: Path) -> 
         assert f"\n{origin}with uspft " in (folder / "README.md").read_text()
         assert not (folder / ADAPTER_CARD).exists()
     job, _ = job_of(tmp_path, {"config": str(folders.base), "adapter": LORA})
-    alone, merged = (model_card(job, 40, adapter=which) for which in (True, False))
+    alone, merged = (model_card(job, 40, LOADS, adapter=which) for which in (True, False))
     assert "A LoRA adapter for random weights, trained with" in alone and "```python" not in alone
     assert "which are in no file: what can be loaded is the merged model" in alone
     assert "Trained from a random model by a LoRA adapter that is merged into it, with" in merged
     assert 'AutoModelForCausalLM.from_pretrained(".")' in merged
     job, _ = job_of(tmp_path, {"name_or_path": str(folders.base)})
-    assert f"Fine-tuned from `{folders.base}`, with" in model_card(job, 40)
+    assert f"Fine-tuned from `{folders.base}`, with" in model_card(job, 40, LOADS)

@@ -84,4 +84,4 @@ def test_a_call_that_is_closed_before_its_turn_does_not_end_it() -> None:
 
 
 def test_shipped_templates_are_found() -> None:
-    assert set(SHIPPED) == {"chatml.jinja", "llama3.jinja"}
+    assert set(SHIPPED) == {"chatml.jinja", "gemma.jinja", "llama3.jinja"}

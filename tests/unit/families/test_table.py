@@ -184,7 +184,7 @@ def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> N
 
 def test_every_refused_type_is_refused_and_says_what_to_name(tmp_path: Path) -> None:
     mixed = [kind for mixer in MIXERS.values() for kind in mixer.models]
-    assert len(table.REFUSED) == len({*mixed}) + 4 == len(mixed) + 4
+    assert len(table.REFUSED) == len({*mixed}) + 3 == len(mixed) + 3
     assert not FAMILIES.keys() & table.REFUSED.keys()
     for kind, (why, _) in table.REFUSED.items():
         ((key, what, remedy),) = read(tmp_path, {**QWEN3, "model_type": kind})
@@ -210,7 +210,7 @@ def test_the_page_gives_the_reasons_that_the_messages_give() -> None:
         if trains == "no":
             told.setdefault(reason, set()).update(re.findall(r"`(\w+)`", types))
     why = {kind: "; ".join(filter(None, reason)) for kind, reason in table.REFUSED.items()}
-    assert len(told) == 10 and told.keys() == set(why.values())
+    assert len(told) == 8 and told.keys() == set(why.values())
     for reason, kinds in told.items():
         every = {kind for kind, found in why.items() if found == reason}
         (types,) = [row[0] for row in ROWS if row[2] == reason]

@@ -1,0 +1,117 @@
+"""Multimodal checkpoints, of which the language model trains: its config, and its names in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_INSIDE = "model.language_model."
+_PREFIXES = {
+    _INSIDE: "model.",
+    "language_model.model.": "model.",
+    "lm_head.": "lm_head.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""What a tensor of the language model begins with in files, new and old, and in the model alone."""
+_AXES = ("mrope_section", "mrope_interleaved")
+"""Which share of a head each axis of an image's positions turns: of text all axes are equal."""
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """The language model of a multimodal model_type."""
+
+    text: str
+    """Its own model_type, where `text_config` has none."""
+    tied: bool
+    """Whether transformers ties head and embedding where the config does not say."""
+    trained_as: str = ""
+    """The type that trains in its place: the same model, but for positions of images."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes where `text_config` has no such field, and `trained_as` does not."""
+
+
+MULTIMODAL: dict[str, Multimodal] = {
+    "gemma3": Multimodal("gemma3_text", tied=True),
+    "mistral3": Multimodal("mistral", tied=True),
+    "qwen3_vl": Multimodal(
+        "qwen3_vl_text",
+        tied=False,
+        trained_as="qwen3",
+        defaults={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 128000,
+            "rope_theta": 500000.0,
+        },
+    ),
+    "qwen3_5": Multimodal("qwen3_5_text", tied=False),
+    "qwen3_5_moe": Multimodal("qwen3_5_moe_text", tied=False),
+}
+
+
+def is_multimodal(raw: Mapping[str, Any]) -> bool:
+    """Tell whether a config is that of a multimodal model whose language model can be trained."""
+    return raw.get("model_type") in MULTIMODAL and isinstance(raw.get("text_config"), dict)
+
+
+def loading_class(raw: Mapping[str, Any]) -> str:
+    """Return the name of transformers' class that loads the model of a config, with all parts."""
+    return "AutoModelForImageTextToText" if is_multimodal(raw) else "AutoModelForCausalLM"
+
+
+def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a multimodal model's language model; of another model its own."""
+    if not is_multimodal(raw):
+        return dict(raw)
+    known, text = MULTIMODAL[raw["model_type"]], raw["text_config"]
+    found: dict[str, Any] = {"model_type": known.text, **known.defaults, **text}
+    if known.trained_as and found["model_type"] == known.text:
+        found["model_type"] = known.trained_as
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(text.get(key), dict):
+                found[key] = {k: v for k, v in text[key].items() if k not in _AXES}
+        if (found.get("rope_parameters") or {}).get("rope_theta") and "rope_theta" not in text:
+            del found["rope_theta"]
+    return found | {"tie_word_embeddings": raw.get("tie_word_embeddings", known.tied)}
+
+
+def written_config(
+    raw: Mapping[str, Any], changed: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
+    """Return the config of a multimodal model after its language model was trained.
+
+    raw: that of the files. changed: the fields of the language model with which it was trained
+    otherwise. dtype: of the trained tensors. What neither concerns is as it was.
+    """
+    found, text = dict(raw), dict(raw["text_config"])
+    if "rope_parameters" in changed:
+        old = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        for key in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
+            text.pop(key, None)
+        kept = {key: old[key] for key in _AXES if key in old}
+        changed = {**changed, "rope_parameters": {**changed["rope_parameters"], **kept}}
+    if "tie_word_embeddings" in changed:
+        found["tie_word_embeddings"] = changed["tie_word_embeddings"]
+    text |= changed
+    for part in (found, text):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) not in (None, dtype):
+                part[key] = dtype
+    return {**found, "text_config": text}
+
+
+def own_name(stored: str) -> str | None:
+    """Return the language model's own name of a tensor of a multimodal checkpoint; None for a
+    tensor of another part, such as the vision tower."""
+    for prefix, own in _PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return None
+
+
+def module_name(own: str) -> str:
+    """Return the name that a parameter or module of the language model has in transformers' class
+    of the whole model."""
+    return _INSIDE + own.removeprefix("model.") if own.startswith("model.") else own
