@@ -53,7 +53,7 @@ def base_model(folder: Path, kind: str) -> Path:
 def says(net: Any, tokeniser: TextTokeniser) -> None:
     """Make a model answer with ANSWER: after each of its tokens the next one, all else near 0."""
     answered = {"messages": [ASKED, {"role": "assistant", "content": ANSWER}]}
-    sample = Encoder(tokeniser, net.config.vocab_size).sample(
+    sample = Encoder(tokeniser, net.config.get_text_config().vocab_size).sample(
         Record("messages", answered, Origin(0, 1))
     )
     trained = int((sample.labels != -100).argmax())

@@ -28,6 +28,7 @@ _EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
 }
+_TURNED = {"rope_type": "default", "rope_theta": 1e4}
 _MROPE = {
     "rope_type": "default",
     "rope_theta": 1e4,
@@ -86,6 +87,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_text": ("Qwen3_5Text", _STATES | {"head_dim": 16, "rope_parameters": _MROPE}),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {key: value for key, value in _STATES.items() if key != "full_attention_interval"}
+        | {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": _TURNED},
+    ),
     "qwen3_5_moe_text": (
         "Qwen3_5MoeText",
         _STATES | _EXPERTS | {"head_dim": 16, "rope_parameters": _MROPE},

@@ -97,7 +97,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  no iterator
     return found
 
 

@@ -15,6 +15,7 @@ from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import write_recipe
 from tests.support.models import make_documents, make_model
+from tests.support.multimodal import make_checkpoint
 from tests.support.ranks import spawn
 from tests.support.runs import VOCABULARY, job_of, small_recipe
 from uspft.families import ModelShape, read_shape
@@ -47,7 +48,7 @@ def verify_job(case: str, folder: Path, fault: str | None) -> Any:
 
     dtype, packing, stage, _ = CASES[case]
     recipe = small_recipe(
-        folder / "model",
+        folder / ("multimodal" if case == "adapter" else "model"),
         folder / "d.jsonl",
         ROW,
         model={"dtype": dtype, **MODELS.get(case, {})},
@@ -100,6 +101,7 @@ def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool
 
 def test_each_fault_is_caught_in_every_layout_and_nothing_without_one(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2)
+    make_checkpoint(tmp_path / "multimodal", "qwen3_vl")
     make_documents(tmp_path / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
     spawn(1, alone, tmp_path)
     gradients = GradientFile(tmp_path / "adapter" / GRADIENTS)

@@ -63,7 +63,7 @@ def _alone(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model's files."""
     for pair in tensors:
-        for name, value in as_files(*pair, config["model_type"]):
+        for name, value in as_files(*pair, config):
             yield name, _held(value, dtype)
 
 
@@ -73,15 +73,20 @@ def _beside(
     base: FolderWeights,
     config: dict[str, Any],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a multimodal checkpoint, under the names that its files have."""
-    text, written = language_model(config), set[str]()
+    """Yield the tensors of a multimodal checkpoint, under the names that its files have.
+
+    A trained tensor that has another type there than the embedding, as gates may, keeps it.
+    """
+    text, written, types = language_model(config), set[str](), base.dtypes()
+    ((table, _),) = base.as_stored(TABLE, torch.empty(0))
     for name, value in tensors:
         copies = [name, HEAD] if text["tie_word_embeddings"] and name == TABLE else [name]
         for stored, part in chain.from_iterable(
             base.as_stored(one, value) for one in copies if one == name or base.holds(one)
         ):
             written.add(stored)
-            yield stored, _held(part, dtype)
+            own = types[stored]
+            yield stored, _held(part, dtype if own == types[table] else own)
     yield from base.others(written, text["num_hidden_layers"])
 
 

@@ -28,10 +28,10 @@ def export_adapter(
 ) -> Path:
     """Write an adapter's float32 weights for `PeftModel.from_pretrained`; return the folder.
 
-    tensors: what `adapter_of` gives. An adapter of a multimodal checkpoint's language model fits the
-    whole model. describe: writes config and tokenizer into the folder; peft
-    reads neither, but the base model needs that config, and answers in that template. target: a new
-    name or an empty folder; it is complete or absent afterwards. Raises OSError.
+    tensors: what `adapter_of` gives; of a multimodal checkpoint's language model, the adapter then
+    fits the whole model. describe: writes config and tokenizer into the folder; peft reads neither,
+    but the base model needs that config, and answers in that template. target: a new name or an
+    empty folder; it is complete or absent afterwards. Raises OSError.
     """
     assert block.adapter is not None
     aside = start_partial(target)

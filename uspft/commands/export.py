@@ -27,11 +27,11 @@ def export(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
     target: an output folder, of which the newest checkpoint is taken, or the best where the run
     keeps the best (`checkpoint.keep_best`), as its own export does; or one of its checkpoints.
-    overrides: `to=FOLDER` has the whole model
-    written there and nothing else; `base=PLACE` says where the base model is now, which a
-    checkpoint of an adapter, a partly frozen model or part of a multimodal one needs. Raises InputError for another
-    override or one given twice, and for a folder that holds something already, which would be
-    replaced; CheckpointError for a target without a whole checkpoint.
+    overrides: `to=FOLDER` has the whole model written there and nothing else; `base=PLACE` says
+    where the base model is now, which a checkpoint of an adapter, of a partly frozen model or of a
+    multimodal model's language model needs. Raises InputError for another override or one given
+    twice, and for a folder that holds something already, which would be replaced; CheckpointError
+    for a target without a whole checkpoint.
     """
     asked = {}
     for word in overrides:

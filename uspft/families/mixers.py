@@ -34,7 +34,7 @@ MIXERS: dict[str, Mixer] = {
     "linear attention": Mixer(
         (
             *("qwen4_exp", "qwen4_exp_text", "minimax", "kimi_linear"),
-            *("olmo_hybrid", "bailing_hybrid", "glm5_next", "glm5_next_text"),
+            *("bailing_hybrid", "glm5_next", "glm5_next_text"),
         ),
         (),
     ),

@@ -1,4 +1,4 @@
-"""Multimodal checkpoints, of which the language model trains: its config, and its names in files."""
+"""Multimodal checkpoints, of which the language model trains: its config and names in files."""
 
 from __future__ import annotations
 

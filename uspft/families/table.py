@@ -153,6 +153,7 @@ FAMILIES: dict[str, Family] = {
         routed=True,
         **_HYBRID,
     ),
+    "olmo_hybrid": Family(projections=NORMED_TOGETHER, states=True, cut=_TYPED_CUT),
     "qwen3_next": Family(
         defaults=_GATED_HEADS | {"num_key_value_heads": 2}, routed=True, **_HYBRID
     ),
@@ -173,6 +174,24 @@ REFUSED: dict[str, tuple[str, str]] = {
 uspft/model/README.md says the same of each, which a test holds it to.
 """
 
+MIXES = re.compile(r"attn|attention|linear|rope|rotary|conv|gate|mamba|ssm|delta|recurrent|chunk")
+"""What the names of fields have in them that may say how a model mixes tokens."""
+_HEEDED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_bias", "attention_dropout", "num_attention_heads"), ()),
+    **dict.fromkeys(("use_bidirectional_attention", "full_attention_interval"), ()),
+    **dict.fromkeys(("attn_logit_softcapping", "rope_parameters", "rope_scaling"), ()),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "linear_conv_kernel_dim"), ()),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), ()),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), ()),
+    **dict.fromkeys(("linear_a_log_min", "linear_a_log_max", "linear_allow_neg_eigval"), ()),
+    **dict.fromkeys(("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"), ()),
+    **dict.fromkeys(("attn_implementation", "_attn_implementation_autoset"), ()),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+    "mamba_ssm_dtype": ("float32",),
+}
+"""The fields of models with a state that MIXES finds and that are heeded, and the values that each
+may have; any where there are none."""
 _NOISE = re.compile(r"dropout|pdrop|drop_path|jitter")
 _WINDOWED, _FULL, _STATE = "sliding_attention", "full_attention", "linear_attention"
 
@@ -199,6 +218,7 @@ def unsupported(
     full = {**family.defaults, **raw}
     findings = _windows(kind, family, full, named) + _attention(kind, full, named, kernel)
     findings += _noise(full, named) + _router_loss(kind, full, named)
+    findings += _mixes(raw, named) if family.states else []
     if full.get("quantization_config") is not None:
         what = "has a quantization_config; training quantised weights is not available yet"
         findings.append((named("quantization_config"), what, "name the unquantised model"))
@@ -229,6 +249,22 @@ def _attention(kind: str, full: Mapping[str, Any], named: Named, kernel: str) ->
         remedy = "write model.overrides.use_bidirectional_attention: false"
         findings.append((named("use_bidirectional_attention"), what, remedy))
     return findings
+
+
+def _mixes(raw: Mapping[str, Any], named: Named) -> list[Finding]:
+    """Return a finding for each field that may say how a model with a state mixes tokens, and of
+    which nobody knows that transformers and uspft heed it."""
+    found = []
+    for key, value in raw.items():
+        known = _HEEDED.get(key)
+        if value is None or not MIXES.search(key) or known == () or (known and value in known):
+            continue
+        what = f"{key} is {value!r}, which may change how the model mixes tokens and is not known"
+        remedy = f"write model.overrides.{key}: null, if the model does not need it"
+        if known:
+            remedy = f"write model.overrides.{key}: {str(known[0]).lower()}, if that is true of it"
+        found.append((named(key), what, remedy))
+    return found
 
 
 def _router_loss(kind: str, full: Mapping[str, Any], named: Named) -> list[Finding]:

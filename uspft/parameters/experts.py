@@ -1,7 +1,8 @@
-"""Experts, which are fused 3-D parameters in transformers and a matrix each in Hugging Face files.
+"""Parameters that transformers holds otherwise than Hugging Face files: experts, which are fused 3-D
+parameters in the one and a matrix each in the other, and OLMo Hybrid's convolution and norms.
 
 Shapes: E experts, d hidden size, f an expert's width; gate_up_proj [E, 2f, d] with gate's rows
-first, down_proj [E, d, f].
+first, down_proj [E, d, f]. A convolution [C, 1, taps] has the channels of q, k and v in this order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from torch import Tensor, nn
 
 _FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
 _BIAS = re.compile(r".*\.mlp\.experts\.(gate_up_proj|down_proj)_bias")
+_CONVOLUTION = re.compile(r"(?P<block>.*\.linear_attn)\.conv1d\.weight")
+_RENAMED = {
+    ".input_layernorm.": ".attention_layer_norm.",
+    ".post_attention_layernorm.": ".feedforward_layer_norm.",
+}
+"""The norms of OLMo Hybrid in transformers and in files."""
 _ROUTER = re.compile(r"(?P<block>.*)\.mlp\.gate\.weight")
 
 
@@ -54,7 +61,7 @@ class Stored(NamedTuple):
 
     def join(self, tensors: list[Tensor]) -> Tensor:
         if not self.width:
-            return tensors[0]
+            return torch.cat(tensors)
         starts = range(0, len(tensors), self.width)
         return torch.stack([torch.cat(tensors[i : i + self.width]) for i in starts])
 
@@ -105,7 +112,22 @@ def find(name: str, files: Collection[str]) -> Stored | None:
             other := f"{match['block']}.{spelling.module}.gate.weight"
         ) in files:
             return Stored([other], 0)
-    return None
+    if match := _CONVOLUTION.fullmatch(name):
+        parts = _three(match["block"])
+        return Stored(parts, 0) if all(part in files for part in parts) else None
+    renamed = _renamed(name)
+    return Stored([renamed], 0) if renamed in files else None
+
+
+def _three(block: str) -> list[str]:
+    """Return the names in files of a convolution's parts."""
+    return [f"{block}.{part}_conv1d.weight" for part in "qkv"]
+
+
+def _renamed(name: str) -> str:
+    for own, stored in _RENAMED.items():
+        name = name.replace(own, stored)
+    return name
 
 
 def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -127,12 +149,23 @@ def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ..
                 for part in stored.parts:
                     del found[part]
                 found[name] = (count, rows, *held[stored.parts[0]][1:])
+    for name in [name for name in found if name.endswith(".q_conv1d.weight")]:
+        block = name.removesuffix(".q_conv1d.weight")
+        if all(part in found for part in _three(block)):
+            shapes = [found.pop(part) for part in _three(block)]
+            found[f"{block}.conv1d.weight"] = (sum(one[0] for one in shapes), *shapes[0][1:])
+    for own, other in _RENAMED.items():
+        for name in [name for name in found if other in name]:
+            found[name.replace(other, own)] = found.pop(name)
     return found
 
 
-def as_files(name: str, value: Tensor, model_type: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors as which files of a model type hold a parameter."""
-    spelling = SPELLINGS.get(model_type)
+def as_files(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors as which files of a model hold a parameter. config: its own."""
+    if config["model_type"] == "olmo_hybrid":
+        yield from _as_olmo(name, value, config)
+        return
+    spelling = SPELLINGS.get(config["model_type"])
     if spelling and (match := _FUSED.fullmatch(name)):
         every = [spelling.matrices(match["block"], match["kind"], n) for n in range(len(value))]
         stored = Stored(list(chain.from_iterable(every)), len(every[0]))
@@ -141,3 +174,13 @@ def as_files(name: str, value: Tensor, model_type: str) -> Iterator[tuple[str, T
         yield f"{match['block']}.{spelling.module}.gate.weight", value
     else:
         yield name, value
+
+
+def _as_olmo(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    if match := _CONVOLUTION.fullmatch(name):
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        parts = value.split([keys, keys, values])
+        yield from zip(_three(match["block"]), parts, strict=True)
+    else:
+        yield _renamed(name), value

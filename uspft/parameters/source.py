@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,13 @@ class WeightsError(InputError):
         super().__init__(f"{what}; {remedy}")
 
 
+_FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""Types of floating point by their name in headers."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _AGAIN = "save weights and config.json together, with save_pretrained"
 
@@ -65,7 +73,7 @@ class FolderWeights:
         stored = self._find(name)
         if stored is None:
             raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
-        if not stored.width:
+        if len(stored.parts) == 1:
             return self._read_part(name, stored.parts[0], part)
         held: dict[str, Tensor] = {}
         for file in sorted({self._files[one] for one in stored.parts}):
@@ -79,6 +87,16 @@ class FolderWeights:
 
     def holds(self, name: str) -> bool:
         return self._find(name) is not None
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the type of each tensor of floating point by its name in the files, from headers
+        alone. Raises WeightsError."""
+        found: dict[str, torch.dtype] = {}
+        for path in self.files:
+            with _opened(path) as tensors:
+                types = {stored: tensors.get_slice(stored).get_dtype() for stored in tensors.keys()}
+                found |= {stored: _FLOATS[one] for stored, one in types.items() if one in _FLOATS}
+        return found
 
     def _find(self, name: str) -> Stored | None:
         """Find the tensors that hold a parameter, by their names in the files."""
@@ -130,7 +148,8 @@ class FolderWeights:
         found: dict[str, tuple[int, ...]] = {}
         for path in self.files:
             with _opened(path) as tensors:
-                found |= {one: tuple(tensors.get_slice(one).get_shape()) for one in tensors.keys()}
+                names = tensors.keys()
+                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
         mine = self._stored.items()
         return fused_shapes({name: found[stored] for name, stored in mine if stored in found})
 
@@ -197,14 +216,15 @@ class RandomWeights:
     They are drawn as transformers initialises them: projections, embeddings, experts and their
     routers are normal(0, initializer_range), and so are attention's sinks and a router's bias. The
     padding token's embedding is 0, norms are 1 (0 where 1 is added to them), other biases are 0. Of
-    a gated delta net the convolution is normal too, and log(A) that of uniform(0.01, 16).
+    a gated delta net the convolution is normal too, and `decays` says how its gates start.
     """
 
     def __init__(self, model: nn.Module, seed: int, std: float) -> None:
         # Of a projection and its adapter's wrapper, which share a name, the projection comes last.
         self._modules = {plain_name(name): module for name, module in model.named_modules()}
         self._seed, self._std = seed, std
-        kind = getattr(getattr(model, "config", None), "model_type", None)
+        self._config: Any = getattr(model, "config", None)
+        kind = getattr(self._config, "model_type", None)
         self._norm = FAMILIES[kind].norm_start if kind in FAMILIES else 1.0
 
     def draws(self, name: str) -> bool:
@@ -218,7 +238,7 @@ class RandomWeights:
         module = self._modules[owner]
         routes = is_router(module)
         if kind in ("A_log", "dt_bias"):
-            return decays(kind, shape, generator(self._seed, name))
+            return decays(kind, shape, generator(self._seed, name), self._config)
         if kind.endswith("bias") and not routes:
             return torch.zeros(shape)
         projects = isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d)
@@ -236,11 +256,24 @@ class RandomWeights:
         raise WeightsError(what, "name a folder with weights")
 
 
-def decays(kind: str, shape: tuple[int, ...], source: torch.Generator) -> Tensor:
-    """Return a new `A_log` or `dt_bias` of a gated delta net, as transformers starts it."""
-    if kind == "dt_bias":
+def decays(kind: str, shape: tuple[int, ...], source: torch.Generator, config: Any) -> Tensor:
+    """Return a new `A_log` or `dt_bias` of a gated delta net, as transformers starts it.
+
+    Both are drawn from ranges that OLMo Hybrid's config has; elsewhere A is uniform(0.01, 16) and
+    the bias of the step is 1.
+    """
+    least, most = (
+        getattr(config, "linear_a_log_min", 0.01),
+        getattr(config, "linear_a_log_max", 16.0),
+    )
+    if kind == "A_log":
+        return torch.empty(shape).uniform_(least, most, generator=source).log_()
+    if not hasattr(config, "linear_dt_min"):
         return torch.ones(shape)
-    return torch.empty(shape).uniform_(0.01, 16.0, generator=source).log_()
+    first, last = math.log(config.linear_dt_min), math.log(config.linear_dt_max)
+    step = torch.empty(shape).uniform_(first, last, generator=source).exp_()
+    step.clamp_(min=config.linear_dt_init_floor)
+    return step + torch.log(-torch.expm1(-step))  # softplus of it is the step
 
 
 class SplitWeights:

@@ -90,6 +90,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "gemma2": LayerKind(_GEMMA, wide_norms=True),
     "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
     "olmo2": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
+    "olmo_hybrid": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "qwen3_5_text": LayerKind(normed_heads=True),
     "qwen3_5_moe_text": LayerKind(router="mlp.gate", normed_heads=True),
     "qwen3_next": LayerKind(router="mlp.gate", normed_heads=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -10,15 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Gemma3Config,
+)
 
 from tests.support.answers import ANSWER, ASKED, base_model, says
+from tests.support.multimodal import CHECKPOINTS
 from uspft.__main__ import main
 from uspft.called import VARIABLE
+from uspft.commands.talker import load_talker
 from uspft.config.recipe import DataBlock
 from uspft.data.tokenise import load_tokeniser
 
 END = "<|im_end|>"
+ROWS = {"train": "x", "sequence_length": 128}
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +37,36 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = base_model(tmp_path_factory.mktemp("talk") / "base", "llama")
     torch.manual_seed(0)
     net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    data = DataBlock.model_validate({"train": "x", "sequence_length": 128})
-    tokeniser = load_tokeniser(str(folder), data)
+    tokeniser = load_tokeniser(str(folder), DataBlock.model_validate(ROWS))
     says(net, tokeniser)
     ends = [tokeniser.backend.token_to_id(END), tokeniser.eos]
     net.generation_config.eos_token_id = ends
     net.save_pretrained(folder)
     return folder
+
+
+def test_the_language_model_of_a_multimodal_model_answers(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name, text, vision, beside = CHECKPOINTS["gemma3"]
+    raw = json.loads((base / "config.json").read_text()) | text | {"model_type": "gemma3_text"}
+    raw["max_position_embeddings"] = 64
+    config = Gemma3Config(
+        text_config=raw, vision_config=vision, **beside, tie_word_embeddings=False
+    )
+    torch.manual_seed(0)
+    net = AutoModelForImageTextToText.from_config(config)
+    tokeniser = load_tokeniser(str(base), DataBlock.model_validate(ROWS))
+    says(net, tokeniser)
+    net.generation_config.eos_token_id = [tokeniser.backend.token_to_id(END), tokeniser.eos]
+    net.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path)
+    assert talk(monkeypatch, ASKED["content"], str(tmp_path), "max_new_tokens=14") == 0
+    assert capsys.readouterr().out.strip() == ANSWER
+    assert type(load_talker(tmp_path, None).model).__name__ == f"{name}ForConditionalGeneration"
 
 
 @pytest.fixture

@@ -38,14 +38,18 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str, tmp_path
     }
     if kind in ("gemma3", "mistral3"):
         least["sliding_window"] = 16
-    if kind == "qwen3_vl":  # else 32
+    if kind in ("qwen3_vl", "mistral3"):  # else 32 and 8
         least["num_key_value_heads"] = 2
+    if kind == "gemma3":
+        for key in ("vocab_size", "num_attention_heads", "max_position_embeddings"):
+            del least[key]
     name, _, vision, _ = CHECKPOINTS[kind]
     theirs = getattr(transformers, f"{name}Config")(text_config=dict(least), vision_config=vision)
     ours = shape(tmp_path, {"model_type": kind, "text_config": least, "vision_config": vision})
     text = theirs.get_text_config()
     heads = (text.num_attention_heads, text.num_key_value_heads, text.head_dim)
     assert (ours.heads, ours.kv_heads, ours.head_dim) == heads
+    assert (ours.vocab_size, ours.max_positions) == (text.vocab_size, text.max_position_embeddings)
     assert ours.tied == theirs.tie_word_embeddings
     trained = {"qwen3_vl_text": "qwen3"}.get(text.model_type, text.model_type)
     assert (ours.model_type, ours.layers) == (trained, 2)

@@ -108,6 +108,14 @@ REFUSED: list[tuple[Any, str]] = [
         "layer_types has mamba (state-space layers), which no algorithm here splits",
     ),
     (
+        {**PLAIN, "model_type": "qwen3_next", "attn_output_gate": False},
+        "attn_output_gate is False, which may change how the model mixes tokens and is not known",
+    ),
+    (
+        {**PLAIN, "model_type": "qwen3_5_text", "linear_gate_rank": 8},
+        "linear_gate_rank is 8, which may change how the model mixes tokens and is not known",
+    ),
+    (
         {**QWEN3, "layer_types": ["full_attention", "conv"]},
         "layer_types has conv (short convolutions), which no algorithm here splits",
     ),
@@ -180,6 +188,18 @@ def test_what_is_refused_by_name(tmp_path: Path, config: Any, message: str) -> N
         message, what = message[:20], what[:20]
     assert (key, what) == ("model.config", message)
     assert remedy
+
+
+def test_fields_of_mixers_that_are_heeded_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for kind in (kind for kind, family in FAMILIES.items() if family.states):
+        config = transformers.AutoConfig.for_model(kind).to_dict()
+        said = {key for key, value in config.items() if table.MIXES.search(key) and value}
+        given = {key: config[key] for key in said if not isinstance(config[key], dict)}
+        assert len(said) > 6
+        assert shape(tmp_path, {**given, **PLAIN, "model_type": kind})
+    found = shape(tmp_path, {**PLAIN, "model_type": kind, "output_gate_type": "swish"})
+    assert found.raw["output_gate_type"] == "swish"
 
 
 def test_every_refused_type_is_refused_and_says_what_to_name(tmp_path: Path) -> None:

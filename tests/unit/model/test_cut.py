@@ -22,11 +22,13 @@ EVEN = dealt_out([1.0] * LAYERS, 2, 1)
 BOUNDS = [(0, 2, 5), (0, 1, 2, 4, 5), (0, 1, 2, 3, 4, 5)]
 """Of stages: two that differ, some of one layer, all of one."""
 TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+STATES = ["linear_attention"] * 2
 KINDS: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in FAMILIES},
     "gemma2": {"layer_types": [*TYPES, "full_attention"]},
     "gemma3_text": {"layer_types": [*TYPES, "full_attention"]},
     "gpt_oss": {"layer_types": [*TYPES, "full_attention"]},
+    "olmo_hybrid": {"layer_types": [*STATES, "full_attention", *STATES]},
     "smollm3": {"no_rope_layers": [1, 0, 1, 1, 0]},
     "qwen2 mixed": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
     "smollm3 mixed": {
@@ -110,7 +112,7 @@ def test_stages_one_after_another_are_the_whole_model(kind: str) -> None:
 
 
 def test_every_family_has_what_its_stages_need() -> None:
-    assert len(FAMILIES) == 16 and {kind.split()[0] for kind in KINDS} == set(FAMILIES)
+    assert len(FAMILIES) == 17 and {kind.split()[0] for kind in KINDS} == set(FAMILIES)
     assert all(family.cut is not None for family in FAMILIES.values())
 
 

@@ -53,9 +53,20 @@ def test_a_folder_is_read_and_written_as_transformers_does(folder: Path) -> None
     for name, parameter in model.named_parameters():
         value = weights.read(name, Part.whole(parameter.shape))
         assert torch.equal(value, theirs[name])
-        written |= dict(as_files(name, value, config.model_type))
+        written |= dict(as_files(name, value, config.to_dict()))
     assert written.keys() == files.keys()
+    if config.model_type == "olmo_hybrid":  # whose convolution transformers cuts in equal parts
+        written, files = (joined(tensors) for tensors in (written, files))
     assert all(torch.equal(written[name], files[name]) for name in files)
+
+
+def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of files, with the parts of convolutions together."""
+    found = dict(tensors)
+    for name in [name for name in found if "q_conv1d" in name]:
+        parts = [found.pop(name.replace("q_conv1d", f"{part}_conv1d")) for part in "qkv"]
+        found[name] = torch.cat(parts)
+    return found
 
 
 def test_random_weights_start_as_transformers_start(folder: Path) -> None:
@@ -65,26 +76,29 @@ def test_random_weights_start_as_transformers_start(folder: Path) -> None:
     holders = Holders.of(Shards(Layout()), 0, Groups(), shapes_of(ours))
     fill(ours, torch.float32, RandomWeights(ours, 0, 0.02), holders)
     for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        spread = (
-            1.4 if name.endswith("A_log") else 0.02
-        )  # of log(uniform(0.01, 16)) and of the rest
+        drawn = name.endswith(("A_log", "dt_bias"))
+        spread = 1.4 if drawn else 0.02  # of the logarithms of such ranges, and of the rest
         near = max(0.004, 4 * spread / one.numel() ** 0.5)  # of a few numbers, four standard errors
         assert abs(one.std() - other.std()) < near and abs(one.mean() - other.mean()) < near, name
         assert bool(one.any()) == bool(other.any()), name
 
 
 def test_decays_are_drawn_as_transformers_draws_them() -> None:
-    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    sizes = dict(hidden_size=8, num_hidden_layers=2, num_attention_heads=1, vocab_size=8)
     sizes |= dict(intermediate_size=8, linear_key_head_dim=1, linear_value_head_dim=1)
     heads = dict(linear_num_key_heads=1, linear_num_value_heads=4096)
-    config = transformers.Qwen3_5TextConfig(**sizes, **heads)
-    theirs = AutoModelForCausalLM.from_config(config).model.layers[0].linear_attn
-    shape = (4096,)
-    for kind in ("A_log", "dt_bias"):
-        ours = decays(kind, shape, generator(0, kind)).sort().values
-        apart = (ours.exp() - getattr(theirs, kind).detach().sort().values.exp()).abs()
-        assert apart.max() < 0.05 * 16 and apart.mean() < 0.02 * 16, kind
-    assert not torch.equal(decays("A_log", shape, generator(1, "")), ours)
+    one = {"layer_types": ["linear_attention", "full_attention"]}
+    for name in ("Qwen3_5Text", "OlmoHybrid"):
+        config = getattr(transformers, f"{name}Config")(**sizes, **heads, **one, pad_token_id=0)
+        theirs = AutoModelForCausalLM.from_config(config).model.layers[0].linear_attn
+        shape = (4096,)
+        for kind in ("A_log", "dt_bias"):
+            ours = decays(kind, shape, generator(0, kind), config).sort().values
+            drawn = getattr(theirs, kind).detach().sort().values
+            ours, drawn = ((x.exp() if kind == "A_log" else x) for x in (ours, drawn))
+            apart, spread = (ours - drawn).abs(), float(drawn.max() - drawn.min()) + 1e-6
+            assert apart.max() < 0.05 * spread and apart.mean() < 0.02 * spread, (name, kind)
+        assert not torch.equal(decays("A_log", shape, generator(1, ""), config), ours)
 
 
 def test_a_missing_expert_is_missed(folder: Path) -> None:

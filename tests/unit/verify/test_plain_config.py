@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import make_model
+from tests.support.multimodal import CHECKPOINTS, make_checkpoint
 from uspft.config.recipe import ModelBlock
+from uspft.families.multimodal import language_model
 from uspft.families.table import FAMILIES
 from uspft.model import positions
 from uspft.model.hf_config import layer_windows, model_config
@@ -31,9 +34,13 @@ def block(folder: Path, **extra: Any) -> ModelBlock:
     return ModelBlock.model_validate({"name_or_path": str(folder), "dtype": "float32", **extra})
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*FAMILIES, *CHECKPOINTS])
 def test_both_readings_agree(kind: str, tmp_path: Path) -> None:
-    make_model(tmp_path, kind, kv_heads=2)
+    if kind in CHECKPOINTS:
+        make_checkpoint(tmp_path, kind)
+    else:
+        make_model(tmp_path, kind, kv_heads=2)
+    kind = language_model(json.loads((tmp_path / "config.json").read_text()))["model_type"]
     asked: list[dict[str, Any]] = [{}, {"num_hidden_layers": 1}, {"rms_norm_eps": 1e-3}]
     if FAMILIES[kind].windows != "none":
         asked += [{"sliding_window": 5}]
