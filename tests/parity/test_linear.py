@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.support.attention import GROUPS
@@ -43,7 +44,12 @@ RANKS = 4
 LENGTHS = [5, 130, 2, 1, 80, 30]
 """Documents of one and of two tokens among them; a row ends in padding."""
 ROW = Segments(packed(LENGTHS).bounds, 256)
-MODELLING = (modeling_qwen3_5, modeling_qwen3_next, modeling_olmo_hybrid)
+MODELLING = (
+    modeling_qwen3_5,
+    modeling_qwen3_5_moe,
+    modeling_qwen3_next,
+    modeling_olmo_hybrid,
+)
 SLOW = (0.005, 0.05)
 """Of A: with transformers' own start a state is forgotten within a few tokens, and nothing that
 enters a fragment shows."""
@@ -82,15 +88,21 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
+TURNED = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+}
 OWN: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
-            "mrope_interleaved": True,
-        }
+    "qwen3_5_text": {"rope_parameters": TURNED},
+    "qwen3_5_moe_text": {
+        "rope_parameters": TURNED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
     },
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},
     "olmo_hybrid": {
@@ -117,7 +129,10 @@ def make(model: Model, attention: str) -> Any:
         sizes.pop("head_dim")
     config = transformers.AutoConfig.for_model(model.kind, **sizes)
     net = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float64, attn_implementation=attention
+        config,
+        dtype=torch.float64,
+        attn_implementation=attention,
+        experts_implementation="eager",  # the others have no float64
     )
     net = net.to(torch.float64)  # OLMo's A_log is float32 whatever is asked for
     generator = torch.Generator().manual_seed(1)
@@ -340,7 +355,7 @@ CASES = [
     Case("random", 2, Model(dims=(8, 12))),
     Case("random", 2, Model(again=True)),
     Case("contiguous", 1, Model(again=True)),
-    *(Case("random", 2, Model(kind)) for kind in ("qwen3_next", "olmo_hybrid")),
+    *(Case("random", 2, Model(kind)) for kind in ("qwen3_next", "olmo_hybrid", "qwen3_5_moe_text")),
     Case("contiguous", 4, Model(heads=(1, 3))),
 ]
 CONTROLS = [

@@ -17,7 +17,7 @@ _float = torch.Tensor.float
 class _Wide:
     """`torch` as a modelling file sees it, whose float32 is float64."""
 
-    float32 = torch.float64
+    float = float32 = torch.float64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

@@ -1,4 +1,4 @@
-"""Parameters that transformers holds otherwise than Hugging Face files: experts, which are fused 3-D
+"""Parameters that transformers holds otherwise than Hugging Face files: experts, fused 3-D
 parameters in the one and a matrix each in the other, and OLMo Hybrid's convolution and norms.
 
 Shapes: E experts, d hidden size, f an expert's width; gate_up_proj [E, 2f, d] with gate's rows

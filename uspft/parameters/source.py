@@ -94,7 +94,8 @@ class FolderWeights:
         found: dict[str, torch.dtype] = {}
         for path in self.files:
             with _opened(path) as tensors:
-                types = {stored: tensors.get_slice(stored).get_dtype() for stored in tensors.keys()}
+                names = tensors.keys()
+                types = {stored: tensors.get_slice(stored).get_dtype() for stored in names}
                 found |= {stored: _FLOATS[one] for stored, one in types.items() if one in _FLOATS}
         return found
 
