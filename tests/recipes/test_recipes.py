@@ -108,7 +108,7 @@ WANTED = {
         8, "each row shared by 8 (zigzag ring), 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
     "qwen3.5-9b-text-planned-128k.yaml": Wanted(
-        8, "each row shared by 8 (exchange planned by the row), 1 row at a time; ZeRO-3, bfloat16"
+        8, "each row shared by 8 (exchange), 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
     "qwen3.5-9b-lora-whole-32k.yaml": Wanted(
         1, "each row whole on one process, 1 row at a time; ZeRO-1, bfloat16 on cuda"
