@@ -41,7 +41,9 @@ def test_both_readings_agree(kind: str, tmp_path: Path) -> None:
     else:
         make_model(tmp_path, kind, kv_heads=2)
     kind = language_model(json.loads((tmp_path / "config.json").read_text()))["model_type"]
-    asked: list[dict[str, Any]] = [{}, {"num_hidden_layers": 1}, {"rms_norm_eps": 1e-3}]
+    asked: list[dict[str, Any]] = [{}, {"rms_norm_eps": 1e-3}]
+    if kind != "olmo_hybrid":  # which must have attention, in its second layer
+        asked += [{"num_hidden_layers": 1}]
     if FAMILIES[kind].windows != "none":
         asked += [{"sliding_window": 5}]
     if FAMILIES[kind].windows == "switched":
