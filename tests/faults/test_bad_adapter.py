@@ -55,6 +55,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         f"{FREEZE}[1]",
         ("`wte` is found in no name", "model.embed_tokens.weight"),
     ),
+    "a name of the whole model": (
+        {"freeze": [r"language_model\.layers\.0"]},
+        f"{FREEZE}[0]",
+        ("of a multimodal checkpoint is model.layers.0.", "names of the language model"),
+    ),
     "tied head": (
         {"freeze": ["lm_head"], "overrides": {"tie_word_embeddings": True}},
         f"{FREEZE}[0]",

@@ -208,6 +208,7 @@ def test_a_recipe_passes_check(quick: Callable[..., tuple[int, str, str]], name:
     processes = f"{wanted.ranks} process{'es' if wanted.ranks > 1 else ''}"
     assert f"layout: {processes}, {wanted.layout}" in said
     assert "no problem found" in said
+    assert ("the language model of" in said) == name.startswith(("qwen3.5", "gemma3"))
     assert "\nmodel: " in said and "not checked: the sizes" not in said, "no shape for its model"
     assert ("\ntrains: " in said) == ("-lora-" in name)
 

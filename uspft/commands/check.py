@@ -84,8 +84,9 @@ def _model(found: Examined, examined: ExaminedModel | None) -> list[str]:
     """Return lines on the model: its sizes, its parameters, and what memory they take."""
     lines, shape, recipe = [], found.shape, found.recipe
     if shape:
+        of = f", the language model of {shape.whole_type}" if shape.whole_type else ""
         lines.append(
-            f"model: {shape.model_type}, {shape.layers} layers × {shape.hidden_size}, "
+            f"model: {shape.model_type}{of}, {shape.layers} layers × {shape.hidden_size}, "
             f"{shape.heads} query and {shape.kv_heads} KV heads, vocabulary {shape.vocab_size}"
         )
     if examined:

@@ -12,7 +12,7 @@ from typing import Any
 
 from uspft.config.problems import Finding
 from uspft.config.recipe import ModelBlock
-from uspft.families.multimodal import language_model
+from uspft.families.multimodal import is_multimodal, language_model
 from uspft.families.table import FAMILIES, rope_of, unsupported
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -39,6 +39,8 @@ class ModelShape:
     tied: bool
     attention_bias: bool
     raw: dict[str, Any]
+    whole_type: str = ""
+    """The model_type of the multimodal model whose language model it is; empty for another."""
 
     @property
     def window(self) -> int | None:
@@ -61,6 +63,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     raw = _json(file, key)
     if isinstance(raw, list):
         return raw
+    whole = raw["model_type"] if is_multimodal(raw) else ""
     raw = {**language_model(raw), **model.overrides}
 
     def named(field: str) -> str:
@@ -81,6 +84,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
         tied=bool(full.get("tie_word_embeddings", False)),
         attention_bias=family.qkv_bias or bool(full.get("attention_bias", False)),
         raw=raw,
+        whole_type=whole,
     )
 
 

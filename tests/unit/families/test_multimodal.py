@@ -52,7 +52,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str, tmp_path
     assert (ours.vocab_size, ours.max_positions) == (text.vocab_size, text.max_position_embeddings)
     assert ours.tied == theirs.tie_word_embeddings
     trained = {"qwen3_vl_text": "qwen3"}.get(text.model_type, text.model_type)
-    assert (ours.model_type, ours.layers) == (trained, 2)
+    assert (ours.model_type, ours.layers, ours.whole_type) == (trained, 2, kind)
     rope = text.rope_parameters.get("full_attention", text.rope_parameters)
     assert ours.rope is None or ours.rope["rope_theta"] == rope["rope_theta"]
 
