@@ -67,7 +67,13 @@ def listing(files: Iterable[Path]) -> str:
 def cards(recipe: Recipe) -> int:
     """Return how many processes a recipe is made for, on all hosts together."""
     every = [one.parallel_config for one in layouts_of(recipe)]
-    each = [one.model_parallel * one.context_parallel * one.pipeline_stage for one in every]
+    each = [
+        one.model_parallel
+        * one.context_parallel
+        * one.pipeline_stage
+        * (one.data_parallel if isinstance(one.data_parallel, int) else 1)
+        for one in every
+    ]
     here = recipe.launch.processes
     return max(*each, here if isinstance(here, int) else 1)
 

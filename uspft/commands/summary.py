@@ -54,7 +54,8 @@ def summary(
             folder = folder_of(output, best.step)
             lines.append(f"best:       step {best.step}, loss {best.loss:.3f}  ({folder})")
     if recipe.export.huggingface:
-        loads = loading_class(json.loads((output / MODEL / "config.json").read_text("utf-8")))
+        file = output / MODEL / "config.json"
+        loads = loading_class(json.loads(file.read_text("utf-8")) if file.is_file() else {})
         lines.append(f"model:      {output / MODEL}  ({loads}.from_pretrained loads it)")
     if recipe.model.adapter:
         lines.append(f"adapter:    {output / ADAPTER}  (PeftModel.from_pretrained loads it)")

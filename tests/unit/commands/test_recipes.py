@@ -23,8 +23,12 @@ llama3.1-8b-text-whole-512k
     meta-llama/Llama-3.1-8B, 1 GPU, rows of 512k: all weights, on texts
 qwen3-0.6b-chat-whole-8k
     Qwen/Qwen3-0.6B, 1 GPU, rows of 8k: all weights, on conversations
+qwen3.5-9b-lora-whole-32k
+    Qwen/Qwen3.5-9B, 1 GPU, rows of 32k: LoRA, on conversations
 llama3.1-8b-text-ulysses-64k
     meta-llama/Llama-3.1-8B, 2 GPUs, rows of 64k: all weights, on texts
+gemma3-12b-chat-ulysses-32k
+    google/gemma-3-12b-it, 8 GPUs, rows of 32k: all weights, on conversations
 llama3.1-70b-lora-mesh-32k
     meta-llama/Llama-3.1-70B, 8 GPUs, rows of 32k: LoRA, on conversations
 llama3.1-70b-lora-tensor-32k
@@ -41,6 +45,8 @@ qwen2.5-7b-chat-ulysses-32k
     Qwen/Qwen2.5-7B-Instruct, 8 GPUs, rows of 32k: all weights, on conversations
 qwen3-8b-text-ring-64k
     Qwen/Qwen3-8B, 8 GPUs, rows of 64k: all weights, on texts
+qwen3.5-9b-text-planned-128k
+    Qwen/Qwen3.5-9B, 8 GPUs, rows of 128k: all weights, on texts
 llama3.1-8b-text-hybrid-128k-16gpu
     meta-llama/Llama-3.1-8B, 16 GPUs, rows of 128k: all weights, on texts
 llama3.1-8b-text-planned-15m-32gpu
@@ -49,6 +55,8 @@ llama3.1-70b-text-pipeline-8k-64gpu
     meta-llama/Llama-3.1-70B, 64 GPUs, rows of 8k: all weights, on texts
 llama3.1-70b-text-tensor-128k-64gpu
     meta-llama/Llama-3.1-70B, 64 GPUs, rows of 128k: all weights, on texts
+qwen3-next-80b-a3b-text-hybrid-128k-64gpu
+    Qwen/Qwen3-Next-80B-A3B-Instruct, 64 GPUs, rows of 128k: all weights, on texts
 """
 
 

@@ -35,6 +35,13 @@ def recipe(folder: Path, changes: dict[str, Any] | None = None) -> Recipe:
     return load(folder / "r.yaml").recipe
 
 
+def exported(output: Path, kind: str = "llama") -> None:
+    """The config of a trained model."""
+    (output / "hf").mkdir(parents=True)
+    config = {"model_type": kind, "text_config": {}}
+    (output / "hf/config.json").write_text(json.dumps(config))
+
+
 def commands(
     recipe: Recipe, target: str, *overrides: str, chats: bool = False
 ) -> dict[str, list[str]]:
@@ -47,6 +54,19 @@ def commands(
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loads"),
+    [("llama", "AutoModelForCausalLM"), ("gemma3", "AutoModelForImageTextToText")],
+)
+def test_it_says_what_loads_the_model(kind: str, loads: str, tmp_path: Path) -> None:
+    found = recipe(tmp_path)
+    exported(tmp_path / "other", kind)
+    found = found.model_copy(update={"output_dir": tmp_path / "other"})
+    (tmp_path / "other/metrics.jsonl").write_text("")
+    said = summary(found, tmp_path / "r.yaml", [], PLACE, chats=False)
+    assert f"({loads}.from_pretrained loads it)" in said
 
 
 def test_the_quickstart_shows_that_algorithms_swap(tmp_path: Path) -> None:
