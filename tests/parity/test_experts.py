@@ -250,9 +250,9 @@ def left_out(what: str) -> Iterator[None]:
         with patch.object(zero, "mark_for_partition", without_word):
             yield
     elif what == "scores detached":
-        plain = experts.Held.__call__
+        plain = experts.HeldExperts.__call__
         detached = lambda self, x, index, weight: plain(self, x, index, weight.detach())  # noqa: E731
-        with patch.object(experts.Held, "__call__", detached):
+        with patch.object(experts.HeldExperts, "__call__", detached):
             yield
     else:
         with patch.object(router, "sum_over", lambda x, group, kind: x * group.size):

@@ -42,7 +42,7 @@ def spread_experts(model: nn.Module, holders: Holders) -> None:
             continue
         module.config._experts_implementation = NAME
         module.num_experts //= holders.experts.size
-        module.uspft = Held(module, holders.experts)
+        module.uspft = HeldExperts(module, holders.experts)
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -52,7 +52,7 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-class Held:
+class HeldExperts:
     """The experts of a layer that are here, and the ranks that divide them."""
 
     def __init__(self, module: Any, group: Group) -> None:
@@ -63,7 +63,7 @@ class Held:
         self._group, self._number = group, module.num_experts
 
     def __call__(self, x_td: Tensor, index_tk: Tensor, weight_tk: Tensor) -> Tensor:
-        route = Route.of(index_tk // self._number, self._group)
+        route = Dispatch.of(index_tk // self._number, self._group)
         x_rd, weight_rk = _Sent.apply(x_td, weight_tk, route)
         first = self._group.index * self._number
         y_rd = self.compute(x_rd, route.there(index_tk) - first, weight_rk)
@@ -80,7 +80,7 @@ def held_experts(module: Any, x_td: Tensor, index_tk: Tensor, weight_tk: Tensor)
 ALL_EXPERTS_FUNCTIONS.register(NAME, held_experts)
 
 
-class Route(NamedTuple):
+class Dispatch(NamedTuple):
     """Which rows go to which rank, and how many come from each."""
 
     token_s: Tensor
@@ -90,7 +90,7 @@ class Route(NamedTuple):
     group: Group
 
     @classmethod
-    def of(cls, rank_tk: Tensor, group: Group) -> Route:
+    def of(cls, rank_tk: Tensor, group: Group) -> Dispatch:
         """Return the way of tokens to the ranks that hold their experts; collective."""
         meets_gt = rank_tk.new_zeros((group.size, len(rank_tk)), dtype=torch.bool)
         meets_gt.scatter_(0, rank_tk.T, True)
@@ -129,7 +129,9 @@ class _Sent(torch.autograd.Function):
     of both come back. One function, so that all ranks' transfers have one order."""
 
     @staticmethod
-    def forward(ctx: Any, x_td: Tensor, weight_tk: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x_td: Tensor, weight_tk: Tensor, route: Dispatch
+    ) -> tuple[Tensor, Tensor]:
         ctx.route, ctx.tokens = route, len(x_td)
         return route.moved(x_td[route.token_s]), route.moved(weight_tk[route.token_s])
 
@@ -150,7 +152,7 @@ class _Returned(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y_rd: Tensor, route: Route, tokens: int) -> Tensor:
+    def forward(ctx: Any, y_rd: Tensor, route: Dispatch, tokens: int) -> Tensor:
         ctx.route = route
         return route.summed(route.moved_back(y_rd), tokens)
 
