@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from benchmarks.attention.documents import documents_of
 from benchmarks.lab.results import ROOT
 from benchmarks.lab.tables import as_tokens, listed, markdown
 from uspft.config import Recipe, load
@@ -28,7 +29,7 @@ from uspft.sequence import Heads, make_algorithm
 from uspft.tensor.megatron import Megatron
 from uspft.verify.verdict import FIXED, PLAIN
 
-RECIPES = ROOT / "recipes"
+RECIPES, MIB = ROOT / "recipes", 2**20
 LONGEST = {
     "1 card": "llama3.1-8b-text-whole-512k",
     "8 cards": "llama3.1-8b-text-ulysses-4m",
@@ -53,17 +54,61 @@ CARDS = {"l20": "8 × L20 on PCIe", "h100": "8 × H100 on NVLink"}
 MESH, TENSOR = "llama3.1-70b-lora-mesh-32k", "llama3.1-70b-lora-tensor-32k"
 LAYERS = {"Llama-3.1-8B": (4096, Heads(32, 8, 128)), "Llama-3.1-70B": (8192, Heads(64, 8, 128))}
 ROW_TOKENS, RANKS = 32_768, (2, 8)
+SPLITS = {
+    "ulysses_cp": ((8, 1),),
+    "ring_cp": ((1, 8),),
+    "hybrid_cp": ((2, 4), (4, 2)),
+    "allgather_cp": ((1, 8),),
+    "planned_cp": ((1, 8), (2, 4), (4, 2)),
+}
+"""The algorithms, and the (Ulysses, ring) degrees in which 8 ranks share a row."""
+HYBRID = "llama3.1-8b-text-hybrid-128k"
 
 
 def figures(_: dict[str, Any]) -> dict[str, str]:
     """Return them by name, as Markdown."""
     return {
+        "algorithms": algorithms(),
         "sent by a layer": sent_by_a_layer(),
         "mesh": mesh(),
         "longest rows": longest_rows(),
         "host memory": host_memory(),
         "tolerances": tolerances(),
     }
+
+
+def algorithms() -> str:
+    """This sets beside each other what the busiest of 8 ranks sends under each algorithm for one
+    layer of Llama-3.1-8B, forward and backward, and the step that `plan` predicts."""
+    rows, mixes = [], (documents_of("one", ROW_TOKENS), documents_of("code", ROW_TOKENS))
+    _, heads = LAYERS["Llama-3.1-8B"]
+    seconds = [_steps_of(card) for card in CARDS]
+    for name, degrees in SPLITS.items():
+        for ulysses, ring in degrees:
+            split = make_algorithm(row_of(name, 8), ulysses, ring)
+            cells = []
+            for documents in mixes:
+                cost = split.cost(documents, heads, 2)
+                sent = cost.ring.bytes + cost.gather.bytes
+                cells += [f"{cost.all_to_all.bytes / MIB:,.0f} + {sent / MIB:,.0f}"]
+            cells += [f"{each[name, ulysses, ring]:.4g}" for each in seconds]
+            rows.append([f"`{name}`" + f", Ulysses {ulysses}" * (1 < ulysses < 8), *cells])
+    heads_of = ["8 ranks", "MiB of a layer, one document", "MiB, packed documents"]
+    return markdown([*heads_of, *(f"s a step, {title}" for title in CARDS.values())], rows)
+
+
+def _steps_of(card: str) -> dict[tuple[str, int, int], float]:
+    """Return the predicted seconds of a step of HYBRID by algorithm, Ulysses and ring degree, where
+    8 ranks share each row."""
+    name = "parallel_config.context_parallel_algo="
+    seconds: dict[tuple[str, int, int], float] = {}
+    for algorithm, degrees in SPLITS.items():
+        for ulysses, ring in degrees:
+            words = (name + algorithm, f"parallel_config.ulysses_degree_in_cp={ulysses}")
+            found = _examined(HYBRID, card, *words)
+            own = own_layout(found, step_of(found), hardware_of(found, 1))
+            seconds[algorithm, ulysses, ring] = own.time.seconds
+    return seconds
 
 
 def sent_by_a_layer() -> str:

@@ -29,7 +29,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     add("--engines", type=_engines, default=tuple(ENGINES), metavar="A,B", help="default: all")
     add("--out", type=Path, default=RESULTS, help="folder of results; default: benchmarks/results")
     add("--show", action="store_true", help="measure nothing: print what --out has of these cases")
-    add("--picture", type=Path, metavar="SVG", help="draw the case, the last of several, there")
+    add("--picture", type=Path, metavar="PNG", help="draw the case, the last of several, there")
     options = parser.parse_args(words)
     if options.hosts is not None and options.processes == 2:
         parser.error("--hosts has 2 processes on each of 2 hosts: --processes 4, or none")

@@ -12,7 +12,7 @@ COLOURS = {"ours": "#1b6ca8", "peer": "#c9803a", "bound": "#8a8a8a"}
 
 
 def draw(path: Path, title: str, records: list[dict[str, Any]]) -> None:
-    """This draws bars for each timed engine, as SVG, where matplotlib is installed."""
+    """This draws bars for each timed engine, as PNG, where matplotlib is installed."""
     timed = [(record, summary(record)) for record in reversed(records) if record["rounds"]]
     figure = blank(11, 1.6 + 0.32 * len(timed))
     if figure is None:

@@ -29,7 +29,7 @@ def main() -> int:
     print(table(compared))
     whole = {**circumstances(), "largest_differences": compared, "losses": losses}
     print(results.write(words.out, "convergence", whole))
-    draw(words.out / "convergence.svg", losses)
+    draw(words.out / "convergence.png", losses)
     return int(any(is_off(one) for found in compared.values() for one in found))
 
 

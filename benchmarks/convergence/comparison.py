@@ -66,7 +66,7 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
-    """This draws all curves over each other, and their differences from data parallel's, as SVG,
+    """This draws all curves over each other, and their differences from data parallel's, as PNG,
     where matplotlib is installed."""
     figure = blank(11, 3.6 * len(found))
     if figure is None:

@@ -46,8 +46,6 @@ class Limits:
     together: bool = False
     """Whether all ranks run the same number of passes, idle ones with an empty row (ZeRO-2, 3); or
     each takes its groups one after another and waits for their members alone (ZeRO-0, 1)."""
-    looks: int = 4_000
-    """Blocks of ranks, or columns of rows, that are looked at in improving a plan."""
 
 
 def makespan(

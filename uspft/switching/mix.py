@@ -21,10 +21,6 @@ from uspft.switching.priced import PricedLayout
 from uspft.switching.schedule import Limits, MicroStep, RankGroup, RowWork, makespan, schedule
 from uspft.switching.setting import Setting
 
-LOOKS = 400
-"""How far each step's plan is improved where mixes are compared: a tenth as far as in a run, whose
-plans then take up to a few per cent less."""
-
 
 @dataclass(frozen=True)
 class Mix:
@@ -159,7 +155,7 @@ class Mix:
         return found
 
     def _step_seconds(self, rows: Sequence[PackedRow]) -> float:
-        limits = Limits(1.0, min(one.beside for one in self.buckets), looks=LOOKS)
+        limits = Limits(1.0, min(one.beside for one in self.buckets))
         works = self._works(rows, limits.pass_seconds)
         sizes = [one.group_ranks for one in self.buckets]
         if self.moves:

@@ -260,7 +260,7 @@ def test_results_are_one_file_a_benchmark_and_three_pictures_at_most() -> None:
     benchmarks = {"-".join(path.parts) for path in mains}
     assert len(benchmarks) == 13
     assert {name for name in names if name.endswith(".json")} == {f"{b}.json" for b in benchmarks}
-    pictures = {name for name in names if name.endswith(".svg")}
+    pictures = {name for name in names if name.endswith(".png")}
     assert len(pictures) <= 3 and len(names) == len(pictures) + len(benchmarks) + len(["README.md"])
     said = (RESULTS / "README.md").read_text()
     assert all(f"({name})" in said for name in names - {"README.md"})
