@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from uspft.config.algorithms import row_of
 
 if TYPE_CHECKING:
-    from uspft.config.degrees import Degrees
+    from uspft.config.degrees import Degrees, ParallelBlock
     from uspft.config.problems import Finding
 
 AXES = ("mesh_columns", "ulysses", "ring", "data", "pipeline")
@@ -202,14 +202,14 @@ def context_degrees(parallel: Degrees) -> tuple[int, int]:
     return row.degrees(ranks, ulysses)
 
 
-def settled_layout(parallel: Degrees) -> Layout:
+def settled_layout(parallel: ParallelBlock) -> Layout:
     """Return the layout of a resolved `parallel_config`, whose degrees fit together."""
     layout = layout_of(parallel, None)
     assert isinstance(layout, Layout)
     return layout
 
 
-def layout_of(parallel: Degrees, ranks: int | None) -> Layout | Finding:
+def layout_of(parallel: ParallelBlock, ranks: int | None) -> Layout | Finding:
     """Return the layout of a `parallel_config` on `ranks` processes, or what is wrong with it.
 
     ranks: None means as many as the degrees ask for, with `data_parallel: auto` counted as 1.
@@ -241,4 +241,9 @@ def layout_of(parallel: Degrees, ranks: int | None) -> Layout | Finding:
             f"but this run has {ranks}",
             f"write auto, or {data}",
         )
-    return replace(fixed, data=data)
+    found, experts = replace(fixed, data=data), parallel.expert_parallel
+    if found.copies % experts:
+        fitting = [str(d) for d in range(1, found.copies + 1) if found.copies % d == 0]
+        what = f"is {experts}, which does not divide the {found.copies} ranks of data × context"
+        return "parallel_config.expert_parallel", what, f"write one of {', '.join(fitting)}"
+    return replace(found, experts=experts)

@@ -6,30 +6,17 @@ recomputation take turns. One spawn, many engines inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.mixtral import modeling_mixtral
-from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from tests.support.models import Documents, make_documents, make_model, mismatch, reference
+from tests.support.models import Documents, make_model
 from tests.support.ranks import spawn
+from tests.support.routers import CLIP, FACTOR, OFFICIAL, ROW, STEPS, documents, problems, wanted
 from tests.support.runs import run_recipe, small_recipe
 from tests.support.stages import ZERO
 
-ROW, STEPS, RATE, CLIP, FACTOR = 48, 2, 1e-3, 0.5, 0.7
-ROWS = [[31, 17], [20, 28], [40], [33, 15], [25, 23], [29, 19]]
-"""Documents' lengths in each row of a step; the third row has padding."""
-OFFICIAL: dict[str, tuple[str, Callable[..., Any]]] = {
-    "mixtral": ("num_local_experts", modeling_mixtral.load_balancing_loss_func),
-    "qwen3_moe": ("num_experts", modeling_qwen3_moe.load_balancing_loss_func),
-    "gpt_oss": ("num_local_experts", modeling_gpt_oss.load_balancing_loss_func),
-}
 CASES: list[tuple[str, str, int, int | None, str, int, int]] = [
     ("mixtral", "ulysses_cp", 4, None, "zero1", 1, 1),
     ("mixtral", "ring_cp", 4, None, "zero3 whole", 1, 3),
@@ -88,43 +75,18 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
     folder = tmp_path_factory.mktemp("router")
     for kind in OFFICIAL:
         make_model(folder / kind, kind, kv_heads=2, initializer_range=0.1)
-    return folder, make_documents(folder / "d.jsonl", list(chain(*ROWS)), masked=[0.0, 0.9])
+    return folder, documents(folder / "d.jsonl")
 
 
-def problems(case: Any, got: Any, setting: tuple[Path, Documents]) -> list[str]:
-    """What differs from one process, the routers' loss of each step included."""
+def different(case: Any, got: Any, setting: tuple[Path, Documents]) -> list[str]:
+    """What differs from one process."""
     folder, data = setting
-    model, rows = case[0], case[-1]
-    ends = list(accumulate(map(len, ROWS)))
-    every = [data.documents[end - len(row) : end] for row, end in zip(ROWS, ends, strict=True)]
-    steps = [[every[(i * rows + k) % len(ROWS)] for k in range(rows)] for i in range(STEPS)]
-    count, official = OFFICIAL[model]
-    losses: list[float] = []
-
-    def besides(net: Any, step: int) -> torch.Tensor:
-        found = torch.zeros(())
-        for row in steps[step]:
-            each = [
-                net(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits
-                for ids, _ in row
-            ]
-            layers = tuple(map(torch.cat, zip(*each, strict=True)))
-            found = found + official(layers, getattr(net.config, count), 2) / rows
-        losses.append((FACTOR * found).item())
-        return FACTOR * found
-
-    flat = [list(chain(*step)) for step in steps]
-    want = reference(folder / model, flat, rate=RATE, clip=CLIP, besides=besides)
-    found = mismatch(got, want)
-    for record, loss in zip(got[0], losses, strict=True):
-        if not abs(record["router_loss"] - loss) <= 1e-5 * loss:
-            found.append(f"router_loss {record['router_loss']} != {loss}")
-    return found
+    return problems(got, wanted(folder / case[0], case[-1], data))
 
 
 def test_the_routers_loss_is_that_of_whole_rows(setting: tuple[Path, Documents]) -> None:
     answers = spawn(4, work, *setting)[0]
-    wrong = {case: problems(case, got, setting) for case, got in zip(CASES, answers, strict=True)}
+    wrong = {case: different(case, got, setting) for case, got in zip(CASES, answers, strict=True)}
     assert {case: found for case, found in wrong.items() if found} == {}
     for case, (records, _) in zip(CASES, answers, strict=True):
         sent = [record["comm_bytes"].get("router", 0) for record in records]
@@ -132,6 +94,6 @@ def test_the_routers_loss_is_that_of_whole_rows(setting: tuple[Path, Documents])
 
 
 def test_a_loss_of_each_ranks_own_tokens_is_seen(setting: tuple[Path, Documents]) -> None:
-    found = problems(ALONE, spawn(4, alone, *setting)[0], setting)
+    found = different(ALONE, spawn(4, alone, *setting)[0], setting)
     assert any("router_loss" in line for line in found)
     assert any("of its change" in line for line in found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 KINDS = (
-    *("all_to_all", "ring", "gather", "state", "tensor", "pipeline", "switch", "router"),
-    "objective",
+    *("all_to_all", "ring", "gather", "state", "tensor", "pipeline", "switch", "experts"),
+    *("router", "objective"),
 )
 
 

@@ -165,6 +165,8 @@ class ParallelBlock(Degrees):
         _is(choice("auto", "in_place", "move", also=(None,))),
     ] = "auto"
     """How tensor degrees switch: ranks use parts of what they hold (`in_place`), or it moves."""
+    expert_parallel: Count = 1
+    """Neighbouring ranks of data × context that the experts of a layer are spread over."""
     pipeline_scheduler: Annotated[
         Literal["auto", "gpipe", "1f1b"] | None,
         _is(choice("auto", "gpipe", "1f1b", also=(None,), others=_SEQPIPE)),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, every_option
+from uspft.config.expert_rules import experts
 from uspft.config.layout_rules import algorithm, own_options, tensor_options, ulysses_degree
 from uspft.config.pipeline_rules import checkpointed, stages
 from uspft.config.problems import Finding
@@ -209,6 +210,14 @@ RULES = (
     ),
     KeyRule(("parallel_config.strategies", "data.sequence_length"), rising),
     KeyRule(("parallel_config", "deepspeed.zero_optimization"), stages),
+    KeyRule(
+        (
+            "parallel_config.expert_parallel",
+            "parallel_config.switching",
+            "deepspeed.zero_optimization",
+        ),
+        experts,
+    ),
     KeyRule(
         (
             "memory.gradient_checkpointing",

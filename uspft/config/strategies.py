@@ -21,6 +21,13 @@ def row_lengths(recipe: Recipe) -> tuple[int, ...]:
     return tuple(min(one.max_length, most) for one in strategies_of(recipe))
 
 
+def ranks_go_together(recipe: Recipe) -> bool:
+    """Return whether all ranks run as many micro-batches, since each is a collective of all that
+    divide weights (ZeRO-2, 3) or experts."""
+    stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
+    return stage > 1 or recipe.parallel_config.expert_parallel > 1
+
+
 def degrees_of(layout: Degrees) -> dict[str, object]:
     """Return the keys that a layout has, wherever it stands."""
     return {key: getattr(layout, key) for key in Degrees.model_fields}

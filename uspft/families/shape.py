@@ -43,6 +43,14 @@ class ModelShape:
     """The model_type of the multimodal model whose language model it is; empty for another."""
 
     @property
+    def experts(self) -> int:
+        """The number of experts of a layer; 1 where tokens do not choose among any."""
+        full = {**FAMILIES[self.model_type].defaults, **self.raw}
+        if not FAMILIES[self.model_type].routed:
+            return 1
+        return int(full.get("num_local_experts") or full.get("num_experts") or 1)
+
+    @property
     def window(self) -> int | None:
         """The sliding window of some layer, in keys; None where all see all."""
         family = FAMILIES[self.model_type]

@@ -27,6 +27,7 @@ from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
+from uspft.parameters.experts import is_experts
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
@@ -48,8 +49,9 @@ def shards_of(
     largest tensor degree of rows, where some divide matrices over more ranks than the layout.
     Raises RuntimeError for a parameter inside a block of which the family's table says nothing.
     """
+    experts = _by_experts(model) if layout.experts > 1 else {}
     if max(layout.tensor, tensor_of_rows) == 1:
-        return Shards(layout)
+        return Shards(layout, experts=experts)
     inside = {name.partition(".")[0] for name in table_of(model) if "." in name}
     splits: dict[str, MatrixSplit] = {}
     whole_inside: set[str] = set()
@@ -65,7 +67,15 @@ def shards_of(
             splits[name] = split_along(model.config, found, along)
         elif found:
             whole_inside.add(name)
-    return Shards(layout, splits, inside=frozenset(whole_inside), splits_tokens=splits_tokens)
+    inside_whole = frozenset(whole_inside)
+    return Shards(layout, splits, experts=experts, inside=inside_whole, splits_tokens=splits_tokens)
+
+
+def _by_experts(model: Any) -> dict[str, MatrixSplit]:
+    """Return how parameters of all experts of a layer are divided by these, in rank order."""
+    named = places(model).items()
+    stacked = {name: len(parameter) for name, (parameter, _) in named if is_experts(name)}
+    return {name: MatrixSplit(0, (count,), in_order=True) for name, count in stacked.items()}
 
 
 class _Block(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.model import grid, parallel
+from uspft.model.experts import spread_experts
 from uspft.model.offload import offload_inputs
 from uspft.model.recompute import Recompute, recompute_layers
 from uspft.model.staged import ranks_of
@@ -52,6 +53,7 @@ def divide_matrices(
         grid.split_model(model, holders)
     else:
         parallel.split_model(model, holders, moves=moves)
+    spread_experts(model, holders)
 
 
 def save_memory(

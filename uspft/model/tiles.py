@@ -43,11 +43,15 @@ def work_in_tiles(model: Any, tile: int) -> None:
     modules, of_heads = [model.base_model.norm], []
     for layer in model.base_model.layers:
         modules += _norms(layer)
-        modules.append(getattr(layer.mlp, "experts", layer.mlp))
+        block = getattr(layer.mlp, "experts", layer.mlp)
+        if held := getattr(block, "uspft", None):  # whose rows come from other ranks
+            held.compute = Tiled(block, tile, plain=held.compute)
+        else:
+            modules.append(block)
         if attention := getattr(layer, "self_attn", None):  # else it has a state
             of_heads += [norm for norm in _norms(attention) if not isinstance(norm, SplitNorm)]
     for module in (*modules, *of_heads):
-        module.register_forward_pre_hook(_with_gradient)
+        module.register_forward_pre_hook(with_gradient)
     for module in modules:
         module.forward = Tiled(module, tile)
     for module in of_heads:
@@ -63,7 +67,7 @@ def _longest(x: Tensor) -> int:
     return max(range(x.dim() - 1), key=lambda dim: x.shape[dim])
 
 
-def _with_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def with_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Give a module whose parameters train an input with a gradient, before it runs.
 
     Under ZeRO-3 the gradients of parameters are taken to be there when that of the input comes.
@@ -82,10 +86,15 @@ class Tiled:
     """
 
     def __init__(
-        self, module: nn.Module, tile: int, along: Callable[[Tensor], int] = lambda _: TOKENS
+        self,
+        module: nn.Module,
+        tile: int,
+        along: Callable[[Tensor], int] = lambda _: TOKENS,
+        plain: Callable[..., Tensor] | None = None,
     ) -> None:
-        """along: tells the dimension of the first input, and of all others, that tiles share."""
-        self._module, self._tile, self._plain = module, tile, module.forward
+        """along: tells the dimension of the first input, and of all others, that tiles share.
+        plain: computes with the module's parameters what tiles are of; None: its forward."""
+        self._module, self._tile, self._plain = module, tile, plain or module.forward
         self._along = along
 
     def __call__(self, *inputs: Tensor) -> Tensor:

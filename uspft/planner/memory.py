@@ -267,6 +267,7 @@ def unpredicted(
     found = {
         "layers with a state": FAMILIES[shape.model_type].states,
         "layers without experts beside others": _mixed(shape),
+        "experts over several ranks": layout.experts > 1,
     }
     return tuple(what for what, here in found.items() if here)
 

@@ -130,6 +130,8 @@ class Space:
     schedulers: Collection[Scheduler] = (PLAIN.scheduler,)
     virtual: Collection[int] = (1, 2, 4)
     """Stages of each of these ranks."""
+    experts: int = 1
+    """Ranks that divide experts."""
 
 
 WhyNot = Callable[[Way], str | None]
@@ -167,6 +169,9 @@ def every_way(ranks: int, space: Space) -> Iterator[Way]:
             for row, ulysses in _sharing(rows * context, space):
                 ring = rows * context // ulysses
                 layout = Layout(columns, ulysses, ring, data, pipeline, rows, blocks)
+                if layout.copies % space.experts:
+                    continue
+                layout = replace(layout, experts=space.experts)
                 again = space.recomputes
                 if ulysses == 1 and "exchange" in again:  # no heads are exchanged
                     again = [one for one in again if one != "exchange"] or ["nothing"]

@@ -12,6 +12,8 @@ from uspft.prepare.pipelines import stage_findings
 from uspft.sequence import Heads, of_recipe
 from uspft.tensor import tensor_algorithm
 
+EXPERTS = "parallel_config.expert_parallel"
+
 
 def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
     """Return the findings that speak against a recipe's layout, and those of its strategies on as
@@ -33,6 +35,8 @@ def _of_strategy(finding: Finding, number: int) -> Finding:
     key, what, remedy = finding
     if key == "data.sequence_length":
         return f"{KEY}[{number}].max_length", what, remedy
+    if key == EXPERTS:  # said once for all of them
+        return finding
     return key.replace("parallel_config.", f"{KEY}[{number}].", 1), what, remedy
 
 
@@ -48,8 +52,26 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     # A model that is not here is taken to have as many heads as the degree needs.
     wide = heads or Heads(layout.ulysses, layout.ulysses, 1)
     problems = of_recipe(recipe, layout).problems(recipe.data.sequence_length, wide)
-    problems = problems + stage_findings(recipe, layout, shape)
+    problems = problems + stage_findings(recipe, layout, shape) + _experts(layout, shape)
     return problems + _accumulation(recipe, layout)
+
+
+def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """Return why a model's experts cannot be divided among ranks."""
+    degree = layout.experts
+    if degree == 1 or shape is None:
+        return []
+    if not FAMILIES[shape.model_type].routed:
+        able = ", ".join(name for name, one in FAMILIES.items() if one.routed)
+        what = f"is {degree}, and `{shape.model_type}` has no experts"
+        return [(EXPERTS, what, f"write 1, or name a model of type {able}")]
+    if shape.experts % degree == 0:
+        return []
+    fitting = [
+        d for d in range(1, shape.experts + 1) if shape.experts % d == layout.copies % d == 0
+    ]
+    what = f"is {degree}, which does not divide the {shape.experts} experts of a layer"
+    return [(EXPERTS, what, f"write one of {', '.join(map(str, fitting))}")]
 
 
 def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 
 from uspft.config.algorithms import ON_A_MESH, row_of
-from uspft.config.strategies import row_lengths, strategies_of
+from uspft.config.strategies import ranks_go_together, row_lengths, strategies_of
 from uspft.data.loader import EMPTY, RowLoader, Size, StepLoader, StepRows
 from uspft.data.stream import Row, RowStream, empty_row, training_rows
 from uspft.sequence import make_algorithm
@@ -247,7 +247,7 @@ def switching_loader(
         lengths,
         {degree: _idle_world(one, groups) for degree, one in by_degree.items()},
         rows_at_once=recipe.training.micro_batch_size,
-        together=recipe.deepspeed.zero_optimization.get("stage", 1) > 1,
+        together=ranks_go_together(recipe),
         moves=recipe.parallel_config.switching == "move",
     )
     data = recipe.data

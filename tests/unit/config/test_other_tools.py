@@ -34,8 +34,6 @@ TEMPLATE = (
 # By tool, what somebody who comes from it would write, and the sentence.
 NAMES: dict[str, dict[str, str]] = {
     "mindspore": {
-        "parallel_config: {expert_parallel: 2}": "leave it out: experts are not spread over "
-        "ranks; ZeRO-3 shards their weights as all others",
         "parallel_config: {vocab_emb_dp: false}": "leave it out: under `model_parallel` embedding "
         "and head are split over the vocabulary, which changes no number",
         "parallel_config: {gradient_aggregation_group: 4}": "leave it out: how much of the "

@@ -59,6 +59,38 @@ def test_models_and_heads_that_cannot_be_split_are_named(
         assert ": parallel_config.model_parallel: " in line and words in line
 
 
+@pytest.mark.parametrize(
+    ("model", "degree", "words"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, 4, None),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8},
+            3,
+            "is 3, which does not divide the 8 ranks of data × context; write one of 1, 2, 4, 8",
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4},
+            8,
+            "is 8, which does not divide the 4 experts of a layer; write one of 1, 2, 4",
+        ),
+        (
+            {"model_type": "llama"},
+            2,
+            "is 2, and `llama` has no experts; write 1, or name a model of type qwen3_moe, mixtral",
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_are_named(
+    model: dict[str, Any], degree: int, words: str | None, tmp_path: Path
+) -> None:
+    lines = said(tmp_path, model, expert_parallel=degree, data_parallel=8)
+    if words is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert ": parallel_config.expert_parallel: " in line and words in line
+
+
 def test_context_parallelism_has_the_heads_that_tensor_ranks_leave_it(tmp_path: Path) -> None:
     """Of 8 heads on 4 tensor ranks 2 are left: ulysses 4 spreads them as evenly as it can."""
     split = {"model_parallel": 4, "context_parallel": 2, "context_parallel_algo": "ring_cp"}

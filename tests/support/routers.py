@@ -1,0 +1,89 @@
+"""Models with experts as transformers trains them in one process, routers' loss included."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from tests.support.models import Documents, Reference, make_documents, mismatch, reference
+
+ROW, STEPS, RATE, CLIP, FACTOR = 48, 2, 1e-3, 0.5, 0.7
+ROWS = [[31, 17], [20, 28], [40], [33, 15], [25, 23], [29, 19]]
+"""Documents' lengths in each row of a step; the third row has padding."""
+OFFICIAL: dict[str, tuple[str, Callable[..., Any]]] = {
+    "mixtral": ("num_local_experts", modeling_mixtral.load_balancing_loss_func),
+    "qwen3_moe": ("num_experts", modeling_qwen3_moe.load_balancing_loss_func),
+    "gpt_oss": ("num_local_experts", modeling_gpt_oss.load_balancing_loss_func),
+}
+
+
+def documents(path: Path) -> Documents:
+    """The documents of all rows."""
+    return make_documents(path, list(chain(*ROWS)), masked=[0.0, 0.9])
+
+
+def wanted(
+    folder: Path,
+    rows: int,
+    data: Documents,
+    *,
+    balanced: bool = True,
+    frozen: Sequence[str] = (),
+    packed: bool = True,
+) -> tuple[Reference, list[float]]:
+    """What one process gives, and the routers' loss of each step.
+
+    rows: of a step. balanced: whether routers have a loss. frozen: expressions of what does not
+    train. packed: whether rows have several documents.
+    """
+    ends = list(accumulate(map(len, ROWS)))
+    every = [data.documents[end - len(row) : end] for row, end in zip(ROWS, ends, strict=True)]
+    if not packed:
+        every = [[one] for one in data.documents]
+    steps = [[every[(i * rows + k) % len(every)] for k in range(rows)] for i in range(STEPS)]
+    losses: list[float] = []
+
+    def besides(net: Any, step: int) -> torch.Tensor:
+        count, official = OFFICIAL[net.config.model_type]
+        found = torch.zeros(())
+        for row in steps[step]:
+            each = [
+                net(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits
+                for ids, _ in row
+            ]
+            layers = tuple(map(torch.cat, zip(*each, strict=True)))
+            met = net.config.num_experts_per_tok
+            found = found + official(layers, getattr(net.config, count), met) / rows
+        losses.append((FACTOR * found).item())
+        return FACTOR * found
+
+    def prepare(net: Any) -> dict[str, torch.nn.Parameter]:
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(not any(re.search(one, name) for one in frozen))
+        return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+    flat = [list(chain(*step)) for step in steps]
+    found = reference(
+        folder, flat, rate=RATE, clip=CLIP, besides=besides if balanced else None, prepare=prepare
+    )
+    return found, losses
+
+
+def problems(got: Any, want: tuple[Reference, list[float]]) -> list[str]:
+    """What differs from one process, the routers' loss of each step included."""
+    records, end = got
+    expected, losses = want
+    steps = [record for record in records if "loss" in record]
+    found = mismatch((steps, {name: end[name] for name in expected.end}), expected)
+    for record, loss in zip(steps, losses, strict=False):
+        if not abs(record["router_loss"] - loss) <= 1e-5 * loss:
+            found.append(f"router_loss {record['router_loss']} != {loss}")
+    return found
