@@ -22,6 +22,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.support.attention import GROUPS
+from tests.support.models import MROPE
 from tests.support.ranks import spawn
 from tests.support.rows import packed
 from tests.support.wide import widened
@@ -88,17 +89,10 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
-TURNED = {
-    "rope_type": "default",
-    "rope_theta": 1e4,
-    "partial_rotary_factor": 0.25,
-    "mrope_section": [1, 1, 0],
-    "mrope_interleaved": True,
-}
 OWN: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {"rope_parameters": TURNED},
+    "qwen3_5_text": {"rope_parameters": MROPE},
     "qwen3_5_moe_text": {
-        "rope_parameters": TURNED,
+        "rope_parameters": MROPE,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,

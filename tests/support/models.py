@@ -29,7 +29,7 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
 }
 _TURNED = {"rope_type": "default", "rope_theta": 1e4}
-_MROPE = {
+MROPE = {
     "rope_type": "default",
     "rope_theta": 1e4,
     "partial_rotary_factor": 0.25,
@@ -86,7 +86,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 9,
         },
     ),
-    "qwen3_5_text": ("Qwen3_5Text", _STATES | {"head_dim": 16, "rope_parameters": _MROPE}),
+    "qwen3_5_text": ("Qwen3_5Text", _STATES | {"head_dim": 16, "rope_parameters": MROPE}),
     "olmo_hybrid": (
         "OlmoHybrid",
         {key: value for key, value in _STATES.items() if key != "full_attention_interval"}
@@ -94,7 +94,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_moe_text": (
         "Qwen3_5MoeText",
-        _STATES | _EXPERTS | {"head_dim": 16, "rope_parameters": _MROPE},
+        _STATES | _EXPERTS | {"head_dim": 16, "rope_parameters": MROPE},
     ),
     "qwen3_next": (
         "Qwen3Next",
