@@ -22,6 +22,7 @@ from benchmarks import predictions
 from benchmarks.attention import overview as attention
 from benchmarks.convergence import comparison as convergence
 from benchmarks.data import figures as data
+from benchmarks.experts import figures as experts
 from benchmarks.lab.results import RESULTS, ROOT, read
 from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
@@ -40,6 +41,7 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "attention": attention.figures,
     "convergence": convergence.figures,
     "data": data.figures,
+    "experts": experts.figures,
     "memory": memory.figures,
     "meshslice": meshslice.figures,
     "meshslice-hosts": meshslice_hosts.figures,

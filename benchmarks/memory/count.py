@@ -100,7 +100,8 @@ def count(
     windows = set(layer_windows(config))
     if len(windows) == 1:  # tokens are then in an order made for it, as a run's are
         options["window"] = windows.pop()
-    for rank in range(0, layout.ranks, layout.mesh_columns * layout.ulysses):
+    step = layout.mesh_columns * layout.ulysses
+    for rank in range(0, step * layout.ring, step):
         with one_of(layout.ranks, rank):
             groups = Groups()
             kernel = returns(softcap_of(config))

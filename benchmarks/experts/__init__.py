@@ -1,0 +1,1 @@
+"""Experts that ranks divide beside local ones: bytes and live memory counted, steps measured."""
