@@ -116,7 +116,8 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     every = shown(order, asked.top or TOP, asked.only)
     if asked.as_json:
         whole = shown(order, asked.top, asked.only)
-        print(json.dumps(as_data(order, whole, found.recipe, hardware, found.hardware), indent=1))
+        told = as_data(order, whole, found.recipe, hardware, found.hardware, asked.top or TOP)
+        print(json.dumps(told, indent=1))
     else:
         print("\n".join(_page(found, step, order, every, hardware)))
     taken = asked.take and _taken(order, asked.take)

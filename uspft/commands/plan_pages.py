@@ -14,8 +14,7 @@ from uspft.metrics import as_size
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import Options, options_of
-from uspft.planner.rank import Ranked, Ranking, longest_under
+from uspft.planner.rank import Ranked, Ranking
 
 GIB = 1 << 30
 LEGEND = (
@@ -49,13 +48,12 @@ def layouts_table(
     order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware
 ) -> str:
     """Return a line for each layout, in their order."""
-    options = options_of(recipe, order.layouts[0].layout)
     rows = [
         ["layout", "seconds", "GiB", "longest row", "tokens/s a rank", "MFU", "beside the first"]
     ]
     for one in every:
         mfu = one.mfu(hardware)
-        longest = longest_of(one, hardware, options)
+        longest = one.longest_row
         rows.append(
             [
                 one.name + " (the recipe's)" * one.own,
@@ -68,13 +66,6 @@ def layouts_table(
             ]
         )
     return aligned(rows)
-
-
-def longest_of(one: Ranked, hardware: Hardware, options: Options) -> int | None:
-    """Return the longest row in tokens that fits a card; None where the memory is not known."""
-    if one.memory.unpredicted:
-        return None
-    return longest_under(one.step.model, one.way, hardware, options)
 
 
 def beside(one: Ranked, order: Ranking, hardware: Hardware) -> str:
@@ -141,15 +132,20 @@ def _optional(hardware: Hardware) -> Mapping[str, bool]:
 
 
 def as_data(
-    order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware, machine: str
+    order: Ranking,
+    every: Sequence[Ranked],
+    recipe: Recipe,
+    hardware: Hardware,
+    machine: str,
+    longest: int | None = None,
 ) -> dict[str, Any]:
-    """Return the same for programs."""
-    options = options_of(recipe, order.layouts[0].layout)
+    """Return the same for programs. longest: of how many layouts the longest row is worked out,
+    beside the recipe's own; None: of all."""
     first = order.layouts[0]
     layouts = []
-    for one in every:
+    for place, one in enumerate(every):
         block = as_tree(in_recipe(recipe, one.way).parallel_config)
-        longest = longest_of(one, hardware, options)
+        looked = longest is None or place < longest or one.own
         parts = {
             name: sum(p.seconds - p.hidden for p in one.time.parts if p.name == name)
             for name in dict.fromkeys(part.name for part in one.time.parts)
@@ -164,7 +160,7 @@ def as_data(
                 "parts": parts,
                 "memory_bytes": None if one.memory.unpredicted else one.memory.peak_bytes,
                 "fits": one.room,
-                "longest_row_tokens": longest,
+                "longest_row_tokens": one.longest_row if looked else None,
                 "tokens_per_second_per_rank": one.tokens_per_second_per_rank,
                 "mfu": one.mfu(hardware),
                 "tie": order.is_tie(one, hardware),

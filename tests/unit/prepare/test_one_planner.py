@@ -207,6 +207,7 @@ def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
         return [StepPart("products", shape.rows * 1e6 / seconds)]
 
     monkeypatch.setattr(step, "step_time", step_backwards)
+    monkeypatch.setattr(step, "least_seconds", lambda *_: 0.0)
     monkeypatch.setattr(row_time, "forward_and_backward", row_backwards)
 
 
