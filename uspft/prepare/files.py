@@ -42,7 +42,7 @@ def file_findings(recipe: Recipe) -> list[Finding]:
         found += [finding for finding in wrong if finding][:1]
     if resume not in ("auto", "never") and os.path.exists(resume):
         try:
-            named_checkpoint(Path(resume))
+            named_checkpoint(Path(resume), contents=False)
         except CheckpointError as error:
             found += not_whole(error).findings
     return found
