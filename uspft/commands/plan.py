@@ -38,6 +38,7 @@ from uspft.prepare.data import tokenizer_here
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
+from uspft.prepare.left_open import open_keys
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
 from uspft.prepare.model import examine_model, must_be_built
 from uspft.prepare.sampled import sample_of
@@ -145,7 +146,7 @@ def _page(
     yield f"{_step(step)}\n"
     if tuning := found.tuning:
         yield f"{_meshes(tuning, found.layout)}\n"
-    yield layouts_table(order, every, found.recipe, hardware)
+    yield layouts_table(order, every, hardware, open_keys(found.loaded.recipe))
     if more := len(order.layouts) - len(every):
         yield f"and {more} more (--top N)"
     yield LEGEND
