@@ -202,7 +202,7 @@ def space_of(recipe: Recipe) -> Space:
         pipelines=fixed("pipeline_stage"),
         schedulers={schedule_of(parallel).scheduler},
         virtual=_virtual(parallel),
-        experts=parallel.expert_parallel,
+        experts={parallel.expert_parallel},
     )
 
 
