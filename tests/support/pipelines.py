@@ -296,7 +296,7 @@ def mismatch(case: Case, got: dict[str, Any], folder: Path, data: Documents) -> 
     near("norms", got["norms"], want.grad_norms, 3e-6)
     near("targets", got["targets"], want.targets, 0)
     near("evaluated", [got["evaluated"]], [every.losses[0]], 1e-6)
-    if not min(want.grad_norms) > 1.5 * CLIP:
+    if not min(want.grad_norms) > 1.1 * CLIP:
         found.append(f"clipping is not active at {want.grad_norms}")
     apart, whose = far(got["moments"], first.moments)
     if not apart < 1e-5:
