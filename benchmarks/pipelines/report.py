@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.lab.machine import measured_on
-from benchmarks.lab.tables import markdown, span
+from benchmarks.lab.tables import listed, markdown, span
 from benchmarks.pipelines.between import LAYOUTS
 from benchmarks.pipelines.between import Setting as Between
 from benchmarks.pipelines.counted import Case
@@ -160,11 +160,11 @@ def between_sentence(part: dict[str, Any]) -> str:
     sent = {name: median(one["host_bytes"]) for name, one in part["measured"].items()}
     best = min((name for name in took if "stages" in name), key=lambda name: took[name])
     others = [name for name in took if "stages" not in name]
-    more = ", ".join(f"{name} {took[name] / took[best]:.1f}" for name in others)
+    more = listed([f"{took[name] / took[best]:.1f} ({name})" for name in others])
     least = min(sent[name] for name in others) / sent[best]
     return (
-        f"`{best}` is the fastest with stages; in its steps, {more} take as many times as long, "
-        f"and send at least {least:.0f} times as much between the hosts."
+        f"Of those with stages `{best}` is the fastest. Without stages a step takes {more} times "
+        f"as long, and a host sends at least {least:.0f} times as much."
     )
 
 

@@ -105,7 +105,7 @@ def test_the_tables_say_what_was_measured() -> None:
     shown = report.figures({"schedules": made(), "between": part})
     line = "| stages 2 × tensor 2 | 3 | 0.80 | 0.10 to 9.00 | 8.0 | 1.0 to 2.0 |"
     assert shown["between"].splitlines()[-1] == line
-    assert "data 4 5.0" in shown["stages between hosts"]
+    assert "takes 5.0 (data 4), 2.5 (tensor 2 × data 2) and" in shown["stages between hosts"]
     assert "at least 2 times as much" in shown["stages between hosts"]
     assert "of 1 pairs that are simulated to be 15% apart, 1 are" in shown["simulated"]
     first = median([step.simulated for step in report.steps_of(made())][:1])
