@@ -172,4 +172,5 @@ def test_it_equals_a_run_without_stages(case: Case, setting: tuple[Path, Documen
     alone = replace(case, ranks=1, virtual=1)
     (got,) = spawn(case.world, answered, [case], folder, data.path)[0].values()
     (want,) = spawn(alone.world, answered, [alone], folder, data.path)[0].values()
-    assert unlike(got, want) == []
+    rounds = case.tied and "bfloat16" in case.beside
+    assert unlike(got, want, rounds_table=rounds) == []
