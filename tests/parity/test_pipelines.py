@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -181,7 +181,7 @@ def answered(rank: int, folder: Path, data: Path) -> dict[Any, Any]:
 def alone(rank: int, folder: Path, data: Path) -> dict[Case, Any]:
     """What one process gives without stages."""
     return {
-        case: trained(replace(case, ranks=1, virtual=1), folder, data, f"1 {number}")
+        case: trained(case.alone, folder, data, f"1 {number}")
         for number, case in enumerate(BESIDE_ONE)
     }
 

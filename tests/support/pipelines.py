@@ -6,7 +6,7 @@ import faulthandler
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -43,6 +43,8 @@ class Case:
     algorithm: str = "ring_cp"
     beside: tuple[str, ...] = ()
     """What else the recipe asks for, by its names in BESIDE."""
+    depth: int = 0
+    """Layers of the model; 0: as many as its stages want."""
 
     @property
     def title(self) -> str:
@@ -62,7 +64,12 @@ class Case:
 
     @property
     def layers(self) -> int:
-        return FEW if self.ranks * self.virtual <= FEW else MANY
+        return self.depth or (FEW if self.ranks * self.virtual <= FEW else MANY)
+
+    @property
+    def alone(self) -> Case:
+        """The same without stages."""
+        return replace(self, ranks=1, virtual=1, depth=self.layers)
 
     @property
     def model(self) -> str:

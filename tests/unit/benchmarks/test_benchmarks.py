@@ -33,6 +33,7 @@ from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.lab.tables import as_tokens, listed, markdown, span
 from benchmarks.orders.figures import MOST_SECONDS
 from benchmarks.planning.hosts import figures as hosts
+from benchmarks.planning.hosts.__main__ import joined
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
 from uspft.data.sources import list_files
@@ -202,6 +203,15 @@ def test_the_figures_of_a_step() -> None:
     lines = figures.table(result).splitlines()[2:]
     assert lines[0] == "| uspft, `ring_cp` | 4.00 | 1.00 | 1.00 to 7.00 | 2 |"
     assert lines[3] == "| half of one process's step, Trainer | 5.00 | 1.25 | 5.00 | 1 |"
+
+
+def test_a_rate_stays_beside_another_one_of_the_same_case_and_layouts() -> None:
+    one = joined({}, {"tokens": 8}, {"40": "then"}, {"40": {"a": {}}})
+    both = joined(one, {"tokens": 8}, {"100": "now"}, {"100": {"a": {}}})
+    assert both["about"] == {"100": "now", "40": "then"} and list(both["by_mbit"]) == ["100", "40"]
+    for case, layout in (({"tokens": 9}, "a"), ({"tokens": 8}, "b")):
+        other = joined(both, case, {"100": "later"}, {"100": {layout: {}}})
+        assert other["about"] == {"100": "later"} and list(other["by_mbit"]) == ["100"]
 
 
 def test_the_orders_of_layouts() -> None:
