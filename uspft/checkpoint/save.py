@@ -66,14 +66,16 @@ def save_checkpoint(
     describe: Describe,
     *,
     best: int | None = None,
+    course: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write weights and Adam moments of what trains, by name, as the checkpoint of a step.
 
     Collective; returns the checkpoint's folder. output: must be one folder for all hosts.
     keep_last: how many checkpoints stay, besides that of the step `best`. describe: called on rank
     0 with the folder; writes the model's own files there and returns what a resumed run must agree
-    with. Raises CheckpointError where a host's files cannot be seen from rank 0's, and OSError
-    where one cannot be written: the checkpoints before are then as they were.
+    with. course: what else of the run goes on. Raises CheckpointError where a host's files cannot
+    be seen from rank 0's, and OSError where one cannot be written: the checkpoints before are then
+    as they were.
     """
     rank, world = (dist.get_rank(), dist.get_world_size())
     final = folder_of(output, step)
@@ -93,6 +95,7 @@ def save_checkpoint(
         files = {key: every[key] for key in (_key(one, split) for one in wanted)}
         written = {name: one for _, found in every_rank for name, one in found.items()}
         state: dict[str, Any] = {"format": FORMAT, "step": step, "adam_steps": adam_steps(engine)}
+        state["course"] = dict(course or {})
         state["parts"] = {
             name: {"shape": held[0].shape, "ranges": [part.ranges for part in held]}
             for name, held in split.items()

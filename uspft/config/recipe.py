@@ -161,6 +161,10 @@ class TrainingBlock(RecipeBlock):
     """Number of rows that one replica takes through one forward; `auto` asks the planner."""
     max_grad_norm: Annotated[float, _is(real(above=0))] = 1.0
     """Largest norm of the gradients of all parameters together; they are clipped to it."""
+    max_bad_steps: Annotated[int, _is(whole(0))] = 0
+    """Bad steps in a row that are skipped: of a loss or norm that is not finite, or too large."""
+    max_norm_spike: Annotated[float | None, _is(real(above=1, also=_NONE))] = None
+    """A gradient norm above this × the median of the last 100 makes a step bad; null: none does."""
     objective: Annotated[str, _is(_objective())] = CAUSAL.name
     """What a step minimises; `causal`, the cross-entropy of each next token, is the only one."""
     eval_every_steps: CountOrNone = None
