@@ -6,6 +6,7 @@ from uspft.launcher.failure import ERROR_FILE, WRONG_INPUT, report_exception
 from uspft.launcher.hosts import Hosts, LaunchError, LocalRanks, host_memory, interface_to
 from uspft.launcher.meeting import Meeting
 from uspft.launcher.remote import run_on_hosts
+from uspft.launcher.restart import Loss, Restart
 from uspft.launcher.supervise import run_ranks
 from uspft.launcher.terminal import outlive_terminal, say
 from uspft.launcher.variables import hosts_from, planned_hosts
@@ -18,7 +19,9 @@ __all__ = [
     "Hosts",
     "LaunchError",
     "LocalRanks",
+    "Loss",
     "Meeting",
+    "Restart",
     "Waiting",
     "Watch",
     "host_memory",

@@ -62,7 +62,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
     ):
         guards = Guards(run, display.say)
         evaluation, bad_steps = Evaluation(run, journal, display), BadSteps(run)
-        saving = Saving(run, evaluation, bad_steps, display)
+        saving = Saving(run, evaluation, bad_steps, journal, display)
         if evaluation.is_missing() and not evaluation.run(step, stop):
             raise Interrupted(f"stopped before step {step + 1}")
         while step < steps and not evaluation.is_over:
@@ -137,6 +137,7 @@ def _finish(
     block, last = run.job.recipe.checkpoint, step == run.job.steps
     every = block.every_steps
     saved = bool(every and (step % every == 0 or last)) or stopped
+    saving.look()
     if saved:
         saving.save(step)
     if evaluation.is_due(step) and not stopped:
@@ -145,6 +146,8 @@ def _finish(
     keeps = last and bool(every or block.keep_best)
     if not saved and (stopped or keeps or evaluation.best_step == step):
         saving.save(step)
+    if stopped or last:
+        saving.finish()
     evaluation.delete_older()
     return stopped
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uspft.checkpoint.model_files import write_model_files
-from uspft.checkpoint.save import save_checkpoint
+from uspft.checkpoint.save import Save
+from uspft.comm import largest
 from uspft.config.problems import RunFailed, said
-from uspft.metrics import RunDisplay
+from uspft.metrics import Journal, RunDisplay
 
 if TYPE_CHECKING:
     from uspft.assemble import Run
@@ -20,30 +21,76 @@ if TYPE_CHECKING:
 
 
 class Saving:
-    """The saves of one run; collective."""
+    """The saves of one run, of which one at most is under way; collective."""
 
     def __init__(
-        self, run: Run, evaluation: Evaluation, bad_steps: BadSteps, display: RunDisplay
+        self,
+        run: Run,
+        evaluation: Evaluation,
+        bad_steps: BadSteps,
+        journal: Journal,
+        display: RunDisplay,
     ) -> None:
-        """display: where is said what is waited for."""
-        self._run, self._evaluation = run, evaluation
-        self._bad_steps, self._display = bad_steps, display
+        """journal: gets a record of each save. display: where is said what is waited for."""
+        self._run, self._evaluation, self._bad_steps = run, evaluation, bad_steps
+        self._journal, self._display = journal, display
+        self._under_way: Save | None = None
+        self._began = self._waited = 0.0
 
     def save(self, step: int) -> None:
-        """Save the checkpoint of a step. Raises RunFailed where it cannot be written."""
-        recipe, describe = self._run.job.recipe, partial(model_beside, self._run, step)
+        """Save the checkpoint of a step; where saves overlap steps, its files are written beside
+        those that follow. Raises RunFailed where it cannot be written."""
+        self.finish()
+        recipe, overlap = self._run.job.recipe, self._run.job.recipe.checkpoint.overlap
         assert recipe.output_dir is not None
-        what = f"the checkpoint of step {step}"
+        self._began, what = time.perf_counter(), _name(step)
         with self._display.waits(f"{what} to be saved"), writing(what):
-            save_checkpoint(
+            self._under_way = Save(
                 self._run.engine,
                 recipe.output_dir,
                 step,
-                recipe.checkpoint.keep_last,
-                lambda at: describe(at / "model"),
-                best=self._evaluation.best_step,
                 course=self._bad_steps.state(),
+                beside=overlap,
             )
+        self._waited = time.perf_counter() - self._began
+        if not overlap:
+            self.finish()
+
+    def look(self) -> None:
+        """Finish the save under way, if there is one, once all ranks have written their files."""
+        if self._under_way:
+            left = float(not self._under_way.is_written())
+            everyone, device = self._run.engine.holders.everyone, self._run.engine.device
+            if largest([left], everyone, device) == [0.0]:
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one. Raises RunFailed."""
+        save, self._under_way = self._under_way, None
+        if save is None:
+            return
+        recipe, what, began = self._run.job.recipe, _name(save.step), time.perf_counter()
+        with self._display.waits(f"{what} to be saved"), writing(what):
+            size = save.finish(
+                recipe.checkpoint.keep_last,
+                lambda at: model_beside(self._run, save.step, at / "model"),
+                best=self._evaluation.best_step,
+            )
+        self._waited += time.perf_counter() - began
+        if self._run.world.mesh.rank == 0:
+            with writing(f"the record of {what}"):
+                self._journal.write(
+                    {
+                        "step": save.step,
+                        "save_seconds": time.perf_counter() - self._began,
+                        "save_waited_seconds": self._waited,
+                        "save_bytes": size,
+                    }
+                )
+
+
+def _name(step: int) -> str:
+    return f"the checkpoint of step {step}"
 
 
 @contextmanager
