@@ -16,7 +16,9 @@ from tests.support.forked import Forked
 from tests.support.hangs import HANG_SECONDS
 from tests.support.launch import living, write_recipe
 from tests.support.models import make_documents, make_model
+from tests.support.refused import Ground
 from tests.support.runs import small_recipe
+from uspft.launcher import BY_HOSTFILE
 
 STEPS, AT_STEP = 4, 3
 
@@ -47,21 +49,21 @@ def saved(folder: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("restarts")
     make_model(folder / "model", "llama")
     make_documents(folder / "d.jsonl", [32] * STEPS, masked=[0.0])
     return folder
 
 
-def run(ground: Path, folder: Path, times: int, how: str) -> tuple[int, str, list[dict[str, Any]]]:
+def run(models: Path, folder: Path, times: int, how: str) -> tuple[int, str, list[dict[str, Any]]]:
     """Exit code, stderr and journal of a run that may start again three times."""
     folder.mkdir()
     marks = folder / "marks"
     marks.mkdir()
     recipe = small_recipe(
-        ground / "model",
-        ground / "d.jsonl",
+        models / "model",
+        models / "d.jsonl",
         32,
         parallel_config={"context_parallel": 2, "context_parallel_algo": "ring_cp"},
         training={"steps": STEPS},
@@ -76,23 +78,23 @@ def run(ground: Path, folder: Path, times: int, how: str) -> tuple[int, str, lis
     return process.returncode, err, [json.loads(line) for line in lines]
 
 
-def test_it_goes_on_once_from_a_step_and_never_twice(ground: Path, tmp_path: Path) -> None:
-    _, _, plain = run(ground, tmp_path / "plain", 0, "")
-    code, err, once = run(ground, tmp_path / "once", 1, "kill")
+def test_it_goes_on_once_from_a_step_and_never_twice(models: Path, tmp_path: Path) -> None:
+    _, _, plain = run(models, tmp_path / "plain", 0, "")
+    code, err, once = run(models, tmp_path / "once", 1, "kill")
     assert code == 0, err
     assert "rank 1 failed: killed (SIGKILL)" in err and "starting again, 1 of 3" in err
     losses = [[one["loss"] for one in found if "loss" in one] for found in (plain, once)]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
     (told,) = [one for one in once if "restart" in one]
     assert told["restart"] == 1 and told["after_step"] == AT_STEP - 1 and "SIGKILL" in told["why"]
-    code, err, twice = run(ground, tmp_path / "twice", 2, "kill")
+    code, err, twice = run(models, tmp_path / "twice", 2, "kill")
     assert code == 1 and f"lost after step {AT_STEP - 1} as before" in err
     assert len([one for one in twice if "restart" in one]) == 1
     assert len(list((tmp_path / "twice/marks").iterdir())) == 2
 
 
-def test_an_error_of_the_run_itself_ends_it(ground: Path, tmp_path: Path) -> None:
-    code, err, found = run(ground, tmp_path / "error", 1, "error")
+def test_an_error_of_the_run_itself_ends_it(models: Path, tmp_path: Path) -> None:
+    code, err, found = run(models, tmp_path / "error", 1, "error")
     assert code == 1 and "wrong by itself" in err and "starting again" not in err
     assert not [one for one in found if "restart" in one]
 
@@ -142,3 +144,11 @@ def test_host_0_decides_and_an_error_elsewhere_is_no_loss(tmp_path: Path) -> Non
     os.kill(hosts[0].process.pid, signal.SIGKILL)
     hosts[0].process.wait(HANG_SECONDS)
     assert "None" in decided(hosts[1])
+
+
+def test_hosts_that_a_hostfile_started_all_remain(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground.write({"launch.restarts": 1, "launch.min_hosts": 1})
+    monkeypatch.setenv(BY_HOSTFILE, "1")
+    ground.call(capsys).about("launch.min_hosts", "with --hostfile all hosts end", "write null")

@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-def recipe(case: Case, folder: Path, data: Path, **training: Any) -> dict[str, Any]:
+def recipe(case: Case, folder: Path, data: Path, saves: int, **training: Any) -> dict[str, Any]:
     return small_recipe(
         folder / "model",
         data,
@@ -71,7 +71,7 @@ def recipe(case: Case, folder: Path, data: Path, **training: Any) -> dict[str, A
             "max_norm_spike": 100,
             **training,
         },
-        checkpoint={"every_steps": 1, "keep_last": 9},
+        checkpoint={"every_steps": saves, "keep_last": 9},
     )
 
 
@@ -99,13 +99,20 @@ def poison(run: Any, poisoned: dict[int, str]) -> None:
 
 
 def outcome(
-    case: Case, folder: Path, data: Path, out: Path, poisoned: dict[int, str], **training: Any
+    case: Case,
+    folder: Path,
+    data: Path,
+    out: Path,
+    poisoned: dict[int, str],
+    *,
+    saves: int = STEPS,
+    **training: Any,
 ) -> dict[str, Any]:
     """What a run gives, or says where it stops; a second start goes on."""
     from uspft.engine.step import BadStep
     from uspft.training.loop import train
 
-    run = prepared(recipe(case, folder, data, **training), out, resume=True)
+    run = prepared(recipe(case, folder, data, saves, **training), out, resume=True)
     poison(run, poisoned)
     said = ""
     try:
@@ -128,11 +135,14 @@ def work(rank: int, folder: Path, every: Documents, good: Documents) -> dict[str
         clean = outcome(case, folder, good.path, place / "good", {}, steps=3)
         found[name] = outcome(case, folder, every.path, place / "bad", POISONED), clean
     case, place = CASES["zero1"], folder / "again"
-    parts = [outcome(case, folder, every.path, place, POISONED, steps=n) for n in (2, STEPS)]
+    parts = [
+        outcome(case, folder, every.path, place, POISONED, saves=1, steps=n) for n in (2, STEPS)
+    ]
     found["resumed"] = parts[1], found["zero1"][1]
     found["control"] = outcome(case, folder, every.path, folder / "plain", {}), found["zero1"][1]
-    stops = {"max_bad_steps": 1}
-    found["stopped"] = outcome(case, folder, every.path, folder / "stopped", POISONED, **stops)
+    found["stopped"] = outcome(
+        case, folder, every.path, folder / "stopped", POISONED, saves=1, max_bad_steps=1
+    )
     return found
 
 

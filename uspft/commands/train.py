@@ -14,9 +14,9 @@ from uspft.checkpoint.folder import CHECKPOINTS, CheckpointError, newest, step_f
 from uspft.commands.finishing import all_done, export_missing, reason_to_end
 from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
-from uspft.config import Recipe
+from uspft.config import Fault, Recipe
 from uspft.config.algorithms import AUTO
-from uspft.launcher import WRONG_INPUT, Hosts, Loss, Restart, say
+from uspft.launcher import BY_HOSTFILE, WRONG_INPUT, Hosts, Loss, Restart, say
 from uspft.lease import Lease
 from uspft.metrics import Journal
 from uspft.prepare.course import course_of, rate_after
@@ -45,6 +45,8 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         trains=first,
         environment=environment,
     )
+    with found.placed():
+        restart = _restart(found.recipe, place)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     place.meeting.says("making model and data ready")
     with found.placed(), _held(found.recipe, hosts, screen) as lease:
@@ -76,7 +78,6 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
             job.write(Path(folder))
             logs = output_of(recipe) / LOGS
-            restart = _restart(recipe, place)
             code = start_ranks([folder], job.recipe, hosts, place, logs=logs, restart=restart)
         if restart and restart.hosts:
             place.meeting.again = _loss(recipe, restart.why, restart.hosts)
@@ -93,8 +94,13 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
 
 
 def _restart(recipe: Recipe, place: Invocation) -> Restart | None:
-    """Return what becomes of a run that is lost; None where the recipe has it end."""
+    """Return what becomes of a run that is lost; None where the recipe has it end. Raises Fault."""
     launch, metrics = recipe.launch, output_of(recipe) / METRICS
+    if launch.min_hosts and BY_HOSTFILE in place.environment:
+        what = "with --hostfile all hosts end where one is gone"
+        raise Fault(
+            [("launch.min_hosts", what, "write null, or start each host by srun or by hand")]
+        )
 
     def may(why: str) -> bool:
         step, number = Journal(metrics).last_step(), len(place.losses) + 1
