@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from uspft.comm import Group
     from uspft.kernels import Kernel
+    from uspft.sequence.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,11 @@ class Algorithm(Protocol):
         q [T, H, D], k and v [T, G, D] hold all H query heads and G KV heads of the rank's own T
         tokens; D is the head dim.
         """
+        ...
+
+    def passes(self, share: Share) -> Passes:
+        """Return the forward and the backward of what `attend` does between exchanges of heads,
+        which ask for keys of other ranks anew in the backward."""
         ...
 
     def cost(

@@ -17,6 +17,8 @@ from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_tr
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from uspft.sequence.passes import Passes
+
 
 @dataclass(frozen=True)
 class AllGather:
@@ -41,6 +43,11 @@ class AllGather:
         from uspft.sequence.exchange import attend_exchanged
 
         return attend_exchanged(qkv, _exchange(share), rule, split.ring, split.kernel)
+
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.exchange import ExchangePasses
+
+        return ExchangePasses(_exchange(share))
 
     def cost(
         self,

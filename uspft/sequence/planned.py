@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.kernels import Kernel
+    from uspft.sequence.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ class Planned:
             ("needed", self.stages, self.keep, least),
             lambda: Exchange(share, self.stages, trimmed=True, keep=self.keep, least=least),
         )
+
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.exchange import ExchangePasses
+
+        return ExchangePasses(replace(self, keep=False).exchange(share))
 
     def cost(
         self,

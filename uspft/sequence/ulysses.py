@@ -15,6 +15,8 @@ from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, heads_traff
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from uspft.sequence.passes import Passes
+
 
 @dataclass(frozen=True)
 class Ulysses:
@@ -36,6 +38,11 @@ class Ulysses:
         from uspft.sequence.head_exchange import blocks_over_heads
 
         return blocks_over_heads(qkv, share, rule, split)
+
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.ring_attention import BlockPasses
+
+        return BlockPasses(share)
 
     def cost(
         self,

@@ -23,6 +23,8 @@ from uspft.sequence.rows.traffic import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from uspft.sequence.passes import Passes
+
 
 @dataclass(frozen=True)
 class Usp:
@@ -48,6 +50,11 @@ class Usp:
         from uspft.sequence.head_exchange import blocks_over_heads
 
         return blocks_over_heads(qkv, share, rule, split)
+
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.ring_attention import BlockPasses
+
+        return BlockPasses(share)
 
     def cost(
         self,

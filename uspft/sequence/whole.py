@@ -14,6 +14,8 @@ from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from uspft.sequence.passes import Passes
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -34,6 +36,11 @@ class Whole:
         from uspft.sequence.ring_attention import attend_blocks
 
         return attend_blocks(qkv, share, rule, split.ring, split.kernel)
+
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.ring_attention import BlockPasses
+
+        return BlockPasses(share)
 
     def cost(
         self,
