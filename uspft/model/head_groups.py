@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from uspft.families import FAMILIES
 from uspft.families.projections import COLUMNS, ROWS
 from uspft.model.some_heads import (
     HALVES,
@@ -54,8 +55,11 @@ WHOLE = "uspft_gathers_whole"
 def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -> None:
     """Make each layer attend with so many query heads of a KV head at once.
 
-    heads: of the model. tile: tokens; None for all at once.
+    heads: of the model. tile: tokens; None for all at once. Raises RuntimeError for a family whose
+    attention cannot.
     """
+    if why := FAMILIES[model.config.model_type].why_all_heads:
+        raise RuntimeError(f"memory.attention_heads: {model.config.model_type} {why}")
     for layer in model.base_model.layers:
         if has_halves(layer):
             block: Block = _FirstHalf(layer, layer.self_attn, at_once, heads, tile)

@@ -10,7 +10,7 @@ from uspft.sequence.algorithm import Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, ring_traffic
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, in_turns, ring_traffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,5 +56,9 @@ class Ring:
         forwards: Forwards = ONCE,
     ) -> Cost:
         shares = everyones(segments, self.token_order(segments), 1, window)
-        pair_bytes = 2 * heads.kv * heads.dim * element_bytes
-        return Cost(ring=ring_traffic(shares, pair_bytes, forwards.keys), arrivals=self.ring - 1)
+        together, turns = in_turns(heads, 1, forwards.at_once)
+        pair_bytes = 2 * together * heads.dim * element_bytes
+        return Cost(
+            ring=ring_traffic(shares, pair_bytes, forwards.keys, turns),
+            arrivals=turns * (self.ring - 1),
+        )

@@ -53,6 +53,4 @@ class Ulysses:
         forwards: Forwards = ONCE,
     ) -> Cost:
         tokens = segments.length // self.ulysses
-        return Cost(
-            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards.heads)
-        )
+        return Cost(all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards))

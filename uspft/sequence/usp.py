@@ -16,8 +16,8 @@ from uspft.sequence.rows.traffic import (
     Forwards,
     Heads,
     heads_traffic,
+    in_turns,
     ring_traffic,
-    widest_kv,
 )
 
 if TYPE_CHECKING:
@@ -66,9 +66,10 @@ class Usp:
     ) -> Cost:
         tokens = segments.length // (self.ulysses * self.ring)
         shares = everyones(segments, self.token_order(segments), self.ulysses, window)
-        pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
+        together, turns = in_turns(heads, self.ulysses, forwards.at_once)
+        pair_bytes = 2 * together * heads.dim * element_bytes
         return Cost(
-            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards.heads),
-            ring=ring_traffic(shares, pair_bytes, forwards.keys),
-            arrivals=self.ring - 1,
+            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards),
+            ring=ring_traffic(shares, pair_bytes, forwards.keys, turns),
+            arrivals=turns * (self.ring - 1),
         )
