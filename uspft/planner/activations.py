@@ -210,11 +210,12 @@ class Layer:
         def first_gradients() -> None:
             with tape.apart(collects=True):
                 made = qkv(Layer(tape, whole), tape.leaf(size, tape.new(0.0)))
-                sizes = [one.size for one in made]
+                # The queries' gradient is a copy, since the input's takes its place.
+                sizes = made[0].size, 0.0, 0.0
                 slopes = lambda: lambda grads: [tape.new(one) for one in sizes]  # noqa: E731
                 (every,) = tape.record(made, (0.0,), slopes)
-                del made
                 tape.backward(every, tape.new(0.0))
+                del made
 
         def out_slope(heads: int) -> None:
             sizes = size, size, *[whole.sharing.bytes(heads)] * 2
