@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from uspft.comm import Group
     from uspft.kernels import Kernel
-    from uspft.sequence.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,29 @@ class Split:
     inside: Callable[[Attend, tuple[Tensor, ...]], Tensor] | None = None
     """How what runs between exchanges of heads is called, where that alone is remembered of a
     layer that is recomputed; None: as any function. An algorithm that exchanges heads heeds it."""
+
+
+Tensors: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
+"""q [t, h, D], k and v [t, g, D]: a ring rank's t tokens, its h query heads and g KV heads."""
+Saved: TypeAlias = "tuple[Tensor, ...]"
+"""What a forward returned, with the gradient of its out [t, h, D] behind."""
+Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"
+"""Of q, k, v and the rule's sinks."""
+
+
+class Passes(Protocol):
+    """One way in which keys come to the queries of a ring rank, its forward and its backward
+    apart."""
+
+    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+        """Return out [t, h, D] and the log-sum-exp [h, t], with what else the backward needs."""
+        ...
+
+    def backward(
+        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+    ) -> Gradients:
+        """Return the gradients of queries, keys, values and sinks."""
+        ...
 
 
 class Algorithm(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
 from uspft.sequence.rows.share import Share, everyones
@@ -16,8 +16,6 @@ from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_tr
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from uspft.sequence.passes import Passes
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.sinks import sinks_gradient
-from uspft.sequence.algorithm import Rule
-from uspft.sequence.passes import Gradients, Saved, Tensors, attend_by
+from uspft.sequence.algorithm import Gradients, Rule, Saved, Tensors
+from uspft.sequence.passes import attend_by
 from uspft.sequence.rows.parcels import Arrival, Exchange, Leg
 from uspft.sequence.rows.spans import Span, tokens_in
 from uspft.sequence.sums import Sum

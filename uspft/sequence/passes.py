@@ -5,7 +5,7 @@ Shapes, as suffixes: t tokens of this ring rank; h/g query/KV heads on this rank
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,28 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group
 from uspft.kernels import Kernel
-from uspft.sequence.algorithm import Rule
-
-Tensors = tuple[Tensor, Tensor, Tensor]
-"""q [t, h, D], k and v [t, g, D]."""
-Saved = tuple[Tensor, ...]
-"""What a forward returned, with the gradient of its out [t, h, D] behind."""
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Of q, k, v and the rule's sinks."""
-
-
-class Passes(Protocol):
-    """One way in which keys come to queries."""
-
-    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
-        """Return out [t, h, D] and the log-sum-exp [h, t], with what else the backward needs."""
-        ...
-
-    def backward(
-        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
-    ) -> Gradients:
-        """Return the gradients of queries, keys, values and sinks."""
-        ...
+from uspft.sequence.algorithm import Passes, Rule, Tensors
 
 
 def attend_by(passes: Passes, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> Tensor:

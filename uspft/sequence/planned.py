@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
 from uspft.sequence.rows.share import Share, everyones
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.kernels import Kernel
-    from uspft.sequence.passes import Passes
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
 from uspft.kernels.sinks import sinks_gradient
-from uspft.sequence.algorithm import Rule
-from uspft.sequence.passes import Gradients, Saved, Tensors, attend_by
+from uspft.sequence.algorithm import Gradients, Rule, Saved, Tensors
+from uspft.sequence.passes import attend_by
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span, tokens_in
 from uspft.sequence.sums import Sum

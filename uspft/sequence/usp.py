@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span
@@ -22,8 +22,6 @@ from uspft.sequence.rows.traffic import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from uspft.sequence.passes import Passes
 
 
 @dataclass(frozen=True)

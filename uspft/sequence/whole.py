@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split
+from uspft.sequence.algorithm import Passes, Rule, Split
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from uspft.sequence.passes import Passes
 
 
 @dataclass(frozen=True)
