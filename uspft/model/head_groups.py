@@ -62,18 +62,18 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
         raise RuntimeError(f"memory.attention_heads: {model.config.model_type} {why}")
     for layer in model.base_model.layers:
         if has_halves(layer):
-            block: Block = _FirstHalf(layer, layer.self_attn, at_once, heads, tile)
+            block: GroupedBlock = _FirstHalf(layer, layer.self_attn, at_once, heads, tile)
             layer.forward = TwoHalves(layer, block)
             layer.register_forward_pre_hook(with_gradient)
             setattr(layer, WHOLE, True)
         else:
             attention = layer.self_attn
-            block = Block(attention, attention, at_once, heads, tile)
+            block = GroupedBlock(attention, attention, at_once, heads, tile)
             attention.forward = block
             setattr(attention, WHOLE, True)
 
 
-class Block:
+class GroupedBlock:
     """What stands in for the forward of an attention block: the block, in groups of heads."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Block:
         return made
 
 
-class _FirstHalf(Block):
+class _FirstHalf(GroupedBlock):
     """Attention with its norm and its residual."""
 
     def __init__(self, layer: Any, *about: Any) -> None:
@@ -119,7 +119,7 @@ class _FirstHalf(Block):
 class TwoHalves:
     """What stands in for the forward of a layer of two halves, each of which is one function."""
 
-    def __init__(self, layer: Any, first: Block) -> None:
+    def __init__(self, layer: Any, first: GroupedBlock) -> None:
         self._layer, self._first = layer, first
         second: Any = partial(second_half, layer, partial(first.run, layer))
         whole = first.tile is None or hasattr(layer.mlp, "experts")  # routers see all tokens
@@ -176,7 +176,7 @@ class GroupsCall:
 
     def __init__(
         self,
-        block: Block,
+        block: GroupedBlock,
         x: Tensor,
         parameters: list[nn.Parameter],
         kwargs: dict[str, Any],

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
 from uspft.planner.expert_memory import Experts, routed
-from uspft.planner.group_memory import Groups, GroupSizes, Tiles
+from uspft.planner.group_memory import GroupMemory, GroupSizes, GroupTiles
 from uspft.planner.layer_kinds import LLAMA, LayerKind, Norms
 from uspft.planner.mesh_memory import MeshOperation, all_features, inward, outward
 from uspft.planner.operations import (
@@ -180,7 +180,7 @@ class Layer:
         names = self.sizes.trained | self.sizes.adapted
         return any(one.startswith(("self_attn.", "input_layernorm")) for one in names)
 
-    def _in_groups(self) -> Groups:
+    def _in_groups(self) -> GroupMemory:
         """Return attention in groups of heads, with its norm and residual where that is one."""
         tape, s = self.tape, self.sizes
         how, halves = s.sharing, s.in_halves
@@ -224,7 +224,7 @@ class Layer:
 
         keys = ((f"self_attn.{one}_proj", how.kv_heads * how.dim) for one in "kv")
         products = [("self_attn.q_proj", features), *keys]
-        return Groups(
+        return GroupMemory(
             tape,
             GroupSizes(
                 how,
@@ -235,7 +235,7 @@ class Layer:
                 s.between_bytes() if s.offloads else 0.0,
                 s.recompute == "nothing",
             ),
-            Tiles(first, last, last_gradients, out_slope, first_gradients),
+            GroupTiles(first, last, last_gradients, out_slope, first_gradients),
         )
 
     def _second_half(self, between: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class GroupSizes:
 
 
 @dataclass
-class Tiles:
+class GroupTiles:
     """What a tile makes, within one call each; each lets go of what it made."""
 
     first: Callable[[Sharing], None]
@@ -47,12 +47,12 @@ class Tiles:
 
 
 @dataclass
-class Groups:
+class GroupMemory:
     """A block on a tape. It is called once for each run."""
 
     tape: Tape
     sizes: GroupSizes
-    tiles: Tiles
+    tiles: GroupTiles
     kept: list[Storage] = field(default_factory=list)
     """What the first run made, where the second does not make it again."""
     come: Storage | None = None

@@ -56,7 +56,7 @@ Tensors: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
 """q [t, h, D], k and v [t, g, D]: a ring rank's t tokens, its h query heads and g KV heads."""
 Saved: TypeAlias = "tuple[Tensor, ...]"
 """What a forward returned, with the gradient of its out [t, h, D] behind."""
-Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"
+QkvGradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"
 """Of q, k, v and the rule's sinks."""
 
 
@@ -70,7 +70,7 @@ class Passes(Protocol):
 
     def backward(
         self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
-    ) -> Gradients:
+    ) -> QkvGradients:
         """Return the gradients of queries, keys, values and sinks."""
         ...
 

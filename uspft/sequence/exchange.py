@@ -16,7 +16,7 @@ from torch import Tensor
 from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.sinks import sinks_gradient
-from uspft.sequence.algorithm import Gradients, Rule, Saved, Tensors
+from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
 from uspft.sequence.passes import attend_by
 from uspft.sequence.rows.parcels import Arrival, Exchange, Leg
 from uspft.sequence.rows.spans import Span, tokens_in
@@ -61,7 +61,7 @@ class ExchangePasses:
 
     def backward(
         self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
-    ) -> Gradients:
+    ) -> QkvGradients:
         (q_thD, k_tgD, v_tgD), exchange = qkv, self.exchange
         out_thD, lse_ht, *received, dout_thD = saved
         dq_thD, dkv_2tgD = Sum(q_thD.shape, q_thD), Sum((2, *k_tgD.shape), k_tgD)

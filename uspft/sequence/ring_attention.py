@@ -17,7 +17,7 @@ from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
 from uspft.kernels.sinks import sinks_gradient
-from uspft.sequence.algorithm import Gradients, Rule, Saved, Tensors
+from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
 from uspft.sequence.passes import attend_by
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span, tokens_in
@@ -55,7 +55,7 @@ class BlockPasses:
 
     def backward(
         self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
-    ) -> Gradients:
+    ) -> QkvGradients:
         q_thD, k_tgD, v_tgD = qkv
         kept = saved[0], saved[1], saved[-1]
         dq_thD, dkv_2tgD = Sum(q_thD.shape, q_thD), Sum((2, *k_tgD.shape), k_tgD)
