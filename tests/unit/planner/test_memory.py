@@ -246,6 +246,20 @@ def test_a_card_fits_what_is_at_most_its_usable_share() -> None:
     assert longest_row(shape, layout, 80e9, options=away) > longest
 
 
+def test_a_checkpoint_that_waits_on_the_host_is_counted() -> None:
+    """Weight and moments in float32 of each parameter, dealt out over ranks that hold the same."""
+    shape = hub("meta-llama/Llama-3.1-8B")
+    parameters = 8_030_261_248
+    for layout, zero in ((Layout(data=4), 1), (Layout(ulysses=4), 3)):
+        options = Options(zero_stage=zero)
+        one, other = (
+            memory_of(shape, layout, 8192, options=replace(options, saves_beside=beside))
+            for beside in (False, True)
+        )
+        assert other.host_bytes - one.host_bytes == 12 * parameters // 4
+        assert other.peak_bytes == one.peak_bytes
+
+
 def test_what_the_formula_does_not_know_is_named() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
     assert unpredicted(shape, Layout(2, 2, 2, pipeline=2), 4096) == ()
