@@ -27,6 +27,7 @@ from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
 from benchmarks.meshslice.hosts import report as meshslice_hosts
 from benchmarks.orders import figures as orders
+from benchmarks.pipelines import report as pipelines
 from benchmarks.planning import report as planning
 from benchmarks.planning.hosts import figures as planning_hosts
 from benchmarks.planning.speed import figures as planning_speed
@@ -45,6 +46,7 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "meshslice": meshslice.figures,
     "meshslice-hosts": meshslice_hosts.figures,
     "orders": orders.figures,
+    "pipelines": pipelines.figures,
     "planning": planning.figures,
     "planning-hosts": planning_hosts.figures,
     "planning-speed": planning_speed.figures,
