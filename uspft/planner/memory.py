@@ -23,7 +23,7 @@ from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
-from uspft.planner.state import State, Zero, state_of
+from uspft.planner.state import ADAM, State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
@@ -75,12 +75,16 @@ class Options:
     """The elements of DeepSpeed's reduce_bucket_size."""
     offload_optimizer: bool = False
     offload_weights: bool = False
+    saves_beside: bool = False
+    """Whether a checkpoint waits on the host while it is written."""
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
     first_layers: int | Each | None = None
     """How many layers of a stage, or of each, are checkpointed, where not all are."""
     recompute: str = "nothing"
+    at_once: int | None = None
+    """How many query heads of a KV head are attended with at once; None for all heads."""
     offload_activations: bool = False
     loss_tile: int | None = 1024
     """Tokens; None for all at once."""
@@ -159,10 +163,12 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         bucket=int(zero.get("reduce_bucket_size") or BUCKET),
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
+        saves_beside=recipe.checkpoint.overlap,
         gradient_reduction=memory.gradient_reduction,
         checkpointing=bool(memory.gradient_checkpointing),
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
+        at_once=number(memory.attention_heads),
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
         mlp_tile=number(memory.mlp_tile_tokens),
@@ -260,6 +266,8 @@ def state_in(
         weights_away=options.offload_weights,
     )
     state = state_of(zero, counts)
+    if options.saves_beside:  # ranks that hold the same parts deal them out evenly
+        state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
     if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
         table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
         trains = outside_trains(options.lora, options.freeze)[EMBEDDING]
@@ -404,6 +412,7 @@ def _layers(
                 rank=options.lora.rank if options.lora else 0,
                 dropout=bool(options.lora and options.lora.dropout),
                 tile=options.mlp_tile,
+                at_once=options.at_once,
                 recompute=options.recompute if number in again else None,
                 offloads=options.offload_activations and options.checkpointing,
             )
