@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -43,7 +44,7 @@ class Way:
     options: tuple[tuple[str, Any], ...] = ()
     """Of the algorithm, by the fields of its class; what is not named is left to it."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The layout's name, which tells it from other ways of the same options."""
         given = f"tensor{self.layout.tensor}"
