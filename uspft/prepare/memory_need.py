@@ -127,7 +127,8 @@ def tile_findings(recipe: Recipe) -> list[Finding]:
     """Return why MLPs whose matrices lie on a mesh cannot work in tiles, nor attention in groups of
     heads."""
     algorithm = recipe.parallel_config.tensor_parallel_algo
-    memory, found = recipe.memory, list[Finding]()
+    memory = recipe.memory
+    found: list[Finding] = []
     ways = (
         ("mlp_tile_tokens", memory.mlp_tile_tokens, "none", "tile"),
         ("attention_heads", memory.heads_at_once or "all", "all", "group of heads"),
