@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from uspft.pipeline.stages import Each, first_layers
 from uspft.planner.activations import HeadSizes, LayerBytes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.expert_memory import Experts
+from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
@@ -49,6 +51,9 @@ ACTIVATIONS = ("activations", "at work", "batch")
 BATCH_BYTES = 6 * 8
 """Of a token in a batch: its number, label, position, place in the stream, row, and whether it has
 a target, all in int64."""
+KILOTOKEN = 1024
+MOST_KILOTOKENS = 1 << 20
+"""Of a rank, at which the search for the longest row ends."""
 BUCKET = 500_000_000
 """The elements of DeepSpeed's reduce_bucket_size where a recipe says none."""
 
@@ -239,12 +244,14 @@ def state_in(
 ) -> State:
     """Return the bytes of weights, gradients and the optimizer, whatever the rows. stage: of a
     pipeline; None has all layers."""
-    counts = counts_of(shape, layout.mesh_columns, options.lora, options.freeze, stage)
+    held = layout.mesh_columns, options.lora, options.freeze
+    counts = counts_of(shape, *held, stage, layout.experts)
     if layout.mesh_rows > 1:
         counts = counts.divided(layout.mesh_rows)
     zero = Zero(
         stage=options.zero_stage,
         ranks=layout.copies,
+        alike=layout.alike,
         element=options.element,
         crossing=2 if options.gradient_reduction == "bfloat16" else 4,
         bucket=options.bucket,
@@ -267,7 +274,6 @@ def unpredicted(
     found = {
         "layers with a state": FAMILIES[shape.model_type].states,
         "layers without experts beside others": _mixed(shape),
-        "experts over several ranks": layout.experts > 1,
     }
     return tuple(what for what, here in found.items() if here)
 
@@ -287,13 +293,13 @@ def activations_in(
     """
     one, batch = pass_bytes(shape, layout, row_tokens, options)
     own = one.routers
-    waiting = ((0.0 if one.offloads else each.kept) + own for each in one.layers)
+    waiting = ((each.held if one.offloads else each.kept) + own for each in one.layers)
     below = [*accumulate(waiting, initial=one.embedded)]
     peaks = [(kept + own + each.most, kept) for kept, each in zip(below, one.layers, strict=False)]
     peaks.append((below[-1] + one.head.most, below[-1]))
     peak, kept = max(peaks)
     parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles}
-    return parts, sum(each.kept for each in one.layers) if one.offloads else 0.0
+    return parts, sum(each.kept - each.held for each in one.layers) if one.offloads else 0.0
 
 
 def pass_bytes(
@@ -370,7 +376,7 @@ def _layers(
 ) -> list[LayerSizes]:
     """Return every layer as a rank has it, those that are alike as one object."""
     tokens = -(-options.micro_batch * row_tokens // layout.context)
-    experts, windows = _experts(shape, tokens, options), layer_windows(shape)
+    experts, windows = _experts(shape, layout, tokens, options), layer_windows(shape)
     everywhere = len(set(windows)) == 1
     trains = trained_layers(shape, options.lora, options.freeze)
     again = _checkpointed(shape, layout, row_tokens, options)
@@ -441,7 +447,7 @@ def _full(shape: ModelShape) -> dict[str, Any]:
     return {**FAMILIES[shape.model_type].defaults, **shape.raw}
 
 
-def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None:
+def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
     kind = LAYER_KINDS[shape.model_type]
     down = layer_projections(shape)[-1]
@@ -458,6 +464,8 @@ def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None
         kind.wide_scores,
         kind.probabilities,
         kind.clamped,
+        layout.experts,
+        ranks_met(shape, layout.experts),
     )
 
 
@@ -495,18 +503,30 @@ def longest_row(
     shape: ModelShape, layout: Layout, card_bytes: float, *, options: Options = Options()
 ) -> int:
     """Return the longest row in tokens that fits a card, by kilotokens of each rank, or 0."""
-    step = 1024 * layout.context
+    return longest_of(
+        lambda row: memory_of(shape, layout, row, options=options).peak_bytes, layout, card_bytes
+    )
 
-    def has_room(count: int) -> bool:
-        return fits(memory_of(shape, layout, count * step, options=options), card_bytes)
 
-    low, high = 0, 1
-    while high < 1 << 20 and has_room(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if has_room(middle) else (low, middle)
-    return low * step
+def longest_of(peak: Callable[[int], float], layout: Layout, card_bytes: float) -> int:
+    """Return the longest row in tokens, by kilotokens of each rank, whose peak fits a card, or 0.
+
+    peak: from the tokens of a row to bytes, which grow nearly in a line: where that meets what a
+    card has is looked first.
+    """
+    step, usable = KILOTOKEN * layout.context, USABLE_SHARE * card_bytes
+    low, high = (0, 0.0), (MOST_KILOTOKENS, math.inf)
+    line, guess = list[tuple[int, float]](), 1
+    while high[0] - low[0] > 1:
+        tried = guess, peak(guess * step)
+        low, high = (tried, high) if tried[1] <= usable else (low, tried)
+        line = [*line[-1:], tried]
+        guess = (low[0] + high[0]) // 2 if math.isfinite(high[1]) else 64 * low[0]
+        if len(line) == 2 and (more := line[1][1] - line[0][1]):
+            slope = more / (line[1][0] - line[0][0])
+            guess = math.floor(tried[0] + (usable - tried[1]) / slope)
+        guess = min(max(guess, low[0] + 1), high[0] - 1)
+    return low[0] * step
 
 
 def row_memory(

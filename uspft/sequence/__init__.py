@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +57,20 @@ def make_algorithm(
     unknown = sorted(options.keys() - set(row.options.values()))
     if unknown:
         raise ValueError(f"{row.name} has no option {', '.join(unknown)}")
-    module, _, name = row.code.partition(":")
-    cls = getattr(import_module(module), name)
+    cls, own = _class_of(row.code)
     facts = {"keep": keep, "window": window, "per_host": per_host}
-    own = {field.name for field in fields(cls)}
     algorithm: Algorithm = cls(
         ulysses=ulysses, ring=ring, **{k: v for k, v in facts.items() if k in own}, **options
     )
     return algorithm
+
+
+@cache
+def _class_of(code: str) -> tuple[Callable[..., Algorithm], frozenset[str]]:
+    """Return an algorithm's class by the words that name it, and its fields."""
+    module, _, name = code.partition(":")
+    cls = getattr(import_module(module), name)
+    return cls, frozenset(field.name for field in fields(cls))
 
 
 def forwards_of(recipe: Recipe) -> Forwards:
