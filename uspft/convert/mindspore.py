@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from uspft.config.algorithms import CONTEXT, Splits
 from uspft.convert.conversion import Conversion
 from uspft.convert.mindspore_data import data, model
 from uspft.convert.outcome import Outcome
 from uspft.convert.theirs import Theirs
 
 CONFIG = "model.model_config"
-ALGORITHMS = {
-    "all_gather": "allgather_cp",
-    "a2a": "ulysses_cp",
-    "p2p": "ring_cp",
-    "ulysses_cp": "ulysses_cp",
-    "hybrid_cp": "hybrid_cp",
-    "hybird_cp": "hybrid_cp",
+THEIRS = {row.megatron: row for row in CONTEXT.values()} | {
+    name: row for row in CONTEXT.values() for name in (row.name, *row.synonyms)
 }
+"""The algorithms by their names in both vocabularies."""
+GATHER, RING, OLD = "all_gather", "p2p", {"hybird": "hybrid"}
+"""Megatron's words for what their default is, without and with a ring; and an old spelling."""
 SCHEDULES = {
     "ConstantWarmUpLR": "constant",
     "LinearWithWarmUpLR": "linear",
@@ -173,23 +172,26 @@ def _context(run: Conversion, context: int) -> None:
             if idle and run.written(idle):
                 run.ignored(idle, "context_parallel is 1: rows are whole")
         return
-    theirs = run.value(key) if key else "colossalai_cp"
-    if theirs == "colossalai_cp":
-        ours = "ring_cp" if run.flag(ring) else "allgather_cp"
-    elif not isinstance(theirs, str) or theirs not in ALGORITHMS:
-        known = "colossalai_cp, ulysses_cp, hybrid_cp, all_gather, a2a or p2p"
-        run.refuse(str(key), f"is {theirs}", f"one algorithm is for all layers: write {known}")
+    word = str(run.value(key)) if key else GATHER
+    for old, new in OLD.items():
+        word = word.replace(old, new)
+    if word not in THEIRS:
+        known = ", ".join(name for name in THEIRS if name != "–")
+        remedy = f"one algorithm is for all layers: write one of {known}"
+        run.refuse(str(key), f"is {run.value(str(key))}", remedy)
         return
-    else:
-        ours = ALGORITHMS[theirs]
-    say = "" if ours != "hybrid_cp" or run.flag(ring) else "between groups a ring, the same numbers"
+    row = THEIRS[word]
+    if row.megatron == GATHER and run.flag(ring):
+        row = THEIRS[RING]
+    both = row.splits is Splits.BOTH
+    say = "between groups a ring, the same numbers" if both and not run.flag(ring) else ""
     keys = (key, ring) if key else (ring,)
-    run.put(f"{block}.context_parallel_algo", ours, *(one for one in keys if one), say=say)
+    run.put(f"{block}.context_parallel_algo", row.name, *keys, say=say)
     degree = f"{block}.ulysses_degree_in_cp"
-    if ours == "hybrid_cp":
+    if both:
         run.put(degree, run.whole(degree), degree)
     elif run.written(degree):
-        run.ignored(degree, "it acts under hybrid_cp alone")
+        run.ignored(degree, "it acts where heads and tokens are split")
 
 
 def _stages(run: Conversion, stages: int) -> None:
