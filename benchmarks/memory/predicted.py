@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from uspft.config.algorithms import CONTEXT
+from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape
@@ -58,7 +58,7 @@ def options_for(
     model = ModelBlock(config=Path(), **(trained or {}))
     auto, again = memory.recompute == "auto", memory.gradient_checkpointing
     return Options(
-        algorithm=CONTEXT[algorithm],
+        algorithm=CONTEXT.get(algorithm, WHOLE),
         exchange_stages=stages,
         use_seq_parallel=asked.get("use_seq_parallel", False),
         slices=asked.get("tensor_slices", (1,) * 4),
@@ -66,6 +66,7 @@ def options_for(
         checkpointing=bool(again),
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if auto else memory.recompute,
+        at_once=None if memory.attention_heads == "all" else memory.attention_heads,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),
         mlp_tile=memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else None,

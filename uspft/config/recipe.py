@@ -194,6 +194,8 @@ class MemoryBlock(RecipeBlock):
         _is(choice("attention", "exchange", "nothing", "auto")),
     ] = "auto"
     """What of attention is made again: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
+    attention_heads: Annotated[int | Literal["all"], _is(whole(1, also=("all",)))] = "all"
+    """Query heads of each KV head that attention works on at once; `all` takes all of every one."""
     offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
     """Where what checkpointed layers keep waits meanwhile: the device (`none`) or host (`cpu`)."""
     gradient_reduction: Annotated[

@@ -188,6 +188,15 @@ def _recomputed(recipe: Recipe) -> Iterator[Finding]:
             yield f"memory.{key}", what, f"write {off}, or gradient_checkpointing: true"
 
 
+def _grouped(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse to remember what lies between exchanges of heads, where each group has its own."""
+    memory = recipe.memory
+    if memory.attention_heads != "all" and memory.recompute == "exchange":
+        what = f"is exchange, and memory.attention_heads is {memory.attention_heads}: "
+        what += "each group of heads is exchanged again in the backward"
+        yield "memory.recompute", what, f"write {AUTO}, nothing or attention"
+
+
 def _reduced(recipe: Recipe) -> Iterator[Finding]:
     """Refuse to send gradients in a type that is not theirs."""
     if recipe.memory.gradient_reduction == "bfloat16" != recipe.model.dtype:
@@ -297,5 +306,6 @@ RULES = (
         ),
         _recomputed,
     ),
+    KeyRule(("memory.attention_heads", "memory.recompute"), _grouped),
     KeyRule(("memory.gradient_reduction", "model.dtype"), _reduced),
 )

@@ -81,6 +81,8 @@ class Options:
     first_layers: int | Each | None = None
     """How many layers of a stage, or of each, are checkpointed, where not all are."""
     recompute: str = "nothing"
+    at_once: int | None = None
+    """How many query heads of a KV head are attended with at once; None for all heads."""
     offload_activations: bool = False
     loss_tile: int | None = 1024
     """Tokens; None for all at once."""
@@ -163,6 +165,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         checkpointing=bool(memory.gradient_checkpointing),
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
+        at_once=number(memory.attention_heads),
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
         mlp_tile=number(memory.mlp_tile_tokens),
@@ -404,6 +407,7 @@ def _layers(
                 rank=options.lora.rank if options.lora else 0,
                 dropout=bool(options.lora and options.lora.dropout),
                 tile=options.mlp_tile,
+                at_once=options.at_once,
                 recompute=options.recompute if number in again else None,
                 offloads=options.offload_activations and options.checkpointing,
             )

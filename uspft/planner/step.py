@@ -21,6 +21,7 @@ from uspft.planner.attention_work import (
     DrawnRows,
     attention_of_row,
     attention_of_sample,
+    in_groups,
     is_whole,
 )
 from uspft.planner.bubble import PipelineCosts, PipelineWaits, estimated
@@ -239,9 +240,15 @@ def _work(
     heads = local_heads(step.model, layout.mesh_columns)
     frozen = cast("Hashable", algorithm)  # a dataclass that is
     if step.sample is None and (step.dealt or is_whole(step.row, window)):
-        return attention_of_row(frozen, step.row, heads, step.element_bytes, window)
-    rows = step.sample or DrawnRows((step.row,))
-    return attention_of_sample(frozen, rows, heads, step.element_bytes, window, dealt=step.dealt)
+        found = attention_of_row(frozen, step.row, heads, step.element_bytes, window)
+    else:
+        rows = step.sample or DrawnRows((step.row,))
+        of = heads, step.element_bytes, window
+        found = attention_of_sample(frozen, rows, *of, dealt=step.dealt)
+    if step.attention.at_once is None:
+        return found
+    tokens = step.row.length // (algorithm.ring * algorithm.ulysses)
+    return in_groups(found, algorithm, heads, tokens * step.element_bytes, step.attention.at_once)
 
 
 def _one_way(

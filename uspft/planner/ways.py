@@ -84,11 +84,12 @@ class Way:
 
     def step(self, step: StepShape) -> StepShape:
         """Return a step as it runs under this way."""
+        forwards = FORWARDS[self.recompute] if step.recompute else ONCE
         return replace(
             step,
             rows=self.rows,
             stage=self.stage,
-            attention=FORWARDS[self.recompute] if step.recompute else ONCE,
+            attention=forwards._replace(at_once=step.attention.at_once),
             use_seq_parallel=self.splits_tokens,
             slices=step.slices if self.layout.is_mesh else None,
             schedule=self.schedule,
@@ -101,7 +102,7 @@ class Way:
             self.row,
             self.layout.ulysses,
             self.layout.ring,
-            keep=not step.recompute,
+            keep=not step.recompute and step.attention.at_once is None,
             window=next(iter(windows)) if len(windows) == 1 else None,
             per_host=ring_ranks_of_a_host(ranks_per_host, self.layout),
             **dict(self.options),

@@ -131,6 +131,9 @@ COMBINATIONS = {
         "memory.offload_activations: is cpu, and memory.gradient_checkpointing is false; "
         "write none, or gradient_checkpointing: true"
     ),
+    "memory: {attention_heads: 2, recompute: exchange}": "memory.recompute: is exchange, and "
+    "memory.attention_heads is 2: each group of heads is exchanged again in the backward; write "
+    "auto, nothing or attention",
     "memory: {gradient_reduction: bfloat16}\nmodel: {dtype: float32}": "memory.gradient_reduction: "
     "is bfloat16, and model.dtype is float32; write float32, or model.dtype: bfloat16",
     "memory: {mlp_tile_tokens: 0}": "memory.mlp_tile_tokens: is 0, out of range; "
@@ -217,7 +220,7 @@ def test_a_rule_that_reads_a_faulty_key_is_not_asked() -> None:
         "training.eval_every_steps",
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
-    assert len(RULES) == 24
+    assert len(RULES) == 25
 
 
 DEEPSPEED = {
