@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from uspft.config.reference import put
-from uspft.convert.table import Row, mindspore_table
+from uspft.convert.table import KeyRow, mindspore_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-mindspore.md"
 HEAD = "| there | here |\n| --- | --- |\n"
@@ -20,7 +20,7 @@ HEAD = "| there | here |\n| --- | --- |\n"
 
 def table() -> str:
     """Return a heading and a table for each block of theirs, in the table's order."""
-    blocks: dict[str, list[Row]] = {}
+    blocks: dict[str, list[KeyRow]] = {}
     for row in mindspore_table().rows.values():
         blocks.setdefault(row.key.rpartition(".")[0], []).append(row)
     return "\n".join(
@@ -29,7 +29,7 @@ def table() -> str:
     )
 
 
-def _line(row: Row) -> str:
+def _line(row: KeyRow) -> str:
     here = {
         "same": f"`{row.to}`",
         "translate": f"`{row.to}`: {row.say}",

@@ -17,7 +17,7 @@ Becomes = Literal["same", "translate", "ignore", "refuse"]
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """A key of theirs, and what becomes of it."""
 
     key: str
@@ -37,9 +37,9 @@ class Row:
 class KeyTable:
     """Rows by their paths."""
 
-    rows: Mapping[str, Row]
+    rows: Mapping[str, KeyRow]
 
-    def of(self, path: str) -> Row | None:
+    def of(self, path: str) -> KeyRow | None:
         """Return the row of a path: its own, or that of the nearest block with a `*`."""
         if path in self.rows:
             return self.rows[path]
@@ -61,16 +61,16 @@ def mindspore_table() -> KeyTable:
     return KeyTable(rows)
 
 
-def _row(path: str, said: dict[str, Any]) -> Row:
+def _row(path: str, said: dict[str, Any]) -> KeyRow:
     """Return a row. Raises ValueError where it says anything else than a row does."""
     ours, but, say = said.pop("unless", ""), tuple(said.pop("but", ())), said.pop("say", "")
     becomes, text = said.popitem()
     if said or not (isinstance(say, str) and isinstance(text, str)):
         raise ValueError(f"{path}: quote what it says")
     if becomes == "same":
-        return Row(path, "same", text)
+        return KeyRow(path, "same", text)
     if becomes == "translate":
-        return Row(path, "translate", text, say)
+        return KeyRow(path, "translate", text, say)
     if becomes == "ignore":
-        return Row(path, "ignore", say=text)
-    return Row(path, "refuse", say=text, but=but, unless=ours)
+        return KeyRow(path, "ignore", say=text)
+    return KeyRow(path, "refuse", say=text, but=but, unless=ours)

@@ -16,7 +16,7 @@ LISTED = ("callbacks", "eval_callbacks", "train_dataset.data_loader.handler")
 
 
 @dataclass(frozen=True)
-class Written:
+class TheirValue:
     """A value, and the place where it was written."""
 
     value: Any
@@ -28,7 +28,7 @@ class Theirs:
     """Every value of a configuration by its path, in the files' order."""
 
     file: Path
-    values: dict[str, Written]
+    values: dict[str, TheirValue]
 
     def has_block(self, path: str) -> bool:
         """Return whether a block with this path is written."""
@@ -41,11 +41,11 @@ def read_theirs(file: Path) -> Theirs:
     Raises InputError with every problem, a line each.
     """
     tree = _read(file, ())
-    values: dict[str, Written] = {}
+    values: dict[str, TheirValue] = {}
     for path, value, where in _flat(tree, ""):
         if path in values:  # two callbacks of one type
             path = f"{path}#{sum(key.partition('#')[0] == path for key in values)}"
-        values[path] = Written(value, where)
+        values[path] = TheirValue(value, where)
     return Theirs(file, values)
 
 
