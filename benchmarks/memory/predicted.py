@@ -13,7 +13,15 @@ from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.model.tile_sizes import tile_tokens
-from uspft.planner.memory import BATCH_BYTES, Memory, Options, lora_of, memory_of
+from uspft.pipeline.schedules import Schedule
+from uspft.planner.memory import (
+    BATCH_BYTES,
+    Memory,
+    Options,
+    lora_of,
+    memory_of,
+    memory_of_ranks,
+)
 
 COUNTED = 8
 """The bytes of a token of its batch that a count sees: operations return no more of it."""
@@ -39,6 +47,35 @@ def predicted(
     tokens = -(-row_tokens // layout.context)
     seen = found.parts["batch"] - (BATCH_BYTES - COUNTED) * tokens
     return replace(found, parts={**found.parts, "batch": seen})
+
+
+def predicted_of_ranks(
+    shape: ModelShape,
+    tokens: int,
+    memory: MemoryBlock,
+    layout: Layout,
+    schedule: Schedule,
+    micro_batches: int,
+    *,
+    dtype: str = "bfloat16",
+    parallel: Mapping[str, Any] | None = None,
+    trained: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return what is predicted of each rank's rows, of what `count_stages` counts; the arguments
+    are its own."""
+    options = options_for(
+        shape,
+        memory,
+        "ulysses_cp",
+        dtype=dtype,
+        parallel=parallel,
+        trained=trained,
+        schedule=schedule,
+        step_rows=micro_batches,
+    )
+    batches = micro_batches * tokens // layout.context * BATCH_BYTES
+    every = memory_of_ranks(shape, layout, tokens, options=options)
+    return [one.activation_bytes - batches for one in every]
 
 
 def options_for(

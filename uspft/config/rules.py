@@ -125,6 +125,14 @@ def _evaluation(recipe: Recipe) -> Iterator[Finding]:
             yield f"training.{key}", what, "write data.eval or data.eval_fraction, or null here"
 
 
+def _restarts(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse hosts to start again on where nothing starts again."""
+    hosts = recipe.launch.min_hosts
+    if hosts is not None and not recipe.launch.restarts:
+        what = f"is {hosts}, and with launch.restarts 0 a run never starts again"
+        yield "launch.min_hosts", what, "write launch.restarts too, or null here"
+
+
 def _least_loss(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what compares evaluations where there are none to compare."""
     for key, value, off in (
@@ -295,6 +303,7 @@ RULES = (
         ),
         _least_loss,
     ),
+    KeyRule(("launch.min_hosts", "launch.restarts"), _restarts),
     KeyRule(("data.eval",), _evaluation_sets),
     KeyRule(("data.train",), _weights),
     KeyRule(("model.dtype", "model.attention", "launch.device"), _device),

@@ -23,7 +23,7 @@ from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
-from uspft.planner.state import State, Zero, state_of
+from uspft.planner.state import ADAM, State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
@@ -75,6 +75,8 @@ class Options:
     """The elements of DeepSpeed's reduce_bucket_size."""
     offload_optimizer: bool = False
     offload_weights: bool = False
+    saves_beside: bool = False
+    """Whether a checkpoint waits on the host while it is written."""
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
@@ -161,6 +163,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         bucket=int(zero.get("reduce_bucket_size") or BUCKET),
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
+        saves_beside=recipe.checkpoint.overlap,
         gradient_reduction=memory.gradient_reduction,
         checkpointing=bool(memory.gradient_checkpointing),
         first_layers=None if isinstance(again, bool) else again,
@@ -263,6 +266,8 @@ def state_in(
         weights_away=options.offload_weights,
     )
     state = state_of(zero, counts)
+    if options.saves_beside:  # ranks that hold the same parts deal them out evenly
+        state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
     if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
         table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
         trains = outside_trains(options.lora, options.freeze)[EMBEDDING]

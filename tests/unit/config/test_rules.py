@@ -66,6 +66,8 @@ COMBINATIONS = {
     "data.eval names what is evaluated on; keep one and write null for the other",
     "training: {eval_every_steps: 5}": "training.eval_every_steps: is 5, and there is no "
     "`data.eval`; write data.eval or data.eval_fraction, or null here",
+    "launch: {min_hosts: 2}": "launch.min_hosts: is 2, and with launch.restarts 0 a run never "
+    "starts again; write launch.restarts too, or null here",
     "training: {patience: 3}": "training.patience: is 3, and there is nothing to evaluate on; "
     "write data.eval or data.eval_fraction, or null here",
     "checkpoint: {keep_best: true}": "checkpoint.keep_best: is true, and there is nothing to "
