@@ -42,6 +42,7 @@ from uspft.tensor.megatron import Megatron
 
 pytestmark = pytest.mark.timeout(900)
 Data = dict[bool, Documents]
+PER_HEAD = ("qwen3", "gemma3_text", "qwen3_5_text")
 PLAIN = Case("llama", (2, 1), "zero1", False, False)
 TOKENS = Case("llama", (2, 2), "zero3", False, True)
 
@@ -102,7 +103,7 @@ def test_a_split_model_trains_as_one_process(
         if found := mismatch(got, wanted(case, setting)):
             wrong[case] = found
         for name, (here, whole) in sizes.items():
-            per_head = case.model in ("qwen3", "gemma3_text") and name.endswith("_norm.weight")
+            per_head = case.model in PER_HEAD and name.endswith("_norm.weight")
             alone = MODELS[case.model].get("kv_heads") == 1 and (
                 "k_proj" in name or "v_proj" in name
             )

@@ -41,6 +41,13 @@ def bind_linear_layers(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "conv1d") and hasattr(module, "A_log"):
             _bind(sys.modules[type(module).__module__])
+            module.register_forward_pre_hook(_named, with_kwargs=True)
+
+
+def _named(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Tell a layer, before it runs, which one it is of those that are remembered."""
+    bound: Bound | None = kwargs.get("uspft")
+    return (args, {**kwargs, "uspft": bound.of_layer(id(module))}) if bound else None
 
 
 def _bind(modelling: ModuleType) -> None:
