@@ -87,7 +87,7 @@ def is_divided(name: str) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "full", "count"),
     [
-        (4, False, 10),
+        (4, False, 12),
         (8, False, 3),
         pytest.param(4, True, 102, marks=pytest.mark.full),
         pytest.param(8, True, 126, marks=pytest.mark.full),
@@ -209,7 +209,7 @@ def saved_and_resumed(rank: int, model: str, folder: Path, data: Data) -> Any:
     return end if rank == 0 else None
 
 
-@pytest.mark.parametrize("model", ["llama", "phi3"])
+@pytest.mark.parametrize("model", ["llama", "phi3", "olmo_hybrid"])
 def test_a_run_goes_on_under_other_degrees_stages_and_its_export_is_transformers(
     model: str, setting: tuple[Path, Data]
 ) -> None:
