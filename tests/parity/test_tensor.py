@@ -89,8 +89,8 @@ def is_divided(name: str) -> bool:
     [
         (4, False, 12),
         (8, False, 3),
-        pytest.param(4, True, 102, marks=pytest.mark.full),
-        pytest.param(8, True, 126, marks=pytest.mark.full),
+        pytest.param(4, True, 114, marks=pytest.mark.full),
+        pytest.param(8, True, 138, marks=pytest.mark.full),
     ],
 )
 def test_a_split_model_trains_as_one_process(
