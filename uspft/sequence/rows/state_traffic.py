@@ -13,7 +13,7 @@ from uspft.segments import Segments
 from uspft.sequence.rows.fragments import NOBODY, Fragment, fragments_of
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Order
-from uspft.sequence.rows.spans import tokens_in
+from uspft.sequence.rows.spans import Holding, tokens_in
 from uspft.sequence.rows.traffic import NOTHING, ONCE, Cost, Forwards, Traffic
 
 WIDE = 4
@@ -37,7 +37,9 @@ def state_cost(
     convolution are.
     """
     documents, ring = list(row), len(order) // ulysses
-    received = [list(chain(*order[i * ulysses : (i + 1) * ulysses])) for i in range(ring)]
+    received = [
+        Holding([*chain(*order[i * ulysses : (i + 1) * ulysses])]).spans for i in range(ring)
+    ]
     parts = split_heads(heads.values, heads.keys, ulysses).query
     most = max(last - first for first, last in parts)
     wide = max(WIDE, element_bytes)
