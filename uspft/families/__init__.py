@@ -2,7 +2,7 @@
 
 from uspft.families.reach import check_length, with_factor
 from uspft.families.shape import ModelShape, read_shape
-from uspft.families.states import StateSizes, state_sizes
+from uspft.families.states import StateSizes, state_layers, state_sizes
 from uspft.families.table import FAMILIES, NO_KEYS
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "StateSizes",
     "check_length",
     "read_shape",
+    "state_layers",
     "state_sizes",
     "with_factor",
 ]

@@ -32,6 +32,16 @@ class StateSizes(NamedTuple):
         return self._replace(keys=keys, values=keys * (self.values // self.keys))
 
 
+def state_layers(shape: ModelShape) -> tuple[bool, ...]:
+    """Tell of each layer of a model whether it has a state and no attention."""
+    if not FAMILIES[shape.model_type].states:
+        return (False,) * shape.layers
+    types, every = shape.raw.get("layer_types"), int(shape.raw.get("full_attention_interval", 4))
+    usual = [(number + 1) % every != 0 for number in range(shape.layers)]
+    named = [kind == "linear_attention" for kind in types or ()]
+    return tuple((named or usual)[: shape.layers])
+
+
 def state_sizes(shape: ModelShape) -> StateSizes | None:
     """Return the sizes of a model's layers with a state; None where it has none.
 
