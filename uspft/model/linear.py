@@ -106,10 +106,10 @@ def _rule(
         )
     passed = {k: v for k, v in rest.items() if k in PASSED_ON}
     x = Mixed(*(t[0] for t in (query, key, value, g, beta)))
-    return uspft.mix(x, partial(_in_pieces, stock, passed))[None], None
+    return uspft.mix(x, partial(in_pieces, stock, passed))[None], None
 
 
-def _in_pieces(
+def in_pieces(
     stock: Any, passed: dict[str, Any], x: Mixed, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run transformers' rule on tokens and the state that enters them; on CPU a piece at a time,
