@@ -49,9 +49,11 @@ ROUNDED = {"loss": 0.01, "grad_norm": 0.03}
 
 
 def work(rank: int, every: list[Case], folder: Path, data: Data, name: str) -> dict[Case, Any]:
+    """Runs with stages come last: DeepSpeed numbers modules through all engines of a process, and
+    ZeRO-3 compares the numbers of ranks, of which stages then have had others."""
     return {
         case: run_recipe(recipe(case, folder, data), folder / f"{name}-{number}")
-        for number, case in enumerate(every)
+        for number, case in enumerate(sorted(every, key=lambda case: case.layout[2]))
     }
 
 
