@@ -23,8 +23,6 @@ from benchmarks.attention import overview as attention
 from benchmarks.convergence import comparison as convergence
 from benchmarks.data import figures as data
 from benchmarks.lab.results import RESULTS, ROOT, read
-from benchmarks.linear import figures as linear
-from benchmarks.linear.hosts import figures as linear_hosts
 from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
 from benchmarks.meshslice.hosts import report as meshslice_hosts
@@ -41,8 +39,6 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "attention": attention.figures,
     "convergence": convergence.figures,
     "data": data.figures,
-    "linear": linear.figures,
-    "linear-hosts": linear_hosts.figures,
     "memory": memory.figures,
     "meshslice": meshslice.figures,
     "meshslice-hosts": meshslice_hosts.figures,
