@@ -59,7 +59,8 @@ def _foreign_bytes(file: Path) -> int:
     """Return the bytes of what is not the language model's in a safetensors file, whose header says
     where each tensor begins and ends."""
     with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(size, file.stat().st_size)))
     places = {name: about["data_offsets"] for name, about in header.items() if name != METADATA}
     return sum(stop - start for name, (start, stop) in places.items() if own_name(name) is None)
 
