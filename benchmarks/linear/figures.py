@@ -29,7 +29,7 @@ def errors(cases: Sequence[dict[str, Any]]) -> str:
     """Return a line for each gate: root mean squares of errors, and the largest in parentheses."""
     names = [name for name in cases[0] if name != "gate"]
     rows = [[one["gate"], *(f"{one[n][1]:.1e} ({one[n][0]:.1e})" for n in names)] for one in cases]
-    heads = [n if n == "one process" else f"16 parts, summaries in {n}" for n in names]
+    heads = [n if n == "one process" else f"in parts, summaries in {n}" for n in names]
     return markdown(["decay", *heads], rows)
 
 
@@ -48,5 +48,10 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
         "sent": sent(result["sent"]),
         "errors": errors(result["errors"]),
         "seconds": seconds(result["seconds"]),
+        "row": (
+            f"A row of {as_tokens(result['tokens'])} tokens in {result['parts']} processes, each "
+            "with a part, beside a token at a time in float64: root mean squares of errors, and "
+            "the largest in parentheses."
+        ),
         "measured": f"{measured_on([result])} Medians of {result['runs']} runs.",
     }
