@@ -30,6 +30,7 @@ from benchmarks.orders import figures as orders
 from benchmarks.planning import report as planning
 from benchmarks.planning.hosts import figures as planning_hosts
 from benchmarks.planning.speed import figures as planning_speed
+from benchmarks.saving import figures as saving
 from benchmarks.step import figures as step
 from benchmarks.switching import report as switching
 from benchmarks.switching.simulation import report as simulation
@@ -46,6 +47,7 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "planning": planning.figures,
     "planning-hosts": planning_hosts.figures,
     "planning-speed": planning_speed.figures,
+    "saving": saving.figures,
     "step": step.figures,
     "switching": switching.figures,
     "switching-simulation": simulation.figures,

@@ -1,7 +1,8 @@
 """A checkpoint on disk: state.json, and float32 tensors by parameter name in safetensors files.
 
     checkpoints/step-00000500/
-        state.json                 step, tensor → file, file → bytes, what resuming agrees with
+        state.json                 step, tensor → file, file → bytes and checksum, its own checksum,
+                                   what resuming agrees with
         model/                     config.json and the tokenizer's files
         part-00003-00000.safetensors   weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
     checkpoints/latest             name of the newest complete one
@@ -18,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from uspft.checkpoint.checksums import checksums_of, is_sealed
 from uspft.config.problems import InputError, said
 from uspft.parameters.part import Part, as_slices, flat_boxes, read_boxes
 
@@ -50,10 +52,11 @@ class Checkpoint:
     state: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path, *, contents: bool = True) -> Checkpoint:
         """Open the checkpoint in a folder, and check that it is whole. Raises CheckpointError.
 
         Every file must have the length that was written, and hold the tensors that it should.
+        contents: whether each file is also read, and must have the checksum that was written.
         """
         checkpoint = cls.known(folder)
         keys: dict[str, list[str]] = {}
@@ -64,6 +67,8 @@ class Checkpoint:
             _require_file(folder, name, sizes.get(name))
         for name, held in keys.items():
             _require_tensors(folder, name, held)
+        if contents:
+            _require_checksums(folder, checkpoint.state["checksums"])
         return checkpoint
 
     @classmethod
@@ -74,6 +79,16 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return int(self.state["step"])
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files beside state.json; 0 in a checkpoint that does not say them."""
+        return sum(self.state["sizes"].values())
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the checksums of the files stand in state.json, as since uspft writes them."""
+        return bool(self.state["checksums"])
 
     def tensor(self, kind: str, name: str) -> Tensor:
         """Read one whole tensor, float32, on CPU. Raises CheckpointError."""
@@ -150,7 +165,8 @@ class Checkpoint:
 
 def _read_state(folder: Path) -> dict[str, Any]:
     try:
-        state = json.loads((folder / STATE).read_text())
+        text = (folder / STATE).read_bytes()
+        state = json.loads(text)
     except OSError as error:
         why = f"{STATE}: {error.strerror}"
         raise CheckpointError(f"{folder} is not a complete checkpoint: {why}") from error
@@ -159,6 +175,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT:
         raise CheckpointError(f"{folder}/{STATE} has format {found}, expected {FORMAT}")
+    if not {"checksum", "checksums"}.isdisjoint(state) and not is_sealed(text):
+        raise CheckpointError(f"{folder} is damaged: {STATE} has another checksum than was written")
+    state.setdefault("checksums", {})
     state.setdefault("sizes", {})
     state.setdefault("parts", {})
     missing = [name for name, is_right in _FIELDS.items() if not is_right(state.get(name))]
@@ -179,6 +198,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "identity": lambda value: isinstance(value, dict),
     "files": _table_of(str),
     "sizes": _table_of(int),
+    "checksums": _table_of(str),
     "parts": _table_of(dict),
 }
 
@@ -206,6 +226,19 @@ def _require_tensors(folder: Path, name: str, keys: Collection[str]) -> None:
         raise CheckpointError(f"{folder} is damaged: {name} holds no {missing[0]}")
 
 
+def _require_checksums(folder: Path, checksums: Mapping[str, str]) -> None:
+    """Read every file, and require that each has its checksum. Raises CheckpointError."""
+    names, wrong = sorted(checksums), []
+    for name, found in zip(names, checksums_of(folder / name for name in names), strict=True):
+        if isinstance(found, OSError):
+            raise CheckpointError(f"{folder}/{name} cannot be read: {found.strerror}") from found
+        if found != checksums[name]:
+            wrong.append(name)
+    if wrong:
+        more = "another checksum than was written"
+        raise CheckpointError(f"{folder} is damaged: {', '.join(wrong)}: {more}")
+
+
 def folder_of(output: Path, step: int) -> Path:
     return output / CHECKPOINTS / f"step-{step:08d}"
 
@@ -228,15 +261,16 @@ class Newest(NamedTuple):
     damaged: list[str]
 
 
-def newest(output: Path) -> Newest:
+def newest(output: Path, *, contents: bool = True) -> Newest:
     """Find the checkpoint that a run goes on from, if there is any.
 
-    Raises CheckpointError where there are checkpoints and none is whole.
+    contents: as of `Checkpoint.open`. Raises CheckpointError where there are checkpoints and none
+    is whole.
     """
     damaged: list[str] = []
     for folder in reversed(step_folders(output / CHECKPOINTS)):
         try:
-            return Newest(Checkpoint.open(folder), damaged)
+            return Newest(Checkpoint.open(folder, contents=contents), damaged)
         except CheckpointError as error:
             damaged.append(str(error))
     if damaged:
@@ -244,19 +278,28 @@ def newest(output: Path) -> Newest:
     return Newest(None, [])
 
 
-def named(place: Path) -> Checkpoint:
-    """Open the checkpoint that a path names. Raises CheckpointError if it is missing or damaged.
+def folders_of(place: Path) -> list[Path]:
+    """List the checkpoints that a path names, the oldest first. Raises CheckpointError if none.
 
-    The path is a checkpoint's own folder, or `checkpoints/` or a run's folder for the newest there.
+    The path is a checkpoint's own folder, or `checkpoints/` or a run's folder for all there.
     """
     if (place / STATE).exists() or STEP_FOLDER.fullmatch(place.name):
-        return Checkpoint.open(place)
+        return [place]
     folders = step_folders(place / CHECKPOINTS) or step_folders(place)
     if not folders:
         what = "holds no checkpoint" if place.exists() else "does not exist"
         raise CheckpointError(f"{place} {what}")
+    return folders
+
+
+def named(place: Path, *, contents: bool = True) -> Checkpoint:
+    """Open the newest checkpoint of those that a path names (`folders_of`).
+
+    contents: as of `Checkpoint.open`. Raises CheckpointError if it is missing or damaged.
+    """
+    folders = folders_of(place)
     try:
-        return Checkpoint.open(folders[-1])
+        return Checkpoint.open(folders[-1], contents=contents)
     except CheckpointError as error:
         before = f"; the one before it is {folders[-2]}" if len(folders) > 1 else ""
         raise CheckpointError(f"{error}{before}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from uspft.checkpoint.checksums import Written, checksum_of, sealed, write_part
 from uspft.checkpoint.folder import (
     FORMAT,
     LATEST,
@@ -18,7 +18,7 @@ from uspft.checkpoint.folder import (
     delete_older,
     folder_of,
 )
-from uspft.durable import partial_of, publish, save_tensors, start_partial, sync, write_text
+from uspft.durable import partial_of, publish, start_partial, sync, write_text
 from uspft.engine.state import KINDS, Wanted, adam_steps, gather
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class _Parts:
         self._bytes, self._count = 0, 0
         self.files: dict[str, str] = {}
         """The file that holds each key's tensor."""
-        self.sizes: dict[str, int] = {}
-        """The bytes of each file."""
+        self.written: dict[str, Written] = {}
+        """What was written of each file."""
 
     def add(self, key: str, value: Tensor) -> None:
         self._held[key] = value.detach().float().cpu().contiguous().clone()
@@ -53,9 +53,8 @@ class _Parts:
         if not self._held:
             return
         name = f"part-{self._rank:05d}-{self._count:05d}.safetensors"
-        save_tensors(self._held, self._folder / name)
+        self.written[name] = write_part(self._held, self._folder / name)
         self.files |= dict.fromkeys(self._held, name)
-        self.sizes[name] = (self._folder / name).stat().st_size
         self._held, self._bytes, self._count = {}, 0, self._count + 1
 
 
@@ -87,18 +86,18 @@ def save_checkpoint(
     for one, value in gather(engine, wanted):
         parts.add(_key(one, split), value)
     parts.flush()
-    written: list[Any] = [None] * world
-    dist.all_gather_object(written, (parts.files, parts.sizes))
+    every_rank: list[Any] = [None] * world
+    dist.all_gather_object(every_rank, (parts.files, parts.written))
     if rank == 0:
-        every = {key: file for found, _ in written for key, file in found.items()}
+        every = {key: file for found, _ in every_rank for key, file in found.items()}
         files = {key: every[key] for key in (_key(one, split) for one in wanted)}
-        sizes = {name: size for _, found in written for name, size in found.items()}
+        written = {name: one for _, found in every_rank for name, one in found.items()}
         state: dict[str, Any] = {"format": FORMAT, "step": step, "adam_steps": adam_steps(engine)}
         state["parts"] = {
             name: {"shape": held[0].shape, "ranges": [part.ranges for part in held]}
             for name, held in split.items()
         }
-        _publish(aside, final, {**state, "identity": describe(aside), "files": files}, sizes)
+        _publish(aside, final, {**state, "identity": describe(aside), "files": files}, written)
         delete_older(output, keep_last, best)
     dist.barrier()
     return final
@@ -128,20 +127,29 @@ def _key(one: Wanted, split: Mapping[str, list[Part]]) -> str:
     return f"{one.kind}/{one.name}{number}"
 
 
-def _publish(aside: Path, final: Path, state: dict[str, Any], sizes: dict[str, int]) -> None:
+def _publish(
+    aside: Path, final: Path, state: dict[str, Any], written: Mapping[str, Written]
+) -> None:
     """Write state.json, and give a checkpoint that is complete its name. Raises CheckpointError.
 
-    sizes: the bytes of each file that ranks have written; this host wrote what else is there.
+    written: the files that ranks have written; this host wrote what else is there.
     """
-    missing = [name for name in sizes if not (aside / name).exists()]
+    missing = [name for name in written if not (aside / name).exists()]
     if missing:
         raise CheckpointError(
             f"{aside} lacks {', '.join(sorted(missing))}: output_dir must lie on a file system "
             "that all hosts share"
         )
-    beside = [file for file in (aside / "model").rglob("*") if file.is_file()]
-    sizes = sizes | {str(file.relative_to(aside)): file.stat().st_size for file in beside}
-    (aside / STATE).write_text(json.dumps({**state, "sizes": sizes}))
+    beside = {
+        str(file.relative_to(aside)): Written(file.stat().st_size, checksum_of(file))
+        for file in (aside / "model").rglob("*")
+        if file.is_file()
+    }
+    every = {**written, **beside}
+    sizes = {name: one.size for name, one in every.items()}
+    checksums = {name: one.checksum for name, one in every.items()}
+    whole = sealed({**state, "sizes": sizes, "checksums": checksums})
+    (aside / STATE).write_text(whole, encoding="utf-8")
     publish(aside, final)
     sync(final.parent.parent)  # where checkpoints/ itself may be new
     write_text(final.parent / LATEST, final.name + "\n")

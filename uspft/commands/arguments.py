@@ -35,6 +35,7 @@ OF_OUTPUT = ("export", "chat")
 LATER = ("convert", "report")
 USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} check RECIPE.yaml [--ranks N] [key.path=value ...]
+       {0} check OUTPUT_OR_CHECKPOINT
        {0} plan RECIPE.yaml [--ranks N] [--hardware NAME_OR_FILE] [--json] [--top N]
             [--only WAYS] [--take N] [-o FILE] [--timeline FILE] [key.path=value ...]
        {0} preprocess RECIPE.yaml [--ranks N] [--clean] [key.path=value ...]
@@ -122,12 +123,16 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
             _file("--timeline", options),
         )
         return lambda: plan(target, overrides, place, wanted)
-    return partial(_run_of(verb), target, overrides, place)
+    run = _run_of(verb, of_checkpoint=target.is_dir())
+    return partial(run, target, overrides, place)
 
 
-def _run_of(verb: str) -> Callable[[Path, Sequence[str], Invocation], int]:
-    """What runs a command that takes a target, overrides and nothing else."""
-    if verb == "check":
+def _run_of(verb: str, *, of_checkpoint: bool) -> Callable[[Path, Sequence[str], Invocation], int]:
+    """What runs a command that takes a target, overrides and nothing else. of_checkpoint: the
+    target of `check` is a folder, and no recipe."""
+    if verb == "check" and of_checkpoint:
+        from uspft.commands.check_checkpoint import check_checkpoint as run
+    elif verb == "check":
         from uspft.commands.check import check as run
     elif verb == "chat":
         from uspft.commands.talk import chat as run

@@ -112,10 +112,10 @@ def _require_room(to: Path) -> None:
 
 def _open(target: Path) -> Checkpoint:
     try:
-        newest = named(target)
+        newest = named(target, contents=False)
         best = _best(target, newest)
         if best is None or best.step is None or best.step == newest.step:
-            return newest
+            return named(target)
         chosen = Checkpoint.open(folder_of(target, best.step))
     except CheckpointError as error:
         remedy = "name an output folder, or a checkpoint in it"

@@ -96,7 +96,7 @@ def how_to_go_on(recipe: Recipe) -> str:
     """Return a line that says what is saved of a run that ended early, and how it goes on."""
     output = output_of(recipe)
     try:
-        checkpoint, _ = newest(output)
+        checkpoint, _ = newest(output, contents=False)
     except CheckpointError as error:
         return str(error)
     if checkpoint is None:

@@ -42,7 +42,7 @@ def file_findings(recipe: Recipe) -> list[Finding]:
         found += [finding for finding in wrong if finding][:1]
     if resume not in ("auto", "never") and os.path.exists(resume):
         try:
-            named_checkpoint(Path(resume))
+            named_checkpoint(Path(resume), contents=False)
         except CheckpointError as error:
             found += not_whole(error).findings
     return found
@@ -118,7 +118,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, Path]]:
     model, data = recipe.model, recipe.data
     named = {
         "model.name_or_path": model.name_or_path,
-        "model.config": model.config,
+        "model.config": None if isinstance(model.config, dict) else model.config,
         "model.tokenizer": model.tokenizer,
         "data.chat_template": data.chat_template,
         "data.cache_dir": data.cache_dir,

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from uspft.checkpoint.folder import Checkpoint, CheckpointError, named, newest
+from uspft.checkpoint.folder import (
+    Checkpoint,
+    CheckpointError,
+    Newest,
+    folder_of,
+    named,
+    newest,
+)
 from uspft.checkpoint.identity import BASE, CONTENTS, counts_samples, differences, identity_of
 from uspft.config import Fault, Recipe
+from uspft.config.algorithms import AUTO
 from uspft.data import Corpus, formats_of
 from uspft.data.tokenizer_files import holds_tokenizer
 from uspft.job import Job
+from uspft.launcher import Meeting, Waiting
 from uspft.model.hf_config import layer_windows
 from uspft.parameters.digest import base_digest
 from uspft.planner.auto import Work
@@ -26,8 +36,11 @@ from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
 from uspft.prepare.serving_files import serving_of
-from uspft.prepare.space import space_needed
+from uspft.prepare.space import last_step, space_needed
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
+
+STEP = "step of the checkpoint"
+"""The name under which host 0 tells the others which checkpoint is whole."""
 
 
 def prepare_job(
@@ -44,9 +57,9 @@ def prepare_job(
     model = examine_model(found.here)
     if model.trains:
         screen.print(f"trains: {model.trains}", markup=False)
-    needed = space_needed(recipe, model.trained, model.parameters, recipe.training.steps)
+    needed = space_needed(recipe, model.trained, model.parameters, last_step(recipe))
     base = {BASE: base_digest(found.here.model)}
-    checkpoint = _checkpoint(recipe, output_of(recipe), screen)
+    checkpoint = _checkpoint(recipe, place.meeting, screen)
     _same(checkpoint, identity_of(recipe) | base)
     corpus, evaluation = prepare_data(found.here, model.config.vocab_size, place, screen)
     work = Work(first_rows(found.here, corpus), layer_windows(model.config))
@@ -85,7 +98,7 @@ def _with_tokenizer(recipe: Recipe) -> str | None:
     return str(Path(folder).resolve()) if folder and has_one else None
 
 
-def _checkpoint(recipe: Recipe, output: Path, screen: Console) -> Checkpoint | None:
+def _checkpoint(recipe: Recipe, meeting: Meeting, screen: Console) -> Checkpoint | None:
     """Return the checkpoint to go on from, or None where the run starts anew.
 
     Raises Fault where the named one, or every one in the output folder, is not whole.
@@ -93,15 +106,37 @@ def _checkpoint(recipe: Recipe, output: Path, screen: Console) -> Checkpoint | N
     wish = recipe.checkpoint.resume
     if wish == "never":
         return None
+    waiting = Waiting(screen)
+    waiting.view.start()
     try:
-        if wish != "auto":
-            return named(Path(wish))
-        checkpoint, damaged = newest(output)
+        with waiting.on("the files of the checkpoint to be compared with their checksums"):
+            found = named(Path(wish)) if wish != AUTO else None
+            checkpoint, damaged = (found, []) if found else _newest(recipe, meeting)
     except CheckpointError as error:
         raise not_whole(error) from error
+    finally:
+        waiting.close()
     for line in damaged:
         screen.print(f"{line}; the one before it is taken", markup=False)
+    if checkpoint and not checkpoint.has_checksums:
+        what = "was written without checksums, so that flipped bits would not be found"
+        screen.print(f"{checkpoint.folder} {what}", markup=False)
     return checkpoint
+
+
+def _newest(recipe: Recipe, meeting: Meeting) -> Newest:
+    """Return the newest whole checkpoint of the output folder.
+
+    Host 0 alone reads all of it, and the other hosts wait to hear which it is. Raises as `newest`
+    and `Meeting.least` do.
+    """
+    output, limit_seconds = output_of(recipe), recipe.launch.timeout_minutes * 60
+    if meeting.hosts.index == 0:
+        found = newest(output)
+        meeting.least(STEP, found.checkpoint.step if found.checkpoint else 0, limit_seconds)
+        return found
+    step = meeting.least(STEP, sys.maxsize, limit_seconds)
+    return Newest(Checkpoint.open(folder_of(output, step), contents=False) if step else None, [])
 
 
 def _same(checkpoint: Checkpoint | None, identity: dict[str, object]) -> None:

@@ -65,6 +65,11 @@ def _foreign_bytes(file: Path) -> int:
     return sum(stop - start for name, (start, stop) in places.items() if own_name(name) is None)
 
 
+def last_step(recipe: Recipe) -> int | None:
+    """Return the step after which a run ends; None where its epochs decide."""
+    return recipe.training.stop_step or recipe.training.steps
+
+
 def space_free(folder: Path) -> int:
     """Return how many bytes this user may still write where a folder is, or would be made."""
     nearest = folder.absolute()

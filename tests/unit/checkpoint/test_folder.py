@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from uspft.checkpoint.checksums import sealed, write_part
 from uspft.checkpoint.folder import (
     Checkpoint,
     CheckpointError,
@@ -24,21 +27,24 @@ from uspft.checkpoint.folder import (
 PART = "part-00000-00000.safetensors"
 
 
-def made(output: Path, *steps: int) -> None:
-    """Checkpoints of one tensor."""
+def made(output: Path, *steps: int, summed: bool = False) -> None:
+    """Checkpoints of one tensor; summed: with checksums, as a run writes them."""
     for step in steps:
         folder = folder_of(output, step)
         folder.mkdir(parents=True)
-        save_file({"weight/x": torch.full((9,), float(step))}, folder / PART)
-        state = {
+        written = write_part({"weight/x": torch.full((9,), float(step))}, folder / PART)
+        state: dict[str, Any] = {
             "format": 1,
             "step": step,
             "adam_steps": step,
             "identity": {},
             "files": {"weight/x": PART},
-            "sizes": {PART: (folder / PART).stat().st_size},
+            "sizes": {PART: written.size},
         }
-        (folder / "state.json").write_text(json.dumps(state))
+        text = json.dumps(state)
+        if summed:
+            text = sealed({**state, "checksums": {PART: written.checksum}})
+        (folder / "state.json").write_text(text)
 
 
 def steps(output: Path) -> list[int]:
@@ -162,3 +168,43 @@ def test_one_without_sizes_is_read_too(tmp_path: Path) -> None:
     del state["sizes"]
     file.write_text(json.dumps(state))
     assert newest_step(tmp_path) == 1
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", [PART, "state.json"])
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path, file: str) -> None:
+    """Bits all over both files; without checksums those of the tensors pass."""
+    made(tmp_path, 1, 2, summed=True)
+    folder = folder_of(tmp_path, 2)
+    assert Checkpoint.open(folder).has_checksums and newest(tmp_path).damaged == []
+    passed = 0
+    for bit in range(0, 8 * (folder / file).stat().st_size, 13):
+        flip(folder / file, bit)
+        found = newest(tmp_path)
+        assert found.checkpoint and found.checkpoint.step == 1, bit
+        assert file in found.damaged[0] and str(folder) in found.damaged[0], bit
+        with suppress(CheckpointError):
+            passed += Checkpoint.open(folder, contents=False).step == 2
+        flip(folder / file, bit)
+    assert newest_step(tmp_path) == 2
+    assert passed >= 9 * 32 // 13 if file == PART else passed == 0
+
+
+def test_a_path_to_one_with_a_flipped_bit_is_an_error(tmp_path: Path) -> None:
+    made(tmp_path, 1, 2, summed=True)
+    flip(folder_of(tmp_path, 2) / PART, -1)
+    told = f"is damaged: {PART}: another checksum than was written"
+    with pytest.raises(CheckpointError, match=told):
+        named(folder_of(tmp_path, 2))
+    with pytest.raises(CheckpointError, match=f"{told}; the one before it is "):
+        named(tmp_path)
+
+
+def test_one_without_checksums_is_read_and_known(tmp_path: Path) -> None:
+    made(tmp_path, 1)
+    assert not Checkpoint.open(folder_of(tmp_path, 1)).has_checksums

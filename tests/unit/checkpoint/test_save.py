@@ -15,7 +15,8 @@ from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import close, prepared, small_recipe
 from uspft.__main__ import main
-from uspft.checkpoint.folder import CheckpointError, newest
+from uspft.checkpoint.checksums import checksum_of
+from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest
 from uspft.checkpoint.save import save_checkpoint
 
 RANKS = 2
@@ -89,3 +90,12 @@ def test_a_tied_head_is_written_once(saved: tuple[Path, list[str]]) -> None:
         assert json.loads((place / "config.json").read_text())["tie_word_embeddings"]
         with safe_open(place / "model.safetensors", "pt") as held:
             assert sorted(held.keys()) == sorted(want), place
+
+
+def test_every_file_of_a_checkpoint_has_its_checksum(saved: tuple[Path, list[str]]) -> None:
+    folder = saved[0] / "out/checkpoints/step-00000001"
+    state = Checkpoint.open(folder).state
+    files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    assert {"model/config.json", *map("part-0000{}-00000.safetensors".format, range(2))} <= files
+    assert files == {*state["checksums"], "state.json"} == {*state["sizes"], "state.json"}
+    assert state["checksums"] == {name: checksum_of(folder / name) for name in state["checksums"]}

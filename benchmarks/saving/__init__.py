@@ -1,0 +1,1 @@
+"""What a checkpoint takes to be saved: its checksums, and what a step loses to it."""
