@@ -15,7 +15,7 @@ from uspft.config.checks import closest
 from uspft.config.problems import UsageError
 
 if TYPE_CHECKING:
-    from uspft.launcher import Meeting
+    from uspft.launcher import Loss, Meeting
     from uspft.prepare.invocation import Invocation
 
 VERBS = (
@@ -72,8 +72,13 @@ def without_hostfile(given: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(name), words
 
 
-def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
-    """Return the command that the words ask for, ready to run. Raises InputError."""
+def command_of(
+    given: Sequence[str], meeting: Meeting, losses: Sequence[Loss] = ()
+) -> Callable[[], int]:
+    """Return the command that the words ask for, ready to run. losses: of earlier starts of it.
+
+    Raises InputError.
+    """
     words = list(given)
     verb = words.pop(0) if words[0] in VERBS + LATER else "train"
     if verb in LATER:
@@ -91,7 +96,7 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
     require_versions()
     command = to_type(os.environ, verb, *words)
     ranks, steps = _whole("--ranks", options), _whole("--steps", options)
-    place = Invocation(command, dict(os.environ), cache, ranks, meeting)
+    place = Invocation(command, dict(os.environ), cache, ranks, meeting, tuple(losses))
     if verb == "preprocess":
         from uspft.commands.preprocess import preprocess
 

@@ -77,6 +77,7 @@ def _offset() -> Described:
 PLANNED = (
     "data_parallel",
     "model_parallel",
+    "pipeline_stage",
     "context_parallel",
     "context_parallel_algo",
     "ulysses_degree_in_cp",
@@ -112,8 +113,8 @@ class Degrees(RecipeBlock):
         int | tuple[int, int, int, int] | Literal["auto"] | None, _is(_slices())
     ] = "auto"
     """Number of slices of each product in meshslice; `auto` and null leave the choice to it."""
-    pipeline_stage: Count = 1
-    """Number of pipeline stages, on ranks of their own, that the layers are split into."""
+    pipeline_stage: CountOrOpen = 1
+    """Pipeline stages, on ranks of their own, that the layers are split into; `auto` chooses."""
     micro_batch_num: CountOrAuto = "auto"
     """Number of micro-batches in a step, which the batch decides; without stages `1` stands too."""
     pp_interleave_num: Count = 1

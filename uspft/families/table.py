@@ -76,6 +76,8 @@ class Family:
     """Whether some of its layers, `linear_attention` in layer_types, are gated delta nets."""
     cut: LayerCut | None = None
     """What a stage of its layers needs; None where nobody has found out."""
+    why_all_heads: str = ""
+    """Why its attention cannot work in groups of heads; empty where it can."""
 
 
 _CUT, _TYPED_CUT = LayerCut(), LayerCut(("layer_types",))
@@ -89,7 +91,9 @@ _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
 _STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
+_STATES |= {"why_all_heads": "has gates behind attention, and layers with a state"}
 _HYBRID: dict[str, Any] = _STATES | {"projections": HYBRID}
+_NORMED = "norms queries over all heads together"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),
@@ -114,8 +118,15 @@ FAMILIES: dict[str, Family] = {
         routed=True,
         cut=_CUT,
     ),
-    "phi3": Family("all", ropes=_LONGROPE, scalings=_LONGROPE, projections=FUSED, cut=_CUT),
-    "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT),
+    "phi3": Family(
+        "all",
+        ropes=_LONGROPE,
+        scalings=_LONGROPE,
+        projections=FUSED,
+        cut=_CUT,
+        why_all_heads="makes queries, keys and values by one matrix",
+    ),
+    "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT, why_all_heads=_NORMED),
     "smollm3": Family(
         "switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}, cut=_TYPED_CUT
     ),
@@ -163,7 +174,9 @@ FAMILIES: dict[str, Family] = {
         routed=True,
         **_HYBRID,
     ),
-    "olmo_hybrid": Family(projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT),
+    "olmo_hybrid": Family(
+        projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT, why_all_heads=_NORMED
+    ),
     "qwen3_next": Family(
         defaults=_GATED_HEADS | {"num_key_value_heads": 2},
         routed=True,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 
 from uspft.model.recompute import Kept, Recompute, attend_once
@@ -20,9 +21,9 @@ from uspft.sequence import Rule
 from uspft.sequence.states import Mixed
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from uspft.model.offload import HostShelf
+    from uspft.model.offload import HostShelf, Item
     from uspft.sequence import Share
     from uspft.sequence.mixing import Convolution
     from uspft.sequence.states import StateRule
@@ -51,9 +52,10 @@ class Bound:
         recompute: Recompute | None,
         shelf: HostShelf | None = None,
     ) -> None:
-        self.world, self._share, self.tokens, self.shelf = world, share, tokens, shelf
+        self.world, self.share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}
         self._layer = 0
+        self._outputs: dict[int, list[Tensor | Item]] = {}
         self._forgets = recompute in (None, "attention")
         # Where no heads are exchanged, there is nothing around what is remembered.
         self._inside = recompute == "exchange" and world.layout.ulysses > 1
@@ -78,15 +80,15 @@ class Bound:
 
         inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
         if self._runs_once(inputs):
-            return self.world.attend(qkv, self._share, rule)
+            return self.world.attend(qkv, self.share, rule)
         remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)
         if self._inside:
-            return self.world.attend(qkv, self._share, rule, remembered)
+            return self.world.attend(qkv, self.share, rule, remembered)
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             own = replace(rule, sinks=sinks[0]) if sinks else rule
-            return self.world.attend((q, k, v), self._share, own)
+            return self.world.attend((q, k, v), self.share, own)
 
         return remembered(run, inputs)
 
@@ -98,20 +100,45 @@ class Bound:
             self.shelf.below(next(x for x in inputs if x.requires_grad))
         return once or self._forgets
 
+    def remember(self, layer: int, found: list[Tensor]) -> None:
+        """Keep what a layer's attention in groups of heads made, for its second run, if it is not
+        to be made again."""
+        if self._forgets:
+            return
+        kept: list[Tensor | Item] = [*found]
+        if self.shelf:
+            with self.shelf.together():
+                kept = [self.shelf.keep(one) for one in found]
+        self._outputs[layer] = kept
+
+    def recalled(self, layer: int) -> list[Tensor] | None:
+        """Return what a layer remembered, and forget it; None where there is nothing."""
+        kept = self._outputs.pop(layer, None)
+        if kept is None:
+            return None
+        found = []
+        for one in kept:
+            if isinstance(one, Tensor):
+                found.append(one)
+            else:
+                assert self.shelf
+                found.append(self.shelf.get(one))
+        return found
+
     def convolve(self, x: Tensor, taps: int, convolution: Convolution) -> Tensor:
         """Return a causal convolution [1, C, T] of this rank's tokens, each document by itself."""
-        return self.world.convolve(x, self._share, taps, convolution)
+        return self.world.convolve(x, self.share, taps, convolution)
 
     def mix(self, x: Mixed, rule: StateRule) -> Tensor:
         """Return the out [T, H, V] of a layer with a state, each document by itself."""
         if self._runs_once(x):
-            return self.world.mix(x, self._share, rule)
+            return self.world.mix(x, self.share, rule)
         remembered = partial(attend_once, self.memory, self._layer, shelf=self.shelf)
         if self._inside:
-            return self.world.mix(x, self._share, rule, remembered)
+            return self.world.mix(x, self.share, rule, remembered)
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
-            return self.world.mix(Mixed(*inputs), self._share, rule)
+            return self.world.mix(Mixed(*inputs), self.share, rule)
 
         return remembered(run, x)
 

@@ -149,6 +149,12 @@ class PartLinear(nn.Module):
         """Return this rank's part of the projection of x, whose features are those used here."""
         return part_of_product(x, (self.weight, self.bias), self._split, self._call)
 
+    def here(self) -> tuple[Tensor, Tensor | None]:
+        """Return what a call uses of the weight, and of the bias of a column-split one."""
+        used = self._call.used(self._split)
+        bias = None if self._split.dim == ROWS or self.bias is None else cut(self.bias, used[:1])
+        return cut(self.weight, used), bias
+
 
 def part_of_product(
     x: Tensor, held: tuple[Tensor, Tensor | None], split: MatrixSplit, call: Call

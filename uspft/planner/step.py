@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 from uspft.families import NO_KEYS, ModelShape
-from uspft.layout import EXPERTS, Layout
+from uspft.layout import COPIES, EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.attention_work import (
@@ -21,6 +21,7 @@ from uspft.planner.attention_work import (
     DrawnRows,
     attention_of_row,
     attention_of_sample,
+    in_groups,
     is_whole,
 )
 from uspft.planner.bubble import PipelineCosts, PipelineWaits, estimated
@@ -31,8 +32,10 @@ from uspft.planner.machine import Hardware
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.products import (
     ProductShape,
+    expert_parameters,
     head_projection,
     met_parameters,
+    parameters_of,
     projections_of_layers,
 )
 from uspft.planner.spread import Spread
@@ -62,6 +65,8 @@ JOIN_BYTES = (18, 10)
 what is there: forward (kernels/merge.py), and backward its gradient."""
 HIDING = ("products", "elementwise")
 """The parts behind which ZeRO's transfers pass."""
+ROUNDING = 1e-9
+"""By how much sums of the same seconds in another order may differ, as a share."""
 LOSS_PASSES = 8
 """Times that a tile of logits in float32 is read or written (model/loss.py)."""
 
@@ -247,9 +252,15 @@ def _work(
     heads = local_heads(step.model, layout.mesh_columns)
     frozen = cast("Hashable", algorithm)  # a dataclass that is
     if step.sample is None and (step.dealt or is_whole(step.row, window)):
-        return attention_of_row(frozen, step.row, heads, step.element_bytes, window)
-    rows = step.sample or DrawnRows((step.row,))
-    return attention_of_sample(frozen, rows, heads, step.element_bytes, window, dealt=step.dealt)
+        found = attention_of_row(frozen, step.row, heads, step.element_bytes, window)
+    else:
+        rows = step.sample or DrawnRows((step.row,))
+        of = heads, step.element_bytes, window
+        found = attention_of_sample(frozen, rows, *of, dealt=step.dealt)
+    if step.attention.at_once is None:
+        return found
+    tokens = step.row.length // (algorithm.ring * algorithm.ulysses)
+    return in_groups(found, algorithm, heads, tokens * step.element_bytes, step.attention.at_once)
 
 
 def _one_way(
@@ -389,23 +400,7 @@ def pipeline_costs(
             again=step.recompute,
         ),
     )
-    # Neither replicas nor stages change what a rank does with a micro-batch.
-    degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
-    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt
-    slices = None if step.slices is None else tuple(step.slices)
-    one_of, outside = _once(
-        memo,
-        (
-            "apart",
-            *degrees,
-            layout.data * layout.pipeline,
-            layout.experts,
-            algorithm,
-            *runs,
-            slices,
-        ),
-        lambda: _apart(step, layout, algorithm, hardware),
-    )
+    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
     by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, windows))
     ranks = dict[_LayersOfRank, tuple[list[StepPart], HeldBytes]]()
     for rank, kind in enumerate(by_rank):
@@ -415,7 +410,15 @@ def pipeline_costs(
         parts += outside * kind.last
         held = _once(
             memo,
-            ("held", *degrees[:2], layout.experts, stages, rank, step.gradient_bytes),
+            (
+                "held",
+                layout.mesh_rows,
+                layout.mesh_columns,
+                layout.experts,
+                stages,
+                rank,
+                step.gradient_bytes,
+            ),
             partial(held_bytes, step, layout, stages, rank),
         )
         behind = sum(part.seconds for part in parts if part.name in HIDING)
@@ -463,6 +466,48 @@ def _layers_of(
         _LayersOfRank(tuple(sorted(one.items(), key=str)), rank == 0, rank == last)
         for rank, one in enumerate(by_rank)
     ], [tuple(one.items()) for one in by_stage]
+
+
+def least_seconds(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo
+) -> float:
+    """Return seconds that a step of a pipeline takes at least, sooner than step_time tells them.
+
+    The rank that has most to do has the mean of all at least, and each waits while the first
+    micro-batch goes through the others. memo: as of step_time.
+    """
+    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
+    key = "whole", id(one_of)
+    whole = _once(
+        memo,
+        key,
+        lambda: sum(_seconds(one_of[window]) for window in step.windows) + _seconds(outside),
+    )
+    if step.stage == 3:  # nothing hides what fetches the weights
+        layer = parameters_of(step.model, layout.mesh_columns)[1] / layout.mesh_rows
+        if layout.experts > 1:
+            layer -= expert_parameters(step.model, layout.mesh_columns)
+        spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
+        fetched = hardware.collective_seconds("all_gather", step.element_bytes * layer, spread)
+        whole += 2 * step.model.layers * fetched
+    mean, virtual = whole / layout.pipeline, step.schedule.virtual
+    return (step.passes(layout) * mean + (whole - mean) / virtual) * (1 - ROUNDING)
+
+
+def _parts_apart(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo
+) -> tuple[dict[int | None, list[StepPart]], list[StepPart]]:
+    """Return what `_apart` does; neither replicas nor stages change what a rank does with a
+    micro-batch."""
+    degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
+    ranks = layout.data * layout.pipeline, layout.experts, algorithm
+    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt
+    slices = None if step.slices is None else tuple(step.slices)
+    return _once(
+        memo,
+        ("apart", *degrees, *ranks, *runs, slices),
+        lambda: _apart(step, layout, algorithm, hardware),
+    )
 
 
 def _once(memo: Memo, key: Hashable, make: Callable[[], Priced]) -> Priced:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -43,7 +44,7 @@ class Way:
     options: tuple[tuple[str, Any], ...] = ()
     """Of the algorithm, by the fields of its class; what is not named is left to it."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The layout's name, which tells it from other ways of the same options."""
         given = f"tensor{self.layout.tensor}"
@@ -83,11 +84,12 @@ class Way:
 
     def step(self, step: StepShape) -> StepShape:
         """Return a step as it runs under this way."""
+        forwards = FORWARDS[self.recompute] if step.recompute else ONCE
         return replace(
             step,
             rows=self.rows,
             stage=self.stage,
-            attention=FORWARDS[self.recompute] if step.recompute else ONCE,
+            attention=forwards._replace(at_once=step.attention.at_once),
             use_seq_parallel=self.splits_tokens,
             slices=step.slices if self.layout.is_mesh else None,
             schedule=self.schedule,
@@ -100,7 +102,7 @@ class Way:
             self.row,
             self.layout.ulysses,
             self.layout.ring,
-            keep=not step.recompute,
+            keep=not step.recompute and step.attention.at_once is None,
             window=next(iter(windows)) if len(windows) == 1 else None,
             per_host=ring_ranks_of_a_host(ranks_per_host, self.layout),
             **dict(self.options),

@@ -7,7 +7,7 @@ from uspft.config.strategies import KEY, strategies_of, under
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES, ModelShape, state_sizes
 from uspft.layout import Layout, layout_of
-from uspft.prepare.memory_need import tile_findings
+from uspft.prepare.memory_need import group_findings, tile_findings
 from uspft.prepare.pipelines import stage_findings
 from uspft.sequence import Heads, of_recipe
 from uspft.tensor import tensor_algorithm
@@ -43,6 +43,8 @@ def _of_strategy(finding: Finding, number: int) -> Finding:
 def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
     """Return the findings that speak against a recipe's `parallel_config` under its layout."""
     if layout.tensor > 1 and (wrong := tile_findings(recipe)):
+        return wrong
+    if wrong := group_findings(recipe, shape):
         return wrong
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     if shape and heads and layout.tensor > 1:
