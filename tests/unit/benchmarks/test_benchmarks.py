@@ -268,7 +268,7 @@ def test_results_are_one_file_a_benchmark_and_three_pictures_at_most() -> None:
     home = RESULTS.parent
     mains = [path.parent.relative_to(home) for path in home.rglob("__main__.py")]
     benchmarks = {"-".join(path.parts) for path in mains}
-    assert len(benchmarks) == 16
+    assert len(benchmarks) == 18
     assert {name for name in names if name.endswith(".json")} == {f"{b}.json" for b in benchmarks}
     pictures = {name for name in names if name.endswith(".png")}
     assert len(pictures) <= 3 and len(names) == len(pictures) + len(benchmarks) + len(["README.md"])
