@@ -5,7 +5,7 @@ Several may be alive at once, and the one that a row is split by travels with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from uspft.kernels import Kernel, believed_kernel
 from uspft.layout import Layout, settled_layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Attend, Heads, Rule, Share, Split, of_recipe
+from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, of_recipe
 from uspft.sequence.mixing import Convolution, convolve, mix
 from uspft.sequence.rows.groups import key_groups
 from uspft.sequence.rows.heads import split_heads
@@ -77,7 +77,7 @@ class World:
         qkv: tuple[Tensor, Tensor, Tensor],
         share: Share,
         rule: Rule,
-        inside: Callable[[Attend, tuple[Tensor, ...]], Tensor] | None = None,
+        inside: Inside | None = None,
     ) -> Tensor:
         """Return attention's output [T, H, D] for this rank's tokens, differentiable.
 
@@ -86,9 +86,10 @@ class World:
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside)
         return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
 
-    def mix(self, x: Mixed, share: Share, rule: StateRule) -> Tensor:
-        """Return a rule's out [T, H, V] for this rank's tokens, differentiable."""
-        return mix(x, share, rule, self.mesh.ulysses, self.mesh.ring)
+    def mix(self, x: Mixed, share: Share, rule: StateRule, inside: Inside | None = None) -> Tensor:
+        """Return a rule's out [T, H, V] for this rank's tokens, differentiable. inside: as of
+        Split."""
+        return mix(x, share, rule, (self.mesh.ulysses, self.mesh.ring), inside)
 
     def convolve(self, x: Tensor, share: Share, taps: int, convolution: Convolution) -> Tensor:
         """Return a causal convolution [1, C, T] of this rank's tokens, differentiable."""

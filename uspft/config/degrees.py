@@ -81,6 +81,7 @@ PLANNED = (
     "context_parallel",
     "context_parallel_algo",
     "ulysses_degree_in_cp",
+    "expert_parallel",
 )
 """The keys that `parallel_config: auto` leaves to the planner, beside those whose default does."""
 
@@ -166,8 +167,8 @@ class ParallelBlock(Degrees):
         _is(choice("auto", "in_place", "move", also=(None,))),
     ] = "auto"
     """How tensor degrees switch: ranks use parts of what they hold (`in_place`), or it moves."""
-    expert_parallel: Count = 1
-    """Neighbouring ranks of data × context that the experts of a layer are spread over."""
+    expert_parallel: CountOrOpen = 1
+    """Neighbouring ranks of data × context that a layer's experts are spread over, or `auto`."""
     pipeline_scheduler: Annotated[
         Literal["auto", "gpipe", "1f1b"] | None,
         _is(choice("auto", "gpipe", "1f1b", also=(None,), others=_SEQPIPE)),

@@ -13,7 +13,16 @@ from typing import Any
 
 from uspft.config.problems import Finding
 from uspft.families.mixers import MIXERS, UNSPLIT, is_mixed, mixer_of, other_layers
-from uspft.families.projections import FUSED, NORMED_HEADS, NORMED_TOGETHER, SEPARATE, Projection
+from uspft.families.projections import (
+    FUSED,
+    GROUPED_HYBRID,
+    HYBRID,
+    NORMED_HEADS,
+    NORMED_TOGETHER,
+    OLMO_HYBRID,
+    SEPARATE,
+    Projection,
+)
 
 Named = Callable[[str], str]
 """A function from a field of config.json to the recipe's key that says it."""
@@ -81,8 +90,9 @@ _GPT_OSS_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
-_HYBRID: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
-_HYBRID |= {"why_all_heads": "has gates behind attention, and layers with a state"}
+_STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
+_STATES |= {"why_all_heads": "has gates behind attention, and layers with a state"}
+_HYBRID: dict[str, Any] = _STATES | {"projections": HYBRID}
 _NORMED = "norms queries over all heads together"
 
 FAMILIES: dict[str, Family] = {
@@ -165,10 +175,13 @@ FAMILIES: dict[str, Family] = {
         **_HYBRID,
     ),
     "olmo_hybrid": Family(
-        projections=NORMED_TOGETHER, states=True, cut=_TYPED_CUT, why_all_heads=_NORMED
+        projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT, why_all_heads=_NORMED
     ),
     "qwen3_next": Family(
-        defaults=_GATED_HEADS | {"num_key_value_heads": 2}, routed=True, **_HYBRID
+        defaults=_GATED_HEADS | {"num_key_value_heads": 2},
+        routed=True,
+        projections=GROUPED_HYBRID,
+        **_STATES,
     ),
 }
 NO_KEYS = 0

@@ -94,8 +94,7 @@ class Call:
         for dropout, split in self.dropouts:
             group, dropout.ranges = self.group, None
             if divides(self.bound, split):
-                ways = ways_held(split, self._held, "mesh_columns", group)
-                dropout.ranges = used_ranges(split, group.index, group.size, ways)
+                dropout.ranges = used_ranges(split, group.index, group.size, self.ways(split))
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Give a block all tokens, before it runs; on a mesh it takes what lies between blocks."""
@@ -109,6 +108,10 @@ class Call:
         """Sum what the ranks' row-split projections have made; on a mesh that is done."""
         return out if self.on_mesh else self.bound.leave(out)
 
+    def ways(self, split: MatrixSplit) -> int:
+        """Return how many ways ranks hold what columns divide so."""
+        return ways_held(split, self._held, "mesh_columns", self.group)
+
     def used(self, columns: MatrixSplit, rows: MatrixSplit | None = None) -> Used:
         """Return which of what this rank holds of a parameter the call uses, as `used_by`."""
         return used_by(self.bound, self._held, columns, rows)
@@ -118,8 +121,7 @@ class Call:
 
         split: of the fused projection. dim: the rows of a head.
         """
-        ways = ways_held(split, self._held, "mesh_columns", self.group)
-        return _makers(split, dim, (self.group.index, self.group.size, ways))
+        return _makers(split, dim, (self.group.index, self.group.size, self.ways(split)))
 
 
 @cache

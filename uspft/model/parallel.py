@@ -15,10 +15,18 @@ from torch import nn
 
 from uspft.families.projections import (
     COLUMNS,
+    GATED_QUERY,
     INNER,
     KV,
     QUERY,
     ROWS,
+    STATE_GATE,
+    STATE_GATES,
+    STATE_GROUP,
+    STATE_KEY,
+    STATE_LAYER,
+    STATE_OWN,
+    STATE_VALUE,
     VOCABULARY,
     Projection,
 )
@@ -27,6 +35,7 @@ from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
+from uspft.model.state_heads import divide_states
 from uspft.parameters.experts import is_experts
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
@@ -58,7 +67,7 @@ def shards_of(
     for name in places(model):
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
-        found = projection_of(model, owner)
+        found = projection_of(model, owner) or projection_of(model, name)
         if found is None and inside & set(owner.split(".")):
             kind = model.config.model_type
             raise RuntimeError(f"families/projections.py does not say how {kind} divides {name}")
@@ -93,7 +102,7 @@ def split_along(config: Any, found: Projection, dim: int) -> MatrixSplit:
     blocks = _blocks(config)
     stacked = [blocks[block] for block in found.blocks]
     sizes, counts = tuple(one.rows for one in stacked), tuple(one.number for one in stacked)
-    if len(stacked) > 1:
+    if KV in found.blocks[1:]:
         counts = counts[:1] + sizes[1:]
     return MatrixSplit(dim, sizes, counts)
 
@@ -101,12 +110,20 @@ def split_along(config: Any, found: Projection, dim: int) -> MatrixSplit:
 def _blocks(config: Any) -> dict[str, _Block]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {
+    found = {
         QUERY: _Block(heads, heads * dim),
+        GATED_QUERY: _Block(heads, 2 * heads * dim),
         KV: _Block(kv_heads, kv_heads * dim),
         INNER: _Block(config.intermediate_size, config.intermediate_size),
         VOCABULARY: _Block(config.vocab_size, config.vocab_size),
     }
+    if FAMILIES[config.model_type].states:
+        units, gates = config.linear_num_key_heads, config.linear_num_value_heads
+        keys, values = units * config.linear_key_head_dim, gates * config.linear_value_head_dim
+        rows = {STATE_KEY: keys, STATE_VALUE: values, STATE_GATE: gates}
+        rows |= {STATE_GROUP: 2 * keys + 2 * values, STATE_GATES: 2 * gates}
+        found |= {name: _Block(units, number) for name, number in rows.items()}
+    return found
 
 
 def table_of(model: Any) -> Mapping[str, Projection]:
@@ -114,9 +131,10 @@ def table_of(model: Any) -> Mapping[str, Projection]:
     return FAMILIES[model.config.model_type].projections
 
 
-def projection_of(model: Any, owner: str) -> Projection | None:
-    """Return how a module's parameters are divided, by the last words of its name."""
-    table, words = table_of(model), owner.split(".")
+def projection_of(model: Any, name: str) -> Projection | None:
+    """Return how a module's parameters are divided, or one of its own, by the last words of its
+    name."""
+    table, words = table_of(model), name.split(".")
     return table.get(words[-1]) or table.get(".".join(words[-2:]))
 
 
@@ -124,8 +142,8 @@ def _dim(found: Projection, kind: str, adapter: str) -> int | None:
     """Return the dimension along which a parameter of a projection is divided; None where it is
     whole.
 
-    kind: weight or bias. adapter: A or B for those of an adapter, whose product is divided as the
-    weight beside it.
+    kind: weight or bias, or a parameter's own name. adapter: A or B for those of an adapter, whose
+    product is divided as the weight beside it.
     """
     if not found.blocks:
         return None
@@ -166,33 +184,52 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
     if held:
         index = part_index(shards.tensor_index(holders.rank), held.tensor)
         move_padding(model, part_range(model.config.vocab_size, index, held.tensor))
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
     splits = {
-        id(module): split
-        for name, module in model.named_modules()
-        if (split := shards.splits.get(f"{plain_name(name)}.weight"))
+        module: split
+        for module, name in names.items()
+        if (split := shards.splits.get(f"{name}.weight"))
     }
     for layer in model.base_model.layers:
         call = Call(held)
         before_each_run(layer, call.begin)
+        here = {name for name, _ in layer.named_children()}
         for name, projection in table_of(model).items():
             block, _, last = name.rpartition(".")
-            if not block:
-                continue
-            owner = layer.get_submodule(block)
-            module: Any = owner.get_submodule(last)
-            split = splits.get(id(module))
-            if split is None:  # a norm of each head alone
-                continue
-            if "norm" in last:
-                setattr(owner, last, SplitNorm(module, split, call))
-                continue
-            _divide(owner, last, splits, call)
-            if projection.dim == ROWS:
-                dropouts = [m for m in module.modules() if isinstance(m, TokenDropout)]
-                call.dropouts += [(dropout, split) for dropout in dropouts]
-                enter_and_leave(owner, last, block, call)
-            elif len(projection.blocks) > 1 and KV in projection.blocks:
-                share_heads(owner, last, split, call)
+            if block in here and last not in STATE_OWN:
+                _divide_module(layer.get_submodule(block), (block, last), projection, splits, call)
+        if STATE_LAYER in here:
+            state, own = layer.get_submodule(STATE_LAYER), (*STATE_OWN, "conv1d.weight")
+            every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
+            divide_states(state, every, call)
+
+
+def _divide_module(
+    owner: nn.Module,
+    named: tuple[str, str],
+    projection: Projection,
+    splits: Mapping[int, MatrixSplit],
+    call: Call,
+) -> None:
+    """Make a projection or a norm inside a block compute with what a call uses.
+
+    named: the names of the block and of the module in it. splits: by the identity of a module.
+    """
+    block, last = named
+    module: Any = owner.get_submodule(last)
+    split = splits.get(id(module))
+    if split is None or isinstance(module, nn.Conv1d):  # a norm of each head alone has none
+        return
+    if "norm" in last:
+        setattr(owner, last, SplitNorm(module, split, call))
+        return
+    _divide(owner, last, splits, call)
+    if projection.dim == ROWS:
+        dropouts = [m for m in module.modules() if isinstance(m, TokenDropout)]
+        call.dropouts += [(dropout, split) for dropout in dropouts]
+        enter_and_leave(owner, last, block, call)
+    elif len(projection.blocks) > 1 and KV in projection.blocks:
+        share_heads(owner, last, split, call)
 
 
 def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None:

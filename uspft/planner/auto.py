@@ -126,6 +126,7 @@ def _only(space: Space, way: Way) -> Space:
         data={layout.data},
         ulysses={layout.ulysses},
         algorithms={way.row.name},
+        experts={layout.experts},
     )
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.families import FAMILIES, NO_KEYS
+from uspft.families import FAMILIES, NO_KEYS, state_layers
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
@@ -484,9 +484,7 @@ def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
     window, family = shape.window, FAMILIES[shape.model_type]
     types, layers = shape.raw.get("layer_types"), range(shape.layers)
     if family.states:
-        every = int(shape.raw.get("full_attention_interval", 4))
-        types = types or ["" if (i + 1) % every else "full_attention" for i in layers]
-        return tuple(None if kind == "full_attention" else NO_KEYS for kind in types)
+        return tuple(NO_KEYS if state else None for state in state_layers(shape))
     one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
     if window is None or (one_for_all and not types):
         return (window,) * shape.layers

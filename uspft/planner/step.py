@@ -31,14 +31,16 @@ from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.products import (
+    ProductShape,
     expert_parameters,
     head_projection,
-    layer_projections,
     met_parameters,
     parameters_of,
+    projections_of_layers,
 )
 from uspft.planner.spread import Spread
 from uspft.planner.stages import links_of, message_bytes, stages_of
+from uspft.planner.state_step import state_parts
 from uspft.planner.step_shape import StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.planner.zero_time import (
@@ -111,6 +113,7 @@ def forward_and_backward(
         *_dispatch(step, layout, hardware),
         _elementwise(step, layout, hardware),
         *_attention(step, layout, algorithm, hardware),
+        *state_parts(step, layout, algorithm, hardware),
     ]
 
 
@@ -142,18 +145,19 @@ def _matrices(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
 def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
     """Yield the matrix products of one forward and backward."""
     model, tokens = step.model, step.tokens(layout)
-    forward = backward = 0.0
-    for one in layer_projections(model):
-        part = one.on(layout.tensor)
-        here = max(1, part.copies // layout.experts)
-        # Each matrix that is here has its rows, in one launch for all.
-        sizes = tokens * part.per_token / here, part.inputs, part.outputs
-        there, back = step.product_seconds(sizes, hardware)
-        spared = (here - 1) * hardware.products.launch_seconds
-        forward += here * there - spared
-        backward += here * back - (1 + step.trained) * spared
+    for projections, layers in projections_of_layers(model, states_of(step)):
+        forward = backward = 0.0
+        for one in projections:
+            part = one.on(layout.tensor)
+            here = max(1, part.copies // layout.experts)
+            # Each matrix that is here has its rows, in one launch for all.
+            sizes = tokens * part.per_token / here, part.inputs, part.outputs
+            there, back = step.product_seconds(sizes, hardware)
+            spared = (here - 1) * hardware.products.launch_seconds
+            forward += here * there - spared
+            backward += here * back - (1 + step.trained) * spared
+        yield StepPart("products", layers * (step.forwards * forward + backward))
     head = head_projection(model).on(layout.tensor)
-    yield StepPart("products", model.layers * (step.forwards * forward + backward))
     both = step.product_seconds((tokens, head.inputs, head.outputs), hardware)
     yield StepPart("products", sum(both))
 
@@ -174,26 +178,34 @@ def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
 def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPart:
     """Return the work between products, which memory bounds."""
     tokens = step.tokens(layout)
-    moved = 2 * step.element_bytes * tokens * _elements_per_token(step, layout)
+    elements = sum(
+        layers * _elements_per_token(step, layout, projections)
+        for projections, layers in projections_of_layers(step.model, states_of(step))
+    )
     # Its backward reads and writes twice as much.
-    between = step.model.layers * (step.forwards + 2) * moved
+    between = (step.forwards + 2) * 2 * step.element_bytes * tokens * elements
     logits = LOSS_PASSES * 4 * tokens * head_projection(step.model).on(layout.mesh_columns).outputs
     return StepPart("elementwise", hardware.memory_seconds(between + logits))
 
 
-def _elements_per_token(step: StepShape, layout: Layout) -> float:
-    """Return how many elements a layer makes of a token on a tensor rank.
+def states_of(step: StepShape) -> int:
+    """Return how many of a step's layers have a state and no attention."""
+    return list(step.windows).count(NO_KEYS)
+
+
+def _elements_per_token(
+    step: StepShape, layout: Layout, projections: Sequence[ProductShape]
+) -> float:
+    """Return how many elements a layer with these projections makes of a token on a tensor rank.
 
     They are norms and residuals, which Megatron's ranks divide under use_seq_parallel alone; q, k,
-    v before and after rotation; and the inside of the MLP.
+    v before and after rotation, or what goes into a rule before and after its convolution; and the
+    inside of the MLP.
     """
     model, tensor = step.model, layout.mesh_columns
-    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-    inner = sum(
-        one.on(tensor).outputs * one.per_token
-        for one in layer_projections(model)
-        if one.splits == "outputs" and one.unit == 1
-    )
+    into = [one for one in projections if one.splits == "outputs"]
+    heads = sum(one.outputs for one in into if one.unit > 1)
+    inner = sum(one.on(tensor).outputs * one.per_token for one in into if one.unit == 1)
     divided = step.use_seq_parallel or step.slices is not None
     outside = 8 * model.hidden_size / (tensor if divided else 1)
     return outside + 3 * heads / tensor + 2 * inner

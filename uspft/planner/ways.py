@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from uspft.config.algorithms import AUTO, CONTEXT, WHOLE, AlgorithmRow, Splits
-from uspft.families import FAMILIES, NO_KEYS, ModelShape
+from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
 from uspft.layout import Layout, ring_ranks_of_a_host
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.step import local_heads
@@ -276,6 +276,11 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
         return None
     if FAMILIES[model.model_type].routed:
         return "matrices of experts are not split"
+    states = state_sizes(model)
+    if states and layout.is_mesh:
+        return "layers with a state are not split on a mesh"
+    if states and layout.tensor > states.keys:
+        return "more tensor ranks than key heads of layers with a state"
     if not divide_heads(model.heads, model.kv_heads, layout.mesh_columns):
         return "the heads do not divide by the tensor ranks"
     if layout.is_mesh:

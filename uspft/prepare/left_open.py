@@ -15,6 +15,7 @@ from uspft.config.algorithms import AUTO, CONTEXT, ON_A_MESH, TENSOR, Splits
 from uspft.config.checks import Open
 from uspft.config.deepspeed_fields import stages_for
 from uspft.config.degrees import PLANNED
+from uspft.config.expert_rules import experts
 from uspft.config.pipeline_rules import beside_stages
 from uspft.config.strategies import strategies_of, under
 from uspft.families import ModelShape
@@ -134,6 +135,8 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
     ulysses = parallel.ulysses_degree_in_cp
     if isinstance(ulysses, Open) or (ulysses is None and both):
         found.append("ulysses_degree_in_cp")
+    if isinstance(parallel.expert_parallel, Open):
+        found.append("expert_parallel")
     if mesh and not isinstance(parallel.tensor_mesh, tuple):
         found.append("tensor_mesh")
     if mesh and slices_of(parallel) is None:
@@ -202,7 +205,7 @@ def space_of(recipe: Recipe) -> Space:
         pipelines=fixed("pipeline_stage"),
         schedulers={schedule_of(parallel).scheduler},
         virtual=_virtual(parallel),
-        experts={parallel.expert_parallel},
+        experts=fixed("expert_parallel"),
     )
 
 
@@ -281,7 +284,7 @@ def wrong_in(
                 return "nothing predicts its memory, and more rows or a lower stage need more"
         if way.layout.pipeline > 1 and (beside := beside_stages(tried)):
             return " ".join(beside[0][:2])
-        found = layout_findings(tried, way.layout, shape)
+        found = [*experts(tried), *layout_findings(tried, way.layout, shape)]
         return found[0][1] if found else None
 
     return why_not
@@ -314,6 +317,8 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         unknown = "the model's sizes" if model is None else "the cluster"
         why = f"{unknown}, not known yet, may change this"
         return _likely(alone, ranks, space, asked, why)
+    if model.experts == 1:
+        space = replace(space, experts={1})
     work, hardware = known.work, cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
     step = step_shape(alone, model)
     rows = work.rows if work and alone is recipe else [step.row]
@@ -348,8 +353,9 @@ def _longest(recipe: Recipe) -> Recipe:
     """Return the recipe of the longest rows of its strategies, with every degree open where they
     are `auto`; the recipe itself where it has one layout."""
     if recipe.parallel_config.strategies == AUTO:
+        alike = {"expert_parallel": recipe.parallel_config.expert_parallel}
         several = {**dict.fromkeys(PLANNED, AUTO), "pipeline_stage": 1}  # which do not switch
-        block = ParallelBlock.model_validate(several)
+        block = ParallelBlock.model_validate({**several, **alike})
         return recipe.model_copy(update={BLOCK: block})
     every = strategies_of(recipe)
     return under(recipe, len(every) - 1) if every else recipe

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import row_of
 from uspft.layout import ring_ranks_of_a_host
-from uspft.sequence.algorithm import Algorithm, Attend, Rule, Split
+from uspft.sequence.algorithm import Algorithm, Attend, Inside, Rule, Split
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.traffic import FORWARDS, ONCE, Cost, Forwards, Heads, Traffic
 
@@ -27,6 +27,7 @@ __all__ = [
     "Cost",
     "Forwards",
     "Heads",
+    "Inside",
     "Rule",
     "Share",
     "Split",

@@ -38,6 +38,8 @@ class Rule:
 
 Attend: TypeAlias = "Callable[[tuple[Tensor, ...]], Tensor]"
 """A function of q, k, v and, where there are any, sinks → attention out, differentiable."""
+Inside: TypeAlias = "Callable[[Attend, tuple[Tensor, ...]], Tensor]"
+"""What calls such a function with its inputs."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Split:
     ulysses: Group
     ring: Group
     kernel: Kernel
-    inside: Callable[[Attend, tuple[Tensor, ...]], Tensor] | None = None
+    inside: Inside | None = None
     """How what runs between exchanges of heads is called, where that alone is remembered of a
     layer that is recomputed; None: as any function. An algorithm that exchanges heads heeds it."""
 

@@ -64,6 +64,7 @@ class Cost:
     ring: Traffic = NOTHING
     gather: Traffic = NOTHING
     arrivals: int = field(default=0, compare=False)
+    state: Traffic = NOTHING
 
 
 def heads_traffic(
