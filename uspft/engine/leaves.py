@@ -5,14 +5,17 @@ from __future__ import annotations
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
+from uspft.model.parameter_adapter import adapters
 from uspft.model.tiles import Tiled
 
 
 def gather_at_once(module: nn.Module) -> None:
-    """Make ZeRO-3 gather all weights of a module in tiles once for all of its tiles.
+    """Make ZeRO-3 gather all weights of a module in tiles once for all of its tiles, and those of
+    adapters with the parameters that they stand beside.
 
     DeepSpeed then hooks none of the modules inside it. It must be told before it has hooked any.
     """
     for part in module.modules():
-        if isinstance(part.forward, Tiled) and next(part.children(), None) is not None:
+        in_tiles = isinstance(part.forward, Tiled) and next(part.children(), None) is not None
+        if in_tiles or any(adapters(part)):
             set_z3_leaf_module(part, True)

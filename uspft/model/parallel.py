@@ -9,29 +9,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from uspft.families.projections import (
+    BETWEEN,
     COLUMNS,
+    HEAD,
     INNER,
     KV,
     QUERY,
     ROWS,
+    SHARED,
     VOCABULARY,
     Projection,
 )
 from uspft.families.table import FAMILIES
 from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
+from uspft.model.expert_splits import over_experts, over_tensor_ranks
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
-from uspft.parameters.experts import is_experts
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
 from uspft.parameters.used import used_of_held, used_ranges
+from uspft.tensor.cutting import cut
 from uspft.tensor.parts import Range, part_index, part_range
 
 if TYPE_CHECKING:
@@ -49,33 +54,29 @@ def shards_of(
     largest tensor degree of rows, where some divide matrices over more ranks than the layout.
     Raises RuntimeError for a parameter inside a block of which the family's table says nothing.
     """
-    experts = _by_experts(model) if layout.experts > 1 else {}
+    experts = over_experts(model) if layout.experts > 1 else {}
     if max(layout.tensor, tensor_of_rows) == 1:
         return Shards(layout, experts=experts)
     inside = {name.partition(".")[0] for name in table_of(model) if "." in name}
     splits: dict[str, MatrixSplit] = {}
     whole_inside: set[str] = set()
-    for name in places(model):
+    of_experts = over_tensor_ranks(model)
+    for name in (one for one in places(model) if one not in of_experts):
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
-        found = projection_of(model, owner)
+        found = projection_of(model, owner) or projection_of(model, name)
         if found is None and inside & set(owner.split(".")):
             kind = model.config.model_type
             raise RuntimeError(f"families/projections.py does not say how {kind} divides {name}")
         along = _dim(found, kind, adapter) if found else None
         if found and along is not None:
             splits[name] = split_along(model.config, found, along)
-        elif found:
+        elif found and found is not BETWEEN:
             whole_inside.add(name)
+    splits |= {name: split for name, split in of_experts.items() if split}
+    whole_inside |= of_experts.keys() - splits.keys()
     inside_whole = frozenset(whole_inside)
     return Shards(layout, splits, experts=experts, inside=inside_whole, splits_tokens=splits_tokens)
-
-
-def _by_experts(model: Any) -> dict[str, MatrixSplit]:
-    """Return how parameters of all experts of a layer are divided by these, in rank order."""
-    named = places(model).items()
-    stacked = {name: len(parameter) for name, (parameter, _) in named if is_experts(name)}
-    return {name: MatrixSplit(0, (count,), in_order=True) for name, count in stacked.items()}
 
 
 class _Block(NamedTuple):
@@ -101,11 +102,16 @@ def split_along(config: Any, found: Projection, dim: int) -> MatrixSplit:
 def _blocks(config: Any) -> dict[str, _Block]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    singles = {
+        HEAD: heads,
+        INNER: getattr(config, "intermediate_size", None) or 0,
+        SHARED: getattr(config, "shared_expert_intermediate_size", None) or 0,
+        VOCABULARY: config.vocab_size,
+    }
     return {
         QUERY: _Block(heads, heads * dim),
         KV: _Block(kv_heads, kv_heads * dim),
-        INNER: _Block(config.intermediate_size, config.intermediate_size),
-        VOCABULARY: _Block(config.vocab_size, config.vocab_size),
+        **{name: _Block(size, size) for name, size in singles.items()},
     }
 
 
@@ -117,7 +123,8 @@ def table_of(model: Any) -> Mapping[str, Projection]:
 def projection_of(model: Any, owner: str) -> Projection | None:
     """Return how a module's parameters are divided, by the last words of its name."""
     table, words = table_of(model), owner.split(".")
-    return table.get(words[-1]) or table.get(".".join(words[-2:]))
+    every = (table.get(".".join(words[-count:])) for count in (1, 2, 3))
+    return next((found for found in every if found), None)
 
 
 def _dim(found: Projection, kind: str, adapter: str) -> int | None:
@@ -171,6 +178,7 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
         for name, module in model.named_modules()
         if (split := shards.splits.get(f"{plain_name(name)}.weight"))
     }
+    names = {id(one): plain_name(name) for name, one in model.named_parameters()}
     for layer in model.base_model.layers:
         call = Call(held)
         before_each_run(layer, call.begin)
@@ -178,10 +186,12 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
             block, _, last = name.rpartition(".")
             if not block:
                 continue
-            owner = layer.get_submodule(block)
-            module: Any = owner.get_submodule(last)
+            owner: Any = _submodule(layer, block)
+            module: Any = getattr(owner, last, None)
+            if last == "sinks":
+                owner.uspft_sinks = partial(_used_sinks, call, shards.splits[names[id(module)]])
             split = splits.get(id(module))
-            if split is None:  # a norm of each head alone
+            if split is None:  # whole on each rank, or not in this layer
                 continue
             if "norm" in last:
                 setattr(owner, last, SplitNorm(module, split, call))
@@ -195,11 +205,24 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
                 share_heads(owner, last, split, call)
 
 
+def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
+    """Return a module of a layer; None where it has none, as where others have experts."""
+    found: Any = layer
+    for word in path.split("."):
+        found = getattr(found, word, None)
+    return found
+
+
+def _used_sinks(call: Call, split: MatrixSplit, sinks: Tensor) -> Tensor:
+    """Return the sinks of those query heads that a call has here."""
+    return cut(sinks, call.used(split)[:1])
+
+
 def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None:
     """Enter a block before it runs, and leave it after its last projection, whose name it is."""
     owner.register_forward_pre_hook(call.enter, with_kwargs=True)
     # What is done in tiles ends before ranks sum what they have made.
-    end = owner if block == "mlp" else owner.get_submodule(last)
+    end = owner if block.startswith("mlp") else owner.get_submodule(last)
     end.register_forward_hook(call.leave)
 
 
