@@ -78,7 +78,7 @@ class Job:
     corpus: Path
     """The folder of the prepared training data."""
     steps: int
-    """How many steps the run has in all."""
+    """How many steps the run has in all, over which the learning rate's schedule runs."""
     identity: dict[str, Any]
     """What a resumed run must agree with."""
     evaluation: dict[str, Path] = field(default_factory=dict)
@@ -99,6 +99,11 @@ class Job:
     """What rows cost under each strategy, where the recipe has several."""
     comments: Mapping[str, str] = field(default_factory=dict)
     """What stands above keys in the recipe that the run leaves: why `auto` became what it is."""
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends: that of all steps, or `training.stop_step`."""
+        return min(self.steps, self.recipe.training.stop_step or self.steps)
 
     @property
     def here(self) -> Recipe:

@@ -151,8 +151,13 @@ RATES = [1e-3 / 3, 2e-3 / 3, 1e-3, 6e-4, 2e-4]
 """Of five steps, three of which warm up."""
 
 
-def warming(rank: int, folder: Path, data: Path) -> list[list[dict[str, Any]]]:
-    """The records of a run, and of one that goes on after the first step of its warm-up."""
+UNCLIPPED = {"null": None, "far": 1e9, "near": 1e-3}
+"""Values of `training.max_grad_norm`; the last one clips."""
+
+
+def warming(rank: int, folder: Path, data: Path) -> dict[str, list[dict[str, Any]]]:
+    """The records of a run, of one that goes on after the first step of its warm-up, of one that
+    ends after its second step and goes on, and of some that clip and that do not."""
     recipe = small_recipe(
         folder / "model",
         data,
@@ -164,18 +169,64 @@ def warming(rank: int, folder: Path, data: Path) -> list[list[dict[str, Any]]]:
     trained(recipe, folder / "straight")
     died(folder / "straight", folder / "resumed", 1, len(RATES))
     trained(recipe, folder / "resumed")
-    return [
-        [json.loads(line) for line in (folder / way / "metrics.jsonl").open()]
-        for way in ("straight", "resumed")
-    ]
+    ended = {**recipe, "training": {**recipe["training"], "stop_step": 2}}
+    trained(ended, folder / "ended")
+    shutil.copytree(folder / "ended", folder / "gone on")
+    trained(recipe, folder / "gone on")
+    for zero in range(4):
+        for name, most in UNCLIPPED.items():
+            other = {
+                **recipe,
+                "training": {**recipe["training"], "steps": 2, "max_grad_norm": most},
+                "deepspeed": {"zero_optimization": {"stage": zero}},
+                "checkpoint": {"every_steps": None},
+            }
+            trained(other, folder / f"{name} {zero}")
+    return {file.parent.name: records(file) for file in sorted(folder.glob("*/metrics.jsonl"))}
 
 
-def test_a_run_that_goes_on_inside_its_warm_up_warms_up_to_its_end(tmp_path: Path) -> None:
-    make_model(tmp_path / "model", "llama", heads=4, kv_heads=2)
-    data = make_documents(tmp_path / "d.jsonl", [30, 32, 11, 25, 19], masked=[0.0, 0.5])
-    straight, resumed = spawn(1, warming, tmp_path, data.path)[0]
+def records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.open()]
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Each run of `warming` with its records."""
+    folder = tmp_path_factory.mktemp("warming")
+    make_model(folder / "model", "llama", heads=4, kv_heads=2)
+    data = make_documents(folder / "d.jsonl", [30, 32, 11, 25, 19], masked=[0.0, 0.5])
+    return spawn(1, warming, folder, data.path)[0]
+
+
+def same(steps: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """Whether two runs did the same, bit for bit."""
+    keys = ("step", "learning_rate", "loss", "grad_norm")
+    one, other = ([[r[key] for key in keys] for r in run if "loss" in r] for run in (steps, others))
+    return one == other
+
+
+def test_a_run_that_goes_on_inside_its_warm_up_warms_up_to_its_end(
+    warmed: dict[str, list[dict[str, Any]]],
+) -> None:
+    straight, resumed = warmed["straight"], warmed["resumed"]
     assert [r for r in resumed if "loss" not in r] == [{"resumed_from_step": 1}]
-    steps = [r for r in resumed if "loss" in r]
     assert [r["learning_rate"] for r in straight] == pytest.approx(RATES, abs=1e-12)
-    for key in ("step", "learning_rate", "loss", "grad_norm"):
-        assert [r[key] for r in steps] == [r[key] for r in straight], key
+    assert same(resumed, straight)
+
+
+def test_a_run_ends_at_stop_step_with_the_schedule_of_all_steps(
+    warmed: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert same(warmed["ended"], warmed["straight"][:2])
+    assert [r for r in warmed["gone on"] if "loss" not in r] == [{"resumed_from_step": 2}]
+    assert same(warmed["gone on"], warmed["straight"])
+
+
+def test_without_max_grad_norm_nothing_is_clipped(
+    warmed: dict[str, list[dict[str, Any]]],
+) -> None:
+    for zero in range(4):
+        runs = {name: warmed[f"{name} {zero}"] for name in UNCLIPPED}
+        assert same(runs["null"], runs["far"]), zero
+        assert runs["null"][0]["grad_norm"] == pytest.approx(runs["near"][0]["grad_norm"])
+        assert runs["null"][1]["loss"] != runs["near"][1]["loss"], "no gradient was clipped"

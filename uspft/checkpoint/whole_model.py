@@ -113,7 +113,7 @@ def _base(said: ModelBlock, digest: str, *, given: bool) -> ModelBlock:
     digest: of the model that it must be. given: whether the command line named it. Raises
     CheckpointError.
     """
-    place = said.config or said.name_or_path
+    place = "model.config" if isinstance(said.config, dict) else said.config or said.name_or_path
     try:
         block = said.model_copy(update={"tokenizer": None})
         block = block.model_copy(update=fetch_model(block))

@@ -17,7 +17,7 @@ from uspft.prepare.files import not_writable
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import ExaminedModel, examine_model
 from uspft.prepare.output import output_of
-from uspft.prepare.space import space_finding, space_free, space_needed
+from uspft.prepare.space import last_step, space_finding, space_free, space_needed
 from uspft.prepare.waste import wasted
 from uspft.prepare.weigh_strategies import weighed_here
 
@@ -117,8 +117,8 @@ def _disk(recipe: Recipe, examined: ExaminedModel) -> list[str]:
 
     Raises Fault where the output folder is here already, so that the run is to be here too.
     """
-    steps, output = recipe.training.steps, output_of(recipe)
-    needed = space_needed(recipe, examined.trained, examined.parameters, steps)
+    output = output_of(recipe)
+    needed = space_needed(recipe, examined.trained, examined.parameters, last_step(recipe))
     wrong = space_finding(recipe, needed)
     if wrong and os.path.isdir(output):
         raise Fault([wrong])

@@ -12,11 +12,17 @@ from uspft.written import ADAPTER, EXPORTS, METRICS, MODEL, lacks_export
 
 
 def reason_to_end(recipe: Recipe, steps: int, checkpoint: Checkpoint | None) -> str | None:
-    """Return why no step follows the checkpoint that a run would go on from; None: some do."""
+    """Return why no step follows the checkpoint that a run would go on from; None: some do.
+
+    steps: of the whole run, `training.stop_step` left aside.
+    """
     if checkpoint is None:
         return None
     if checkpoint.step >= steps:
         return f"all {steps} steps are done"
+    if checkpoint.step >= (recipe.training.stop_step or steps):
+        how = "to go on: a larger training.stop_step, or null"
+        return f"the run ended after step {checkpoint.step}, as training.stop_step says ({how})"
     patience, best = recipe.training.patience, _best(recipe, checkpoint)
     if patience is None or best is None or best.since < patience:
         return None

@@ -61,9 +61,12 @@ def summary(
         lines.append(f"adapter:    {output / ADAPTER}  (PeftModel.from_pretrained loads it)")
     training = recipe.training
     early = training.patience is not None and best.since >= training.patience
-    early = early and (training.steps is None or len(losses) < training.steps)
+    ends = training.stop_step or training.steps
+    early = early and (ends is None or len(losses) < ends)
     if recipe.checkpoint.every_steps:
         more = "a larger training.patience" if early else "more training.steps"
+        if training.stop_step and not early:
+            more = "a larger training.stop_step"
         lines.append(f"checkpoint: {output / 'checkpoints'}  ({more} goes on from it)")
     lines.append(f"numbers:    {output / METRICS}")
     return "\n".join(
@@ -113,7 +116,9 @@ def _next(
         lines.append(f"go on:      {command([longer, *here])}")
     elif recipe.checkpoint.every_steps:
         key, count = "epochs", training.epochs
-        if training.steps:
+        if training.stop_step:
+            key, count = "stop_step", training.stop_step
+        elif training.steps:
             key, count = "steps", training.steps
         lines.append(f"go on:      {command([f'training.{key}={2 * (count or 1)}', *here])}")
     return lines
@@ -164,6 +169,8 @@ def _another_layout(recipe: Recipe) -> list[str]:
     """
     parallel = recipe.parallel_config
     if parallel.context_parallel == 1:
+        if recipe.training.stop_step:
+            return [f"training.stop_step={2 * recipe.training.stop_step}"]
         return [f"training.steps={2 * (recipe.training.steps or 100)}"]
     others = [row for row in CONTEXT.values() if not row.ulysses_required]
     others.sort(key=lambda row: (row.splits is Splits.HEADS, row.automatic))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
-from uspft.config.allowed import described, lets_pass, shown
-from uspft.config.checks import choice, each, free, real, table, text, tokens, whole
+from uspft.config.allowed import Described, described, lets_pass, shown
+from uspft.config.checks import choice, each, free, path, real, table, text, tokens, whole
 from uspft.config.fields import CountOrNone, Flag, PathOrNone, RecipeBlock, TextOrNone, block
 from uspft.config.lora import AdapterBlock, pattern
 from uspft.config.problems import fault
@@ -142,13 +143,31 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The bytes of an element, by `model.dtype`."""
 
 
+def _config() -> Described:
+    """Return a check of the path of a config, or of a mapping that is one."""
+    file = described(path("the path of a config.json", also=_NONE))
+    fields = described(free())
+    named = {"properties": {"model_type": {"type": "string"}}, "required": ["model_type"]}
+    wanted = "the path of a config.json, or its contents"
+
+    @lets_pass(wanted, {"anyOf": [*file.schema["anyOf"], fields.schema | named]})
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return file(value)
+        if not isinstance(value.get("model_type"), str):
+            raise fault("has no `model_type`", "write model_type: llama, qwen2 or another family")
+        return fields(value)
+
+    return check
+
+
 class ModelBlock(RecipeBlock):
     """The block names the model, which parameters train, the compute type and attention kernel."""
 
     name_or_path: TextOrNone = None
     """Hugging Face folder or hub id of the model; required unless `model.config` is given."""
-    config: PathOrNone = None
-    """Path of a config.json or its folder, in place of `name_or_path`; `seed` draws the weights."""
+    config: Annotated[Path | dict[str, Any] | None, _is(_config())] = None
+    """A config.json, its folder or its contents, for weights that `seed` draws."""
     tokenizer: TextOrNone = None
     """Folder or hub id of the tokenizer; null takes `name_or_path`."""
     dtype: Annotated[

@@ -129,15 +129,24 @@ class ScheduleBlock(RecipeBlock):
     """The learning rate rises over a warm-up, a share or a number of steps, then stays or falls."""
 
     type: Annotated[
-        Literal["constant", "linear", "cosine"], _is(choice("constant", "linear", "cosine"))
+        Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "wsd"],
+        _is(choice("constant", "linear", "cosine", "cosine_restarts", "polynomial", "wsd")),
     ] = "cosine"
-    """Shape of the learning rate after the warm-up."""
+    """Shape of the learning rate after the warm-up; `wsd` stays at the peak, then falls."""
     warmup_ratio: Annotated[float | None, _is(real(0, 1, also=_NONE))] = 0.03
     """Length of the warm-up as a share of all steps, rounded up; null beside `warmup_steps`."""
     warmup_steps: Annotated[int | None, _is(whole(0, also=_NONE))] = None
     """Length of the warm-up in steps, given in place of `warmup_ratio`."""
     min_learning_rate: Annotated[float, _is(real(0))] = 0.0
     """Learning rate of the last step; at most `optimizer.learning_rate`."""
+    warmup_initial: Annotated[float, _is(real(0))] = 0.0
+    """Learning rate from which the warm-up rises; at most `optimizer.learning_rate`."""
+    cycles: CountOrNone = None
+    """`cosine_restarts` alone: how often the rate falls from the peak; null: once."""
+    power: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
+    """`polynomial` alone: the power of the share of steps left; null: 1.0, a line."""
+    decay_ratio: Annotated[float | None, _is(real(0, 1, also=_NONE))] = None
+    """`wsd` alone: share of all steps, rounded up, in which the rate falls; null: 0.1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -159,8 +168,10 @@ class TrainingBlock(RecipeBlock):
     """Number of rows in one optimizer step, over all ranks and micro-batches."""
     micro_batch_size: CountOrOpen = 1
     """Number of rows that one replica takes through one forward; `auto` asks the planner."""
-    max_grad_norm: Annotated[float, _is(real(above=0))] = 1.0
-    """Largest norm of the gradients of all parameters together; they are clipped to it."""
+    stop_step: CountOrNone = None
+    """Step after which the run ends, with the schedule of all its steps; null: after the last."""
+    max_grad_norm: Annotated[float | None, _is(real(above=0, also=_NONE))] = 1.0
+    """Largest norm of the gradients of all parameters together, which clips them; null: none."""
     objective: Annotated[str, _is(_objective())] = CAUSAL.name
     """What a step minimises; `causal`, the cross-entropy of each next token, is the only one."""
     eval_every_steps: CountOrNone = None

@@ -81,10 +81,37 @@ def _one_warmup(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _learning_rates(recipe: Recipe) -> Iterator[Finding]:
-    lowest, peak = recipe.lr_schedule.min_learning_rate, recipe.optimizer.learning_rate
-    if lowest > peak:
-        what = f"is {lowest:g}, above optimizer.learning_rate: {peak:g}"
-        yield "lr_schedule.min_learning_rate", what, f"write at most {peak:g}"
+    peak = recipe.optimizer.learning_rate
+    for key in ("min_learning_rate", "warmup_initial"):
+        lowest = getattr(recipe.lr_schedule, key)
+        if lowest > peak:
+            what = f"is {lowest:g}, above optimizer.learning_rate: {peak:g}"
+            yield f"lr_schedule.{key}", what, f"write at most {peak:g}"
+
+
+_OF_SCHEDULE = {"cycles": "cosine_restarts", "power": "polynomial", "decay_ratio": "wsd"}
+"""Keys of `lr_schedule` that one of its types alone has."""
+
+
+def _schedule(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse what shapes another schedule, and a fall that begins inside the warm-up."""
+    block = recipe.lr_schedule
+    for key, kind in _OF_SCHEDULE.items():
+        value = getattr(block, key)
+        if value is not None and block.type != kind:
+            what = f"is {value:g}, and lr_schedule.type is {block.type}"
+            yield f"lr_schedule.{key}", what, f"leave it out, or write type: {kind}"
+    falls = 0.1 if block.decay_ratio is None else block.decay_ratio
+    if block.type == "wsd" and falls + (block.warmup_ratio or 0) > 1:
+        what = f"is {falls:g}, and with warmup_ratio {block.warmup_ratio:g} more than all steps"
+        yield "lr_schedule.decay_ratio", what, "write shares of at most 1 together"
+
+
+def _last_step(recipe: Recipe) -> Iterator[Finding]:
+    stop, steps = recipe.training.stop_step, recipe.training.steps
+    if stop is not None and steps is not None and stop > steps:
+        what = f"is {stop:,}, after the last of training.steps: {steps:,}"
+        yield "training.stop_step", what, f"write at most {steps:,}, or null"
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Finding]:
@@ -187,7 +214,12 @@ RULES = (
     KeyRule(("model.add_tokens", "model.adapter"), _new_tokens),
     KeyRule(("training.steps", "training.epochs"), _one_length),
     KeyRule(("lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"), _one_warmup),
-    KeyRule(("lr_schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
+    KeyRule(
+        ("lr_schedule.min_learning_rate", "lr_schedule.warmup_initial", "optimizer.learning_rate"),
+        _learning_rates,
+    ),
+    KeyRule(("lr_schedule",), _schedule),
+    KeyRule(("training.stop_step", "training.steps"), _last_step),
     KeyRule(
         _degrees("context_parallel", "context_parallel_algo", "tensor_parallel_algo"), algorithm
     ),

@@ -66,9 +66,9 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     """
     key = "model.name_or_path" if model.config is None else "model.config"
     file = config_file(model, repo_configs)
-    if not isinstance(file, Path):
+    if not isinstance(file, Path | dict):
         return file
-    raw = _json(file, key)
+    raw = _json(file, key) if isinstance(file, Path) else dict(file)
     if isinstance(raw, list):
         return raw
     whole = raw["model_type"] if is_multimodal(raw) else ""
@@ -82,7 +82,8 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
         return findings
     family = FAMILIES[raw["model_type"]]
     full = {**family.defaults, **raw}
-    sizes, findings = _sizes(full, named, file)
+    said = str(file) if isinstance(file, Path) else key
+    sizes, findings = _sizes(full, named, said)
     if findings:
         return findings
     return ModelShape(
@@ -108,8 +109,13 @@ def no_folder(key: str, name: str, near: str | None = None) -> Finding:
     return key, what, f"name a folder, or org/name of the hub{meant}"
 
 
-def config_file(model: ModelBlock, repo_configs: Path) -> Path | list[Finding] | None:
-    """Return the model's config.json, or what is wrong; None where it is not on this machine."""
+def config_file(
+    model: ModelBlock, repo_configs: Path
+) -> Path | dict[str, Any] | list[Finding] | None:
+    """Return the model's config.json, its contents where the recipe has them, or what is wrong;
+    None where it is not on this machine."""
+    if isinstance(model.config, dict):
+        return model.config
     if model.config is not None:
         file = model.config / "config.json" if os.path.isdir(model.config) else model.config
         if os.path.isfile(file):
@@ -170,7 +176,7 @@ def _json(file: Path, key: str) -> dict[str, Any] | list[Finding]:
     return raw
 
 
-def _sizes(raw: dict[str, Any], named: Any, file: Path) -> tuple[dict[str, int], list[Finding]]:
+def _sizes(raw: dict[str, Any], named: Any, file: str) -> tuple[dict[str, int], list[Finding]]:
     fields = {
         "hidden_size": "hidden_size",
         "layers": "num_hidden_layers",

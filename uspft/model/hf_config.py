@@ -28,19 +28,22 @@ RULED = {
 """Fields that model.overrides cannot set, and what to write instead."""
 
 
-def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None) -> Any:
+def model_config(
+    block: ModelBlock, length_tokens: int, file: Path | dict[str, Any] | None = None
+) -> Any:
     """Return the config of a folder or config.json, with the recipe's overrides and rope scaling.
 
     length_tokens: the length of a row, for which rotary positions that depend on it are settled.
-    file: where the config is, if not where the recipe says. Raises Fault for a config that
-    transformers cannot read, and for each override that does not fit it.
+    file: where the config is, or its contents, if not where the recipe says. Raises Fault for a
+    config that transformers cannot read, and for each override that does not fit it.
     """
     key = "model.name_or_path" if block.config is None else "model.config"
-    source = file or Path(block.config or block.name_or_path or "")
+    source = file or block.config or Path(block.name_or_path or "")
     try:
         config, known = _read(source, block.overrides)
     except Exception as error:  # transformers has no kind of its own
-        what = f"transformers cannot read the config of `{source}`: {said(error)}"
+        named = key if isinstance(source, dict) else source
+        what = f"transformers cannot read the config of `{named}`: {said(error)}"
         raise Fault([(key, what, "mend its config.json, or name another")]) from error
     findings = [
         (f"model.overrides.{field}", *finding)
@@ -59,13 +62,19 @@ def model_config(block: ModelBlock, length_tokens: int, file: Path | None = None
     return config
 
 
-def _read(source: Path, overrides: Mapping[str, Any]) -> tuple[Any, Collection[str]]:
-    """Return the config of a file, and the keys of the overrides that are in it already.
+def _read(
+    source: Path | dict[str, Any], overrides: Mapping[str, Any]
+) -> tuple[Any, Collection[str]]:
+    """Return the config of a file, or of its contents, and the keys of the overrides that are in it
+    already.
 
     Overrides that say which layers have a window rule over what the file says of single layers, and
     must be known when transformers works out the layers.
     """
-    raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
+    if isinstance(source, dict):
+        raw = dict(source)
+    else:
+        raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
     raw = language_model(raw)
     if dequantises(raw["model_type"], raw):  # as which they are read, trained and written
         del raw["quantization_config"]

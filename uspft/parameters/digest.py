@@ -22,6 +22,9 @@ def base_digest(block: ModelBlock) -> str:
 
     Where weights are random, it is of the config alone. Raises WeightsError, OSError.
     """
+    if isinstance(block.config, dict):
+        text = json.dumps(block.config, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     source = Path(block.config or block.name_or_path or "")
     file = source / "config.json" if source.is_dir() else source
     digest = hashlib.blake2b(file.read_bytes(), digest_size=16)

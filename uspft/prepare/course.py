@@ -29,7 +29,9 @@ def course_of(recipe: Recipe, corpus: Path, steps: int) -> str:
     of_step = f"{each:,} {counts}" if each > 1 else counts.removesuffix("s")
     many = f"{epochs:.3g} epoch{'s' if epochs != 1 else ''}"
     of_run = f"{steps:,} step{'s' if steps > 1 else ''}"
-    return f"{of_epoch}; {of_run} of {'a ' * (each == 1)}{of_step}, {many}"
+    stop = recipe.training.stop_step
+    ends = f"; it ends after step {stop:,}, as training.stop_step says" if stop else ""
+    return f"{of_epoch}; {of_run} of {'a ' * (each == 1)}{of_step}, {many}{ends}"
 
 
 def rate_after(recipe: Recipe, checkpoint: Checkpoint, steps: int) -> str | None:

@@ -118,7 +118,7 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, Path]]:
     model, data = recipe.model, recipe.data
     named = {
         "model.name_or_path": model.name_or_path,
-        "model.config": model.config,
+        "model.config": None if isinstance(model.config, dict) else model.config,
         "model.tokenizer": model.tokenizer,
         "data.chat_template": data.chat_template,
         "data.cache_dir": data.cache_dir,

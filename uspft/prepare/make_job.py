@@ -36,7 +36,7 @@ from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.prices import prices_of
 from uspft.prepare.serving_files import serving_of
-from uspft.prepare.space import space_needed
+from uspft.prepare.space import last_step, space_needed
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 
 STEP = "step of the checkpoint"
@@ -57,7 +57,7 @@ def prepare_job(
     model = examine_model(found.here)
     if model.trains:
         screen.print(f"trains: {model.trains}", markup=False)
-    needed = space_needed(recipe, model.trained, model.parameters, recipe.training.steps)
+    needed = space_needed(recipe, model.trained, model.parameters, last_step(recipe))
     base = {BASE: base_digest(found.here.model)}
     checkpoint = _checkpoint(recipe, place.meeting, screen)
     _same(checkpoint, identity_of(recipe) | base)

@@ -56,7 +56,7 @@ def examine_model(recipe: Recipe) -> ExaminedModel:
     from uspft.model.trained import choose_trained, what_trains
 
     file = config_file(recipe.model, CONFIGS)
-    assert isinstance(file, Path)  # anything else was refused before
+    assert isinstance(file, Path | dict)  # anything else was refused before
     config = model_config(recipe.model, recipe.data.sequence_length, file)
     named = recipe.model.config is None
     model = require_model(config, "model.name_or_path" if named else "model.config")

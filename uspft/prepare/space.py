@@ -37,6 +37,11 @@ def space_needed(recipe: Recipe, trained: int, parameters: int, steps: int | Non
     return size + (ELEMENT_BYTES["float32"] * trained if model.adapter else 0)
 
 
+def last_step(recipe: Recipe) -> int | None:
+    """Return the step after which a run ends; None where its epochs decide."""
+    return recipe.training.stop_step or recipe.training.steps
+
+
 def space_free(folder: Path) -> int:
     """Return how many bytes this user may still write where a folder is, or would be made."""
     nearest = folder.absolute()

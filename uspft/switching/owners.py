@@ -117,7 +117,8 @@ class Owners:
         (squares,) = total([own * own], self._everyone, self._device)
         norm = math.sqrt(squares)
         require_finite("gradient norm", norm)
-        self.gradients.mul_(min(1.0, self._max_norm / (norm + 1e-6)))
+        if self._max_norm is not None:
+            self.gradients.mul_(min(1.0, self._max_norm / (norm + 1e-6)))
         self.adam.step()
         return norm
 

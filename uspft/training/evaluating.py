@@ -37,8 +37,8 @@ class Evaluation:
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation follows this step: after every so many steps, and at the
         end."""
-        every, steps = self._run.job.recipe.training.eval_every_steps, self._run.job.steps
-        due = step == steps or bool(every and step % every == 0)
+        every, job = self._run.job.recipe.training.eval_every_steps, self._run.job
+        due = step == job.last_step or bool(every and step % every == 0)
         return due and step > 0 and bool(self._run.evaluation)
 
     def is_missing(self) -> bool:

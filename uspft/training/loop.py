@@ -52,7 +52,7 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
     stop: asked before each step on every rank; one rank's yes stops all after the step under way,
     which is saved. Raises Interrupted then, and RunFailed where the run cannot go on.
     """
-    recipe, steps = run.job.recipe, run.job.steps
+    recipe, last = run.job.recipe, run.job.last_step
     first_rank = run.world.mesh.rank == 0
     output = recipe.output_dir
     assert output is not None
@@ -61,18 +61,19 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
         _begin(run, journal)
     meter = Meter(run)
     with (
-        RunDisplay(steps, step, speaks=first_rank) as display,
+        RunDisplay(last, step, speaks=first_rank) as display,
         _tracked(run, journal, display),
     ):
         guards = Guards(run, display.say)
         evaluation = Evaluation(run, journal, display)
         if evaluation.is_missing() and not evaluation.run(step, stop):
             raise Interrupted(f"stopped before step {step + 1}")
-        while step < steps and not evaluation.is_over:
+        while step < last and not evaluation.is_over:
             step, started = step + 1, time.perf_counter()
             batches = run.loader.batches(step)
             guards.rows(step, batches)
-            rate = learning_rate(step, steps, recipe.optimizer.learning_rate, recipe.lr_schedule)
+            peak, schedule = recipe.optimizer.learning_rate, recipe.lr_schedule
+            rate = learning_rate(step, run.job.steps, peak, schedule)
             result = _step(run, step, batches, rate, stop=stop())
             guards.first_loss(step, result.loss)
             if step == run.first_step + 1:
@@ -84,12 +85,12 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                 if run.job.lease:
                     run.job.lease.require()
                 record["epoch"] = run.loader.epochs
-                if step % recipe.logging.every_steps == 0 or step == steps:
+                if step % recipe.logging.every_steps == 0 or step == last:
                     with _writing(f"the record of step {step}"):
                         journal.write(record)
                 display.step(record)
             stopped = _finish(run, step, evaluation, display, stop, stopped=result.stop)
-            if stopped and step < steps:
+            if stopped and step < last:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
         if evaluation.exports_here(step):
             with display.waits("the export of the trained model"), _writing("the trained model"):
@@ -132,7 +133,7 @@ def _finish(
     display: where is said what is waited for. stopped: whether the run was asked to stop, which is
     saved too. Returns whether it has been by now.
     """
-    block, last = run.job.recipe.checkpoint, step == run.job.steps
+    block, last = run.job.recipe.checkpoint, step == run.job.last_step
     every = block.every_steps
     saved = bool(every and (step % every == 0 or last)) or stopped
     if saved:

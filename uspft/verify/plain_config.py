@@ -17,8 +17,8 @@ STARTS_FROM = "original_max_position_embeddings"
 
 def plain_config(block: ModelBlock) -> Any:
     """Return the config as if model.overrides and model.rope_scaling had stood in its file."""
-    source = Path(block.config or block.name_or_path or "")
-    raw = _raw(source)
+    source = block.config or block.name_or_path or ""
+    raw = _raw(source if isinstance(source, dict) else Path(source))
     types, overrides = raw.get("layer_types"), block.overrides
     raw |= overrides
     if types and "layer_types" not in overrides:
@@ -40,12 +40,16 @@ def plain_config(block: ModelBlock) -> Any:
     return config
 
 
-def _raw(source: Path) -> dict[str, Any]:
-    """Return what a file says of the model, or of the language model of a multimodal one."""
-    raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
+def _raw(source: Path | dict[str, Any]) -> dict[str, Any]:
+    """Return what a file, or its contents, says of the model; of a multimodal one, of its language
+    model."""
+    if isinstance(source, dict):
+        raw = source
+    else:
+        raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
     if "text_config" not in raw:
         return dict(raw)
-    whole = AutoConfig.from_pretrained(source, local_files_only=True)
+    whole = AutoConfig.for_model(**raw)
     text: dict[str, Any] = whole.get_text_config().to_dict()
     if text["model_type"] == "qwen3_vl_text":  # text turns as in Qwen3, which has a head
         text["model_type"] = "qwen3"

@@ -78,6 +78,18 @@ COMBINATIONS = {
     "lr_schedule: {warmup_steps: 3, warmup_ratio: 0.1}": "lr_schedule.warmup_steps: stands beside "
     "`lr_schedule.warmup_ratio`, and only one of them can rule; "
     "keep one and write null for the other",
+    "lr_schedule: {warmup_initial: 1}": "lr_schedule.warmup_initial: is 1, above "
+    "optimizer.learning_rate: 1e-05; write at most 1e-05",
+    "lr_schedule: {cycles: 2}": "lr_schedule.cycles: is 2, and lr_schedule.type is cosine; "
+    "leave it out, or write type: cosine_restarts",
+    "lr_schedule: {type: wsd, power: 2}": "lr_schedule.power: is 2, and lr_schedule.type is wsd; "
+    "leave it out, or write type: polynomial",
+    "lr_schedule: {type: wsd, decay_ratio: 0.9, warmup_ratio: 0.2}": "lr_schedule.decay_ratio: "
+    "is 0.9, and with warmup_ratio 0.2 more than all steps; write shares of at most 1 together",
+    "model: {name_or_path: null, config: {hidden_size: 64}}": "model.config: has no "
+    "`model_type`; write model_type: llama, qwen2 or another family",
+    "training: {stop_step: 2000}": "training.stop_step: is 2,000, after the last of "
+    "training.steps: 3; write at most 3, or null",
     "lr_schedule: {warmup_ratio: null}": "lr_schedule.warmup_ratio: is null, and so is "
     "`lr_schedule.warmup_steps`; write 0.0 for no warm-up",
     CP % "hybrid_cp": "parallel_config.ulysses_degree_in_cp: is missing, and "
@@ -153,9 +165,15 @@ FINE = [
     "training: {steps: null, epochs: 2}",
     EVAL % "training: {patience: 1, eval_every_steps: 5}\ncheckpoint: {keep_best: true}",
     "model: {name_or_path: null, config: c.json}",
+    "model: {name_or_path: null, config: {model_type: llama, hidden_size: 64}}",
     "lr_schedule: {warmup_steps: 0}",
     "lr_schedule: {warmup_ratio: null, warmup_steps: 5}",
     "lr_schedule: {min_learning_rate: 1e-5}",
+    "lr_schedule: {type: cosine_restarts, cycles: 3}",
+    "lr_schedule: {type: polynomial, power: 0.5}",
+    "lr_schedule: {type: wsd, decay_ratio: 0.2}",
+    "training: {stop_step: 2}",
+    "training: {max_grad_norm: null}",
     CP % "ulysses_cp, ulysses_degree_in_cp: 6",
     CP % "ring_cp, ulysses_degree_in_cp: 1",
     CP % "hybrid_cp, ulysses_degree_in_cp: 3",
@@ -199,7 +217,7 @@ def test_a_rule_that_reads_a_faulty_key_is_not_asked() -> None:
         "training.eval_every_steps",
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
-    assert len(RULES) == 22
+    assert len(RULES) == 24
 
 
 DEEPSPEED = {

@@ -98,6 +98,14 @@ def test_where_a_config_is_looked_for(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(QWEN3))
     assert at(name_or_path=str(folder)).layers == 36
     assert at(config=str(folder)).layers == 36
+    assert at(config=QWEN3) == at(config=str(folder))
+    assert at(config={**QWEN3, "hidden_size": "wide"}) == [
+        (
+            "model.config",
+            "`hidden_size` of model.config is 'wide', not a whole number of at least 1",
+            "write model.overrides.hidden_size",
+        )
+    ]
     (tmp_path / "configs" / "models").mkdir(parents=True)
     (tmp_path / "configs" / "models" / "org--name.json").write_text(json.dumps(LLAMA))
     assert at(name_or_path="org/name").model_type == "llama"

@@ -27,6 +27,26 @@ TABLES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "warm-up by ratio, rounded up": ({"warmup_ratio": 0.3}, [0.5, 1.0, 0.5, 0.0]),
     "warm-up, then constant": ({"type": "constant", "warmup_steps": 2}, [0.5, 1.0, 1.0, 1.0]),
     "warm-up alone": ({"warmup_ratio": 1.0}, [0.25, 0.5, 0.75, 1.0]),
+    "warm-up from a rate": ({"warmup_steps": 2, "warmup_initial": 0.4}, [0.7, 1.0, 0.5, 0.0]),
+    "polynomial": (
+        NO_WARMUP | {"type": "polynomial", "power": 2.0, "min_learning_rate": 0.2},
+        [0.2 + 0.8 * 0.5625, 0.2 + 0.8 * 0.25, 0.2 + 0.8 * 0.0625, 0.2],
+    ),
+    "polynomial of power 1": (NO_WARMUP | {"type": "polynomial"}, [0.75, 0.5, 0.25, 0.0]),
+    "cosine with restarts": (
+        NO_WARMUP | {"type": "cosine_restarts", "cycles": 2, "min_learning_rate": 0.2},
+        [0.6, 1.0, 0.6, 0.2],
+    ),
+    "cosine with one cycle": (
+        NO_WARMUP | {"type": "cosine_restarts"},
+        [(1 + ROOT_HALF) / 2, 0.5, (1 - ROOT_HALF) / 2, 0.0],
+    ),
+    "stays, then falls": (
+        {"warmup_steps": 1, "type": "wsd", "decay_ratio": 0.5, "min_learning_rate": 0.2},
+        [1.0, 1.0, 0.6, 0.2],
+    ),
+    "stays, then falls in a tenth, rounded up": (NO_WARMUP | {"type": "wsd"}, [1.0, 1.0, 1.0, 0.0]),
+    "stays to the end": (NO_WARMUP | {"type": "wsd", "decay_ratio": 0.0}, [1.0] * 4),
     "warm-up longer than the run": ({"warmup_steps": 8}, [0.125, 0.25, 0.375, 0.5]),
 }
 

@@ -48,6 +48,13 @@ def test_both_readings_agree(kind: str, tmp_path: Path) -> None:
         asked += [{"sliding_window": 5}]
     if FAMILIES[kind].windows == "switched":
         asked += [{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}]
+    raw = json.loads((tmp_path / "config.json").read_text())
+    written = ModelBlock.model_validate({"config": raw, "dtype": "float32"})
+    assert plain_config(written).to_dict() == plain_config(block(tmp_path)).to_dict()
+    found = model_config(written, LENGTH).to_dict()
+    assert found == model_config(block(tmp_path), LENGTH).to_dict() | {
+        "_name_or_path": found["_name_or_path"]
+    }
     for overrides in asked:
         given = block(tmp_path, overrides=overrides)
         theirs, ours = plain_config(given), model_config(given, LENGTH)
