@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from math import comb
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +31,10 @@ from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
 from uspft.mesh import Groups
-from uspft.model import grid
-from uspft.model import parallel as parallel_model
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
 from uspft.model.offload import Copies
-from uspft.model.parallelise import save_memory, shards_under
+from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.staged import StagedModel, stage_of
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.tiles import TiledCall
@@ -210,13 +209,37 @@ def count_here(
 ) -> Counted:
     """Count one row of one document as this rank holds it, in the world that is up."""
     share = world.share([Segments.single(tokens)])
+    held = sum(b - a for a, b in share.held)
     module = module_of(config, memory, world, groups or Groups(), trained)
     batch = _batch(world, share)
     counting = LiveBytes()
-    with patch.object(Copies, "to_host", _apart(counting)):
+    with patch.object(Copies, "to_host", _apart(counting)), _even(config, world, held, counting):
         layers = module.parts.model.base_model.layers
         scales = (1.0,) * len(module.objective.terms)
         return measure(module, layers, lambda: module(batch, scales).sum(), counting)
+
+
+@contextmanager
+def _even(config: Any, world: World, tokens: int, counting: LiveBytes) -> Iterator[None]:
+    """Let as many tokens go to each rank that divides experts as do on the mean, where on meta no
+    router chooses. tokens: of this rank."""
+    ranks = world.layout.experts
+    if ranks == 1:
+        yield
+        return
+    every = getattr(config, "num_local_experts", None) or config.num_experts
+    met = config.num_experts_per_tok
+    to_each = round(tokens * (1 - comb(every - every // ranks, met) / comb(every, met)))
+    pairs_of_row = tokens * met / (ranks * to_each)
+
+    def chosen(mask: Tensor) -> int:
+        if mask.shape == (ranks, tokens):
+            return ranks * to_each
+        return round(len(mask) * pairs_of_row)
+
+    counting.chosen = chosen
+    with patch.object(Tensor, "tolist", lambda self: [[to_each] * ranks] * len(self)):
+        yield
 
 
 def _few(call: TiledCall, x: Tensor) -> Iterator[tuple[int, int]]:
@@ -256,24 +279,25 @@ def module_of(
     choose_trained(model, ModelBlock(config=CONFIG, **(trained or {})), 0)
     model.to(config.dtype)  # adapters too
     held = Layout()
-    if world and groups and world.layout.tensor > 1:
+    if world and groups and world.layout.tensor * world.layout.experts > 1:
         held = world.layout
         shards = shards_under(model, world, tensor_of_rows=1, stages=stages)
-        _split(model, Holders.of(shards, world.mesh.rank, groups, shapes_of(model)))
+        holders = Holders.of(shards, world.mesh.rank, groups, shapes_of(model))
+        _split(model, world, holders)
     recompute, offload = save_memory(model, memory, stages)
     loss = tile_tokens(memory.loss_tile_tokens, config.vocab_size)
     parts = CausalModel(model, loss, held, recompute, offload=offload)
     return TrainedModel(parts, make_objective(CAUSAL.name, config)).train()
 
 
-def _split(model: Any, holders: Holders) -> None:
+def _split(model: Any, world: World, holders: Holders) -> None:
     """Leave a rank its parts of a model's matrices, and make it compute with them."""
     for name, (whole, owners) in places(model).items():
         size = holders.part(name).size
         part = nn.Parameter(whole.new_empty(size), whole.requires_grad)
         for module, attribute in owners:
             setattr(module, attribute, part)
-    (grid if holders.shards.layout.is_mesh else parallel_model).split_model(model, holders)
+    divide_matrices(model, [world], holders)
 
 
 def _batch(world: World, share: Any) -> Batch:

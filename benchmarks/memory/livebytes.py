@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,8 @@ class LiveBytes(TorchDispatchMode):
         self.part = "all"
         self.host = 0
         """The bytes of all storages that came during `on_host`."""
+        self.chosen: Callable[[Tensor], int] = lambda mask: mask.numel()
+        """How many elements of a mask on meta are taken to be true."""
         self._on_host = False
         self._sizes: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._before: dict[int, weakref.ref[Any]] = {}
@@ -65,7 +67,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 0  # what a host asks of a meta tensor: DeepSpeed, whether a gradient is not 1
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            out = args[0].new_empty((self.chosen(args[0]), args[0].dim()), dtype=torch.int64)
+        else:
+            out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._count(leaf)

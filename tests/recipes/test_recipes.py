@@ -128,6 +128,9 @@ FOR_GPUS = sorted(set(WANTED) - {QUICKSTART})
 # As the models' publishers count them (safetensors on the hub, tied embeddings once), but for
 # Qwen3.5's and Qwen3-Next's, which are transformers' count of the config: without `mtp.*`.
 PARAMETERS = {
+    "Qwen--Qwen3-30B-A3B.json": 30_532_122_624,
+    "mistralai--Mixtral-8x7B-v0.1.json": 46_702_792_704,
+    "openai--gpt-oss-20b.json": 20_914_757_184,
     "Qwen--Qwen3.5-9B.json": 9_409_813_744,
     "Qwen--Qwen3-Next-80B-A3B-Instruct.json": 79_674_391_296,
     "google--gemma-3-12b-it.json": 12_187_325_040,

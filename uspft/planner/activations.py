@@ -345,6 +345,8 @@ class LayerBytes:
     """Until its backward."""
     most: float
     """What is alive at the most while it runs, with what it keeps."""
+    held: float = 0.0
+    """What of it stays on the device in any case."""
 
 
 @lru_cache(maxsize=4096)
@@ -376,7 +378,8 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
         # What came back from the host for the second run goes with it.
         then = hidden.clear if sizes.offloads else lambda: None
         tape.second_run(lambda: layer(hidden[0]), size, then)
-    return LayerBytes(kept if trains else 0.0, tape.most)
+    held = sum(one.size for one in tape.stays)
+    return LayerBytes(kept, tape.most, held) if trains else LayerBytes(0.0, tape.most)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from uspft.planner.operations import (
     sliced,
     tiled,
 )
-from uspft.planner.tape import GradientStorages, RunBackward, Tape, Tensor
+from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a layer, all of which a rank holds."""
+    """The experts of a layer."""
 
     element: int
     tokens: int
@@ -35,6 +35,16 @@ class Experts:
     wide_scores: bool
     probabilities: bool
     clamped: bool
+    ranks: int = 1
+    """That divide them."""
+    met_ranks: float = 0.0
+    """How many others of these a token meets."""
+
+    @property
+    def sent(self) -> float:
+        """The rows that leave, and that come: a token is one for each rank that it meets, with its
+        own as likely as another."""
+        return self.tokens * self.met_ranks * self.ranks / max(1, self.ranks - 1)
 
     @property
     def score(self) -> int:
@@ -56,6 +66,8 @@ def routed(
     def run(parts: Sequence[Tensor]) -> Tensor:
         return _experts(tape, parts, of, into, out)
 
+    if of.ranks > 1:
+        return _divided(tape, (x, index, scores), of, (into, out), tile)
     if tile and tile < of.tokens:
         share, wide = tile / of.tokens, WIDE / of.element
         return tiled(tape, [x, index, scores], run, share, wide, trains=into or out)
@@ -133,6 +145,146 @@ def _experts(tape: Tape, parts: Sequence[Tensor], of: Experts, into: bool, out: 
     total = _summed(tape, weighted, weighted.size / of.met)
     del sorted_ids, counted
     return total if total.size == x.size else remade(tape, total, x.size)
+
+
+def _divided(
+    tape: Tape,
+    parts: tuple[Tensor, Tensor, Tensor],
+    of: Experts,
+    trains: tuple[bool, bool],
+    tile: int | None,
+) -> Tensor:
+    """Return what the experts of all ranks make of tokens (model/experts.py). The arguments are
+    those of `_experts` and `routed`."""
+    x, _, scores = parts
+    route = tape.new(2 * INDEX * of.sent)
+    tape.hold(route, route)
+    rows, factors = _sent(tape, x, scores, of, route)
+    sent = tape.new(INDEX * of.met * of.sent)
+    whole = [tape.new(INDEX / 2 * of.met * of.sent) for _ in range(2)]
+    del sent, whole
+    index = Tensor(INDEX * of.met * of.sent, tape.new(INDEX * of.met * of.sent), None, 0)
+
+    def run(tiles: Sequence[Tensor]) -> Tensor:
+        return _here(tape, tiles, of, *trains)
+
+    every = [rows, index, factors]
+    if tile and tile < of.sent:
+        wide = WIDE / of.element
+        made = tiled(tape, every, run, tile / of.sent, wide, trains=any(trains))
+    else:
+        made = run(every)
+    return _returned(tape, made, of, x.size)
+
+
+def _sent(
+    tape: Tape, x: Tensor, scores: Tensor, of: Experts, route: object
+) -> tuple[Tensor, Tensor]:
+    """Return the rows that come, and what their experts weigh."""
+    sizes = x.size / of.tokens * of.sent, scores.size / of.tokens * of.sent
+    before, wanted = (x.size, scores.size), (x.node, scores.node)
+    made = []
+    for size in sizes:
+        leaves = tape.new(size)
+        made.append(tape.new(size))
+        del leaves
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages, route: object = route) -> GradientStorages:
+            each = zip(sizes, before, wanted, strict=True)
+            return [
+                _sum_home(tape, back, home, of.element) if wants else None
+                for back, home, wants in each
+            ]
+
+        return run
+
+    rows, factors = tape.record((x, scores), sizes, backward, made=made)
+    return rows, factors
+
+
+def _sum_home(tape: Tape, rows: float, tokens: float, element: int) -> Storage:
+    """Return the sums of rows that come back to their tokens, in float32 and then as they are."""
+    back = tape.new(rows)
+    whole = tape.new(tokens * WIDE / element)
+    wide = tape.new(rows * WIDE / element) if element < WIDE else None
+    del wide
+    found = tape.new(tokens) if element < WIDE else whole
+    del back, whole
+    return found
+
+
+def _returned(tape: Tape, made: Tensor, of: Experts, size: float) -> Tensor:
+    """Return what experts have made, at home and summed for each token."""
+    rows = made.size
+    summed = [_sum_home(tape, rows, size, of.element)]
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
+            leaves = tape.new(rows)
+            found = tape.new(rows)
+            del leaves
+            return [found]
+
+        return run
+
+    return tape.record((made,), (size,), backward, made=summed)[0]
+
+
+def _here(tape: Tape, parts: Sequence[Tensor], of: Experts, into: bool, out: bool) -> Tensor:
+    """Return what the experts that are here make of rows, in pairs of a row with one of them
+    (model/experts.py). The arguments are those of `_experts`."""
+    x, index, scores = parts
+    e, rows = of.element, x.size / of.element / of.hidden
+    pairs = rows * of.tokens * of.met / of.sent
+    matrix = float(e * of.number // of.ranks * of.hidden * of.inner)
+    one = INDEX * pairs
+    masks = [tape.new(rows * of.met) for _ in range(3)]
+    found = tape.new(2 * one)
+    del masks
+    chosen = tape.new(one)
+    expert, order = tape.new(one), tape.new(one)
+    del chosen
+    row, slot = tape.new(one), tape.new(one)
+    del found
+    selected = _taken(tape, x, e * pairs * of.hidden, row)
+    made = linear(tape, selected, e * pairs * 2 * of.inner, 2 * matrix, trains=into)
+    del selected
+    if of.clamped:
+        made = _biased(tape, made, expert)
+    inner = _clamped(tape, made) if of.clamped else _gated(tape, made)
+    made_of = linear(tape, inner, e * pairs * of.hidden, matrix, trains=out)
+    del made, inner
+    if of.clamped:
+        made_of = _biased(tape, made_of, expert)
+    factors = _taken(tape, scores, scores.size / rows / of.met * pairs, slot)
+    weighted = multiplied(tape, made_of, factors, of.score * pairs * of.hidden)
+    del made_of, factors
+    wide = weighted if of.score == WIDE else remade(tape, weighted, WIDE * pairs * of.hidden)
+    total = _put(tape, wide, WIDE * rows * of.hidden, row)
+    del order, index, expert
+    return total if e == WIDE else remade(tape, total, x.size)
+
+
+def _biased(tape: Tape, x: Tensor, expert: object) -> Tensor:
+    """Return x with the biases of its rows' experts."""
+    biases = tape.new(x.size)
+    made = tape.record((x,), (x.size,), lambda: lambda grads: [grads[0]])[0]
+    del biases
+    return made
+
+
+def _put(tape: Tape, x: Tensor, size: float, row: object) -> Tensor:
+    """Return the sums of pairs for each row, whose gradient each pair takes."""
+    before = x.size
+    zeros = tape.new(size)
+
+    def backward() -> RunBackward:
+        return lambda grads, row=row: [tape.new(before)]  # type: ignore[misc]
+
+    total = tape.record((x,), (size,), backward, saves=True)[0]
+    del zeros
+    return total
 
 
 def _gated(tape: Tape, x: Tensor) -> Tensor:

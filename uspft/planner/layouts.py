@@ -57,7 +57,8 @@ class Candidate:
         ways = f" × {virtual}" if virtual > 1 else ""
         stages = f", stages {self.layout.pipeline}{ways}" if self.layout.pipeline > 1 else ""
         data = f", data {self.layout.data}" if self.layout.data > 1 else ""
-        return " ".join(parts) + tensor + stages + data
+        experts = f", experts {self.layout.experts}" if self.layout.experts > 1 else ""
+        return " ".join(parts) + tensor + stages + data + experts
 
 
 def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate]:
@@ -69,6 +70,7 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
     own = recipe.parallel_config
     space = Space(
         meshes=own.on_a_mesh,
+        experts={1, own.expert_parallel},
         pipelines=(1,) if own.strategies else None,
         schedulers={schedule_of(own).scheduler},
         virtual=(1, 2),
@@ -84,7 +86,7 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
         layout = _layout(block)
         stages = layout.pipeline, block.pp_interleave_num
         how = block.context_parallel_algo, layout.ulysses, layout.ring, *_tensor(block), *stages
-        key = (*how, block is own and alike(own) != own)
+        key = (*how, layout.experts, block is own and alike(own) != own)
         if key not in found:
             wrong = _problems(recipe, block, problems)
             if wrong and (bare := _without_options(block)) != block:

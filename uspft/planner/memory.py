@@ -15,6 +15,7 @@ from uspft.pipeline.stages import Each, first_layers
 from uspft.planner.activations import HeadSizes, LayerBytes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.expert_memory import Experts
+from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
@@ -240,12 +241,14 @@ def state_in(
 ) -> State:
     """Return the bytes of weights, gradients and the optimizer, whatever the rows. stage: of a
     pipeline; None has all layers."""
-    counts = counts_of(shape, layout.mesh_columns, options.lora, options.freeze, stage)
+    held = layout.mesh_columns, options.lora, options.freeze
+    counts = counts_of(shape, *held, stage, layout.experts)
     if layout.mesh_rows > 1:
         counts = counts.divided(layout.mesh_rows)
     zero = Zero(
         stage=options.zero_stage,
         ranks=layout.copies,
+        alike=layout.alike,
         element=options.element,
         crossing=2 if options.gradient_reduction == "bfloat16" else 4,
         bucket=options.bucket,
@@ -270,7 +273,6 @@ def unpredicted(
         "layers without experts beside others": _mixed(shape),
         "an expert that every token meets": bool(shape.raw.get("shared_expert_intermediate_size")),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
-        "experts over several ranks": layout.experts > 1,
         "experts in parts over tensor ranks": layout.tensor > 1 and shape.experts > 1,
         "adapters of experts": bool(options.lora and options.lora.parameters),
     }
@@ -292,13 +294,13 @@ def activations_in(
     """
     one, batch = pass_bytes(shape, layout, row_tokens, options)
     own = one.routers
-    waiting = ((0.0 if one.offloads else each.kept) + own for each in one.layers)
+    waiting = ((each.held if one.offloads else each.kept) + own for each in one.layers)
     below = [*accumulate(waiting, initial=one.embedded)]
     peaks = [(kept + own + each.most, kept) for kept, each in zip(below, one.layers, strict=False)]
     peaks.append((below[-1] + one.head.most, below[-1]))
     peak, kept = max(peaks)
     parts = {"activations": kept, "at work": peak - kept, "batch": batch + one.angles}
-    return parts, sum(each.kept for each in one.layers) if one.offloads else 0.0
+    return parts, sum(each.kept - each.held for each in one.layers) if one.offloads else 0.0
 
 
 def pass_bytes(
@@ -375,7 +377,7 @@ def _layers(
 ) -> list[LayerSizes]:
     """Return every layer as a rank has it, those that are alike as one object."""
     tokens = -(-options.micro_batch * row_tokens // layout.context)
-    experts, windows = _experts(shape, tokens, options), layer_windows(shape)
+    experts, windows = _experts(shape, layout, tokens, options), layer_windows(shape)
     everywhere = len(set(windows)) == 1
     trains = trained_layers(shape, options.lora, options.freeze)
     again = _checkpointed(shape, layout, row_tokens, options)
@@ -446,7 +448,7 @@ def _full(shape: ModelShape) -> dict[str, Any]:
     return {**FAMILIES[shape.model_type].defaults, **shape.raw}
 
 
-def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None:
+def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
     kind = LAYER_KINDS[shape.model_type]
     down = layer_projections(shape)[-1]
@@ -463,6 +465,8 @@ def _experts(shape: ModelShape, tokens: int, options: Options) -> Experts | None
         kind.wide_scores,
         kind.probabilities,
         kind.clamped,
+        layout.experts,
+        ranks_met(shape, layout.experts),
     )
 
 

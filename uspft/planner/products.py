@@ -82,6 +82,11 @@ def parameters_of(shape: ModelShape, tensor: int = 1) -> tuple[int, int]:
     return head * (1 if shape.tied else 2) + shape.hidden_size, layer + 2 * shape.hidden_size
 
 
+def expert_parameters(shape: ModelShape, tensor: int = 1) -> int:
+    """Return how many of a layer's parameters on a tensor rank are those of its experts."""
+    return sum(one.on(tensor).parameters for one in layer_projections(shape) if one.copies > 1)
+
+
 def met_parameters(shape: ModelShape) -> int:
     """Return how many parameters a token is multiplied by, as MFU counts them.
 

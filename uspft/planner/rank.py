@@ -330,7 +330,7 @@ class Needs:
         return self._states[key]
 
     def _pass(self, layout: Layout, options: Options) -> tuple[PassBytes, float]:
-        layout = replace(layout, data=1, experts=1)
+        layout = _sharing_rows(layout)
         options = replace(options, zero_stage=1, step_rows=None)
         if options.first_layers is None:  # stages say which layers are checkpointed
             layout = replace(layout, pipeline=1)
@@ -354,7 +354,7 @@ class Needs:
         return self._passes[layout, options]
 
     def _activations(self, layout: Layout, options: Options) -> tuple[dict[str, float], float]:
-        layout = replace(layout, experts=1)
+        layout = _sharing_rows(layout)
         ring, short = layout.ring, _short(layout)
         if not short:
             return self._on(layout, self._tokens, options)
@@ -367,14 +367,16 @@ class Needs:
         return parts, more_host + far * (more_host - less_host)
 
     def _on(self, layout: Layout, tokens: int, options: Options) -> tuple[dict[str, float], float]:
-        key = (
-            replace(layout, data=1, experts=1),
-            tokens,
-            replace(options, zero_stage=1, step_rows=None),
-        )
+        key = layout, tokens, replace(options, zero_stage=1, step_rows=None)
         if key not in self._held:
             self._held[key] = activations_in(self._model, layout, tokens, options)
         return self._held[key]
+
+
+def _sharing_rows(layout: Layout) -> Layout:
+    """Return a layout with the least replicas, on which what rows take does not depend, among which
+    ranks can divide experts as they do."""
+    return replace(layout, data=layout.experts)
 
 
 def _short(layout: Layout) -> tuple[int, int] | None:

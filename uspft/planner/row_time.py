@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from uspft.layout import Layout
 from uspft.planner.machine import Hardware
-from uspft.planner.step import forward_and_backward, hidden_behind, zero_in_each_pass
+from uspft.planner.step import forward_and_backward
 from uspft.planner.step_shape import StepPart, StepShape
+from uspft.planner.zero_time import hidden_behind, zero_in_each_pass
 from uspft.segments import Segments
 from uspft.sequence import Algorithm
 

@@ -21,6 +21,8 @@ class Zero:
     stage: int
     ranks: int
     """That hold the same parameters, and divide their state."""
+    alike: int
+    """Of them those that hold the same experts too, where these are divided."""
     element: int
     """Of weights, in bytes."""
     crossing: int
@@ -31,6 +33,11 @@ class Zero:
     """The elements of the largest matrix of a layer."""
     optimizer_away: bool = False
     weights_away: bool = False
+
+    def over(self, every: int, experts: int) -> float:
+        """Return what a rank has of parameters whose state is divided. experts: how many of them
+        are those of divided experts."""
+        return (every - experts) / self.ranks + experts / self.alike
 
 
 @dataclass
@@ -73,8 +80,9 @@ def _whole(zero: Zero, counts: ParameterCounts) -> State:
 
 def _divided(zero: Zero, counts: ParameterCounts) -> State:
     """Stages 1 and 2, where optimizers, and gradients at 2, are divided."""
-    e, trained, ranks = zero.element, counts.trained, zero.ranks
-    optimizer = (WIDE + ADAM) * trained / ranks
+    e, trained = zero.element, counts.trained
+    own = zero.over(trained, counts.experts_trained)
+    optimizer = (WIDE + ADAM) * own
     if zero.stage == 1 and e == 2 and not zero.optimizer_away:
         # Gradients in 16 bits until the backward ends, then summed (DeepSpeed's BF16_Optimizer).
         gradients = float((e + WIDE) * trained)
@@ -86,7 +94,7 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
         # In 16 bits laid flat once more, and cast, while the gradient that is next waits.
         again = e + (WIDE if zero.crossing != e else 0) if e < WIDE else 0
         buckets = bucket * (e + again) + matrix
-        gradients = WIDE * trained / ranks
+        gradients = WIDE * own
     else:
         buckets, gradients = float(WIDE * bucket), float(WIDE * trained)
     parts = {"weights": float(e * counts.every), "gradients": gradients, "buckets": buckets}
@@ -94,7 +102,7 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
         return State({**parts, "optimizer": optimizer})
     # The host also has gradients and new weights of its part; both sides a buffer for one gradient.
     buffer = float(e * counts.largest_trained)
-    away = optimizer + (WIDE + e) * trained / ranks + buffer
+    away = optimizer + (WIDE + e) * own + buffer
     return State({**parts, "buckets": buckets + buffer}, {"optimizer": away})
 
 
@@ -102,13 +110,13 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     """Stage 3: buckets are in the type that crosses ranks, and the head, or two layers, are whole
     at a time; where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
     grad_partitions_flat_buffer)."""
-    e, trained, ranks = zero.element, counts.trained, zero.ranks
+    e, own = zero.element, zero.over(counts.trained, counts.experts_trained)
     device = {
-        "weights": e * counts.every / ranks,
-        "gradients": WIDE * trained / ranks,
-        "optimizer": (WIDE + ADAM) * trained / ranks,
+        "weights": e * zero.over(counts.every, counts.experts),
+        "gradients": WIDE * own,
+        "optimizer": (WIDE + ADAM) * own,
         "gathered": float(e * max(counts.head, 2 * counts.layer)),
-        "buckets": float(zero.crossing * min(zero.bucket, trained)),
+        "buckets": float(zero.crossing * min(zero.bucket, counts.trained)),
     }
     host: dict[str, float] = {}
     if zero.optimizer_away:

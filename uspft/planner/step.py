@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 from uspft.families import NO_KEYS, ModelShape
-from uspft.layout import COPIES, Layout
+from uspft.layout import EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.attention_work import (
@@ -24,6 +24,7 @@ from uspft.planner.attention_work import (
     is_whole,
 )
 from uspft.planner.bubble import PipelineCosts, PipelineWaits, estimated
+from uspft.planner.expert_traffic import RoutedRows, RowSizes, exchanges
 from uspft.planner.flops import step_flops
 from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
@@ -32,12 +33,18 @@ from uspft.planner.products import (
     head_projection,
     layer_projections,
     met_parameters,
-    parameters_of,
 )
 from uspft.planner.spread import Spread
 from uspft.planner.stages import links_of, message_bytes, stages_of
 from uspft.planner.step_shape import StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
+from uspft.planner.zero_time import (
+    HeldBytes,
+    held_bytes,
+    hidden_behind,
+    zero_in_each_pass,
+    zero_once,
+)
 from uspft.sequence import Algorithm, Cost, Heads, Traffic
 from uspft.sequence.rows.heads import split_heads
 
@@ -48,9 +55,6 @@ NOT_PREDICTED = (
     "host time: Python, reading data, launches that a device waits for",
     "replicas or tensor ranks that wait for one another, and transfers that meet on one link",
 )
-UPDATE_BYTES = 30
-"""AdamW reads weight, gradient and two moments in float32, writes all but the gradient, and rounds
-the weight to 16 bits."""
 JOIN_BYTES = (18, 10)
 """Read and written for each element of a query where what one arrival of keys gives is joined with
 what is there: forward (kernels/merge.py), and backward its gradient."""
@@ -99,6 +103,7 @@ def forward_and_backward(
     """
     return [
         *_matrices(step, layout, hardware),
+        *_dispatch(step, layout, hardware),
         _elementwise(step, layout, hardware),
         *_attention(step, layout, algorithm, hardware),
     ]
@@ -135,13 +140,30 @@ def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
     forward = backward = 0.0
     for one in layer_projections(model):
         part = one.on(layout.tensor)
-        sizes = tokens * part.per_token, part.inputs, part.outputs
+        here = max(1, part.copies // layout.experts)
+        # Each matrix that is here has its rows, in one launch for all.
+        sizes = tokens * part.per_token / here, part.inputs, part.outputs
         there, back = step.product_seconds(sizes, hardware)
-        forward, backward = forward + there, backward + back
+        spared = (here - 1) * hardware.products.launch_seconds
+        forward += here * there - spared
+        backward += here * back - (1 + step.trained) * spared
     head = head_projection(model).on(layout.tensor)
     yield StepPart("products", model.layers * (step.forwards * forward + backward))
     both = step.product_seconds((tokens, head.inputs, head.outputs), hardware)
     yield StepPart("products", sum(both))
+
+
+def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
+    """Yield the transfers of tokens to the ranks that hold their experts, and back, where ranks
+    divide experts; nothing hides them. All choices are taken to be equally likely."""
+    if layout.experts == 1:
+        return
+    spread = Spread.of(layout, EXPERTS, hardware.ranks_per_host)
+    rows = RoutedRows.likely(step.model, step.tokens(layout), layout.experts)
+    sizes = RowSizes.of(step.model, step.element_bytes)
+    for one in exchanges(rows, sizes, layout.experts, step.forwards):
+        seconds = hardware.collective_seconds("all_to_all", one.bytes, spread)
+        yield StepPart("experts", seconds, bytes=one.bytes).times(step.model.layers)
 
 
 def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPart:
@@ -300,94 +322,6 @@ def _tensor(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[Ste
         yield StepPart("tensor", times * seconds, bytes=times * heads)
 
 
-class HeldBytes(NamedTuple):
-    """What a rank's layout gives it of the model, before ZeRO divides it."""
-
-    gradients: float
-    weights: float
-    pieces: int
-    """In which it is gathered and summed: layers, and what is outside of them."""
-
-
-def zero_in_each_pass(
-    step: StepShape, layout: Layout, hardware: Hardware, held: HeldBytes | None = None
-) -> list[StepPart]:
-    """Return DeepSpeed's transfers of every forward and backward, which stages 2 and 3 have.
-
-    Stage 2 sums gradients by all-reduces of buckets (its use_multi_rank_bucket_allreduce). Stage 3
-    gathers each layer's weights forward and backward, and reduce-scatters its gradients. held: by a
-    rank of a pipeline; None: all layers.
-    """
-    spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
-    if spread.ranks == 1 or step.stage < 2:
-        return []
-    gradients, weights, pieces = held or _held_bytes(step, layout)
-    if step.stage == 2:
-        summed = hardware.collective_seconds("all_reduce", gradients, spread)
-        return [StepPart("gradients", summed, bytes=gradients)]
-    summed = hardware.collective_seconds("reduce_scatter", gradients / pieces, spread)
-    gathered = hardware.collective_seconds("all_gather", weights / pieces, spread)
-    return [
-        StepPart("gradients", pieces * summed, bytes=gradients),
-        StepPart("weights", 2 * pieces * gathered, bytes=2 * weights),
-    ]
-
-
-def zero_once(
-    step: StepShape, layout: Layout, hardware: Hardware, held: HeldBytes | None = None
-) -> list[StepPart]:
-    """Return the sum of gradients at stages 0 and 1, then the other parts that a step has once.
-
-    These are the update, and at stages 1 and 2 the gathering of the new weights. held: by a rank of
-    a pipeline; None: all layers.
-    """
-    spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
-    gradients, weights, _ = held or _held_bytes(step, layout)
-    own = gradients / step.gradient_bytes / (spread.ranks if step.stage else 1)
-    found = [StepPart("gradients", 0.0)]
-    if spread.ranks > 1 and step.stage < 2:
-        kind: Collective = "reduce_scatter" if step.scatters else "all_reduce"
-        summed = hardware.collective_seconds(kind, gradients, spread)
-        found = [StepPart("gradients", summed, bytes=gradients)]
-    found.append(StepPart("update", hardware.memory_seconds(UPDATE_BYTES * own)))
-    if spread.ranks > 1 and step.stage in (1, 2):
-        new = weights * step.trained
-        seconds = hardware.collective_seconds("all_gather", new, spread)
-        found.append(StepPart("weights", seconds, bytes=new))
-    return found
-
-
-def _held_bytes(
-    step: StepShape, layout: Layout, stages: Stages | None = None, place: int = 0
-) -> HeldBytes:
-    """Return what a rank holds of the gradients and the weights.
-
-    place: along a pipeline. Its first stage has the embedding, its last one the norm and the head,
-    which has no gradient of its own where it is a copy of the embedding.
-    """
-    model = step.model
-    outside, layer = parameters_of(model, layout.mesh_columns)
-    layers, copied = model.layers, 0
-    if stages:
-        table = head_projection(model).on(layout.mesh_columns).parameters
-        layers, last = sum(stages.sizes[place :: stages.ranks]), place == stages.ranks - 1
-        outside = (place == 0) * table + last * (table + model.hidden_size)
-        copied = last * model.tied * table
-    whole, own = ((outside - less + layers * layer) / layout.mesh_rows for less in (0, copied))
-    gradients = step.gradient_bytes * own * step.trained
-    return HeldBytes(gradients, step.element_bytes * whole, layers + bool(outside))
-
-
-def hidden_behind(step: StepShape, parts: Sequence[StepPart], behind: float) -> Iterator[StepPart]:
-    """Yield ZeRO's transfers with what passes behind so many seconds of products: under
-    overlap_comm all of each but one layer's."""
-    pieces = step.model.layers + 1
-    for part in parts:
-        hidden = min(part.seconds * (1 - 1 / pieces), behind) if step.hides else 0.0
-        behind -= hidden
-        yield part._replace(hidden=hidden)
-
-
 def _pipeline_time(
     step: StepShape,
     layout: Layout,
@@ -449,7 +383,15 @@ def pipeline_costs(
     slices = None if step.slices is None else tuple(step.slices)
     one_of, outside = _once(
         memo,
-        ("apart", *degrees, layout.data * layout.pipeline, algorithm, *runs, slices),
+        (
+            "apart",
+            *degrees,
+            layout.data * layout.pipeline,
+            layout.experts,
+            algorithm,
+            *runs,
+            slices,
+        ),
         lambda: _apart(step, layout, algorithm, hardware),
     )
     by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, windows))
@@ -461,8 +403,8 @@ def pipeline_costs(
         parts += outside * kind.last
         held = _once(
             memo,
-            ("held", layout.mesh_rows, layout.mesh_columns, stages, rank, step.gradient_bytes),
-            partial(_held_bytes, step, layout, stages, rank),
+            ("held", *degrees[:2], layout.experts, stages, rank, step.gradient_bytes),
+            partial(held_bytes, step, layout, stages, rank),
         )
         behind = sum(part.seconds for part in parts if part.name in HIDING)
         moved = zero_in_each_pass(step, layout, hardware, held)

@@ -30,6 +30,10 @@ class StepPart(NamedTuple):
         """Return the same part so many times."""
         return StepPart(self.name, *(count * value for value in self[1:]))
 
+    def plus(self, other: StepPart) -> StepPart:
+        """Return the sum of both, under the other's name."""
+        return StepPart(other.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
+
 
 @dataclass(frozen=True)
 class StepTime:

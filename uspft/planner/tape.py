@@ -77,6 +77,8 @@ class Tape:
         self.recomputed = False
         """Whether what a backward needs has been made again, and is let go of as soon as it is
         used."""
+        self.stays: list[Storage] = []
+        """What the graph of a first run holds by itself, as no checkpoint keeps it from."""
         self._numbers = 0
         self._keeps = self._grows = True
         self._saves, self._last_save = 0, -1
@@ -88,6 +90,10 @@ class Tape:
         """Return a new storage; one without bytes where a second run has already ended."""
         ended = self._sizeless or self._saves == self._last_save
         return Storage(self, 0.0 if ended else size)
+
+    def hold(self, *storages: Storage) -> None:
+        """Let the graph of a first run hold storages that its functions have as attributes."""
+        self.stays += [] if self._keeps else storages
 
     def leaf(self, size: float, storage: Storage | None = None) -> Tensor:
         """Return a tensor whose gradient is kept: new, or in a storage."""

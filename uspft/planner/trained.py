@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -131,14 +131,13 @@ class ParameterCounts:
     layer: int
     """Of a layer, adapters counted."""
     head: int
+    experts: int = 0
+    """Of those of experts that ranks divide, which are counted among the others too."""
+    experts_trained: int = 0
 
     def divided(self, ways: int) -> ParameterCounts:
         """Return what a mesh row holds of it."""
-        every, trained, largest, layer, head = (
-            -(-each // ways)
-            for each in (self.every, self.trained, self.largest_trained, self.layer, self.head)
-        )
-        return ParameterCounts(every, trained, largest, layer, head)
+        return ParameterCounts(*(-(-getattr(self, one.name) // ways) for one in fields(self)))
 
 
 class StageLayers(NamedTuple):
@@ -158,9 +157,13 @@ def counts_of(
     lora: Lora | None,
     freeze: tuple[str, ...],
     stage: StageLayers | None = None,
+    experts: int = 1,
 ) -> ParameterCounts:
-    """Count the parameters of a tensor rank, biases left out. stage: None has all layers."""
+    """Count the parameters of a tensor rank, biases left out. stage: None has all layers. experts:
+    the ranks that divide those of a layer."""
     modules = {name: one.on(tensor) for name, one in layer_modules(shape).items()}
+    for name in [name for name in modules if name.startswith(EXPERTS)]:
+        modules[name] = replace(modules[name], copies=modules[name].copies // experts)
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
     of_layer = sum(one.parameters for one in modules.values())
     adapter = (
@@ -171,8 +174,12 @@ def counts_of(
     mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
     every_layer = trained_layers(shape, lora, freeze)
     layers = Counter(every_layer[number] for number in mine.layers)
-    trained = 0
+    trained = experts_trained = 0
     for one, number in layers.items():
+        there = one.weights if experts > 1 else ()
+        experts_trained += number * sum(
+            modules[name].parameters for name in there if name.startswith(EXPERTS)
+        )
         trained += number * sum(modules[name].parameters for name in one.weights)
         trained += number * sum(adapter[name] for name in one.adapters)
     trained += mine.last * outside[LAST_NORM] * shape.hidden_size
@@ -186,4 +193,13 @@ def counts_of(
     sizes += [adapter[name] for one in layers for name in one.adapters]
     sizes += [head] * any(tables)
     head *= mine.first or mine.last
-    return ParameterCounts(every, trained, max(sizes, default=0), of_layer + adapters, head)
+    held = sum(one.parameters for name, one in modules.items() if name.startswith(EXPERTS))
+    return ParameterCounts(
+        every,
+        trained,
+        max(sizes, default=0),
+        of_layer + adapters,
+        head,
+        len(mine.layers) * held * (experts > 1),
+        experts_trained,
+    )

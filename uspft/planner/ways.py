@@ -66,6 +66,7 @@ class Way:
             "context_parallel": layout.context // layout.mesh_rows,
             "context_parallel_algo": self.row.name if shared else None,
             "ulysses_degree_in_cp": layout.ulysses if both else None,
+            "expert_parallel": layout.experts,
         }
         if layout.pipeline > 1:
             found |= {
@@ -130,8 +131,8 @@ class Space:
     schedulers: Collection[Scheduler] = (PLAIN.scheduler,)
     virtual: Collection[int] = (1, 2, 4)
     """Stages of each of these ranks."""
-    experts: int = 1
-    """Ranks that divide experts."""
+    experts: Collection[int] | None = (1,)
+    """Ranks that divide the experts of a layer."""
 
 
 WhyNot = Callable[[Way], str | None]
@@ -169,14 +170,13 @@ def every_way(ranks: int, space: Space) -> Iterator[Way]:
             for row, ulysses in _sharing(rows * context, space):
                 ring = rows * context // ulysses
                 layout = Layout(columns, ulysses, ring, data, pipeline, rows, blocks)
-                if layout.copies % space.experts:
-                    continue
-                layout = replace(layout, experts=space.experts)
                 again = space.recomputes
                 if ulysses == 1 and "exchange" in again:  # no heads are exchanged
                     again = [one for one in again if one != "exchange"] or ["nothing"]
-                for how in product(space.stages, space.rows, again, schedules):
-                    yield Way(layout, row, tokens, *how)
+                for experts in _divisors(layout.copies, space.experts):
+                    divided = replace(layout, experts=experts)
+                    for how in product(space.stages, space.rows, again, schedules):
+                        yield Way(divided, row, tokens, *how)
 
 
 def _stages_and_sharers(ranks: int, space: Space) -> Iterator[tuple[int, int]]:
@@ -234,8 +234,13 @@ def legal_for(step: StepShape, ranks_per_host: int) -> WhyNot:
 
     def why_not(way: Way) -> str | None:
         layout = way.layout
-        if reason := why_no_stages(model, way) or why_no_matrices(model, layout):
-            return reason
+        for reason in (
+            why_no_stages(model, way),
+            why_no_matrices(model, layout),
+            why_no_experts(model, way),
+        ):
+            if reason:
+                return reason
         heads = local_heads(model, layout.mesh_columns)
         if heads.query < layout.ulysses:
             return "more ranks exchange heads than there are heads"
@@ -276,6 +281,16 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
         if any(model.hidden_size % side for side in sides):
             return "the hidden size does not divide by the mesh"
     return None
+
+
+def why_no_experts(model: ModelShape, way: Way) -> str | None:
+    """Return why ranks cannot divide a model's experts as a way does, or None where they can."""
+    degree = way.layout.experts
+    if degree == 1:
+        return None
+    if model.experts % degree:
+        return "the experts do not divide by the ranks that are to hold them"
+    return None if way.stage else "ZeRO-0 is not available beside experts that ranks divide"
 
 
 def _divisors(number: int, among: Collection[int] | None = None) -> Sequence[int]:

@@ -182,7 +182,7 @@ def space_of(recipe: Recipe) -> Space:
         pipelines={parallel.pipeline_stage},
         schedulers={schedule_of(parallel).scheduler},
         virtual={parallel.pp_interleave_num},
-        experts=parallel.expert_parallel,
+        experts={parallel.expert_parallel},
     )
 
 

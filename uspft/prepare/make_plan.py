@@ -78,6 +78,7 @@ def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
     asked = found.loaded.recipe.model_copy(update={"launch": recipe.launch})
     left = space_of(asked)
     space = Space(
+        experts=None if step.model.experts > 1 else {1},
         meshes=recipe.parallel_config.on_a_mesh,
         stages=left.stages,
         rows=left.rows,

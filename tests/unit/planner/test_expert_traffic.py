@@ -23,18 +23,9 @@ from uspft.planner.expert_traffic import (
 NEXT = hub("Qwen/Qwen3-Next-80B-A3B-Instruct")
 
 
-def routed(kind: str, experts: int, met: int, hidden: int, inner: int) -> ModelShape:
-    names = {"qwen3_moe": ("num_experts", "moe_intermediate_size")}
-    of, width = names.get(kind, ("num_local_experts", "intermediate_size"))
-    raw = {of: experts, "num_experts_per_tok": met, width: inner}
-    return replace(
-        NEXT, model_type=kind, raw=raw, hidden_size=hidden, intermediate_size=inner, layers=48
-    )
-
-
-QWEN = routed("qwen3_moe", 128, 8, 2048, 768)
-MIXTRAL = routed("mixtral", 8, 2, 4096, 14336)
-OSS = routed("gpt_oss", 32, 4, 2880, 2880)
+QWEN = hub("Qwen/Qwen3-30B-A3B")
+MIXTRAL = hub("mistralai/Mixtral-8x7B-v0.1")
+OSS = hub("openai/gpt-oss-20b")
 ZERO_3 = 2 * 2 + 4
 """Bytes of a parameter: gathered twice in bfloat16, its gradient summed in float32."""
 COPIES = {False: 4, True: 6}
@@ -43,7 +34,7 @@ layers are recomputed."""
 
 
 def test_likely_ranks_are_the_mean_over_all_choices() -> None:
-    few = routed("mixtral", 6, 2, 8, 8)
+    few = replace(MIXTRAL, raw={**MIXTRAL.raw, "num_local_experts": 6})
     for ranks in (1, 2, 3, 6):
         each = 6 // ranks
         sets = [{one // each for one in chosen} - {0} for chosen in combinations(range(6), 2)]

@@ -82,6 +82,8 @@ LAYOUTS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "allgather": (Layout(ring=4), "allgather_cp", {}),
     "planned 2": (Layout(ring=2), "planned_cp", {}),
     "planned 4": (Layout(ulysses=2, ring=4), "planned_cp", {}),
+    "experts 2": (Layout(ring=2, experts=2), "ring_cp", {}),
+    "experts 4": (Layout(ulysses=4, experts=4), "ulysses_cp", {}),
     "planned, stages": (Layout(ring=4), "planned_cp", {"stages": 2}),
     "tensor": (Layout(mesh_columns=2), "ulysses_cp", {}),
     "tensor, tokens": (
@@ -149,6 +151,9 @@ FEW = [
     Case("mixtral", "ring 2", "none", "lora", "bfloat16"),
     Case("qwen3 moe", "hybrid", "offload", "all", "bfloat16"),
     Case("gpt-oss", "allgather", "nothing", "no mlp", "bfloat16"),
+    Case("mixtral", "experts 2", "offload", "lora", "bfloat16"),
+    Case("qwen3 moe", "experts 4", "attention, tiles", "all", "bfloat16"),
+    Case("gpt-oss", "experts 2", "nothing", "all", "bfloat16"),
 ]
 """Every value of each but two layouts is among them."""
 FULL_ONLY = {"ring 4", "planned, stages"}
@@ -165,6 +170,8 @@ def legal(traits: tuple[Any, ...]) -> bool:
     if case.model in ROUTED and LAYOUTS[case.layout][0].tensor > 1:
         return False
     if case.model in ROUTED and case.dtype == "float32":  # grouped products on meta have one type
+        return False
+    if "experts" in case.layout and case.model not in ROUTED:
         return False
     if "mesh" in case.layout and "mlp_tile_tokens" in SAVING[case.saving]:
         return False
@@ -244,6 +251,29 @@ def test_a_card_fits_what_is_at_most_its_usable_share() -> None:
     assert longest_row(shape, layout, 8e9, options=options) == 0
     away = replace(options, offload_activations=True)
     assert longest_row(shape, layout, 80e9, options=away) > longest
+
+
+def test_of_divided_experts_a_rank_holds_a_part() -> None:
+    """The optimizer's state is as large, whoever has it; weights, and what ZeRO-3 gathers, are
+    not."""
+    shape = hub("Qwen/Qwen3-30B-A3B")
+    experts = 48 * 3 * 128 * 2048 * 768
+    rest = 30_532_122_624 - experts
+    state, gathered = {}, {}
+    for stage in (1, 3):
+        for degree in (1, 2, 8):
+            options = Options(zero_stage=stage)
+            found = memory_of(shape, Layout(data=8, experts=degree), 4096, options=options).parts
+            state[stage, degree] = found["optimizer"], found["weights"]
+            gathered[stage, degree] = found.get("gathered", 0)
+    for degree in (2, 8):
+        assert state[3, degree] == pytest.approx(state[3, 1], rel=1e-6)
+        optimizer, weights = state[1, degree]
+        assert optimizer == pytest.approx(12 * (rest + experts) / 8, rel=1e-3)
+        assert weights == pytest.approx(2 * (rest + experts / degree), rel=1e-3)
+    head, layer = 151_936 * 2048, (experts / 48 / 8) + 2048 * (2 * 4096 + 2 * 512 + 128)
+    assert gathered[3, 8] == pytest.approx(2 * max(head, 2 * layer), rel=1e-3)
+    assert gathered[3, 1] > 2 * gathered[3, 8]
 
 
 def test_what_the_formula_does_not_know_is_named() -> None:

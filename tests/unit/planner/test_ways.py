@@ -122,6 +122,22 @@ def test_heads_and_experts_decide_which_matrices_divide() -> None:
     assert "hidden size" in str(why_no_matrices(LLAMA, mesh))
 
 
+def test_experts_are_divided_by_what_divides_them_and_the_copies() -> None:
+    routed = replace(LLAMA, model_type="mixtral", raw={"num_local_experts": 12})
+    step, space = replace(STEP, model=routed), Space(tensor={1}, experts=None)
+    found = ways(16, space, legal_for(step, 8))
+    assert {way.layout.experts for way in found.legal} == {1, 2, 4}
+    assert all(way.degrees["expert_parallel"] == way.layout.experts for way in found.legal)
+    assert "the experts do not divide by the ranks that are to hold them" in found.left_out
+    assert len({way.name for way in found.legal}) == len(found.legal)
+    alone = {way.layout for way in ways(16, Space(tensor={1}), legal_for(step, 8)).legal}
+    assert alone == {way.layout for way in found.legal if way.layout.experts == 1}
+    bare = ways(16, replace(space, stages=(0,)), legal_for(step, 8))
+    assert {way.layout.experts for way in bare.legal} == {1}
+    dense = ways(16, space, legal_for(STEP, 8))
+    assert {way.layout.experts for way in dense.legal} == {1}
+
+
 def test_a_way_runs_its_own_step() -> None:
     way = Way(Layout(ulysses=2, data=4), next(iter(every_way(2, Space(context={2})))).row)
     again = replace(way, stage=3, rows=2, recompute="attention").step(STEP)
