@@ -75,9 +75,10 @@ def test_experts_in_parts_train_as_one_process(setting: tuple[Path, Documents]) 
     wrong = {case: different(case, got, setting) for case, got in every}
     assert {case: found for case, found in wrong.items() if found} == {}
     for number, (case, (records, end, _)) in enumerate(every):
-        sent = [one["comm_bytes"] for one in records if "loss" in one]
-        assert all(bool(one.get("experts")) == (case.experts > 1) for one in sent)
-        assert all(one.get("tensor") for one in sent) or case.tensor == 1
+        # Of a run that has gone on, the first step was under another layout.
+        *_, sent = (one["comm_bytes"] for one in records if "loss" in one)
+        assert bool(sent.get("experts")) == (case.experts > 1), case
+        assert sent.get("tensor") or case.tensor == 1, case
         if "exported" in case.beside:
             there = setting[0] / "runs" / str(number) / "hf"
             net = transformers.AutoModelForCausalLM.from_pretrained(there, dtype=torch.float32)
