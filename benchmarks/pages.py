@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import predictions
+from benchmarks import kills, predictions
 from benchmarks.attention import overview as attention
 from benchmarks.convergence import comparison as convergence
 from benchmarks.data import figures as data
@@ -27,6 +27,7 @@ from benchmarks.memory import report as memory
 from benchmarks.meshslice import report as meshslice
 from benchmarks.meshslice.hosts import report as meshslice_hosts
 from benchmarks.orders import figures as orders
+from benchmarks.pipelines import report as pipelines
 from benchmarks.planning import report as planning
 from benchmarks.planning.hosts import figures as planning_hosts
 from benchmarks.planning.speed import figures as planning_speed
@@ -40,10 +41,12 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "attention": attention.figures,
     "convergence": convergence.figures,
     "data": data.figures,
+    "kills": kills.figures,
     "memory": memory.figures,
     "meshslice": meshslice.figures,
     "meshslice-hosts": meshslice_hosts.figures,
     "orders": orders.figures,
+    "pipelines": pipelines.figures,
     "planning": planning.figures,
     "planning-hosts": planning_hosts.figures,
     "planning-speed": planning_speed.figures,
@@ -54,6 +57,8 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     PROGRAM: predictions.figures,
 }
 """What makes the figures of each file."""
+ELSEWHERE = {"kills": kills.FOLDER}
+"""The folders of files that are no benchmark's."""
 FIGURE = re.compile(r"^<!-- figures: (.+?), (.+?) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 
 
@@ -61,7 +66,7 @@ FIGURE = re.compile(r"^<!-- figures: (.+?), (.+?) -->\n(.*?)^<!-- end -->$", re.
 def figures(file: str) -> dict[str, str]:
     """Return the figures of a file of results, or of the program, by name. Raises KeyError where
     there is no such file."""
-    return MAKERS[file](read(RESULTS, file))
+    return MAKERS[file](read(ELSEWHERE.get(file, RESULTS), file))
 
 
 def pages() -> list[Path]:

@@ -23,6 +23,7 @@ from uspft.mesh import Groups
 from uspft.model.build import empty_model
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import heads_of, model_config, shared_window, softcap_of
+from uspft.model.linear_probe import believe_linear_layers
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.tile_sizes import tile_tokens
 from uspft.model.trained import choose_trained
@@ -94,6 +95,7 @@ def assemble(
     # The model, filled with the parts of its parameters that this rank holds.
     dtype = getattr(torch, recipe.model.dtype)
     model = empty_model(config, dtype, device)  # with the hook by which attention is split
+    believe_linear_layers(model, dtype, device)
     choose_trained(model, recipe.model, recipe.seed)
     stages = stages_of(recipe)  # None: each rank has all layers
     shards = [shards_under(model, one, tensor_of_rows=most, stages=stages) for one in under]

@@ -5,8 +5,9 @@ Several may be alive at once, and the one that a row is split by travels with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,9 @@ from uspft.kernels import Kernel, believed_kernel
 from uspft.layout import Layout, settled_layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
-from uspft.sequence import Algorithm, Attend, Heads, Rule, Share, Split, of_recipe
+from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, of_recipe
 from uspft.sequence.mixing import Convolution, convolve, mix
+from uspft.sequence.rows.groups import key_groups
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.share import Order
 from uspft.sequence.states import Mixed, StateRule
@@ -75,7 +77,7 @@ class World:
         qkv: tuple[Tensor, Tensor, Tensor],
         share: Share,
         rule: Rule,
-        inside: Callable[[Attend, tuple[Tensor, ...]], Tensor] | None = None,
+        inside: Inside | None = None,
     ) -> Tensor:
         """Return attention's output [T, H, D] for this rank's tokens, differentiable.
 
@@ -84,9 +86,10 @@ class World:
         split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside)
         return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
 
-    def mix(self, x: Mixed, share: Share, rule: StateRule) -> Tensor:
-        """Return a rule's out [T, H, V] for this rank's tokens, differentiable."""
-        return mix(x, share, rule, self.mesh.ulysses, self.mesh.ring)
+    def mix(self, x: Mixed, share: Share, rule: StateRule, inside: Inside | None = None) -> Tensor:
+        """Return a rule's out [T, H, V] for this rank's tokens, differentiable. inside: as of
+        Split."""
+        return mix(x, share, rule, (self.mesh.ulysses, self.mesh.ring), inside)
 
     def convolve(self, x: Tensor, share: Share, taps: int, convolution: Convolution) -> Tensor:
         """Return a causal convolution [1, C, T] of this rank's tokens, differentiable."""
@@ -109,7 +112,9 @@ def live_worlds(
     """
     every = [(one, settled_layout(one.parallel_config)) for one in layouts_of(recipe)]
     wish, dtype = recipe.model.attention, getattr(torch, recipe.model.dtype)
-    shapes = sorted({shape for _, layout in every for shape in head_shapes(heads, layout)})
+    asked = recipe.memory.attention_heads
+    at_once = None if asked == "all" else asked
+    shapes = sorted({one for _, layout in every for one in head_shapes(heads, layout, at_once)})
     kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
     worlds = []
     for one, layout in every:
@@ -120,13 +125,17 @@ def live_worlds(
     return worlds, refused
 
 
-def head_shapes(heads: Heads, layout: Layout) -> list[Heads]:
+def head_shapes(heads: Heads, layout: Layout, at_once: int | None = None) -> list[Heads]:
     """Return the heads of the attention calls that ranks make, each combination once.
 
-    heads: the model's. Every rank tries kernels on all of them, so that all ranks choose the same
-    kernel.
+    heads: the model's. at_once: query heads of a KV head in one call; None: all heads are. Every
+    rank tries kernels on all of them, so that all ranks choose the same kernel.
     """
     query, kv, dim = heads.on(layout.mesh_columns)
+    if at_once:
+        groups = key_groups(query, kv, layout.ulysses, min(at_once, query // kv))
+        turns = (one.widths(turn) for one in groups for turn in range(len(one.queries)))
+        return [Heads(width, 1, dim) for width in sorted({*chain(*turns)} - {0})]
     calls = split_heads(query, kv, layout.ulysses).calls(query // kv)
     return [Heads(query, kv, dim) for query, kv in sorted(calls)]
 

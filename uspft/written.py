@@ -17,6 +17,8 @@ from uspft.metrics.mlflow_run import MLFLOW
 from uspft.metrics.trackers import EVENTS, RUNS, WANDB
 
 RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json"
+INCIDENTS = "incidents.jsonl"
+"""The steps that were bad: a line for each."""
 MODEL, ADAPTER = "hf", "adapter"
 EXPORTS = (MODEL, ADAPTER)
 """The folders that a run writes at its end, beside checkpoints/."""
@@ -35,13 +37,13 @@ def is_written(place: Path) -> bool:
         return rest[0] == LATEST or STEP_FOLDER.fullmatch(rest[0]) is not None
     if first == LOGS and rest:
         return LOG.fullmatch(rest[0]) is not None
-    return first in (METRICS, RECIPE, *EXPORTS, OUTDATED, *TRACKED, ENVIRONMENT)
+    return first in (METRICS, INCIDENTS, RECIPE, *EXPORTS, OUTDATED, *TRACKED, ENVIRONMENT)
 
 
 def written(output: Path) -> list[Path]:
     """List what runs have left in an output folder, environment.json, which marks a run, last."""
     found = step_folders(output / CHECKPOINTS)
-    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, *EXPORTS, OUTDATED, *TRACKED, RECIPE]
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, INCIDENTS, *EXPORTS, OUTDATED, *TRACKED, RECIPE]
     if os.path.isdir(output / LOGS):
         names += [f"{LOGS}/{log}" for log in os.listdir(output / LOGS) if LOG.fullmatch(log)]
     return found + [
@@ -123,7 +125,7 @@ def clear_partial(output: Path) -> None:
 
     No other run may be alive in the folder.
     """
-    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, RECIPE, ENVIRONMENT, RUNS, OUTDATED]
+    names = [f"{CHECKPOINTS}/{LATEST}", METRICS, INCIDENTS, RECIPE, ENVIRONMENT, RUNS, OUTDATED]
     left = [new_exports(output), *(partial_of(output / name) for name in names)]
     for hidden in (output / CHECKPOINTS).glob(".step-*.partial"):
         if STEP_FOLDER.fullmatch(hidden.name[1:].removesuffix(".partial")):

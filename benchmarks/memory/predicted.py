@@ -7,13 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from uspft.config.algorithms import CONTEXT
+from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.config.inputs import ModelBlock
 from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.model.tile_sizes import tile_tokens
-from uspft.planner.memory import BATCH_BYTES, Memory, Options, lora_of, memory_of
+from uspft.pipeline.schedules import Schedule
+from uspft.planner.memory import (
+    BATCH_BYTES,
+    Memory,
+    Options,
+    lora_of,
+    memory_of,
+    memory_of_ranks,
+)
 
 COUNTED = 8
 """The bytes of a token of its batch that a count sees: operations return no more of it."""
@@ -41,6 +49,35 @@ def predicted(
     return replace(found, parts={**found.parts, "batch": seen})
 
 
+def predicted_of_ranks(
+    shape: ModelShape,
+    tokens: int,
+    memory: MemoryBlock,
+    layout: Layout,
+    schedule: Schedule,
+    micro_batches: int,
+    *,
+    dtype: str = "bfloat16",
+    parallel: Mapping[str, Any] | None = None,
+    trained: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return what is predicted of each rank's rows, of what `count_stages` counts; the arguments
+    are its own."""
+    options = options_for(
+        shape,
+        memory,
+        "ulysses_cp",
+        dtype=dtype,
+        parallel=parallel,
+        trained=trained,
+        schedule=schedule,
+        step_rows=micro_batches,
+    )
+    batches = micro_batches * tokens // layout.context * BATCH_BYTES
+    every = memory_of_ranks(shape, layout, tokens, options=options)
+    return [one.activation_bytes - batches for one in every]
+
+
 def options_for(
     shape: ModelShape,
     memory: MemoryBlock,
@@ -58,7 +95,7 @@ def options_for(
     model = ModelBlock(config=Path(), **(trained or {}))
     auto, again = memory.recompute == "auto", memory.gradient_checkpointing
     return Options(
-        algorithm=CONTEXT[algorithm],
+        algorithm=CONTEXT.get(algorithm, WHOLE),
         exchange_stages=stages,
         use_seq_parallel=asked.get("use_seq_parallel", False),
         slices=asked.get("tensor_slices", (1,) * 4),
@@ -66,6 +103,7 @@ def options_for(
         checkpointing=bool(again),
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if auto else memory.recompute,
+        at_once=None if memory.attention_heads == "all" else memory.attention_heads,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),
         mlp_tile=memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else None,

@@ -33,9 +33,28 @@ def checksum_table(cases: Sequence[dict[str, Any]]) -> str:
     return markdown(heads, lines)
 
 
+def overlap_table(cases: Sequence[dict[str, Any]]) -> str:
+    """Return a line for each size and way."""
+    heads = ("checkpoint", "step s", "written", "save s", "steps wait s", "steps lose s a save")
+    lines = [
+        [
+            f"{case['bytes'] / 1e9:.1f} GB",
+            f"{case['step_seconds']:.2f}",
+            way,
+            f"{case[way]['save_seconds']:.2f}",
+            f"{case[way]['waited_seconds']:.2f}",
+            f"{case[way]['lost_seconds']:.2f}",
+        ]
+        for case in cases
+        for way in ("in turn", "beside")
+    ]
+    return markdown(heads, lines)
+
+
 def figures(result: dict[str, Any]) -> dict[str, str]:
     """Return what pages show of saving.json, by name, as Markdown."""
     return {
         "checksums": checksum_table(result["checksums"]),
-        "measured": measured_on([result["checksums_on"]]),
+        "overlap": overlap_table(result["overlap"]),
+        "measured": measured_on([result["checksums_on"], result["overlap_on"]]),
     }

@@ -123,29 +123,46 @@ def supervise(program: Path, count: int, environment: Mapping[str, str]) -> None
 
 def _supervised(program: Path, count: int, environment: Mapping[str, str]) -> None:
     from uspft.config.problems import RunFailed
-    from uspft.launcher import LaunchError, LocalRanks, Meeting, hosts_from, run_ranks
+    from uspft.launcher import LaunchError, LocalRanks, Meeting, Restart, hosts_from, run_ranks
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command, logs = [sys.executable, str(program)], program.parent / "logs"
+    least, restart = environment.get("LEAST_HOSTS"), None
+    if least is not None:
+        restart = Restart(lambda why: True, int(least) if least else None)
     try:
         ranks = LocalRanks(count, hosts_from(environment))
         with Meeting(ranks.hosts) as meeting:
             try:
                 watch = meeting.convene(ranks.count, "cpu", 0, HANG_SECONDS)
-                code = run_ranks(command, ranks, environment=environment, log_dir=logs, watch=watch)
+                code = run_ranks(
+                    command,
+                    ranks,
+                    environment=environment,
+                    log_dir=logs,
+                    watch=watch,
+                    restart=restart,
+                )
             except KeyboardInterrupt:
                 code = meeting.end(130, "stopped")
     except (LaunchError, RunFailed) as error:
         print(error, file=sys.stderr)
         code = 2
+    if restart:
+        print(f"again: {restart.hosts}", file=sys.stderr)
     sys.exit(code)
 
 
-def launch_hosts(folder: Path, ranks: int, script: str, count: int = 2) -> list[Launched]:
-    """Start as many supervisors on this machine, each as one host of a run."""
+def launch_hosts(
+    folder: Path, ranks: int, script: str, count: int = 2, **environment: str
+) -> list[Launched]:
+    """Start as many supervisors on this machine, each as one host of a run.
+
+    LEAST_HOSTS in the environment has them say where the run would start again.
+    """
     hosts = {"NNODES": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(two_free_ports())}
     return [
-        launch(folder / f"host{host}", ranks, script, **hosts, NODE_RANK=str(host))
+        launch(folder / f"host{host}", ranks, script, **hosts, **environment, NODE_RANK=str(host))
         for host in range(count)
     ]
 

@@ -201,6 +201,6 @@ def test_a_silent_host_is_lost_and_a_stranger_is_not(monkeypatch: pytest.MonkeyP
     until = time.monotonic() + HANG_SECONDS
     while not (alarm := here.news()) and time.monotonic() < until:
         time.sleep(0.02)
-    assert alarm == watch.Alarm("failed", "host 1 has said nothing for 0 s")
+    assert alarm == watch.Alarm("failed", "host 1 has said nothing for 0 s", lost=True)
     silent.close()
     here.close()

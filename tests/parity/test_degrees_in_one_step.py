@@ -91,7 +91,7 @@ def norms_alone(net: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("full", "count"), [(False, 7), pytest.param(True, 35, marks=pytest.mark.full)]
+    ("full", "count"), [(False, 8), pytest.param(True, 40, marks=pytest.mark.full)]
 )
 def test_rows_of_several_tensor_degrees_are_one_step(
     full: bool, count: int, setting: tuple[Path, Documents]
@@ -102,7 +102,8 @@ def test_rows_of_several_tensor_degrees_are_one_step(
     wrong = {case: wrong_of(got, wanted(case, setting)) for case, got in answers.items()}
     wrong = {case: found for case, found in wrong.items() if found}
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
-    counted = [case for case in every if case.trains == "all" and "gemma" not in case.model]
+    other = ("gemma2", "gemma3_text", "qwen3_5_text")  # windows, and layers without attention
+    counted = [case for case in every if case.trains == "all" and case.model not in other]
     assert counted
     for case in counted:
         for record in answers[case][0]:

@@ -28,20 +28,24 @@ from tests.support.rows import packed
 from tests.support.wide import widened
 from uspft.comm import Books
 from uspft.config.algorithms import CONTEXT
+from uspft.families import StateSizes
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
 from uspft.mesh import make_mesh
 from uspft.model.attention import NAME, Bound
 from uspft.model.linear import bind_linear_layers
+from uspft.model.recompute import Recompute
 from uspft.segments import Segments
-from uspft.sequence import make_algorithm, mixing, states
+from uspft.sequence import FORWARDS, Heads, make_algorithm, mixing, states
 from uspft.sequence.planned import Planned
 from uspft.sequence.rows import fragments
 from uspft.sequence.rows.spans import Span
+from uspft.sequence.rows.state_traffic import state_cost
+from uspft.sequence.rows.traffic import heads_traffic
 from uspft.tensor.megatron import Megatron
 from uspft.world import World
 
-RANKS = 4
+RANKS, BYTES = 4, 8
 LENGTHS = [5, 130, 2, 1, 80, 30]
 """Documents of one and of two tokens among them; a row ends in padding."""
 ROW = Segments(packed(LENGTHS).bounds, 256)
@@ -64,8 +68,8 @@ class Model:
     heads: tuple[int, int] = (2, 4)
     """Key heads and value heads of its layers with a state."""
     dims: tuple[int, int] = (8, 8)
-    again: bool = False
-    """Whether its layers are checkpointed."""
+    again: Recompute | None = None
+    """What of them is made again where its layers are checkpointed."""
 
 
 class Case(NamedTuple):
@@ -298,8 +302,15 @@ def _even_heads(value: int, key: int, members: int) -> Any:
     return type(found)(found.query, keys)
 
 
-def errors(case: Case, net: Any, want: tuple[float, dict[str, Tensor]]) -> tuple[float, float]:
-    """How far the loss is off, and the worst gradient by its own size."""
+class Found(NamedTuple):
+    """How far the loss is off, the worst gradient by its own size, and the bytes sent by kind."""
+
+    loss: float
+    gradient: float
+    sent: dict[str, int]
+
+
+def errors(case: Case, net: Any, want: tuple[float, dict[str, Tensor]]) -> Found:
     world = world_of(case.ulysses)
     order = orders()[case.order]
     with ExitStack() as stack:
@@ -308,10 +319,11 @@ def errors(case: Case, net: Any, want: tuple[float, dict[str, Tensor]]) -> tuple
         share = world.share([ROW], [order])
         held = [torch.arange(a, b) for a, b in share.held]
         index = torch.cat(held) if held else torch.arange(0)
-        bound = Bound(world, share, index, recompute="attention" if case.model.again else None)
+        bound = Bound(world, share, index, recompute=case.model.again)
         stack.enter_context(widened(*MODELLING))
         loss = loss_of(net, index, uspft=bound)
         loss.backward()
+    sent = world.books.close()
     total = loss.detach().clone()
     dist.all_reduce(total)
     worst = 0.0
@@ -322,10 +334,10 @@ def errors(case: Case, net: Any, want: tuple[float, dict[str, Tensor]]) -> tuple
         wanted = torch.from_numpy(want[1][name])
         size = float(wanted.abs().max())
         worst = max(worst, float((grad - wanted).abs().max()) / size)
-    return abs(float(total) - want[0]), worst
+    return Found(abs(float(total) - want[0]), worst, sent)
 
 
-def compare(rank: int, cases: list[Case], wants: dict[Model, Any]) -> list[tuple[float, float]]:
+def compare(rank: int, cases: list[Case], wants: dict[Model, Any]) -> list[Found]:
     found, nets = [], {}
     for case in cases:
         if case.model not in nets:
@@ -347,8 +359,11 @@ CASES = [
     Case("hybrid", 2, ODD),
     Case("random", 1, Model(dims=(8, 12))),
     Case("random", 2, Model(dims=(8, 12))),
-    Case("random", 2, Model(again=True)),
-    Case("contiguous", 1, Model(again=True)),
+    Case("random", 2, Model(again="attention")),
+    Case("contiguous", 1, Model(again="attention")),
+    Case("random", 2, Model(again="nothing")),
+    Case("contiguous", 1, Model(again="nothing")),
+    Case("random", 2, Model(again="exchange")),
     *(Case("random", 2, Model(kind)) for kind in ("qwen3_next", "olmo_hybrid", "qwen3_5_moe_text")),
     Case("contiguous", 4, Model(heads=(1, 3))),
 ]
@@ -367,23 +382,44 @@ UNSEEN_IN_LOSS = {"halo detached", "states detached"}
 
 
 @pytest.fixture(scope="module")
-def answers() -> Iterator[dict[Case, tuple[float, float]]]:
+def answers() -> Iterator[dict[Case, list[Found]]]:
+    """By case what each rank found."""
     every = [*CASES, *CONTROLS]
     wants = {case.model: alone(case.model) for case in every}
     found = spawn(RANKS, compare, every, wants)
-    yield dict(zip(every, found[0], strict=True))
+    yield dict(zip(every, map(list, zip(*found, strict=True)), strict=True))
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_pieces_of_documents_equal_one_process_a_document(case: Case, answers: Any) -> None:
-    loss, gradient = answers[case]
+    loss, gradient, _ = answers[case][0]
     assert loss < 1e-12
     assert gradient < 1e-10
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_books_have_what_the_formula_says(case: Case, answers: Any) -> None:
+    """Of the busiest rank: three layers with a state, whose convolution is never remembered; and
+    one of attention, which exchanges heads too."""
+    made = FORWARDS[case.model.again or "nothing"]
+    twice = 2 if case.model.again else 1
+    sizes = StateSizes(*case.model.heads, *case.model.dims)
+    order = orders()[case.order]
+    cost = state_cost(ROW, order, case.ulysses, sizes, BYTES, made, twice)
+    sent = [found.sent for found in answers[case]]
+    assert max(one.get("state", 0) for one in sent) == 3 * cost.state.bytes
+    assert cost.state.bytes > 0
+    held = {sum(b - a for a, b in spans) for spans in order}
+    if len(held) == 1:
+        (tokens,) = held
+        attention = heads_traffic(Heads(4, 2, 16), case.ulysses, tokens, BYTES, made.heads)
+        exchanged = 3 * cost.all_to_all.bytes + (case.ulysses > 1) * attention.bytes
+        assert max(one.get("all_to_all", 0) for one in sent) == exchanged
+
+
 @pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.fault)
 def test_a_fault_shows(case: Case, answers: Any) -> None:
-    loss, gradient = answers[case]
+    loss, gradient, _ = answers[case][0]
     assert gradient > 1e-2
     assert (loss < 1e-12) == (case.fault in UNSEEN_IN_LOSS)

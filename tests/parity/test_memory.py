@@ -38,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "attention again": {"recompute": "attention", "mlp_tile_tokens": ROW // 2 - 1},
     "on the host": {"offload_activations": "cpu"},
     "all": {"recompute": "attention", "offload_activations": "cpu", "mlp_tile_tokens": 7},
+    "groups": {"attention_heads": 1, "recompute": "attention", "mlp_tile_tokens": 7},
+    "groups kept": {"attention_heads": 2, "offload_activations": "cpu"},
 }
 """Of 24 tokens a rank, or 48, tiles of 23 leave a last one of one token or two."""
 
@@ -156,7 +158,7 @@ def test_every_option_equals_one_process(answers: dict[Case, Any], setting: Any)
 def gathers(rank: int, folder: Path, data: dict[bool, Documents]) -> dict[str, tuple[int, int]]:
     """By options: how many all-gathers a step takes under ZeRO-3, and of how many bytes."""
     found = {}
-    for name, memory in (("none", {}), ("tiles", OPTIONS["tiles"])):
+    for name, memory in {"none": {}, **{one: OPTIONS[one] for one in ("tiles", "groups")}}.items():
         case = Case("ring", name, "zero3 whole", packed=False, adapted=False)
         counted: list[int] = []
 
@@ -180,7 +182,8 @@ def gathers(rank: int, folder: Path, data: dict[bool, Documents]) -> dict[str, t
     return found
 
 
-def test_tiles_gather_weights_once(setting: Any) -> None:
-    (plain, size), (tiled, tiled_size) = spawn(2, gathers, *setting)[0].values()
-    assert plain > 0 and tiled <= plain, (plain, tiled)
-    assert tiled_size == size > 0
+def test_tiles_and_groups_of_heads_gather_weights_once(setting: Any) -> None:
+    found = spawn(2, gathers, *setting)[0]
+    (plain, size), (tiled, tiled_size), (grouped, grouped_size) = found.values()
+    assert plain > 0 and tiled <= plain and grouped <= plain, found
+    assert tiled_size == size > 0 < grouped_size <= size

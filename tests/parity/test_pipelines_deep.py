@@ -8,7 +8,6 @@ otherwise in the same process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ def test_it_equals_one_process(
 @pytest.mark.parametrize("case", APART, ids=lambda case: case.title)
 def test_it_equals_a_run_without_stages(case: Case, setting: tuple[Path, Documents]) -> None:
     folder, data = setting
-    alone = replace(case, ranks=1, virtual=1)
     (got,) = spawn(case.world, answered, [case], folder, data.path)[0].values()
-    (want,) = spawn(alone.world, answered, [alone], folder, data.path)[0].values()
-    assert unlike(got, want) == []
+    (want,) = spawn(case.alone.world, answered, [case.alone], folder, data.path)[0].values()
+    rounds = case.tied and "bfloat16" in case.beside
+    assert unlike(got, want, rounds_table=rounds) == []

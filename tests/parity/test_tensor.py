@@ -42,6 +42,7 @@ from uspft.tensor.megatron import Megatron
 
 pytestmark = pytest.mark.timeout(900)
 Data = dict[bool, Documents]
+PER_HEAD = ("qwen3", "gemma3_text", "qwen3_5_text")
 PLAIN = Case("llama", (2, 1), "zero1", False, False)
 TOKENS = Case("llama", (2, 2), "zero3", False, True)
 
@@ -86,10 +87,10 @@ def is_divided(name: str) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "full", "count"),
     [
-        (4, False, 10),
+        (4, False, 12),
         (8, False, 3),
-        pytest.param(4, True, 102, marks=pytest.mark.full),
-        pytest.param(8, True, 126, marks=pytest.mark.full),
+        pytest.param(4, True, 114, marks=pytest.mark.full),
+        pytest.param(8, True, 138, marks=pytest.mark.full),
     ],
 )
 def test_a_split_model_trains_as_one_process(
@@ -102,7 +103,7 @@ def test_a_split_model_trains_as_one_process(
         if found := mismatch(got, wanted(case, setting)):
             wrong[case] = found
         for name, (here, whole) in sizes.items():
-            per_head = case.model in ("qwen3", "gemma3_text") and name.endswith("_norm.weight")
+            per_head = case.model in PER_HEAD and name.endswith("_norm.weight")
             alone = MODELS[case.model].get("kv_heads") == 1 and (
                 "k_proj" in name or "v_proj" in name
             )
@@ -208,7 +209,7 @@ def saved_and_resumed(rank: int, model: str, folder: Path, data: Data) -> Any:
     return end if rank == 0 else None
 
 
-@pytest.mark.parametrize("model", ["llama", "phi3"])
+@pytest.mark.parametrize("model", ["llama", "phi3", "olmo_hybrid"])
 def test_a_run_goes_on_under_other_degrees_stages_and_its_export_is_transformers(
     model: str, setting: tuple[Path, Data]
 ) -> None:

@@ -116,6 +116,18 @@ WANTED = {
     "qwen3-next-80b-a3b-text-hybrid-128k-64gpu.yaml": Wanted(
         64, "each row shared by 8 (Ulysses 2 × ring 4), 8 rows at a time; ZeRO-3, bfloat16 on cuda"
     ),
+    "qwen3-30b-a3b-lora-ulysses-32k.yaml": Wanted(
+        8, "each row shared by 2 (Ulysses), 4 rows at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "qwen3-30b-a3b-text-hybrid-128k-64gpu.yaml": Wanted(
+        64, "each row shared by 8 (Ulysses 4 × ring 2), 8 rows at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "mixtral-8x7b-v0.1-text-ulysses-32k-16gpu.yaml": Wanted(
+        16, "each row shared by 8 (Ulysses), 2 rows at a time; ZeRO-3, bfloat16 on cuda"
+    ),
+    "gpt-oss-20b-text-ulysses-64k.yaml": Wanted(
+        8, "each row shared by 4 (Ulysses), 2 rows at a time; ZeRO-3, bfloat16 on cuda"
+    ),
     "gemma3-12b-chat-ulysses-32k.yaml": Wanted(
         8, "each row shared by 8 (Ulysses), 1 row at a time; ZeRO-3, bfloat16 on cuda"
     ),
@@ -176,7 +188,7 @@ def bases(path: Path) -> list[Path]:
 def test_the_files_are_found() -> None:
     assert set(RECIPES) == set(WANTED)
     assert set(MODELS) == {*PARAMETERS, "quickstart.json"}
-    assert len(MODELS) == 20
+    assert len(MODELS) == 23
     assert [name.split("/")[0] for name in FRAGMENTS] == ["parallel"] * 9 + ["zero"] * 4
 
 

@@ -38,8 +38,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {"kind": "olmo2", "heads": 8, "kv_heads": 2},
     "gemma2": {"kind": "gemma2", "heads": 4, "kv_heads": 2},
     "gemma3_text": {"kind": "gemma3_text", "heads": 8, "kv_heads": 4},
+    "qwen3_5_text": {
+        "kind": "qwen3_5_text",
+        "heads": 8,
+        "kv_heads": 2,
+        "linear_num_key_heads": 5,
+        "linear_num_value_heads": 10,
+    },
 }
-"""On 4 ranks most have fewer key-value heads, and one of them on 2."""
+"""On 4 ranks most have fewer key-value heads, and one of them on 2. The heads of layers
+with a state do not divide."""
 TURNS: dict[int, list[tuple[Layout, list[list[int]]]]] = {
     1: [
         (Layout(mesh_columns=4), [[0]]),

@@ -47,8 +47,9 @@ def start(recipe: dict[str, Any], folder: Path, *words: str) -> subprocess.Popen
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl, without those of saves, whose times differ."""
+    every = map(json.loads, (folder / "out/metrics.jsonl").read_text().splitlines())
+    return [record for record in every if "save_bytes" not in record]
 
 
 def living(folder: Path) -> list[int]:

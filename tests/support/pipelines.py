@@ -6,7 +6,7 @@ import faulthandler
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -43,6 +43,8 @@ class Case:
     algorithm: str = "ring_cp"
     beside: tuple[str, ...] = ()
     """What else the recipe asks for, by its names in BESIDE."""
+    depth: int = 0
+    """Layers of the model; 0: as many as its stages want."""
 
     @property
     def title(self) -> str:
@@ -62,7 +64,12 @@ class Case:
 
     @property
     def layers(self) -> int:
-        return FEW if self.ranks * self.virtual <= FEW else MANY
+        return self.depth or (FEW if self.ranks * self.virtual <= FEW else MANY)
+
+    @property
+    def alone(self) -> Case:
+        """The same without stages."""
+        return replace(self, ranks=1, virtual=1, depth=self.layers)
 
     @property
     def model(self) -> str:
@@ -256,7 +263,7 @@ def _plain(model: Path, data: Path, frozen: str, steps: int, rows: int) -> Refer
 
 def far(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
     """The largest relative difference, and whose it is; what is tiny is measured by the mean."""
-    assert got.keys() == want.keys()
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
     total = sum(float(one.double().norm()) ** 2 for one in want.values())
     count = sum(one.numel() for one in want.values())
 
@@ -296,7 +303,7 @@ def mismatch(case: Case, got: dict[str, Any], folder: Path, data: Documents) -> 
     near("norms", got["norms"], want.grad_norms, 3e-6)
     near("targets", got["targets"], want.targets, 0)
     near("evaluated", [got["evaluated"]], [every.losses[0]], 1e-6)
-    if not min(want.grad_norms) > 1.5 * CLIP:
+    if not min(want.grad_norms) > 1.1 * CLIP:
         found.append(f"clipping is not active at {want.grad_norms}")
     apart, whose = far(got["moments"], first.moments)
     if not apart < 1e-5:
@@ -306,14 +313,33 @@ def mismatch(case: Case, got: dict[str, Any], folder: Path, data: Documents) -> 
     return found
 
 
-def unlike(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
-    """What of two runs of this project differs by more than rounding in float32."""
-    found = [
-        f"{what} {got[what]} != {want[what]}"
-        for what in ("losses", "norms", "targets")
-        if not all(abs(a - b) <= 3e-6 * abs(b) for a, b in zip(got[what], want[what], strict=True))
-    ]
+TABLE = "model.embed_tokens.weight"
+ROUNDED = 4e-3
+"""By how much the gradient of a tied table may differ in bfloat16, to whose sum one process adds
+what embedding and head give in each micro-batch, and stages what the head gave in all."""
+EXACT, BESIDE_ROUNDED = (3e-6, 3e-6), {"losses": (3e-6, 1e-3), "norms": (1e-4, 1e-2)}
+"""By how much the first step and later ones may differ: beside such a gradient the norm does, and
+then weights in bfloat16."""
+
+
+def unlike(got: dict[str, Any], want: dict[str, Any], *, rounds_table: bool = False) -> list[str]:
+    """What of two runs of this project differs by more than rounding in float32; rounds_table: or
+    of a tied table in bfloat16."""
+    found = []
+    for what in ("losses", "norms", "targets"):
+        first, later = BESIDE_ROUNDED.get(what, EXACT) if rounds_table else EXACT
+        for step, (a, b) in enumerate(zip(got[what], want[what], strict=True)):
+            if not abs(a - b) <= (later if step else first) * abs(b):
+                found.append(f"{what} of step {step + 1}: {a} != {b}")
     if not abs(got["evaluated"] / want["evaluated"] - 1) <= 3e-6:
         found.append(f"evaluated {got['evaluated']} != {want['evaluated']}")
-    apart, whose = far(got["moments"], want["moments"])
+    # Clipping divides every gradient by the norm, which differs where the table's does.
+    means = [
+        {name: mean * one["norms"][0] for name, mean in one["moments"].items()}
+        for one in (got, want)
+    ]
+    if rounds_table:
+        table, _ = far(*({TABLE: one.pop(TABLE)} for one in means))
+        found += [f"gradient of the table is {table:.1e} off"] * (not table < ROUNDED)
+    apart, whose = far(*means)
     return found + [f"gradient of {whose} is {apart:.1e} off"] * (not apart < 1e-5)

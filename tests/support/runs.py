@@ -104,7 +104,10 @@ def run_recipe(
     before: Callable[[Any], None] | None = None,
     resume: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]] | None:
-    """Train; rank 0 gets (records of metrics.jsonl, final master weights). before: sees the Run."""
+    """Train; rank 0 gets (records of metrics.jsonl but for those of saves, final master weights).
+
+    before: sees the Run.
+    """
     from uspft.training.loop import train
 
     run = prepared(recipe, output, resume=resume)
@@ -116,7 +119,8 @@ def run_recipe(
     close(run)
     if dist.get_rank():
         return None
-    return [json.loads(line) for line in (output / "metrics.jsonl").open()], end
+    records = map(json.loads, (output / "metrics.jsonl").open())
+    return [record for record in records if "save_bytes" not in record], end
 
 
 def held(engine: Any, kind: str = "weight") -> dict[str, torch.Tensor]:

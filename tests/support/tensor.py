@@ -15,6 +15,8 @@ from tests.support.runs import small_recipe
 from tests.support.stages import ZERO
 
 STEPS, RATE, CLIP = 2, 1e-3, 0.5
+UNEVEN = {"linear_num_key_heads": 5, "linear_num_value_heads": 10}
+"""Heads of layers with a state, which ranks have unequal numbers of."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "heads": 8, "kv_heads": 2},
     "qwen2": {"kind": "qwen2", "heads": 4, "kv_heads": 2},
@@ -26,6 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"kind": "granite"},
     "gemma2": {"kind": "gemma2", "heads": 4, "kv_heads": 2},
     "gemma3_text": {"kind": "gemma3_text", "heads": 8, "kv_heads": 2},
+    "qwen3_5_text": {"kind": "qwen3_5_text", "heads": 8, "kv_heads": 2, **UNEVEN},
+    "olmo_hybrid": {"kind": "olmo_hybrid", "heads": 8, "kv_heads": 2, **UNEVEN},
 }
 """A model of every dense family. On 4 ranks most have fewer key-value heads; 97 tokens of the
 vocabulary divide by none."""

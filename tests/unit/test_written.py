@@ -19,7 +19,8 @@ from uspft.written import (
 )
 
 OF_A_RUN = (
-    *("recipe.yaml", "metrics.jsonl", "environment.json", "hf/model.safetensors"),
+    *("recipe.yaml", "metrics.jsonl", "incidents.jsonl", "environment.json"),
+    "hf/model.safetensors",
     *("adapter/adapter_config.json", "logs/rank-0.log", "logs/rank-13.log"),
     *("checkpoints/latest", "checkpoints/step-00000010/state.json", ".exports-outdated"),
 )

@@ -178,6 +178,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if not {"checksum", "checksums"}.isdisjoint(state) and not is_sealed(text):
         raise CheckpointError(f"{folder} is damaged: {STATE} has another checksum than was written")
     state.setdefault("checksums", {})
+    state.setdefault("course", {})
     state.setdefault("sizes", {})
     state.setdefault("parts", {})
     missing = [name for name, is_right in _FIELDS.items() if not is_right(state.get(name))]
@@ -196,6 +197,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: isinstance(value, int),
     "adam_steps": lambda value: isinstance(value, int),
     "identity": lambda value: isinstance(value, dict),
+    "course": lambda value: isinstance(value, dict),
     "files": _table_of(str),
     "sizes": _table_of(int),
     "checksums": _table_of(str),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +36,12 @@ PART_BYTES = 1 << 30
 class _Parts:
     """The tensors of one checkpoint that this rank writes, and their files."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    def __init__(self, folder: Path, rank: int, *, later: bool) -> None:
+        """later: whether files are kept in memory until `write` is called."""
+        self._folder, self._rank, self._later = folder, rank, later
         self._held: dict[str, Tensor] = {}
         self._bytes, self._count = 0, 0
+        self._waiting: deque[tuple[str, dict[str, Tensor]]] = deque()
         self.files: dict[str, str] = {}
         """The file that holds each key's tensor."""
         self.written: dict[str, Written] = {}
@@ -53,54 +57,110 @@ class _Parts:
         if not self._held:
             return
         name = f"part-{self._rank:05d}-{self._count:05d}.safetensors"
-        self.written[name] = write_part(self._held, self._folder / name)
+        self._waiting.append((name, self._held))
         self.files |= dict.fromkeys(self._held, name)
         self._held, self._bytes, self._count = {}, 0, self._count + 1
+        if not self._later:
+            self.write()
+
+    def write(self) -> None:
+        """Write the files that wait, and give their memory back one after another."""
+        while self._waiting:
+            name, tensors = self._waiting.popleft()
+            self.written[name] = write_part(tensors, self._folder / name)
+
+
+class Save:
+    """A checkpoint under way: what it holds is fixed, and this rank writes its files."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        output: Path,
+        step: int,
+        *,
+        course: Mapping[str, Any] | None = None,
+        beside: bool = False,
+    ) -> None:
+        """Take weights and Adam moments of what trains, by name; collective.
+
+        output: must be one folder for all hosts. course: what else of the run goes on. beside:
+        whether they are copied to the host's memory, and written beside what the caller does next;
+        else they are written as they come. Raises OSError.
+        """
+        rank = dist.get_rank()
+        self.step = step
+        self._first, self._output, self._final = rank == 0, output, folder_of(output, step)
+        self._aside = partial_of(self._final)
+        if self._first:
+            start_partial(self._final)
+        dist.barrier()
+        self._parts = _Parts(self._aside, rank, later=beside)
+        self._wanted, self._split = _dealt_out(engine)
+        self._adam_steps, self._course = adam_steps(engine), dict(course or {})
+        self._error: OSError | None = None
+        for one, value in gather(engine, self._wanted):
+            self._parts.add(_key(one, self._split), value)
+        self._parts.flush()
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        try:
+            self._parts.write()
+        except OSError as error:
+            self._error = error
+
+    def is_written(self) -> bool:
+        """Return whether this rank's files are on the disk, or one of them cannot be."""
+        return not self._thread.is_alive()
+
+    def finish(self, keep_last: int, describe: Describe, *, best: int | None = None) -> int:
+        """Wait for the files of all ranks, and give the checkpoint its name; collective.
+
+        keep_last: how many checkpoints stay, besides that of the step `best`. describe: called on
+        rank 0 with the folder; writes the model's own files there and returns what a resumed run
+        must agree with. Returns on rank 0 how many bytes were written, 0 on the others. Raises
+        CheckpointError where a host's files cannot be seen from rank 0's, and OSError where one
+        cannot be written: the checkpoints before are then as they were.
+        """
+        self._thread.join()
+        if self._error:
+            raise self._error
+        every_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every_rank, (self._parts.files, self._parts.written))
+        size = 0
+        if self._first:
+            every = {key: file for found, _ in every_rank for key, file in found.items()}
+            files = {key: every[key] for key in (_key(one, self._split) for one in self._wanted)}
+            written = {name: one for _, found in every_rank for name, one in found.items()}
+            state: dict[str, Any] = {
+                "format": FORMAT,
+                "step": self.step,
+                "adam_steps": self._adam_steps,
+                "course": self._course,
+                "parts": {
+                    name: {"shape": held[0].shape, "ranges": [part.ranges for part in held]}
+                    for name, held in self._split.items()
+                },
+                "identity": describe(self._aside),
+                "files": files,
+            }
+            size = _publish(self._aside, self._final, state, written)
+            delete_older(self._output, keep_last, best)
+        dist.barrier()
+        return size
 
 
 def save_checkpoint(
-    engine: Engine,
-    output: Path,
-    step: int,
-    keep_last: int,
-    describe: Describe,
-    *,
-    best: int | None = None,
+    engine: Engine, output: Path, step: int, keep_last: int, describe: Describe
 ) -> Path:
-    """Write weights and Adam moments of what trains, by name, as the checkpoint of a step.
+    """Write the checkpoint of a step, and return its folder; collective.
 
-    Collective; returns the checkpoint's folder. output: must be one folder for all hosts.
-    keep_last: how many checkpoints stay, besides that of the step `best`. describe: called on rank
-    0 with the folder; writes the model's own files there and returns what a resumed run must agree
-    with. Raises CheckpointError where a host's files cannot be seen from rank 0's, and OSError
-    where one cannot be written: the checkpoints before are then as they were.
+    keep_last, describe: as of `Save.finish`, whose errors it raises.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size())
-    final = folder_of(output, step)
-    aside = partial_of(final)
-    if rank == 0:
-        start_partial(final)
-    dist.barrier()
-    parts = _Parts(aside, rank)
-    wanted, split = _dealt_out(engine)
-    for one, value in gather(engine, wanted):
-        parts.add(_key(one, split), value)
-    parts.flush()
-    every_rank: list[Any] = [None] * world
-    dist.all_gather_object(every_rank, (parts.files, parts.written))
-    if rank == 0:
-        every = {key: file for found, _ in every_rank for key, file in found.items()}
-        files = {key: every[key] for key in (_key(one, split) for one in wanted)}
-        written = {name: one for _, found in every_rank for name, one in found.items()}
-        state: dict[str, Any] = {"format": FORMAT, "step": step, "adam_steps": adam_steps(engine)}
-        state["parts"] = {
-            name: {"shape": held[0].shape, "ranges": [part.ranges for part in held]}
-            for name, held in split.items()
-        }
-        _publish(aside, final, {**state, "identity": describe(aside), "files": files}, written)
-        delete_older(output, keep_last, best)
-    dist.barrier()
-    return final
+    Save(engine, output, step).finish(keep_last, describe)
+    return folder_of(output, step)
 
 
 def _dealt_out(engine: Engine) -> tuple[list[Wanted], dict[str, list[Part]]]:
@@ -129,10 +189,11 @@ def _key(one: Wanted, split: Mapping[str, list[Part]]) -> str:
 
 def _publish(
     aside: Path, final: Path, state: dict[str, Any], written: Mapping[str, Written]
-) -> None:
-    """Write state.json, and give a checkpoint that is complete its name. Raises CheckpointError.
+) -> int:
+    """Write state.json, give a checkpoint that is complete its name, and return its bytes.
 
-    written: the files that ranks have written; this host wrote what else is there.
+    Raises CheckpointError. written: the files that ranks have written; this host wrote what else is
+    there.
     """
     missing = [name for name in written if not (aside / name).exists()]
     if missing:
@@ -153,3 +214,4 @@ def _publish(
     publish(aside, final)
     sync(final.parent.parent)  # where checkpoints/ itself may be new
     write_text(final.parent / LATEST, final.name + "\n")
+    return sum(sizes.values()) + len(whole)

@@ -15,7 +15,7 @@ from uspft.config.checks import closest
 from uspft.config.problems import UsageError
 
 if TYPE_CHECKING:
-    from uspft.launcher import Meeting
+    from uspft.launcher import Loss, Meeting
     from uspft.prepare.invocation import Invocation
 
 VERBS = (
@@ -29,10 +29,11 @@ VERBS = (
     "chat",
     "calibrate",
     "recipes",
+    "convert",
 )
 OF_OUTPUT = ("export", "chat")
 """The verbs whose target is no recipe, but what a run has left."""
-LATER = ("convert", "report")
+LATER = ("report",)
 USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} check RECIPE.yaml [--ranks N] [key.path=value ...]
        {0} check OUTPUT_OR_CHECKPOINT
@@ -45,8 +46,9 @@ USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} chat OUTPUT [system=TEXT] [max_new_tokens=N] [base=FOLDER]
        {0} calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
        {0} recipes [NAME [FILE]]
+       {0} convert THEIRS.yaml [-o FILE] [--force] [--ranks N] [key.path=value ...]
 train, verify and calibrate run on the hosts of --hostfile FILE
-to come: convert, report"""
+to come: report"""
 """What every command takes, with a place for how uspft is started."""
 
 
@@ -72,8 +74,13 @@ def without_hostfile(given: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(name), words
 
 
-def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
-    """Return the command that the words ask for, ready to run. Raises InputError."""
+def command_of(
+    given: Sequence[str], meeting: Meeting, losses: Sequence[Loss] = ()
+) -> Callable[[], int]:
+    """Return the command that the words ask for, ready to run. losses: of earlier starts of it.
+
+    Raises InputError.
+    """
     words = list(given)
     verb = words.pop(0) if words[0] in VERBS + LATER else "train"
     if verb in LATER:
@@ -84,6 +91,12 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
 
         return lambda: recipes(words, os.environ)
     target, overrides, options = _arguments(verb, words)
+    if verb == "convert":
+        from uspft.commands.convert import convert
+
+        to, there = _file("-o", options), _whole("--ranks", options)
+        program, force = to_type(os.environ), "--force" in options
+        return lambda: convert(target, overrides, to, there, program, force=force)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
     from uspft.commands.versions import require_versions
     from uspft.prepare.invocation import Invocation
@@ -91,7 +104,7 @@ def command_of(given: Sequence[str], meeting: Meeting) -> Callable[[], int]:
     require_versions()
     command = to_type(os.environ, verb, *words)
     ranks, steps = _whole("--ranks", options), _whole("--steps", options)
-    place = Invocation(command, dict(os.environ), cache, ranks, meeting)
+    place = Invocation(command, dict(os.environ), cache, ranks, meeting, tuple(losses))
     if verb == "preprocess":
         from uspft.commands.preprocess import preprocess
 
@@ -151,8 +164,9 @@ OPTIONS = {
     "preprocess": ("--ranks", "--clean"),
     "inspect": ("--ranks", "--rows", "--html"),
     "verify": ("--steps", "--inject", "--all"),
+    "convert": ("-o", "--force", "--ranks"),
 }
-FLAGS = ("--all", "--clean", "--json")
+FLAGS = ("--all", "--clean", "--json", "--force")
 HOSTFILE = "--hostfile"
 INSTEAD = {
     "--ranks": "launch.processes=N",

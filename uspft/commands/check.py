@@ -13,6 +13,7 @@ from uspft.launcher import planned_hosts
 from uspft.metrics import as_size
 from uspft.prepare.data import tokenizer_here
 from uspft.prepare.examine import Examined, examine
+from uspft.prepare.expert_side import expert_side
 from uspft.prepare.files import not_writable
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.model import ExaminedModel, examine_model
@@ -93,6 +94,8 @@ def _model(found: Examined, examined: ExaminedModel | None) -> list[str]:
         lines.append(f"parameters: {_parameters(examined, recipe.model.dtype)}")
     if found.memory:
         lines.append(f"memory: {found.memory}")
+    if shape and (side := expert_side(recipe, shape, found.layout)):
+        lines.append(f"experts: {side}")
     if examined and examined.trains:
         lines.append(f"trains: {examined.trains}")
     return lines

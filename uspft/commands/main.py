@@ -15,6 +15,7 @@ from uspft.config.problems import InputError, RunFailed
 from uspft.launcher import (
     ERROR_FILE,
     Hosts,
+    Loss,
     Meeting,
     Waiting,
     hosts_from,
@@ -80,8 +81,13 @@ def _main(words: list[str]) -> int:
         if file:
             return run_on_hosts(file, words, os.environ, program())
         hosts = hosts_from(os.environ) if starts_ranks(words) else Hosts()
-        with Meeting(hosts) as meeting:
-            return _command(words, meeting)
+        losses: tuple[Loss, ...] = ()
+        while True:
+            with Meeting(hosts) as meeting:
+                code = _command(words, meeting, losses)
+            if meeting.again is None:
+                return code
+            losses, hosts = (*losses, meeting.again), meeting.again.hosts
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -95,12 +101,15 @@ def program() -> list[str]:
     return [str(LAUNCH)] if LAUNCH.exists() else [sys.executable, "-m", "uspft"]
 
 
-def _command(words: list[str], meeting: Meeting) -> int:
-    """Run a command and return its exit code, which the other hosts are told."""
+def _command(words: list[str], meeting: Meeting, losses: Sequence[Loss]) -> int:
+    """Run a command and return its exit code, which the other hosts are told.
+
+    losses: how earlier starts of it were lost.
+    """
     from uspft.commands.arguments import command_of, starts_ranks
 
     try:
-        command = command_of(words, meeting)
+        command = command_of(words, meeting, losses)
         keep_imports()
         _on_stop(_interrupt)
         meeting.may_interrupt()

@@ -38,6 +38,7 @@ from uspft.prepare.data import tokenizer_here
 from uspft.prepare.examine import Examined
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.known import Weighed
+from uspft.prepare.left_open import open_keys
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, ranking_of, step_of
 from uspft.prepare.model import examine_model, must_be_built
 from uspft.prepare.sampled import sample_of
@@ -116,7 +117,8 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
     every = shown(order, asked.top or TOP, asked.only)
     if asked.as_json:
         whole = shown(order, asked.top, asked.only)
-        print(json.dumps(as_data(order, whole, found.recipe, hardware, found.hardware), indent=1))
+        told = as_data(order, whole, found.recipe, hardware, found.hardware, asked.top or TOP)
+        print(json.dumps(told, indent=1))
     else:
         print("\n".join(_page(found, step, order, every, hardware)))
     taken = asked.take and _taken(order, asked.take)
@@ -144,7 +146,7 @@ def _page(
     yield f"{_step(step)}\n"
     if tuning := found.tuning:
         yield f"{_meshes(tuning, found.layout)}\n"
-    yield layouts_table(order, every, found.recipe, hardware)
+    yield layouts_table(order, every, hardware, open_keys(found.loaded.recipe))
     if more := len(order.layouts) - len(every):
         yield f"and {more} more (--top N)"
     yield LEGEND

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -12,12 +12,18 @@ from uspft.config import Recipe, as_tree
 from uspft.config.algorithms import AUTO
 from uspft.metrics import as_size
 from uspft.planner.attention_work import DrawnRows
+from uspft.planner.auto import ROWS, STAGE
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import Options, options_of
-from uspft.planner.rank import Ranked, Ranking, longest_under
+from uspft.planner.rank import Ranked, Ranking
 
 GIB = 1 << 30
+_BESIDE = "beside the first"
+_HOW: Mapping[str, tuple[str, Callable[[Ranked], int]]] = {
+    STAGE: ("ZeRO", lambda one: one.way.stage),
+    ROWS: ("micro-batch", lambda one: one.way.rows),
+}
+"""What has a column where it is left open."""
 LEGEND = (
     "tie: the machine's figures do not tell it from the first; longest row: that fits a card, in "
     "tokens; memory is without what attention kernels allocate inside"
@@ -46,19 +52,19 @@ def splits_of(one: Ranked) -> set[str]:
 
 
 def layouts_table(
-    order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware
+    order: Ranking, every: Sequence[Ranked], hardware: Hardware, opened: Collection[str] = ()
 ) -> str:
-    """Return a line for each layout, in their order."""
-    options = options_of(recipe, order.layouts[0].layout)
-    rows = [
-        ["layout", "seconds", "GiB", "longest row", "tokens/s a rank", "MFU", "beside the first"]
-    ]
+    """Return a line for each layout, in their order. opened: the keys that the recipe leaves open,
+    of which ZeRO's stage and the rows of a micro-batch have columns, since no name says them."""
+    how = {head: of for key, (head, of) in _HOW.items() if key in opened}
+    rows = [["layout", *how, "seconds", "GiB", "longest row", "tokens/s a rank", "MFU", _BESIDE]]
     for one in every:
         mfu = one.mfu(hardware)
-        longest = longest_of(one, hardware, options)
+        longest = one.longest_row
         rows.append(
             [
                 one.name + " (the recipe's)" * one.own,
+                *(str(of(one)) for of in how.values()),
                 f"{one.seconds:.3g}",
                 gib_of(one, hardware),
                 "–" if longest is None else f"{longest:,}" if longest else "none",
@@ -68,13 +74,6 @@ def layouts_table(
             ]
         )
     return aligned(rows)
-
-
-def longest_of(one: Ranked, hardware: Hardware, options: Options) -> int | None:
-    """Return the longest row in tokens that fits a card; None where the memory is not known."""
-    if one.memory.unpredicted:
-        return None
-    return longest_under(one.step.model, one.way, hardware, options)
 
 
 def beside(one: Ranked, order: Ranking, hardware: Hardware) -> str:
@@ -141,15 +140,20 @@ def _optional(hardware: Hardware) -> Mapping[str, bool]:
 
 
 def as_data(
-    order: Ranking, every: Sequence[Ranked], recipe: Recipe, hardware: Hardware, machine: str
+    order: Ranking,
+    every: Sequence[Ranked],
+    recipe: Recipe,
+    hardware: Hardware,
+    machine: str,
+    longest: int | None = None,
 ) -> dict[str, Any]:
-    """Return the same for programs."""
-    options = options_of(recipe, order.layouts[0].layout)
+    """Return the same for programs. longest: of how many layouts the longest row is worked out,
+    beside the recipe's own; None: of all."""
     first = order.layouts[0]
     layouts = []
-    for one in every:
+    for place, one in enumerate(every):
         block = as_tree(in_recipe(recipe, one.way).parallel_config)
-        longest = longest_of(one, hardware, options)
+        looked = longest is None or place < longest or one.own
         parts = {
             name: sum(p.seconds - p.hidden for p in one.time.parts if p.name == name)
             for name in dict.fromkeys(part.name for part in one.time.parts)
@@ -160,11 +164,12 @@ def as_data(
                 "own": one.own,
                 "parallel_config": {k: v for k, v in block.items() if v not in (None, AUTO)},
                 "zero_stage": one.way.stage,
+                "micro_batch_size": one.way.rows,
                 "step_seconds": one.seconds,
                 "parts": parts,
                 "memory_bytes": None if one.memory.unpredicted else one.memory.peak_bytes,
                 "fits": one.room,
-                "longest_row_tokens": longest,
+                "longest_row_tokens": one.longest_row if looked else None,
                 "tokens_per_second_per_rank": one.tokens_per_second_per_rank,
                 "mfu": one.mfu(hardware),
                 "tie": order.is_tie(one, hardware),

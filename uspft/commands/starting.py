@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from uspft.config import Recipe
-from uspft.launcher import Hosts, LocalRanks, Watch, run_ranks
+from uspft.launcher import Hosts, LocalRanks, Restart, Watch, run_ranks
 from uspft.prepare.invocation import Invocation
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -27,11 +27,12 @@ def start_ranks(
     *,
     logs: Path,
     on_stop: str = "saving a checkpoint",
+    restart: Restart | None = None,
 ) -> int:
     """Start `uspft rank WORDS` as often as the recipe says, wait, and return the exit code.
 
     The ranks start when all hosts are ready. on_stop: what a person who stops the ranks is told
-    that they do.
+    that they do. restart: decides what follows where the run is lost.
     """
     launch = recipe.launch
     assert isinstance(launch.processes, int)
@@ -47,6 +48,7 @@ def start_ranks(
         log_dir=logs,
         watch=watch,
         on_stop=on_stop,
+        restart=restart,
     )
 
 

@@ -40,7 +40,7 @@ def summary(
     output = output_of(recipe)
     lines = []
     steps = [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
-    losses = [record["loss"] for record in steps if "loss" in record]
+    losses = [record["loss"] for record in steps if record.get("loss") is not None]
     if losses:
         tenth = max(1, len(losses) // 10)
         first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from uspft.checkpoint.folder import CheckpointError, newest
+from uspft.checkpoint.folder import CHECKPOINTS, CheckpointError, newest, step_folders
 from uspft.commands.finishing import all_done, export_missing, reason_to_end
 from uspft.commands.starting import start_ranks
 from uspft.commands.summary import summary
-from uspft.config import Recipe
-from uspft.launcher import WRONG_INPUT, Hosts, say
+from uspft.config import Fault, Recipe
+from uspft.config.algorithms import AUTO
+from uspft.launcher import BY_HOSTFILE, WRONG_INPUT, Hosts, Loss, Restart, say
 from uspft.lease import Lease
+from uspft.metrics import Journal
 from uspft.prepare.course import course_of, rate_after
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
@@ -24,7 +26,7 @@ from uspft.prepare.make_job import prepare_job
 from uspft.prepare.output import held_output, open_output, output_of
 from uspft.prepare.space import require_space
 from uspft.prepare.waste import wasted
-from uspft.written import LOGS, is_of_a_run
+from uspft.written import LOGS, METRICS, is_of_a_run
 
 
 def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
@@ -34,9 +36,17 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     # Host 0 takes the output folder for all: what others see there may be in the making.
     first = hosts.index == 0
     environment = place.environment if first else None  # what trackers read; they are on host 0
+    again = [f"checkpoint.resume={loss.resume}" for loss in place.losses[-1:]]
     found = examine(
-        target, overrides, hosts.count, place.ranks, trains=first, environment=environment
+        target,
+        [*overrides, *again],
+        hosts.count,
+        place.ranks,
+        trains=first,
+        environment=environment,
     )
+    with found.placed():
+        restart = _restart(found.recipe, place)
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     place.meeting.says("making model and data ready")
     with found.placed(), _held(found.recipe, hosts, screen) as lease:
@@ -55,6 +65,7 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             if moved:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
             job = replace(job, lease=lease)
+            _note_losses(recipe, place)
         for line in found.settled:
             screen.print(line, markup=False)
         for line in wasted(found):
@@ -67,7 +78,10 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
         with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
             job.write(Path(folder))
             logs = output_of(recipe) / LOGS
-            code = start_ranks([folder], job.recipe, hosts, place, logs=logs)
+            code = start_ranks([folder], job.recipe, hosts, place, logs=logs, restart=restart)
+        if restart and restart.hosts:
+            place.meeting.again = _loss(recipe, restart.why, restart.hosts)
+            return code
         if lease and code == 0:
             export_missing(recipe, None)
     if lease and code == 0:
@@ -77,6 +91,43 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     elif lease and code != WRONG_INPUT:
         say(how_to_go_on(recipe))
     return code
+
+
+def _restart(recipe: Recipe, place: Invocation) -> Restart | None:
+    """Return what becomes of a run that is lost; None where the recipe has it end. Raises Fault."""
+    launch, metrics = recipe.launch, output_of(recipe) / METRICS
+    if launch.min_hosts and BY_HOSTFILE in place.environment:
+        what = "with --hostfile all hosts end where one is gone"
+        raise Fault(
+            [("launch.min_hosts", what, "write null, or start each host by srun or by hand")]
+        )
+
+    def may(why: str) -> bool:
+        step, number = Journal(metrics).last_step(), len(place.losses) + 1
+        if number > launch.restarts:
+            return False
+        if any(loss.step == step for loss in place.losses):
+            say(f"lost after step {step} as before: it does not start again")
+            return False
+        say(f"starting again, {number} of {launch.restarts} (launch.restarts)")
+        return True
+
+    return Restart(may, launch.min_hosts) if launch.restarts else None
+
+
+def _loss(recipe: Recipe, why: str, hosts: Hosts) -> Loss:
+    """Return how a run was lost, and how it starts again: from its own newest checkpoint, or where
+    it has none as it began."""
+    output, wish = output_of(recipe), recipe.checkpoint.resume
+    own = bool(step_folders(output / CHECKPOINTS)) or wish == "never"
+    return Loss(why, Journal(output / METRICS).last_step(), hosts, AUTO if own else wish)
+
+
+def _note_losses(recipe: Recipe, place: Invocation) -> None:
+    """Write into the journal why the run starts again, where it does."""
+    for loss in place.losses[-1:]:
+        record = {"restart": len(place.losses), "after_step": loss.step, "why": loss.why}
+        Journal(output_of(recipe) / METRICS).write(record)
 
 
 @contextmanager

@@ -77,9 +77,11 @@ def _offset() -> Described:
 PLANNED = (
     "data_parallel",
     "model_parallel",
+    "pipeline_stage",
     "context_parallel",
     "context_parallel_algo",
     "ulysses_degree_in_cp",
+    "expert_parallel",
 )
 """The keys that `parallel_config: auto` leaves to the planner, beside those whose default does."""
 
@@ -112,8 +114,8 @@ class Degrees(RecipeBlock):
         int | tuple[int, int, int, int] | Literal["auto"] | None, _is(_slices())
     ] = "auto"
     """Number of slices of each product in meshslice; `auto` and null leave the choice to it."""
-    pipeline_stage: Count = 1
-    """Number of pipeline stages, on ranks of their own, that the layers are split into."""
+    pipeline_stage: CountOrOpen = 1
+    """Pipeline stages, on ranks of their own, that the layers are split into; `auto` chooses."""
     micro_batch_num: CountOrAuto = "auto"
     """Number of micro-batches in a step, which the batch decides; without stages `1` stands too."""
     pp_interleave_num: Count = 1
@@ -165,8 +167,8 @@ class ParallelBlock(Degrees):
         _is(choice("auto", "in_place", "move", also=(None,))),
     ] = "auto"
     """How tensor degrees switch: ranks use parts of what they hold (`in_place`), or it moves."""
-    expert_parallel: Count = 1
-    """Neighbouring ranks of data × context that the experts of a layer are spread over."""
+    expert_parallel: CountOrOpen = 1
+    """Neighbouring ranks of data × context that a layer's experts are spread over, or `auto`."""
     pipeline_scheduler: Annotated[
         Literal["auto", "gpipe", "1f1b"] | None,
         _is(choice("auto", "gpipe", "1f1b", also=(None,), others=_SEQPIPE)),

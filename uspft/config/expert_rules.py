@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from uspft.config.algorithms import AUTO
 from uspft.config.allowed import shown
+from uspft.config.checks import Open
 from uspft.config.problems import Finding
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ _WRONG: dict[str, tuple[object, str]] = {
 def experts(recipe: Recipe) -> Iterator[Finding]:
     """Experts that ranks divide stand beside what they go with."""
     parallel, zero = recipe.parallel_config, recipe.deepspeed.zero_optimization
+    if isinstance(parallel.expert_parallel, Open) and parallel.strategies is not None:
+        what = f"is {AUTO}, beside strategies, whose layouts all have it"
+        yield "parallel_config.expert_parallel", what, "write a number"
     if parallel.expert_parallel == 1:
         return
     beside = f"beside parallel_config.expert_parallel {parallel.expert_parallel}"

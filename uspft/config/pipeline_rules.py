@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import AUTO
+from uspft.config.checks import Open
 from uspft.config.problems import Finding
 from uspft.config.strategies import KEY, strategies_of
 
 if TYPE_CHECKING:
+    from uspft.config.degrees import ParallelBlock
     from uspft.config.recipe import Recipe
 
 _ZERO = "deepspeed.zero_optimization"
@@ -48,6 +50,9 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
         if interleaved:
             remedy = "write pp_interleave_num above 1, or leave this out"
         yield "parallel_config.pipeline_interleave", what, remedy
+    if isinstance(parallel.pipeline_stage, Open):
+        yield from _beside_open(parallel)
+        return
     if parallel.pipeline_stage > 1:
         yield from beside_stages(recipe)
         return
@@ -56,6 +61,14 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
             what = f"is {as_list(given)}, and parallel_config.pipeline_stage is 1"
             least = "null" if values[0] is None else values[0]
             yield f"parallel_config.{key}", what, f"write {least}, or pipeline_stage above 1"
+
+
+def _beside_open(parallel: ParallelBlock) -> Iterator[Finding]:
+    """Where the planner chooses how many stages there are, nothing is said of each of them."""
+    for key in ("layers_per_stage", "offset"):
+        if (given := getattr(parallel, key)) not in _OFF[key]:
+            what = f"is {as_list(given)}, and parallel_config.pipeline_stage is {AUTO}"
+            yield f"parallel_config.{key}", what, "leave it out, or write how many stages there are"
 
 
 def beside_stages(recipe: Recipe) -> list[Finding]:
@@ -89,6 +102,11 @@ def checkpointed(recipe: Recipe) -> Iterator[Finding]:
     given, parallel = recipe.memory.gradient_checkpointing, recipe.parallel_config
     ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
     if isinstance(given, bool | int):
+        return
+    if isinstance(ranks, Open):
+        what = f"is {as_list(given)}, and parallel_config.pipeline_stage is {AUTO}"
+        remedy = "write one number for all, or how many stages there are"
+        yield "memory.gradient_checkpointing", what, remedy
         return
     nested = [one for one in given if isinstance(one, tuple)]
     lengths = {len(one) for one in nested} or {len(given)}

@@ -172,6 +172,10 @@ class TrainingBlock(RecipeBlock):
     """Step after which the run ends, with the schedule of all its steps; null: after the last."""
     max_grad_norm: Annotated[float | None, _is(real(above=0, also=_NONE))] = 1.0
     """Largest norm of the gradients of all parameters together, which clips them; null: none."""
+    max_bad_steps: Annotated[int, _is(whole(0))] = 0
+    """Bad steps in a row that are skipped: of a loss or norm that is not finite, or too large."""
+    max_norm_spike: Annotated[float | None, _is(real(above=1, also=_NONE))] = None
+    """A gradient norm above this × the median of the last 100 makes a step bad; null: none does."""
     objective: Annotated[str, _is(_objective())] = CAUSAL.name
     """What a step minimises; `causal`, the cross-entropy of each next token, is the only one."""
     eval_every_steps: CountOrNone = None
@@ -194,6 +198,8 @@ class MemoryBlock(RecipeBlock):
         _is(choice("attention", "exchange", "nothing", "auto")),
     ] = "auto"
     """What of attention is made again: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
+    attention_heads: Annotated[int | Literal["all"], _is(whole(1, also=("all",)))] = "all"
+    """Query heads of each KV head that attention works on at once; `all` takes all of every one."""
     offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
     """Where what checkpointed layers keep waits meanwhile: the device (`none`) or host (`cpu`)."""
     gradient_reduction: Annotated[
@@ -219,6 +225,8 @@ class CheckpointBlock(RecipeBlock):
     """Number of newest checkpoints that stay; older ones are deleted."""
     keep_best: Flag = False
     """Whether the one with the least loss of an evaluation stays too, and becomes `hf`."""
+    overlap: Flag = False
+    """Whether it is copied to the host's memory and written beside the steps that follow."""
     resume: Annotated[str, _is(text("auto, never or the path of a checkpoint"))] = "auto"
     """Checkpoint to go on from: a path, or `auto` for the newest whole one; `never` starts anew."""
 
@@ -266,6 +274,10 @@ class LaunchBlock(RecipeBlock):
     """Where ranks compute; `auto` takes cuda where this host has a GPU."""
     timeout_minutes: Annotated[float, _is(real(above=0))] = 10.0
     """Minutes a collective waits for other ranks before it fails; in the first step three times."""
+    restarts: Annotated[int, _is(whole(0))] = 0
+    """Times that a run starts again by itself after a signal, a lost host or a time-out."""
+    min_hosts: CountOrNone = None
+    """Hosts that must remain for it to start again; null: all of them."""
     hardware: Annotated[str, _is(text("auto, a name in configs/hardware or a file"))] = "auto"
     """Figures that `plan` and every `auto` take; `auto`: by the GPU's name, else shipped ones."""
 

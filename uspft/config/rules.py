@@ -125,6 +125,14 @@ def _evaluation(recipe: Recipe) -> Iterator[Finding]:
             yield f"training.{key}", what, "write data.eval or data.eval_fraction, or null here"
 
 
+def _restarts(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse hosts to start again on where nothing starts again."""
+    hosts = recipe.launch.min_hosts
+    if hosts is not None and not recipe.launch.restarts:
+        what = f"is {hosts}, and with launch.restarts 0 a run never starts again"
+        yield "launch.min_hosts", what, "write launch.restarts too, or null here"
+
+
 def _least_loss(recipe: Recipe) -> Iterator[Finding]:
     """Refuse what compares evaluations where there are none to compare."""
     for key, value, off in (
@@ -186,6 +194,15 @@ def _recomputed(recipe: Recipe) -> Iterator[Finding]:
         if value != off:
             what = f"is {value}, and memory.gradient_checkpointing is false"
             yield f"memory.{key}", what, f"write {off}, or gradient_checkpointing: true"
+
+
+def _grouped(recipe: Recipe) -> Iterator[Finding]:
+    """Refuse to remember what lies between exchanges of heads, where each group has its own."""
+    memory = recipe.memory
+    if memory.attention_heads != "all" and memory.recompute == "exchange":
+        what = f"is exchange, and memory.attention_heads is {memory.attention_heads}: "
+        what += "each group of heads is exchanged again in the backward"
+        yield "memory.recompute", what, f"write {AUTO}, nothing or attention"
 
 
 def _reduced(recipe: Recipe) -> Iterator[Finding]:
@@ -286,6 +303,7 @@ RULES = (
         ),
         _least_loss,
     ),
+    KeyRule(("launch.min_hosts", "launch.restarts"), _restarts),
     KeyRule(("data.eval",), _evaluation_sets),
     KeyRule(("data.train",), _weights),
     KeyRule(("model.dtype", "model.attention", "launch.device"), _device),
@@ -297,5 +315,6 @@ RULES = (
         ),
         _recomputed,
     ),
+    KeyRule(("memory.attention_heads", "memory.recompute"), _grouped),
     KeyRule(("memory.gradient_reduction", "model.dtype"), _reduced),
 )

@@ -11,7 +11,9 @@ what ranks with different parameters need tests/parity/test_holders.py and test_
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +102,40 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
     else:
         here = optimizer.scaled_global_norm
         optimizer.scaled_global_norm = lambda norm_type=2: over_model([here(norm_type)])
+
+
+def judge_norm(optimizer: Any, stage: int, judge: Callable[[Any], Any]) -> None:
+    """Have DeepSpeed's optimizer take for the gradient's norm what `judge` makes of it.
+
+    DeepSpeed 0.19 throws the gradients of a step away where their norm is inf, and leaves weights
+    and moments as they are; it has no way to refuse any other norm. Each of its optimizers asks for
+    the norm once a step, at another place.
+    """
+    if stage == 3:
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        of_groups = optimizer._get_norm_groups
+        optimizer._get_norm_groups = lambda: [judge(combine_grad_norm_groups(of_groups()))]
+        return
+    if hasattr(optimizer, "scaled_global_norm"):
+        here = optimizer.scaled_global_norm
+        optimizer.scaled_global_norm = lambda norm_type=2: judge(here(norm_type))
+        return
+    module, step = sys.modules[type(optimizer).__module__], optimizer.step
+    name = "get_global_norm"  # stage 0
+    if stage:
+        experts = getattr(optimizer, "has_moe_layers", False)
+        name = "get_norm_with_moe_layers" if experts else "get_global_norm_of_tensors"
+    plain = getattr(module, name)
+
+    def judged_step(*given: Any, **named: Any) -> Any:
+        setattr(module, name, lambda *of, **how: judge(plain(*of, **how)))
+        try:
+            return step(*given, **named)
+        finally:
+            setattr(module, name, plain)
+
+    optimizer.step = judged_step
 
 
 def begin_accumulation(optimizer: Any) -> None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,8 +23,20 @@ if TYPE_CHECKING:
     from uspft.comm import Group
 
 
-class NotFinite(RunFailed):
-    """The loss or the gradient norm is not a finite number; nothing was updated."""
+class BadStep(RunFailed):
+    """A step was refused: weights and moments are as before it, and further steps may be taken."""
+
+    def __init__(self, what: str, result: StepResult) -> None:
+        super().__init__(what)
+        self.result = result
+
+
+class NotFinite(BadStep):
+    """The loss or the gradient norm is not a finite number."""
+
+
+class TooLarge(BadStep):
+    """The gradient norm is larger than the step was allowed to have."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class StepResult:
     stop: bool
     """Whether a rank asked to stop."""
     skipped: bool = False
-    """Whether float16 skipped the update."""
+    """Whether nothing was updated: float16 skipped the update, or the step was refused."""
     seconds: tuple[float, ...] = ()
     """What each of this rank's micro-batches took, on the device's clock where it has one."""
     switch_seconds: float = 0.0
@@ -120,11 +132,14 @@ class Engine(Keeper, Protocol):
         learning_rate: float,
         stop: bool,
         look: Callable[[], None] | None = None,
+        *,
+        most: float = math.inf,
     ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
         look: called when gradients are complete, and before they are clipped; it may read them as
-        `GRADIENT`. Raises NotFinite before anything is updated.
+        `GRADIENT`. most: the largest gradient norm that is taken, the same on every rank. Raises
+        NotFinite and TooLarge before anything is updated, on every rank alike.
         """
         ...
 
@@ -213,19 +228,31 @@ def means_of(
 ) -> tuple[dict[str, float], bool]:
     """Return each term's mean over the step by name, and whether a rank asked to stop; collective.
 
-    sums: what a `Runner` returned. times: as of `scales_of`. Raises NotFinite for the loss.
+    sums: what a `Runner` returned. times: as of `scales_of`.
     """
     *totals, stops = total([*sums.tolist(), float(stop)], everyone, device)
     names = [term.name for term in objective.terms]
     means = {name: value / times for name, value in zip(names, totals, strict=True)}
-    require_finite(names[0], means[names[0]])
     return means, stops > 0
 
 
-def require_finite(what: str, value: float) -> None:
-    """Require that a number is one. Raises NotFinite."""
-    if not math.isfinite(value):
-        raise NotFinite(f"the {what} is {value}")
+def allowed(means: Mapping[str, float], most: float) -> float:
+    """Return the largest gradient norm with which a step is taken: none where its loss, the first
+    of the means, is not finite. most: as of `Engine.step`."""
+    return most if math.isfinite(next(iter(means.values()))) else -math.inf
+
+
+def require_good(result: StepResult, most: float) -> StepResult:
+    """Return the result of a step that was taken. Raises NotFinite and TooLarge for one that was
+    refused, as `allowed` says. most: as of `Engine.step`."""
+    named = {next(iter(result.means)): result.loss, "gradient norm": result.grad_norm}
+    for what, value in named.items():
+        if not math.isfinite(value):
+            raise NotFinite(f"the {what} is {value}", replace(result, skipped=True))
+    if result.grad_norm > most:
+        what = f"the gradient norm is {result.grad_norm:.6g}, and at most {most:.6g} was allowed"
+        raise TooLarge(what, replace(result, skipped=True))
+    return result
 
 
 Runner = Callable[["Engine", Sequence["Batch"], Scales], Tensor]

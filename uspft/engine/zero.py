@@ -21,14 +21,14 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from uspft.comm import total
+from uspft.comm import largest, total
 from uspft.engine.adam import adamw, start_moments
 from uspft.engine.deepspeed_config import deepspeed_config
 from uspft.engine.expert_sets import ExpertSets, mark_for_partition
 from uspft.engine.leaves import gather_at_once
 from uspft.engine.mpu import mpu_of
 from uspft.engine.partitions import Partitions
-from uspft.engine.quarantine import compare_traces_within, forget_mpu, sum_norm_once
+from uspft.engine.quarantine import compare_traces_within, forget_mpu, judge_norm, sum_norm_once
 from uspft.engine.replicas import Replicas
 from uspft.engine.state import Fragments
 from uspft.engine.step import (
@@ -37,11 +37,12 @@ from uspft.engine.step import (
     Runner,
     StageRunner,
     StepResult,
+    allowed,
     counted,
     evaluated,
     in_turn,
     means_of,
-    require_finite,
+    require_good,
     scales_of,
 )
 from uspft.parameters import counting
@@ -120,6 +121,12 @@ class ZeroEngine:
             sum_norm_once(self.deepspeed.optimizer, self.stage, group, device)
             if self.stage == 3 and layout.pipeline > 1:
                 compare_traces_within(self.deepspeed.optimizer, holders.zero)
+        self._most = math.inf
+        """The largest gradient norm with which the step under way is taken."""
+        self._refused: float | None = None
+        """The gradient norm for which the step under way was refused."""
+        if self.deepspeed.optimizer is not self.adam:
+            judge_norm(self.deepspeed.optimizer, self.stage, self._judge)
         self._require_float32_buffers()
         self._partitions = Partitions(self.deepspeed.optimizer, self.adam, self.stage)
         if self.stage < 3:
@@ -177,18 +184,20 @@ class ZeroEngine:
         learning_rate: float,
         stop: bool,
         look: Callable[[], None] | None = None,
+        *,
+        most: float = math.inf,
     ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
-        look: called when gradients are complete, and before they are clipped. Raises NotFinite
-        before anything is updated.
+        look: called when gradients are complete, and before they are clipped. most: the largest
+        gradient norm that is taken. Raises NotFinite and TooLarge before anything is updated.
         """
         counts, scales = self._begin(batches)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         self.laps = Laps(self.device)
         sums = self._runner(self, batches, scales)
-        return self._end(sums, counts, stop, look or (lambda: None))
+        return self._end(sums, counts, stop, look or (lambda: None), most)
 
     def _begin(self, batches: Sequence[Batch]) -> tuple[dict[str, int], Scales]:
         """Return (what the step's terms are divided by, their scales)."""
@@ -216,35 +225,67 @@ class ZeroEngine:
             self.deepspeed.step()
 
     def _end(
-        self, sums: Tensor, counts: dict[str, int], stop: bool, look: Callable[[], None]
+        self,
+        sums: Tensor,
+        counts: dict[str, int],
+        stop: bool,
+        look: Callable[[], None],
+        most: float,
     ) -> StepResult:
-        """Check loss and gradient norm, update the weights, return the result. Raises NotFinite."""
+        """Check loss and gradient norm, update the weights, return the result.
+
+        Raises NotFinite and TooLarge.
+        """
         objective, everyone = self.module.objective, self.holders.everyone
         times = counting.averaged(self.holders)
         means, stops = means_of(objective, sums, stop, everyone, self.device, times=times)
         look()
-        grad_norm, skipped = self._update()
-        return StepResult(means, counts, grad_norm, stops, skipped, self.laps.seconds())
+        grad_norm, skipped = self._update(allowed(means, most))
+        result = StepResult(means, counts, grad_norm, stops, skipped, self.laps.seconds())
+        return result if skipped else require_good(result, most)
 
-    def _update(self) -> tuple[float, bool]:
-        """Update the weights; return (norm before clipping, whether float16 skipped the update)."""
+    def _update(self, most: float) -> tuple[float, bool]:
+        """Update the weights, unless the gradient's norm is larger than most or not finite.
+
+        Returns (norm before clipping, whether float16 skipped the update).
+        """
         optimizer: Any = self.deepspeed.optimizer
-        norm = None
+        self._most, self._refused = most, None
         if self.stage == 0 and optimizer is self.adam:
-            norm = self._norm()
-            require_finite("gradient norm", norm)
-        self._mark_gradients()
-        self.deepspeed.step()
-        if norm is None:
+            norm = self._judge(self._norm())
+            if math.isfinite(norm):
+                self.deepspeed.step()
+            else:
+                for parameter in self._parameters:
+                    parameter.grad = None
+        else:
+            self._mark_gradients()
+            self.deepspeed.step()
             norm = float(self.deepspeed.get_global_grad_norm())
-        if getattr(optimizer, "overflow", False):
-            if self.deepspeed.fp16_enabled():
-                return norm, True
-            norm = math.inf
-        require_finite("gradient norm", norm)
+            if getattr(optimizer, "overflow", False):
+                if self.deepspeed.fp16_enabled() and self._refused is None:
+                    return norm, True
+                norm = math.inf
+        if not math.isfinite(norm):
+            return norm if self._refused is None else self._refused, False
         if self._pipeline:
             self._pipeline.updated(self)
         return norm, False
+
+    def _judge(self, norm: Any) -> Any:
+        """Return what is taken for the gradient's norm: inf has the gradients thrown away.
+
+        norm: a number, or a tensor of one; of finite ones all ranks take the largest.
+        """
+        if self._most == math.inf:
+            return norm
+        value = float(norm)
+        if self._most > 0 and math.isfinite(value):
+            (value,) = largest([value], self.holders.everyone, self.device)
+        if value <= self._most:
+            return norm
+        self._refused = value
+        return norm + math.inf
 
     def _mark_gradients(self) -> None:
         """Mark gradients as their parameters: at stage 0 in 16 bits the norm asks them (0.19.8)."""

@@ -2,6 +2,17 @@
 
 from uspft.families.reach import check_length, with_factor
 from uspft.families.shape import ModelShape, read_shape
+from uspft.families.states import StateSizes, state_layers, state_sizes
 from uspft.families.table import FAMILIES, NO_KEYS
 
-__all__ = ["FAMILIES", "NO_KEYS", "ModelShape", "check_length", "read_shape", "with_factor"]
+__all__ = [
+    "FAMILIES",
+    "NO_KEYS",
+    "ModelShape",
+    "StateSizes",
+    "check_length",
+    "read_shape",
+    "state_layers",
+    "state_sizes",
+    "with_factor",
+]

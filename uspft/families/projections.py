@@ -13,6 +13,14 @@ QUERY, KV, INNER, VOCABULARY = "query", "kv", "inner", "vocabulary"
 """What is divided: query heads, key-value heads, inner features of the MLP, tokens known."""
 HEAD, SHARED = "head", "shared"
 """Query heads of which each has one number; inner features of the expert that every token meets."""
+GATED_QUERY = "gated query"
+"""Query heads, each with as many features that gate what it attends to."""
+STATE_KEY, STATE_VALUE, STATE_GATE = "state key", "state value", "state gate"
+"""Of a layer with a state: features of its key heads, features of its value heads, a number of each
+value head. A key head is divided with the value heads that share it, as one unit."""
+STATE_GROUP, STATE_GATES = "state group", "state gates"
+"""The same where a unit's features stand together: those of query, key, value and the output's
+gate; two numbers of each value head."""
 COLUMNS, ROWS = 0, 1
 """The dimension of a weight, [gives, takes], along which it is divided."""
 
@@ -88,3 +96,43 @@ SINKS: Mapping[str, Projection] = {
     "mlp.router": BETWEEN,
 }
 """gpt-oss's, of which each query head has a sink."""
+STATE_LAYER, STATE_OWN = "linear_attn", ("A_log", "dt_bias")
+"""The module of a layer with a state, and its parameters that stand in no module of their own."""
+_STATE = {
+    **{f"{STATE_LAYER}.{name}": Projection(COLUMNS, (STATE_GATE,)) for name in STATE_OWN},
+    "linear_attn.conv1d": Projection(COLUMNS, (STATE_KEY, STATE_KEY, STATE_VALUE)),
+}
+_GATED = {
+    **NORMED_HEADS,
+    **_STATE,
+    "self_attn.q_proj": Projection(COLUMNS, (GATED_QUERY,)),
+    "linear_attn.norm": PER_HEAD,
+    "linear_attn.out_proj": Projection(ROWS, (STATE_VALUE,)),
+}
+HYBRID: Mapping[str, Projection] = {
+    **_GATED,
+    "linear_attn.in_proj_qkv": Projection(COLUMNS, (STATE_KEY, STATE_KEY, STATE_VALUE)),
+    "linear_attn.in_proj_z": Projection(COLUMNS, (STATE_VALUE,)),
+    "linear_attn.in_proj_b": Projection(COLUMNS, (STATE_GATE,)),
+    "linear_attn.in_proj_a": Projection(COLUMNS, (STATE_GATE,)),
+}
+"""Qwen3.5's: attention with gated heads, and gated delta nets."""
+GROUPED_HYBRID: Mapping[str, Projection] = {
+    **_GATED,
+    "linear_attn.in_proj_qkvz": Projection(COLUMNS, (STATE_GROUP,)),
+    "linear_attn.in_proj_ba": Projection(COLUMNS, (STATE_GATES,)),
+}
+"""Qwen3-Next's, whose projections have all that is of a key head together."""
+OLMO_HYBRID: Mapping[str, Projection] = {
+    **NORMED_TOGETHER,
+    **_STATE,
+    "linear_attn.q_proj": Projection(COLUMNS, (STATE_KEY,)),
+    "linear_attn.k_proj": Projection(COLUMNS, (STATE_KEY,)),
+    "linear_attn.v_proj": Projection(COLUMNS, (STATE_VALUE,)),
+    "linear_attn.g_proj": Projection(COLUMNS, (STATE_VALUE,)),
+    "linear_attn.b_proj": Projection(COLUMNS, (STATE_GATE,)),
+    "linear_attn.a_proj": Projection(COLUMNS, (STATE_GATE,)),
+    "linear_attn.o_norm": PER_HEAD,
+    "linear_attn.o_proj": Projection(ROWS, (STATE_VALUE,)),
+}
+"""OLMo Hybrid's."""

@@ -15,8 +15,11 @@ from uspft.config.problems import Finding
 from uspft.families.mixers import MIXERS, UNSPLIT, is_mixed, mixer_of, other_layers
 from uspft.families.projections import (
     FUSED,
+    GROUPED_HYBRID,
+    HYBRID,
     NORMED_HEADS,
     NORMED_TOGETHER,
+    OLMO_HYBRID,
     ROUTED,
     ROUTED_NORMED_HEADS,
     ROUTED_NORMED_TOGETHER,
@@ -80,6 +83,8 @@ class Family:
     """The quantisation from which its weights can be read, by transformers' name of it."""
     cut: LayerCut | None = None
     """What a stage of its layers needs; None where nobody has found out."""
+    why_all_heads: str = ""
+    """Why its attention cannot work in groups of heads; empty where it can."""
 
 
 _CUT, _TYPED_CUT = LayerCut(), LayerCut(("layer_types",))
@@ -92,7 +97,10 @@ _GPT_OSS_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
-_HYBRID: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
+_STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
+_STATES |= {"why_all_heads": "has gates behind attention, and layers with a state"}
+_HYBRID: dict[str, Any] = _STATES | {"projections": HYBRID}
+_NORMED = "norms queries over all heads together"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),
@@ -134,8 +142,15 @@ FAMILIES: dict[str, Family] = {
         projections=ROUTED,
         cut=_CUT,
     ),
-    "phi3": Family("all", ropes=_LONGROPE, scalings=_LONGROPE, projections=FUSED, cut=_CUT),
-    "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT),
+    "phi3": Family(
+        "all",
+        ropes=_LONGROPE,
+        scalings=_LONGROPE,
+        projections=FUSED,
+        cut=_CUT,
+        why_all_heads="makes queries, keys and values by one matrix",
+    ),
+    "olmo2": Family(projections=NORMED_TOGETHER, cut=_CUT, why_all_heads=_NORMED),
     "smollm3": Family(
         "switched", {"num_key_value_heads": 4, "tie_word_embeddings": True}, cut=_TYPED_CUT
     ),
@@ -197,9 +212,14 @@ FAMILIES: dict[str, Family] = {
         projections=ROUTED_SPARSELY,
         cut=LayerCut(after_first={"embedding_multiplier": 1.0}),
     ),
-    "olmo_hybrid": Family(projections=NORMED_TOGETHER, states=True, cut=_TYPED_CUT),
+    "olmo_hybrid": Family(
+        projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT, why_all_heads=_NORMED
+    ),
     "qwen3_next": Family(
-        defaults=_GATED_HEADS | {"num_key_value_heads": 2}, routed=True, **_HYBRID
+        defaults=_GATED_HEADS | {"num_key_value_heads": 2},
+        routed=True,
+        projections=GROUPED_HYBRID,
+        **_STATES,
     ),
 }
 NO_KEYS = 0

@@ -61,6 +61,13 @@ class Failure:
     consequence: bool = False
     waited: bool = False
     """Whether the rank has waited in vain for other ranks."""
+    signalled: bool = False
+    """Whether a signal ended the rank."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing of the run itself was wrong, as far as this rank knows."""
+        return self.code != WRONG_INPUT and (self.signalled or self.waited or self.consequence)
 
 
 def report_exception(path: str | Path, rank: int, error: BaseException, code: int = 1) -> None:
@@ -143,9 +150,11 @@ def from_status(rank: Ended, status: int) -> Failure:
         code = WRONG_INPUT if status == WRONG_INPUT else 1
         return Failure(number, ended, f"exit code {status}", details, code, consequence)
     if status == -signal.SIGKILL:
-        return Failure(number, ended, "killed (SIGKILL), probably out of memory", details)
+        killed = "killed (SIGKILL), probably out of memory"
+        return Failure(number, ended, killed, details, signalled=True)
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    return Failure(number, ended, f"killed by {name}", details, consequence=consequence)
+    told = f"killed by {name}"
+    return Failure(number, ended, told, details, consequence=consequence, signalled=True)
 
 
 def root_cause(failures: list[Failure]) -> Failure:

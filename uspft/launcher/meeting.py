@@ -15,6 +15,7 @@ from types import TracebackType
 
 from uspft.config.problems import RunFailed
 from uspft.launcher.hosts import Hosts, LaunchError
+from uspft.launcher.restart import Loss
 from uspft.launcher.terminal import say
 from uspft.launcher.watch import Alarm, Message, Watch
 
@@ -39,6 +40,8 @@ class Meeting:
         self.watch = Watch(self.hosts)
         self.alarm: Alarm | None = None
         """What another host has said that ends the run."""
+        self.again: Loss | None = None
+        """How the run was lost, where it starts again."""
         self._interruptible = False
         self._last: Message | None = None
         self._rest = threading.Event()

@@ -24,6 +24,8 @@ NO_CONNECTION = 255
 """The exit code with which ssh says that it did not reach a host."""
 PORT = "29500"
 """MASTER_PORT where the user sets none, as torchrun and DeepSpeed have it."""
+BY_HOSTFILE = "USPFT_BY_HOSTFILE"
+"""The variable that says on each host that all of them end where one is gone."""
 TAKEN_ALONG = (
     *("USPFT_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "UCX_", "FI_", "HF_", "OMP_", "MALLOC_"),
     *("XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy"),
@@ -79,7 +81,7 @@ def run_on_hosts(
         "MASTER_ADDR": environment.get("MASTER_ADDR") or names[0],
         "MASTER_PORT": environment.get("MASTER_PORT") or PORT,
     }
-    settings = where | _taken_along(environment)
+    settings = where | _taken_along(environment) | {BY_HOSTFILE: "1"}
     command = shlex.join([*program, *words])
     script = SCRIPT.format(folder=shlex.quote(os.getcwd()), command=command)
     signals = Signals()

@@ -15,6 +15,7 @@ from types import FrameType
 from uspft.launcher.failure import WRONG_INPUT, root_cause
 from uspft.launcher.hosts import LocalRanks
 from uspft.launcher.processes import INTERRUPTED, Rank, kill_all, start
+from uspft.launcher.restart import Restart
 from uspft.launcher.terminal import LogOnTerminal, say, show_cursor
 from uspft.launcher.watch import Alarm, Watch
 
@@ -62,6 +63,8 @@ class Supervision:
     terminal: LogOnTerminal | None
     on_stop: str
     stopping: bool = False
+    lost: str = ""
+    """Why the run was lost, where it has failed and nothing of it was wrong."""
 
     def follow(self) -> int:
         """Follow the ranks until the run is over, and return its exit code.
@@ -145,7 +148,8 @@ class Supervision:
             absent = f"; of this host, rank {', '.join(late)} did not join it" if late else ""
             headline = f"rank {cause.rank} on {host} {cause.summary}{absent}"
         there = f"host {self.watch.host} ended the run ({headline}); its own output has the cause"
-        self.watch.tell("failed", there, cause.code)
+        self.watch.tell("failed", there, cause.code, lost=cause.lost)
+        self.lost = headline if cause.lost else ""
         # Wrong input is told as it is before any rank starts: the message alone.
         say(headline if cause.code != WRONG_INPUT or cause.details else cause.summary)
         if cause.details:
@@ -155,6 +159,7 @@ class Supervision:
     def follow_alarm(self, alarm: Alarm) -> int:
         """Print the failure of another host, and return its exit code."""
         say(alarm.text)
+        self.lost = alarm.text if alarm.lost else ""
         return alarm.code
 
     def end(self) -> int:
@@ -183,10 +188,12 @@ def run_ranks(
     log_dir: Path,
     watch: Watch,
     on_stop: str = "saving a checkpoint",
+    restart: Restart | None = None,
 ) -> int:
     """Run a command as this host's ranks, and return the exit code for all of them.
 
-    watch: the lines to the other hosts, which are closed in the end. The code is 0 where all ended
+    watch: the lines to the other hosts, which are closed in the end. restart: decides what follows
+    where the run is lost. The code is 0 where all ended
     well, 130 where they were stopped, 2 where a rank found wrong input, and 1 where one failed, in
     which case the cause is printed. Must be called from the main thread.
     """
@@ -202,7 +209,11 @@ def run_ranks(
                 last = ranks.first + ranks.count - 1
                 say(f"host {ranks.hosts.index}: ranks {ranks.first} to {last} write to {log_dir}")
             supervision = Supervision(started, watch, signals, terminal, on_stop)
-            return supervision.follow()
+            code = supervision.follow()
+            if restart and supervision.lost and not signals.count:
+                kill_all(started)
+                restart.decide(watch, supervision.lost)
+            return code
         finally:
             kill_all(started)
             show_cursor()

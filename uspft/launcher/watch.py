@@ -3,7 +3,8 @@
 Host 0 listens on MASTER_PORT + 1 and passes on what it hears. Each message is a JSON object on a
 line of its own: hello (who), beat (every second: what the host does and gives, and by host 0 whom
 all wait for and what is least), ready (what it would start), go (by host 0, when all are ready),
-stop, failed, done. Nothing here blocks.
+stop, failed, done, again (by host 0, of a lost
+run). Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Alarm:
     kind: str
     text: str = ""
     code: int = 1
+    lost: bool = False
+    """Whether the run was lost there, and nothing of it was wrong."""
 
 
 @dataclass
@@ -92,6 +95,8 @@ class Watch:
         self.told_least: dict[str, int] = {}
         self.called: set[int] = set()
         self.closed = False
+        self.again: list[int] | None = None
+        """By host 0: the hosts on which a lost run starts again, if it has said so."""
         self.lines: list[Line] = []
         self.alarms: list[Alarm] = []
         self.beaten = self.tried = -SILENCE_SECONDS
@@ -260,8 +265,11 @@ class Watch:
                 self.begun = True
             elif kind == "done":
                 line.done = True
+            elif kind == "again":
+                self.again = list(message.get("hosts", []))
             elif kind in ("stop", "failed"):
-                self.raise_alarm(Alarm(kind, text, code), source=line)
+                lost = bool(message.get("lost"))
+                self.raise_alarm(Alarm(kind, text, code, lost), source=line)
 
     def greet(self, line: Line, hello: Message) -> None:
         """Note which host is on the line; hosts that do not fit together end the run."""
@@ -287,11 +295,13 @@ class Watch:
         if self.host == 0:
             for line in self.lines:
                 if line is not source:
-                    line.send({"kind": alarm.kind, "text": alarm.text, "code": alarm.code})
+                    told = {"kind": alarm.kind, "text": alarm.text, "code": alarm.code}
+                    line.send({**told, "lost": alarm.lost})
 
     def lose(self, line: Line, how: str) -> None:
         """Drop a line; unless that host was done, or never said who it is, the run has failed."""
         line.socket.close()
         self.lines.remove(line)
         if line.host is not None and not line.done:
-            self.raise_alarm(Alarm("failed", f"host {line.host} {how}"), source=line)
+            lost = Alarm("failed", f"host {line.host} {how}", lost=True)
+            self.raise_alarm(lost, source=line)

@@ -139,7 +139,7 @@ def facts(record: dict[str, Any]) -> str:
     norm = record["grad_norm"]
     return "  ".join(
         [
-            f"loss {record['loss']:.4f}",
+            f"loss {_shown(record['loss'])}",
             f"rate {record['learning_rate']:.2e}",
             f"gradient norm {'not finite' if norm is None else f'{norm:.3g}'}",
             f"epoch {record['epoch']:.2f}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,20 @@ class Journal:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the records of the evaluations in the file, the oldest first."""
+        return [record for record in self._records() if "eval_loss" in record]
+
+    def last_step(self) -> int:
+        """Return the last training step in the file; 0 where there is none."""
+        steps = [record["step"] for record in self._records() if "learning_rate" in record]
+        return max(steps, default=0)
+
+    def _records(self) -> Iterator[dict[str, Any]]:
         lines = self._path.read_text(errors="replace").splitlines() if self._path.exists() else []
-        found = []
         for line in lines:
             try:
-                record = json.loads(line)
+                yield json.loads(line)
             except json.JSONDecodeError:
                 continue  # the torn last line of a killed run
-            if "eval_loss" in record:
-                found.append(record)
-        return found
 
     def write(self, record: dict[str, Any]) -> None:
         with self._path.open("a") as file:

@@ -13,18 +13,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 
 from uspft.model.recompute import Kept, Recompute, attend_once
 from uspft.sequence import Rule
+from uspft.sequence.states import Mixed
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from uspft.model.offload import HostShelf
+    from uspft.model.offload import HostShelf, Item
     from uspft.sequence import Share
     from uspft.sequence.mixing import Convolution
-    from uspft.sequence.states import Mixed, StateRule
+    from uspft.sequence.states import StateRule
     from uspft.world import World
 
 NAME = "uspft"
@@ -53,8 +55,10 @@ class Bound:
     ) -> None:
         """real [T]: which tokens are no padding; None where nobody asks."""
         self.real = torch.empty(0) if real is None else real
-        self.world, self._share, self.tokens, self.shelf = world, share, tokens, shelf
+        self.world, self.share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}
+        self._layer = 0
+        self._outputs: dict[int, list[Tensor | Item]] = {}
         self._forgets = recompute in (None, "attention")
         # Where no heads are exchanged, there is nothing around what is remembered.
         self._inside = recompute == "exchange" and world.layout.ulysses > 1
@@ -65,6 +69,12 @@ class Bound:
         found._forgets, found.shelf = True, None
         return found
 
+    def of_layer(self, layer: int) -> Bound:
+        """Return what is handed to a layer with a state. layer: as of attend."""
+        found = copy(self)
+        found._layer = layer
+        return found
+
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], rule: Rule) -> Tensor:
         """Compute the attention of one layer: q [T, H, D], k and v [T, G, D] → [T, H, D].
 
@@ -72,29 +82,68 @@ class Bound:
         """
 
         inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
-        once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
-        if self.shelf and not once:
-            self.shelf.below(next(x for x in inputs if x.requires_grad))
-        if once or self._forgets:  # a layer without a backward is never called again
-            return self.world.attend(qkv, self._share, rule)
+        if self._runs_once(inputs):
+            return self.world.attend(qkv, self.share, rule)
         remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)
         if self._inside:
-            return self.world.attend(qkv, self._share, rule, remembered)
+            return self.world.attend(qkv, self.share, rule, remembered)
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             own = replace(rule, sinks=sinks[0]) if sinks else rule
-            return self.world.attend((q, k, v), self._share, own)
+            return self.world.attend((q, k, v), self.share, own)
 
         return remembered(run, inputs)
 
+    def _runs_once(self, inputs: tuple[Tensor, ...]) -> bool:
+        """Tell whether nothing of a layer is remembered: one without a backward is never called
+        again."""
+        once = not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+        if self.shelf and not once:
+            self.shelf.below(next(x for x in inputs if x.requires_grad))
+        return once or self._forgets
+
+    def remember(self, layer: int, found: list[Tensor]) -> None:
+        """Keep what a layer's attention in groups of heads made, for its second run, if it is not
+        to be made again."""
+        if self._forgets:
+            return
+        kept: list[Tensor | Item] = [*found]
+        if self.shelf:
+            with self.shelf.together():
+                kept = [self.shelf.keep(one) for one in found]
+        self._outputs[layer] = kept
+
+    def recalled(self, layer: int) -> list[Tensor] | None:
+        """Return what a layer remembered, and forget it; None where there is nothing."""
+        kept = self._outputs.pop(layer, None)
+        if kept is None:
+            return None
+        found = []
+        for one in kept:
+            if isinstance(one, Tensor):
+                found.append(one)
+            else:
+                assert self.shelf
+                found.append(self.shelf.get(one))
+        return found
+
     def convolve(self, x: Tensor, taps: int, convolution: Convolution) -> Tensor:
         """Return a causal convolution [1, C, T] of this rank's tokens, each document by itself."""
-        return self.world.convolve(x, self._share, taps, convolution)
+        return self.world.convolve(x, self.share, taps, convolution)
 
     def mix(self, x: Mixed, rule: StateRule) -> Tensor:
         """Return the out [T, H, V] of a layer with a state, each document by itself."""
-        return self.world.mix(x, self._share, rule)
+        if self._runs_once(x):
+            return self.world.mix(x, self.share, rule)
+        remembered = partial(attend_once, self.memory, self._layer, shelf=self.shelf)
+        if self._inside:
+            return self.world.mix(x, self.share, rule, remembered)
+
+        def run(inputs: tuple[Tensor, ...]) -> Tensor:
+            return self.world.mix(Mixed(*inputs), self.share, rule)
+
+        return remembered(run, x)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return what a block of split matrices takes, of what lies between blocks."""

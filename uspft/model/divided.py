@@ -118,6 +118,10 @@ class Call:
         ways = ways_held(split, self._held, "mesh_columns", group)
         return used_ranges(split, group.index, group.size, ways)
 
+    def ways(self, split: MatrixSplit) -> int:
+        """Return how many ways ranks hold what columns divide so."""
+        return ways_held(split, self._held, "mesh_columns", self.group)
+
     def used(self, columns: MatrixSplit, rows: MatrixSplit | None = None) -> Used:
         """Return which of what this rank holds of a parameter the call uses, as `used_by`."""
         return used_by(self.bound, self._held, columns, rows)
@@ -127,8 +131,7 @@ class Call:
 
         split: of the fused projection. dim: the rows of a head.
         """
-        ways = ways_held(split, self._held, "mesh_columns", self.group)
-        return _makers(split, dim, (self.group.index, self.group.size, ways))
+        return _makers(split, dim, (self.group.index, self.group.size, self.ways(split)))
 
 
 @cache
@@ -155,6 +158,12 @@ class PartLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the projection of x, whose features are those used here."""
         return part_of_product(x, (self.weight, self.bias), self._split, self._call)
+
+    def here(self) -> tuple[Tensor, Tensor | None]:
+        """Return what a call uses of the weight, and of the bias of a column-split one."""
+        used = self._call.used(self._split)
+        bias = None if self._split.dim == ROWS or self.bias is None else cut(self.bias, used[:1])
+        return cut(self.weight, used), bias
 
 
 def part_of_product(

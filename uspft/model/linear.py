@@ -41,6 +41,13 @@ def bind_linear_layers(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "conv1d") and hasattr(module, "A_log"):
             _bind(sys.modules[type(module).__module__])
+            module.register_forward_pre_hook(_named, with_kwargs=True)
+
+
+def _named(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Tell a layer, before it runs, which one it is of those that are remembered."""
+    bound: Bound | None = kwargs.get("uspft")
+    return (args, {**kwargs, "uspft": bound.of_layer(id(module))}) if bound else None
 
 
 def _bind(modelling: ModuleType) -> None:
@@ -99,10 +106,10 @@ def _rule(
         )
     passed = {k: v for k, v in rest.items() if k in PASSED_ON}
     x = Mixed(*(t[0] for t in (query, key, value, g, beta)))
-    return uspft.mix(x, partial(_in_pieces, stock, passed))[None], None
+    return uspft.mix(x, partial(in_pieces, stock, passed))[None], None
 
 
-def _in_pieces(
+def in_pieces(
     stock: Any, passed: dict[str, Any], x: Mixed, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Run transformers' rule on tokens and the state that enters them; on CPU a piece at a time,

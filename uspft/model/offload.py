@@ -75,9 +75,13 @@ class HostShelf:
     def below(self, x: Tensor) -> None:
         """Let the input of the layer below come when the gradient of x has: an input of the
         attention of the layer that runs."""
-        if len(self._layers) > 1:
-            place = self._layers[-2]
-            x.register_hook(lambda _: self._fetch([place]))
+        come = self.coming()
+        x.register_hook(lambda _: come())
+
+    def coming(self) -> Callable[[], None]:
+        """Return the function that lets the input of the layer below the one that runs come."""
+        places = self._layers[-2:-1]
+        return lambda: self._fetch(places)
 
     def _fetch(self, places: Iterable[int]) -> None:
         """Let parcels come that are still waited for."""

@@ -17,12 +17,20 @@ from torch import Tensor, nn
 from uspft.families.projections import (
     BETWEEN,
     COLUMNS,
+    GATED_QUERY,
     HEAD,
     INNER,
     KV,
     QUERY,
     ROWS,
     SHARED,
+    STATE_GATE,
+    STATE_GATES,
+    STATE_GROUP,
+    STATE_KEY,
+    STATE_LAYER,
+    STATE_OWN,
+    STATE_VALUE,
     VOCABULARY,
     Projection,
 )
@@ -32,6 +40,7 @@ from uspft.model.dropout import TokenDropout
 from uspft.model.expert_splits import over_experts, over_tensor_ranks
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
+from uspft.model.state_heads import divide_states
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
@@ -94,7 +103,7 @@ def split_along(config: Any, found: Projection, dim: int) -> MatrixSplit:
     blocks = _blocks(config)
     stacked = [blocks[block] for block in found.blocks]
     sizes, counts = tuple(one.rows for one in stacked), tuple(one.number for one in stacked)
-    if len(stacked) > 1:
+    if KV in found.blocks[1:]:
         counts = counts[:1] + sizes[1:]
     return MatrixSplit(dim, sizes, counts)
 
@@ -108,11 +117,19 @@ def _blocks(config: Any) -> dict[str, _Block]:
         SHARED: getattr(config, "shared_expert_intermediate_size", None) or 0,
         VOCABULARY: config.vocab_size,
     }
-    return {
+    found = {
         QUERY: _Block(heads, heads * dim),
+        GATED_QUERY: _Block(heads, 2 * heads * dim),
         KV: _Block(kv_heads, kv_heads * dim),
         **{name: _Block(size, size) for name, size in singles.items()},
     }
+    if FAMILIES[config.model_type].states:
+        units, gates = config.linear_num_key_heads, config.linear_num_value_heads
+        keys, values = units * config.linear_key_head_dim, gates * config.linear_value_head_dim
+        rows = {STATE_KEY: keys, STATE_VALUE: values, STATE_GATE: gates}
+        rows |= {STATE_GROUP: 2 * keys + 2 * values, STATE_GATES: 2 * gates}
+        found |= {name: _Block(units, number) for name, number in rows.items()}
+    return found
 
 
 def table_of(model: Any) -> Mapping[str, Projection]:
@@ -120,9 +137,10 @@ def table_of(model: Any) -> Mapping[str, Projection]:
     return FAMILIES[model.config.model_type].projections
 
 
-def projection_of(model: Any, owner: str) -> Projection | None:
-    """Return how a module's parameters are divided, by the last words of its name."""
-    table, words = table_of(model), owner.split(".")
+def projection_of(model: Any, name: str) -> Projection | None:
+    """Return how a module's parameters are divided, or one of its own, by the last words of its
+    name."""
+    table, words = table_of(model), name.split(".")
     every = (table.get(".".join(words[-count:])) for count in (1, 2, 3))
     return next((found for found in every if found), None)
 
@@ -131,8 +149,8 @@ def _dim(found: Projection, kind: str, adapter: str) -> int | None:
     """Return the dimension along which a parameter of a projection is divided; None where it is
     whole.
 
-    kind: weight or bias. adapter: A or B for those of an adapter, whose product is divided as the
-    weight beside it.
+    kind: weight or bias, or a parameter's own name. adapter: A or B for those of an adapter, whose
+    product is divided as the weight beside it.
     """
     if not found.blocks:
         return None
@@ -173,36 +191,58 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
     if held:
         index = part_index(shards.tensor_index(holders.rank), held.tensor)
         move_padding(model, part_range(model.config.vocab_size, index, held.tensor))
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
     splits = {
-        id(module): split
-        for name, module in model.named_modules()
-        if (split := shards.splits.get(f"{plain_name(name)}.weight"))
+        module: split
+        for module, name in names.items()
+        if (split := shards.splits.get(f"{name}.weight"))
     }
-    names = {id(one): plain_name(name) for name, one in model.named_parameters()}
     for layer in model.base_model.layers:
         call = Call(held)
         before_each_run(layer, call.begin)
+        here = {name for name, _ in layer.named_children()}
         for name, projection in table_of(model).items():
             block, _, last = name.rpartition(".")
-            if not block:
+            owner: Any = _submodule(layer, block) if block else None
+            if owner is None or last in STATE_OWN:
                 continue
-            owner: Any = _submodule(layer, block)
-            module: Any = getattr(owner, last, None)
             if last == "sinks":
-                owner.uspft_sinks = partial(_used_sinks, call, shards.splits[names[id(module)]])
-            split = splits.get(id(module))
-            if split is None:  # whole on each rank, or not in this layer
-                continue
-            if "norm" in last:
-                setattr(owner, last, SplitNorm(module, split, call))
-                continue
-            _divide(owner, last, splits, call)
-            if projection.dim == ROWS:
-                dropouts = [m for m in module.modules() if isinstance(m, TokenDropout)]
-                call.dropouts += [(dropout, split) for dropout in dropouts]
-                enter_and_leave(owner, last, block, call)
-            elif len(projection.blocks) > 1 and KV in projection.blocks:
-                share_heads(owner, last, split, call)
+                split = shards.splits[f"{names[id(owner)]}.{last}"]
+                owner.uspft_sinks = partial(_used_sinks, call, split)
+            else:
+                _divide_module(owner, (block, last), projection, splits, call)
+        if STATE_LAYER in here:
+            state, own = layer.get_submodule(STATE_LAYER), (*STATE_OWN, "conv1d.weight")
+            every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
+            divide_states(state, every, call)
+
+
+def _divide_module(
+    owner: nn.Module,
+    named: tuple[str, str],
+    projection: Projection,
+    splits: Mapping[int, MatrixSplit],
+    call: Call,
+) -> None:
+    """Make a projection or a norm inside a block compute with what a call uses.
+
+    named: the names of the block and of the module in it. splits: by the identity of a module.
+    """
+    block, last = named
+    module: Any = getattr(owner, last, None)
+    split = splits.get(id(module))
+    if split is None or isinstance(module, nn.Conv1d):  # whole on each rank, or not in this layer
+        return
+    if "norm" in last:
+        setattr(owner, last, SplitNorm(module, split, call))
+        return
+    _divide(owner, last, splits, call)
+    if projection.dim == ROWS:
+        dropouts = [m for m in module.modules() if isinstance(m, TokenDropout)]
+        call.dropouts += [(dropout, split) for dropout in dropouts]
+        enter_and_leave(owner, last, block, call)
+    elif len(projection.blocks) > 1 and KV in projection.blocks:
+        share_heads(owner, last, split, call)
 
 
 def _submodule(layer: nn.Module, path: str) -> nn.Module | None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.model import grid, parallel
 from uspft.model.experts import spread_experts
+from uspft.model.head_groups import attend_in_groups
+from uspft.model.hf_config import heads_of
 from uspft.model.offload import offload_inputs
 from uspft.model.recompute import Recompute, recompute_layers
 from uspft.model.staged import ranks_of
@@ -66,9 +68,12 @@ def save_memory(
     """
     stages = stages or Stages.of_sizes([model.config.num_hidden_layers], 1)
     layers = first_layers(block.gradient_checkpointing, stages)
+    tile = mlp_tile_tokens(block.mlp_tile_tokens, inner_features(model.config))
+    if block.attention_heads != "all":
+        attend_in_groups(model, block.attention_heads, heads_of(model.config), tile)
     if offload := block.offload_activations == "cpu":
         offload_inputs(model)
     recompute = recompute_layers(model, block, layers)
-    if tile := mlp_tile_tokens(block.mlp_tile_tokens, inner_features(model.config)):
+    if tile:
         work_in_tiles(model, tile)
     return recompute, offload

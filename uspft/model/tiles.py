@@ -135,14 +135,8 @@ class TiledCall:
         Raises RuntimeError where it is not like the first of its inputs.
         """
         x = parts[0]
-        for dropout, words, ranges in self._dropouts:
-            dropout.ranges = ranges
-            dropout.words = None if words is None else words[start : start + x.shape[self.dim]]
-        try:
+        with self.of_tile(start, x.shape[self.dim]):
             out: Tensor = self._plain(*parts)
-        finally:
-            for dropout, words, _ in self._dropouts:
-                dropout.words = words
         if out.shape != x.shape or out.dtype != x.dtype:
             raise RuntimeError(
                 f"{type(self.module).__name__} made {out.dtype} {tuple(out.shape)} of a tile "
@@ -150,11 +144,28 @@ class TiledCall:
             )
         return out
 
+    @contextmanager
+    def of_tile(self, start: int, length: int) -> Iterator[None]:
+        """Tell dropouts within the `with` block which tokens they see."""
+        for dropout, words, ranges in self._dropouts:
+            dropout.ranges = ranges
+            dropout.words = None if words is None else words[start : start + length]
+        try:
+            yield
+        finally:
+            for dropout, words, _ in self._dropouts:
+                dropout.words = words
+
     def fill(self, out: Tensor, inputs: Sequence[Tensor]) -> None:
         """Fill in what the module makes of all tokens."""
         for start, length in self.spans(out):
             parts = [x.narrow(self.dim, start, length) for x in inputs]
             out.narrow(self.dim, start, length).copy_(self.run(parts, start))
+
+    def gradients(self, sums: Sequence[Tensor | None]) -> Iterator[Tensor]:
+        """Yield the parameters' gradients of their sums over tiles."""
+        for parameter, total in zip(self.parameters, sums, strict=True):
+            yield torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)
 
     @contextmanager
     def leaves(self) -> Iterator[list[Tensor]]:
@@ -213,16 +224,12 @@ class _Tiles(torch.autograd.Function):
                 places = [whole for whole in d_inputs if whole is not None]
                 for whole, part in zip(places, found, strict=False):
                     whole.narrow(call.dim, start, length).copy_(part)
-                _add(sums, found[len(wanted) :])
+                add_up(sums, found[len(wanted) :])
                 del found
-        gradients = (
-            torch.zeros_like(p) if total is None else total.to(p.dtype)
-            for p, total in zip(call.parameters, sums, strict=True)
-        )
-        return None, None, *d_inputs, *gradients
+        return None, None, *d_inputs, *call.gradients(sums)
 
 
-def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+def add_up(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
     """Add what a tile found to the sums, in float32 or wider; None where it found nothing."""
     for number, part in enumerate(found):
         if part is None:

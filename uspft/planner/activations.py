@@ -7,12 +7,13 @@ projections, and what model/ and tensor/ put between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
 from uspft.planner.expert_memory import Experts, routed
-from uspft.planner.layer_kinds import LLAMA, LayerKind
+from uspft.planner.group_memory import GroupMemory, GroupSizes, GroupTiles
+from uspft.planner.layer_kinds import LLAMA, LayerKind, Norms
 from uspft.planner.mesh_memory import MeshOperation, all_features, inward, outward
 from uspft.planner.operations import (
     INDEX,
@@ -61,6 +62,8 @@ class LayerSizes:
     dropout: bool = False
     tile: int | None = None
     """Tokens; None where MLPs and norms take all at once."""
+    at_once: int | None = None
+    """How many query heads of a KV head are attended with at once; None where all heads are."""
     recompute: str | None = None
     """What of attention is made again; None where the layer is not checkpointed."""
     offloads: bool = False
@@ -85,6 +88,23 @@ class LayerSizes:
         """Of a token between blocks."""
         return self.hidden // self.tensor if self.mesh_rows else self.hidden
 
+    @property
+    def in_halves(self) -> bool:
+        """Whether attention with its norm and residual is one function, and the rest another."""
+        return bool(self.at_once) and self.tensor == 1 and self.kind.norms == Norms()
+
+    def of_tile(self, sharing: Sharing | None = None) -> LayerSizes:
+        """Return the layer as it takes a tile of tokens, with other heads where they are given."""
+        sharing = sharing or self.sharing
+        tokens = min(self.tile or sharing.tokens, sharing.tokens)
+        of = replace(sharing, tokens=tokens)
+        return replace(self, sharing=of, tile=None, tensor=1, splits_tokens=False, at_once=None)
+
+    def weights(self, name: str, takes: int, gives: int) -> float:
+        """Return the bytes of those weights of a projection that train."""
+        own = takes * gives if name in self.trained else 0
+        return float(self.element * (own + self.rank * (takes + gives) * (name in self.adapted)))
+
     def between_bytes(self) -> float:
         """Return the bytes of what is between blocks."""
         return float(self.between * self.features * self.element)
@@ -107,7 +127,8 @@ class LayerSizes:
         return {"mlp.gate_proj": self.inner, "mlp.up_proj": self.inner}
 
 
-OUTWARD = {"self_attn": "self_attn.o_proj", "mlp": "mlp.down_proj"}
+OUT = "self_attn.o_proj"
+OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj"}
 """The projection out of each block."""
 
 
@@ -121,12 +142,18 @@ class Layer:
         """The input of the layer below, where it waits on the host and has come."""
         self._made: dict[str, Tensor] = {}
         """What projections into a block on a mesh have made together."""
-        if sizes.recompute in ("nothing", "exchange"):
+        self._groups = self._in_groups() if sizes.at_once else None
+        if sizes.recompute in ("nothing", "exchange") and not sizes.at_once:
             exchanges = sizes.sharing.ulysses > 1 and sizes.recompute == "nothing"
             self._remembered = Remembered(tape, wanted=not exchanges)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         norms = self.sizes.kind.norms
+        if self._groups and self.sizes.in_halves:
+            between = self._groups(hidden, trains=self._first_trains)
+            self.below = None
+            del hidden
+            return self._second_half(between)
         hidden = self._added(hidden, self._attention, norms[:2])
         return self._added(hidden, self._mlp, norms[2:])
 
@@ -146,6 +173,86 @@ class Layer:
 
     def _trains(self, name: str) -> bool:
         return name in self.sizes.trained
+
+    @property
+    def _first_trains(self) -> bool:
+        """Whether any weight of the first half does."""
+        names = self.sizes.trained | self.sizes.adapted
+        return any(one.startswith(("self_attn.", "input_layernorm")) for one in names)
+
+    def _in_groups(self) -> GroupMemory:
+        """Return attention in groups of heads, with its norm and residual where that is one."""
+        tape, s = self.tape, self.sizes
+        how, halves = s.sharing, s.in_halves
+        whole, features = s.of_tile(), how.heads * how.dim
+        size, out = whole.between_bytes(), whole.sharing.bytes(how.heads)
+        before = s.kind.norms.before_attention if halves else ""
+
+        def qkv(layer: Layer, x: Tensor) -> list[Tensor]:
+            return layer._qkv(layer._norm(x, before))
+
+        def last() -> None:
+            with tape.no_gradient():
+                made = Layer(tape, whole)._project(Tensor(out, None, None, 0), OUT)
+                if halves:
+                    added(tape, made, made)
+
+        def last_gradients() -> None:
+            with tape.apart(collects=True):
+                made = Layer(tape, whole)._project(Tensor(out, None, None, 0), OUT)
+                if made.node:
+                    tape.backward(made, tape.new(made.size))
+
+        def first(some: Sharing) -> None:
+            with tape.no_gradient():
+                qkv(Layer(tape, s.of_tile(some)), Tensor(size, None, None, 0))
+
+        def first_gradients() -> None:
+            with tape.apart(collects=True):
+                made = qkv(Layer(tape, whole), tape.leaf(size, tape.new(0.0)))
+                # The queries' gradient is a copy, since the input's takes its place.
+                sizes = made[0].size, 0.0, 0.0
+                slopes = lambda: lambda grads: [tape.new(one) for one in sizes]  # noqa: E731
+                (every,) = tape.record(made, (0.0,), slopes)
+                tape.backward(every, tape.new(0.0))
+                del made
+
+        def out_slope(heads: int) -> None:
+            sizes = size, size, *[whole.sharing.bytes(heads)] * 2
+            held = [tape.new(one) for one in sizes]
+            del held
+
+        keys = ((f"self_attn.{one}_proj", how.kv_heads * how.dim) for one in "kv")
+        products = [("self_attn.q_proj", features), *keys]
+        return GroupMemory(
+            tape,
+            GroupSizes(
+                how,
+                s.at_once or 1,
+                s.inside_bytes(),
+                sum(s.weights(name, s.hidden, gives) for name, gives in products),
+                s.weights(OUT, features, s.hidden),
+                s.between_bytes() if s.offloads else 0.0,
+                s.recompute == "nothing",
+            ),
+            GroupTiles(first, last, last_gradients, out_slope, first_gradients),
+        )
+
+    def _second_half(self, between: Tensor) -> Tensor:
+        """Return what the MLP with its norm and residual makes of what is between."""
+        tape, s = self.tape, self.sizes
+
+        def rest(layer: Layer, x: Tensor) -> Tensor:
+            x = tape.record((x,), (x.size,), lambda: lambda grads: grads)[0]  # and nothing added
+            return layer._added(x, layer._mlp, s.kind.norms[2:])
+
+        if s.experts or not s.tile or s.tile >= s.sharing.tokens:
+            return rest(self, between)
+        names = s.trained | s.adapted
+        trains = any(name.startswith("mlp.") or name == s.kind.norms.before_mlp for name in names)
+        part, share = Layer(tape, s.of_tile()), s.tile / s.sharing.tokens
+        run = lambda parts: rest(part, parts[0])  # noqa: E731
+        return tiled(tape, [between], run, share, s.wide, trains=trains)
 
     def _project(self, x: Tensor, name: str) -> Tensor:
         """Return a projection of x, with its adapter's."""
@@ -223,8 +330,10 @@ class Layer:
     def _attention(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
         inner = x if s.mesh_rows else enter(tape, s, x)
+        if self._groups:
+            return self._leave(self._groups(inner, trains=self._first_trains))
         out = self._attend(self._qkv(inner))
-        return self._leave(self._project(out, "self_attn.o_proj"))
+        return self._leave(self._project(out, OUT))
 
     def _qkv(self, x: Tensor) -> list[Tensor]:
         """Return queries, keys and values."""

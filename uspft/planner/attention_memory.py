@@ -114,7 +114,7 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     token = BytesPerToken(query, keys, each, 4 // how.element, how.sinks)
     of = how.ulysses, how.ring, token, how.way, how.window
     most = backward_bytes(*of)
-    made = _forward(tape, how, lse, out, how.tokens * forward_bytes(*of))
+    made = forward_storages(tape, how, lse, out, how.tokens * forward_bytes(*of))
     saved = [*made]
     tensors = [*qkv]
 
@@ -135,7 +135,9 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     return tape.record(qkv, (out,), backward, saves=True, made=made[1:])[0]
 
 
-def _forward(tape: Tape, how: Sharing, lse: float, out: float, coming: float) -> list[Storage]:
+def forward_storages(
+    tape: Tape, how: Sharing, lse: float, out: float, coming: float
+) -> list[Storage]:
     """Return the log-sum-exp and the output. coming: the bytes of keys and values on their way."""
     large = out * 4 / how.element
     sums = tape.new(lse)

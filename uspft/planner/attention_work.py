@@ -19,7 +19,7 @@ from uspft.sequence import Algorithm, Cost, Forwards, Heads, Traffic
 from uspft.sequence.rows.balance import MAX_IMBALANCE
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import work_of
-from uspft.sequence.rows.traffic import heads_traffic, widest_kv
+from uspft.sequence.rows.traffic import heads_traffic, in_turns, widest_kv
 
 FEW = 8
 """Ranks of the longest ring to which a search deals rows out."""
@@ -172,6 +172,32 @@ def _corrected(
     )
 
 
+def in_groups(
+    work: AttentionWork, algorithm: Algorithm, heads: Heads, token_bytes: int, at_once: int
+) -> AttentionWork:
+    """Return the work of attention that takes heads a group at a time, of that with all at once.
+
+    token_bytes: of one element of all of a rank's tokens. at_once: query heads of a KV head.
+    """
+    ulysses = algorithm.ulysses
+    together, turns = in_turns(heads, ulysses, at_once)
+    share = together * turns / widest_kv(heads, ulysses)
+    runs = [Forwards(n, n, at_once) for n in (1, 2)]
+    each = [heads_traffic(heads, ulysses, token_bytes, 1, one) for one in runs]
+    once, again = each if ulysses > 1 else (Traffic(), Traffic())
+    there = Traffic(again.bytes - once.bytes, again.messages - once.messages)
+    back = Traffic(once.bytes - there.bytes, once.messages - there.messages)
+
+    def cost(exchanged: Traffic, plain: Cost) -> Cost:
+        ring, gather = (
+            Traffic(round(share * one.bytes), turns * one.messages)
+            for one in (plain.ring, plain.gather)
+        )
+        return Cost(exchanged, ring, gather, turns * plain.arrivals)
+
+    return replace(work, forward=cost(there, work.forward), backward=cost(back, work.backward))
+
+
 class _Moved(NamedTuple):
     """What a rank sends one way, in tokens and in messages."""
 
@@ -224,7 +250,8 @@ def _of_heads(
     if algorithm.ulysses == 1:
         return Traffic()
     tokens = length // (algorithm.ring * algorithm.ulysses)
-    return heads_traffic(heads, algorithm.ulysses, tokens, element_bytes, forwards)
+    runs = Forwards(forwards, forwards)
+    return heads_traffic(heads, algorithm.ulysses, tokens, element_bytes, runs)
 
 
 def _drawn_out(

@@ -14,6 +14,8 @@ from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
 from uspft.segments import Segments
 
+LOOKED = 256
+"""Layouts among which another value of a key is looked for."""
 NAMED = 2
 """Ways that a reason sets beside the first."""
 STAGE = "deepspeed.zero_optimization.stage"
@@ -48,7 +50,8 @@ class _Timed(NamedTuple):
 
 def values_of(way: Way) -> dict[str, Any]:
     """Return what a recipe's keys say of a way, where ranks that share nothing are 1 of 1."""
-    degrees = way.degrees | {"ulysses_degree_in_cp": way.layout.ulysses}
+    degrees = {"pipeline_stage": 1, "pp_interleave_num": 1} | way.degrees
+    degrees["ulysses_degree_in_cp"] = way.layout.ulysses
     found = {f"parallel_config.{key}": value for key, value in degrees.items()}
     return found | {STAGE: way.stage, ROWS: way.rows, RECOMPUTE: way.recompute}
 
@@ -84,7 +87,7 @@ def recommend(
     if not found:
         return None
     # Where keys ask for reasons, the best way with another value of one may stand far below.
-    first, *others = map(_timed, found if asked else found[: NAMED + 1])
+    first, *others = map(_timed, found[:LOOKED] if asked else found[: NAMED + 1])
     what = "takes least of the ways that fit" if first.fits else "is fastest, though no way fits"
     beside = [
         f"{one.way.name} {one.seconds / first.seconds:.4g} ×" + " (does not fit)" * (not one.fits)
@@ -101,7 +104,8 @@ def recommend(
         if way == first.way or way.name != first.way.name:
             continue
         others.append(_timed(ranked(given, way, hardware, options)))
-    return Choice(first.way, why, {key: _reason(key, first, others) for key in asked})
+    more = len(found) > LOOKED
+    return Choice(first.way, why, {key: _reason(key, first, others, more) for key in asked})
 
 
 def _timed(one: Ranked) -> _Timed:
@@ -122,11 +126,13 @@ def _only(space: Space, way: Way) -> Space:
         data={layout.data},
         ulysses={layout.ulysses},
         algorithms={way.row.name},
+        experts={layout.experts},
     )
 
 
-def _reason(key: str, first: _Timed, others: Sequence[_Timed]) -> str:
-    """Return what a step takes where a key has another value, in the best way for that."""
+def _reason(key: str, first: _Timed, others: Sequence[_Timed], more: bool) -> str:
+    """Return what a step takes where a key has another value, in the best way for that. more:
+    whether there are layouts that were not looked at."""
     own = values_of(first.way).get(key)
     best: dict[Any, _Timed] = {}
     for one in sorted(others, key=_order):
@@ -134,7 +140,8 @@ def _reason(key: str, first: _Timed, others: Sequence[_Timed]) -> str:
         if value != own:
             best.setdefault(value, one)
     if not best:
-        return "nothing else is possible here"
+        least = f"none of the first {LOOKED} layouts has another"
+        return least if more else "nothing else is possible here"
     return ", ".join(_beside(first, *item) for item in list(best.items())[:NAMED])
 
 
@@ -156,7 +163,8 @@ def likely(ranks: int, space: Space, step_rows: int, why_not: WhyNot) -> Way | N
     def key(way: Way) -> tuple[object, ...]:
         layout = way.layout
         square = abs(layout.mesh_rows - layout.mesh_columns) if layout.is_mesh else 0
-        split = layout.tensor, square, layout.mesh_rows, layout.data > step_rows, layout.context
+        matrices = layout.tensor, square, layout.mesh_rows
+        split = layout.pipeline, *matrices, layout.data > step_rows, layout.context
         shared = not way.row.automatic, layout.ulysses, way.row.name
         return (*split, *shared, way.splits_tokens, abs(way.stage - 1), way.rows, way.recompute)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from uspft.families import ModelShape
-from uspft.planner.products import head_projection, layer_projections
+from uspft.families import NO_KEYS, ModelShape
+from uspft.planner.products import head_projection, projections_of_layers
 from uspft.sequence.rows.spans import pairs
 
 PEAK_BF16 = {
@@ -84,9 +84,13 @@ def layer_flops(
     """Return the FLOPs of a row of one document in each layer, and in the head.
 
     windows: the sliding window of each layer, or None where it sees all. The embedding is looked
-    up, and costs none.
+    up, and costs none; so is the rule of a layer with a state left out, a hundredth of its layer.
     """
-    met, heads = sum(one.met for one in layer_projections(model)), (1, model.heads, model.head_dim)
-    tokens = length_tokens
-    layers = [step_flops(met, tokens, int(pairs(tokens, one)), heads) for one in windows]
+    heads, tokens = (1, model.heads, model.head_dim), length_tokens
+    kinds = (projections_of_layers(model, n)[-1][0] for n in (0, len(windows)))
+    met, of_state = (sum(one.met for one in projections) for projections in kinds)
+    layers = [
+        step_flops(of_state if one == NO_KEYS else met, tokens, int(pairs(tokens, one)), heads)
+        for one in windows
+    ]
     return layers, step_flops(head_projection(model).met, tokens, 0, heads)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.families import FAMILIES, NO_KEYS
+from uspft.families import FAMILIES, NO_KEYS, state_layers
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
@@ -22,7 +23,7 @@ from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
-from uspft.planner.state import State, Zero, state_of
+from uspft.planner.state import ADAM, State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
@@ -50,6 +51,9 @@ ACTIVATIONS = ("activations", "at work", "batch")
 BATCH_BYTES = 6 * 8
 """Of a token in a batch: its number, label, position, place in the stream, row, and whether it has
 a target, all in int64."""
+KILOTOKEN = 1024
+MOST_KILOTOKENS = 1 << 20
+"""Of a rank, at which the search for the longest row ends."""
 BUCKET = 500_000_000
 """The elements of DeepSpeed's reduce_bucket_size where a recipe says none."""
 
@@ -71,12 +75,16 @@ class Options:
     """The elements of DeepSpeed's reduce_bucket_size."""
     offload_optimizer: bool = False
     offload_weights: bool = False
+    saves_beside: bool = False
+    """Whether a checkpoint waits on the host while it is written."""
     gradient_reduction: str = "float32"
     """The type in which gradients cross ranks."""
     checkpointing: bool = True
     first_layers: int | Each | None = None
     """How many layers of a stage, or of each, are checkpointed, where not all are."""
     recompute: str = "nothing"
+    at_once: int | None = None
+    """How many query heads of a KV head are attended with at once; None for all heads."""
     offload_activations: bool = False
     loss_tile: int | None = 1024
     """Tokens; None for all at once."""
@@ -155,10 +163,12 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         bucket=int(zero.get("reduce_bucket_size") or BUCKET),
         offload_optimizer=away("offload_optimizer"),
         offload_weights=away("offload_param"),
+        saves_beside=recipe.checkpoint.overlap,
         gradient_reduction=memory.gradient_reduction,
         checkpointing=bool(memory.gradient_checkpointing),
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
+        at_once=number(memory.attention_heads),
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
         mlp_tile=number(memory.mlp_tile_tokens),
@@ -257,6 +267,8 @@ def state_in(
         weights_away=options.offload_weights,
     )
     state = state_of(zero, counts)
+    if options.saves_beside:  # ranks that hold the same parts deal them out evenly
+        state.host["checkpoint"] = (WIDE + ADAM) * counts.trained / layout.copies
     if stage and stage.last and shape.tied:  # a copy of the table, and the sum of its gradients
         table = head_projection(shape).on(layout.mesh_columns).parameters / layout.mesh_rows
         trains = outside_trains(options.lora, options.freeze)[EMBEDDING]
@@ -405,6 +417,7 @@ def _layers(
                 rank=options.lora.rank if options.lora else 0,
                 dropout=bool(options.lora and options.lora.dropout),
                 tile=options.mlp_tile,
+                at_once=options.at_once,
                 recompute=options.recompute if number in again else None,
                 offloads=options.offload_activations and options.checkpointing,
             )
@@ -476,9 +489,7 @@ def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
     window, family = shape.window, FAMILIES[shape.model_type]
     types, layers = shape.raw.get("layer_types"), range(shape.layers)
     if family.states:
-        every = int(shape.raw.get("full_attention_interval", 4))
-        types = types or ["" if (i + 1) % every else "full_attention" for i in layers]
-        return tuple(None if kind == "full_attention" else NO_KEYS for kind in types)
+        return tuple(NO_KEYS if state else None for state in state_layers(shape))
     one_for_all = family.windows == "all" or shape.model_type == "qwen3_moe"
     if window is None or (one_for_all and not types):
         return (window,) * shape.layers
@@ -506,18 +517,30 @@ def longest_row(
     shape: ModelShape, layout: Layout, card_bytes: float, *, options: Options = Options()
 ) -> int:
     """Return the longest row in tokens that fits a card, by kilotokens of each rank, or 0."""
-    step = 1024 * layout.context
+    return longest_of(
+        lambda row: memory_of(shape, layout, row, options=options).peak_bytes, layout, card_bytes
+    )
 
-    def has_room(count: int) -> bool:
-        return fits(memory_of(shape, layout, count * step, options=options), card_bytes)
 
-    low, high = 0, 1
-    while high < 1 << 20 and has_room(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if has_room(middle) else (low, middle)
-    return low * step
+def longest_of(peak: Callable[[int], float], layout: Layout, card_bytes: float) -> int:
+    """Return the longest row in tokens, by kilotokens of each rank, whose peak fits a card, or 0.
+
+    peak: from the tokens of a row to bytes, which grow nearly in a line: where that meets what a
+    card has is looked first.
+    """
+    step, usable = KILOTOKEN * layout.context, USABLE_SHARE * card_bytes
+    low, high = (0, 0.0), (MOST_KILOTOKENS, math.inf)
+    line, guess = list[tuple[int, float]](), 1
+    while high[0] - low[0] > 1:
+        tried = guess, peak(guess * step)
+        low, high = (tried, high) if tried[1] <= usable else (low, tried)
+        line = [*line[-1:], tried]
+        guess = (low[0] + high[0]) // 2 if math.isfinite(high[1]) else 64 * low[0]
+        if len(line) == 2 and (more := line[1][1] - line[0][1]):
+            slope = more / (line[1][0] - line[0][0])
+            guess = math.floor(tried[0] + (usable - tried[1]) / slope)
+        guess = min(max(guess, low[0] + 1), high[0] - 1)
+    return low[0] * step
 
 
 def row_memory(

@@ -5,9 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from uspft.families import ModelShape
+from uspft.families import FAMILIES, ModelShape, state_layers, state_sizes
+from uspft.families.projections import (
+    COLUMNS,
+    GATED_QUERY,
+    STATE_GATE,
+    STATE_GATES,
+    STATE_GROUP,
+    STATE_KEY,
+    STATE_LAYER,
+    STATE_VALUE,
+)
 
 SplitSide = Literal["inputs", "outputs", "none"]
+PROJECTION_WORDS = ("_proj", "_qkv", "_qkvz", "_z", "_b", "_a", "_ba")
+"""How the names of projections of a layer with a state end."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,13 @@ class ProductShape:
 
 
 def layer_projections(shape: ModelShape) -> list[ProductShape]:
-    """Return query, key, value and output projections, then those of the MLP or of the experts."""
+    """Return query, key, value and output projections of a layer with attention, then those of the
+    MLP or of the experts."""
     hidden, dim = shape.hidden_size, shape.head_dim
     heads, kv_heads = shape.heads * dim, shape.kv_heads * dim
+    gated = 1 + has_gated_heads(shape)
     found = [
-        ProductShape(hidden, heads, "outputs", dim),
+        ProductShape(hidden, gated * heads, "outputs", gated * dim),
         ProductShape(hidden, kv_heads, "outputs", dim),
         ProductShape(hidden, kv_heads, "outputs", dim),
         ProductShape(heads, hidden, "inputs", dim),
@@ -67,6 +81,54 @@ def layer_projections(shape: ModelShape) -> list[ProductShape]:
     return [*found, ProductShape(inner, hidden, "inputs", 1, met, experts)]
 
 
+def has_gated_heads(shape: ModelShape) -> bool:
+    """Tell whether the query projection makes as many features that gate what heads attend to."""
+    table = FAMILIES[shape.model_type].projections
+    return "self_attn.q_proj" in table and GATED_QUERY in table["self_attn.q_proj"].blocks
+
+
+def state_projections(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return the projections of a layer with a state by name, without those of its MLP.
+
+    Tensor ranks divide them in units of a key head with its value heads.
+    """
+    sizes, hidden = state_sizes(shape), shape.hidden_size
+    if sizes is None:
+        return {}
+    keys, values = sizes.keys * sizes.key_dim, sizes.values * sizes.value_dim
+    rows = {
+        STATE_KEY: keys,
+        STATE_VALUE: values,
+        STATE_GATE: sizes.values,
+        STATE_GROUP: 2 * keys + 2 * values,
+        STATE_GATES: 2 * sizes.values,
+    }
+    found = {}
+    for name, one in FAMILIES[shape.model_type].projections.items():
+        if not name.startswith(f"{STATE_LAYER}.") or not name.endswith(PROJECTION_WORDS):
+            continue
+        features = sum(rows[block] for block in one.blocks)
+        side: SplitSide = "outputs" if one.dim == COLUMNS else "inputs"
+        both = (hidden, features) if one.dim == COLUMNS else (features, hidden)
+        found[name] = ProductShape(*both, side, features // sizes.keys)
+    return found
+
+
+def projections_of_layers(
+    shape: ModelShape, states: int | None = None
+) -> list[tuple[list[ProductShape], int]]:
+    """Return the projections of each kind of layer, with how many layers are of it.
+
+    states: how many have a state; None: as the config says.
+    """
+    with_attention = layer_projections(shape)
+    states = sum(state_layers(shape)) if states is None else states
+    found = [(with_attention, shape.layers - states)]
+    if states:
+        found.append(([*state_projections(shape).values(), *with_attention[4:]], states))
+    return found
+
+
 def head_projection(shape: ModelShape) -> ProductShape:
     """Return the output head, whose vocabulary tensor ranks divide."""
     return ProductShape(shape.hidden_size, shape.vocab_size, "outputs")
@@ -75,10 +137,15 @@ def head_projection(shape: ModelShape) -> ProductShape:
 def parameters_of(shape: ModelShape, tensor: int = 1) -> tuple[int, int]:
     """Return how many parameters a tensor rank holds: outside the layers, and of one layer.
 
-    Biases are left out.
+    Biases are left out, and what a layer with a state has beside projections. Of layers of two
+    kinds it is the mean.
     """
     head = head_projection(shape).on(tensor).parameters
-    layer = sum(one.on(tensor).parameters for one in layer_projections(shape))
+    layers = sum(
+        count * sum(one.on(tensor).parameters for one in projections)
+        for projections, count in projections_of_layers(shape)
+    )
+    layer = layers // max(1, shape.layers)
     return head * (1 if shape.tied else 2) + shape.hidden_size, layer + 2 * shape.hidden_size
 
 
@@ -92,5 +159,8 @@ def met_parameters(shape: ModelShape) -> int:
 
     The embedding look-up is left out, and of the experts those count that a token meets.
     """
-    layer = sum(one.met for one in layer_projections(shape))
-    return layer * shape.layers + head_projection(shape).met
+    layers = sum(
+        count * sum(one.met for one in projections)
+        for projections, count in projections_of_layers(shape)
+    )
+    return layers + head_projection(shape).met

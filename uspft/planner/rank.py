@@ -27,7 +27,7 @@ from uspft.planner.memory import (
     Options,
     activations_in,
     fits,
-    longest_row,
+    longest_of,
     memory_of_ranks,
     most_of_ranks,
     pass_bytes,
@@ -40,6 +40,7 @@ from uspft.planner.stages import as_many
 from uspft.planner.state import State
 from uspft.planner.step_shape import StepShape, StepTime
 from uspft.planner.ways import Space, Way, WhyNot, legal_for, ways
+from uspft.sequence import Algorithm
 
 PLAIN = Options()
 SHORTLIST = 8
@@ -57,16 +58,40 @@ class Ranked:
     way: Way
     step: StepShape
     """The step as it runs under the way."""
-    time: StepTime
+    hardware: Hardware = field(repr=False, compare=False)
     needs: Needs = field(repr=False, compare=False)
     options: Options
     """What decides memory under the way."""
-    card: float | None
-    """The bytes of a card; None where ranks are on CPUs."""
     own: bool = False
     """Whether it is the recipe's."""
     closely: bool = False
-    """Whether a pipeline's schedule was run action by action."""
+    """Whether a pipeline's schedule is run action by action."""
+    algorithm: Algorithm | None = field(default=None, repr=False, compare=False)
+    memo: price.Memo = field(default_factory=dict, repr=False, compare=False)
+    """What has been worked out of other ways' steps."""
+
+    @cached_property
+    def time(self) -> StepTime:
+        """What a step takes, which is worked out when it is asked for."""
+        waits_of = simulated if self.closely else estimated
+        return price.step_time(self.step, *self._priced, waits_of, self.memo)
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """What a step takes at least, which is worked out sooner."""
+        if self.layout.pipeline == 1 or self.closely:
+            return self.seconds
+        return price.least_seconds(self.step, *self._priced, self.memo)
+
+    @property
+    def _priced(self) -> tuple[Layout, Algorithm, Hardware]:
+        algorithm = self.algorithm or self.way.algorithm(self.step, self.hardware.ranks_per_host)
+        return self.layout, algorithm, self.hardware
+
+    @property
+    def card(self) -> float | None:
+        """The bytes of a card; None where ranks are on CPUs."""
+        return self.hardware.memory.bytes if self.hardware.device else None
 
     @cached_property
     def memory(self) -> Memory:
@@ -79,9 +104,21 @@ class Ranked:
         known."""
         if self.card is None or self.needs.unpredicted(self.layout, self.options):
             return None
-        if self.needs.least(self.layout, self.options) > USABLE_SHARE * self.card:
+        return not self.hopeless and fits(self.memory, self.card)
+
+    @cached_property
+    def hopeless(self) -> bool:
+        """Whether a card has less than what a rank needs at least, which is worked out sooner."""
+        if self.card is None or self.needs.unpredicted(self.layout, self.options):
             return False
-        return fits(self.memory, self.card)
+        return self.needs.least(self.layout, self.options) > USABLE_SHARE * self.card
+
+    @cached_property
+    def longest_row(self) -> int | None:
+        """The longest row in tokens that fits a card; None on CPUs, or where it is not known."""
+        if self.card is None or self.needs.unpredicted(self.layout, self.options):
+            return None
+        return self.needs.longest_row(self.layout, self.options, self.card)
 
     @property
     def layout(self) -> Layout:
@@ -162,13 +199,11 @@ def ranked(
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
         shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
-    algorithm = way.algorithm(step, hardware.ranks_per_host)
-    waits_of = simulated if closely else estimated
-    time = price.step_time(shape, way.layout, algorithm, hardware, waits_of, memo)
     asked = replace(options_under(way, options), step_rows=step.step_rows)
     needs = needs_of or Needs(step.model, step.row.length)
-    card = hardware.memory.bytes if hardware.device else None
-    return Ranked(way, shape, time, needs, asked, card, own, closely)
+    algorithm = way.algorithm(step, hardware.ranks_per_host)
+    memo = {} if memo is None else memo
+    return Ranked(way, shape, hardware, needs, asked, own, closely, algorithm, memo)
 
 
 def ranking(
@@ -214,39 +249,69 @@ def ranking(
 
 def _in_order(every: Sequence[Ranked]) -> Iterator[Ranked]:
     """Yield the layouts of many ways in their order, each as the fastest of its ways that fits, or
-    else as what needs least; of memory no more is worked out than that takes."""
-    waiting: dict[str, list[Ranked]] = {}
+    else as what needs least; no more is priced, and of memory worked out, than that takes."""
+    waiting: dict[str, list[int]] = {}
     seen = set[str]()
-    for one in sorted(every, key=_by_seconds):
-        if one.name in seen:
-            continue
-        if one.room is False:
-            waiting.setdefault(one.name, []).append(one)
-        else:
+    hopeful = []
+    for number, one in enumerate(every):
+        waiting.setdefault(one.name, []).append(number)
+        if not one.hopeless:
+            hopeful.append(number)
+    for one in _by_price(every, hopeful):
+        if one.name not in seen and one.room is not False:
             seen.add(one.name)
             yield one
     # What needs least of a layout may be slower than its first: it is looked for when that comes.
-    number = count()
-    heap = [(_by_seconds(ways[0]), next(number), name) for name, ways in waiting.items()]
-    heap = [entry for entry in heap if entry[2] not in seen]
-    heapify(heap)
     least: dict[str, Ranked] = {}
+    heap = [
+        (min(_least(every[n]) for n in numbers), numbers[0], name)
+        for name, numbers in waiting.items()
+        if name not in seen
+    ]
+    heapify(heap)
+    later = count(len(every))
     while heap:
-        _, _, name = heappop(heap)
-        if name not in least and len(waiting[name]) > 1:
-            least[name] = min(waiting[name], key=lambda one: one.memory.peak_bytes)
-            heappush(heap, (_by_seconds(least[name]), next(number), name))
+        (_, priced, _), _, name = heappop(heap)
+        ways = waiting[name]
+        if not priced:
+            first = min(ways, key=lambda n: (_by_seconds(every[n]), n))
+            heappush(heap, (_by_seconds(every[first]), first, name))
+        elif name not in least and len(ways) > 1:
+            ways.sort(key=lambda n: (_by_seconds(every[n]), n))
+            least[name] = min((every[n] for n in ways), key=lambda one: one.memory.peak_bytes)
+            heappush(heap, (_by_seconds(least[name]), next(later), name))
         else:
-            yield least.get(name, waiting[name][0])
+            yield least.get(name, every[ways[0]])
 
 
-def _by_seconds(one: Ranked) -> tuple[float, bool]:
+def _by_price(every: Sequence[Ranked], numbers: Sequence[int]) -> Iterator[Ranked]:
+    """Yield some ways, the fastest first; none is priced before its turn may have come."""
+    heap = [(_least(every[number]), number) for number in numbers]
+    heapify(heap)
+    while heap:
+        (_, priced, _), number = heappop(heap)
+        if priced:
+            yield every[number]
+        else:
+            heappush(heap, (_by_seconds(every[number]), number))
+
+
+Place = tuple[float, bool, bool]
+"""Of a way among others: seconds, whether they are those of its price or the least, and whether an
+equal one goes before it."""
+
+
+def _least(one: Ranked) -> Place:
+    return round(one.least_seconds, 9), False, False
+
+
+def _by_seconds(one: Ranked) -> Place:
     """Of equals the first is one that sends no key that nobody needs."""
-    return round(one.seconds, 9), not one.way.row.automatic
+    return round(one.seconds, 9), True, not one.way.row.automatic
 
 
-def _order(one: Ranked) -> tuple[bool, float, bool]:
-    return one.room is False, *_by_seconds(one)
+def _order(one: Ranked) -> tuple[bool, Place]:
+    return one.room is False, _by_seconds(one)
 
 
 class _Listed(Sequence[Ranked]):
@@ -281,25 +346,30 @@ class Needs:
         self._model, self._tokens = model, row_tokens
         self._held: dict[tuple[Layout, int, Options], tuple[dict[str, float], float]] = {}
         self._states: dict[tuple[object, ...], State] = {}
-        self._passes: dict[tuple[Layout, Options], tuple[PassBytes, float]] = {}
+        self._passes: dict[tuple[Layout, int, Options], tuple[PassBytes, float]] = {}
 
-    def of(self, layout: Layout, options: Options) -> Memory:
-        """Return what a rank needs in a layout."""
+    def of(self, layout: Layout, options: Options, row_tokens: int | None = None) -> Memory:
+        """Return what a rank needs in a layout. row_tokens: where rows are of another length."""
+        tokens = row_tokens or self._tokens
         if layout.pipeline > 1:
             every = memory_of_ranks(
                 self._model,
                 layout,
-                self._tokens,
+                tokens,
                 options=options,
-                one=self._pass(layout, options),
+                one=self._pass(layout, tokens, options),
                 alike=False,
             )
             return most_of_ranks(every)
         state = self._state(layout, options)
-        device, host = self._activations(layout, options)
+        device, host = self._activations(layout, tokens, options)
         parts = {name: int(size) for name, size in (state.device | device).items()}
         doubts = self.unpredicted(layout, options)
         return Memory(parts, int(sum(state.host.values()) + host), doubts)
+
+    def longest_row(self, layout: Layout, options: Options, card_bytes: float) -> int:
+        """Return the longest row in tokens that fits a card, or 0."""
+        return longest_of(lambda row: self.of(layout, options, row).peak_bytes, layout, card_bytes)
 
     def unpredicted(self, layout: Layout, options: Options) -> tuple[str, ...]:
         """Return what there is of a layout that the formula does not know."""
@@ -307,10 +377,12 @@ class Needs:
 
     def least(self, layout: Layout, options: Options) -> float:
         """Return what a rank needs at least: the model's state, and the input of each layer, which
-        any layer keeps whose weights train; nothing of a pipeline, whose ranks differ."""
+        any layer keeps whose weights train; of a pipeline the mean of its ranks' state."""
+        device = self._state(layout, options).device
         if layout.pipeline > 1:
-            return 0.0
-        state = sum(self._state(layout, options).device.values())
+            whole = sum(device.get(part, 0.0) for part in ("weights", "gradients", "optimizer"))
+            return whole / layout.pipeline * (1 - price.ROUNDING)
+        state = sum(device.values())
         if options.lora or options.freeze or options.offload_activations:
             return state
         tokens = options.micro_batch * self._tokens // layout.context
@@ -329,19 +401,19 @@ class Needs:
             self._states[key] = state_in(self._model, layout, options)
         return self._states[key]
 
-    def _pass(self, layout: Layout, options: Options) -> tuple[PassBytes, float]:
+    def _pass(self, layout: Layout, tokens: int, options: Options) -> tuple[PassBytes, float]:
         layout = _sharing_rows(layout)
         options = replace(options, zero_stage=1, step_rows=None)
         if options.first_layers is None:  # stages say which layers are checkpointed
             layout = replace(layout, pipeline=1)
             options = replace(options, schedule=PLAIN_SCHEDULE)
-        if (layout, options) not in self._passes:
+        if (key := (layout, tokens, options)) not in self._passes:
             if short := _short(layout):
                 (less, _), (more, batch) = (
                     pass_bytes(
                         self._model,
                         replace(layout, ring=n),
-                        self._tokens * n // layout.ring,
+                        tokens * n // layout.ring,
                         options,
                     )
                     for n in short
@@ -349,18 +421,20 @@ class Needs:
                 a, b = short
                 found = drawn_out(less, more, (layout.ring - b) / (b - a)), batch
             else:
-                found = pass_bytes(self._model, layout, self._tokens, options)
-            self._passes[layout, options] = found
-        return self._passes[layout, options]
+                found = pass_bytes(self._model, layout, tokens, options)
+            self._passes[key] = found
+        return self._passes[key]
 
-    def _activations(self, layout: Layout, options: Options) -> tuple[dict[str, float], float]:
+    def _activations(
+        self, layout: Layout, tokens: int, options: Options
+    ) -> tuple[dict[str, float], float]:
         layout = _sharing_rows(layout)
         ring, short = layout.ring, _short(layout)
         if not short:
-            return self._on(layout, self._tokens, options)
+            return self._on(layout, tokens, options)
         a, b = short
         (less, less_host), (more, more_host) = (
-            self._on(replace(layout, ring=n), self._tokens * n // ring, options) for n in (a, b)
+            self._on(replace(layout, ring=n), tokens * n // ring, options) for n in (a, b)
         )
         far = (ring - b) / (b - a)
         parts = {name: more[name] + far * (more[name] - less[name]) for name in more}
@@ -401,11 +475,3 @@ def options_under(way: Way, options: Options) -> Options:
         zero_stage=way.stage,
         recompute=way.recompute,
     )
-
-
-def longest_under(model: ModelShape, way: Way, hardware: Hardware, options: Options) -> int | None:
-    """Return the longest row in tokens that fits a card under a way; None on CPUs."""
-    if not hardware.device:
-        return None
-    asked = options_under(way, options)
-    return longest_row(model, way.layout, hardware.memory.bytes, options=asked)

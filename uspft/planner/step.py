@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 from uspft.families import NO_KEYS, ModelShape
-from uspft.layout import EXPERTS, Layout
+from uspft.layout import COPIES, EXPERTS, Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.planner.attention_work import (
@@ -21,6 +21,7 @@ from uspft.planner.attention_work import (
     DrawnRows,
     attention_of_row,
     attention_of_sample,
+    in_groups,
     is_whole,
 )
 from uspft.planner.bubble import PipelineCosts, PipelineWaits, estimated
@@ -30,12 +31,16 @@ from uspft.planner.links import Collective
 from uspft.planner.machine import Hardware
 from uspft.planner.mesh_step import mesh_parts
 from uspft.planner.products import (
+    ProductShape,
+    expert_parameters,
     head_projection,
-    layer_projections,
     met_parameters,
+    parameters_of,
+    projections_of_layers,
 )
 from uspft.planner.spread import Spread
 from uspft.planner.stages import links_of, message_bytes, stages_of
+from uspft.planner.state_step import state_parts
 from uspft.planner.step_shape import StepPart, StepShape, StepTime
 from uspft.planner.wire import gathered_elements, wire_of
 from uspft.planner.zero_time import (
@@ -60,6 +65,8 @@ JOIN_BYTES = (18, 10)
 what is there: forward (kernels/merge.py), and backward its gradient."""
 HIDING = ("products", "elementwise")
 """The parts behind which ZeRO's transfers pass."""
+ROUNDING = 1e-9
+"""By how much sums of the same seconds in another order may differ, as a share."""
 LOSS_PASSES = 8
 """Times that a tile of logits in float32 is read or written (model/loss.py)."""
 
@@ -106,6 +113,7 @@ def forward_and_backward(
         *_dispatch(step, layout, hardware),
         _elementwise(step, layout, hardware),
         *_attention(step, layout, algorithm, hardware),
+        *state_parts(step, layout, algorithm, hardware),
     ]
 
 
@@ -137,18 +145,19 @@ def _matrices(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
 def _products(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[StepPart]:
     """Yield the matrix products of one forward and backward."""
     model, tokens = step.model, step.tokens(layout)
-    forward = backward = 0.0
-    for one in layer_projections(model):
-        part = one.on(layout.tensor)
-        here = max(1, part.copies // layout.experts)
-        # Each matrix that is here has its rows, in one launch for all.
-        sizes = tokens * part.per_token / here, part.inputs, part.outputs
-        there, back = step.product_seconds(sizes, hardware)
-        spared = (here - 1) * hardware.products.launch_seconds
-        forward += here * there - spared
-        backward += here * back - (1 + step.trained) * spared
+    for projections, layers in projections_of_layers(model, states_of(step)):
+        forward = backward = 0.0
+        for one in projections:
+            part = one.on(layout.tensor)
+            here = max(1, part.copies // layout.experts)
+            # Each matrix that is here has its rows, in one launch for all.
+            sizes = tokens * part.per_token / here, part.inputs, part.outputs
+            there, back = step.product_seconds(sizes, hardware)
+            spared = (here - 1) * hardware.products.launch_seconds
+            forward += here * there - spared
+            backward += here * back - (1 + step.trained) * spared
+        yield StepPart("products", layers * (step.forwards * forward + backward))
     head = head_projection(model).on(layout.tensor)
-    yield StepPart("products", model.layers * (step.forwards * forward + backward))
     both = step.product_seconds((tokens, head.inputs, head.outputs), hardware)
     yield StepPart("products", sum(both))
 
@@ -169,26 +178,34 @@ def _dispatch(step: StepShape, layout: Layout, hardware: Hardware) -> Iterator[S
 def _elementwise(step: StepShape, layout: Layout, hardware: Hardware) -> StepPart:
     """Return the work between products, which memory bounds."""
     tokens = step.tokens(layout)
-    moved = 2 * step.element_bytes * tokens * _elements_per_token(step, layout)
+    elements = sum(
+        layers * _elements_per_token(step, layout, projections)
+        for projections, layers in projections_of_layers(step.model, states_of(step))
+    )
     # Its backward reads and writes twice as much.
-    between = step.model.layers * (step.forwards + 2) * moved
+    between = (step.forwards + 2) * 2 * step.element_bytes * tokens * elements
     logits = LOSS_PASSES * 4 * tokens * head_projection(step.model).on(layout.mesh_columns).outputs
     return StepPart("elementwise", hardware.memory_seconds(between + logits))
 
 
-def _elements_per_token(step: StepShape, layout: Layout) -> float:
-    """Return how many elements a layer makes of a token on a tensor rank.
+def states_of(step: StepShape) -> int:
+    """Return how many of a step's layers have a state and no attention."""
+    return list(step.windows).count(NO_KEYS)
+
+
+def _elements_per_token(
+    step: StepShape, layout: Layout, projections: Sequence[ProductShape]
+) -> float:
+    """Return how many elements a layer with these projections makes of a token on a tensor rank.
 
     They are norms and residuals, which Megatron's ranks divide under use_seq_parallel alone; q, k,
-    v before and after rotation; and the inside of the MLP.
+    v before and after rotation, or what goes into a rule before and after its convolution; and the
+    inside of the MLP.
     """
     model, tensor = step.model, layout.mesh_columns
-    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-    inner = sum(
-        one.on(tensor).outputs * one.per_token
-        for one in layer_projections(model)
-        if one.splits == "outputs" and one.unit == 1
-    )
+    into = [one for one in projections if one.splits == "outputs"]
+    heads = sum(one.outputs for one in into if one.unit > 1)
+    inner = sum(one.on(tensor).outputs * one.per_token for one in into if one.unit == 1)
     divided = step.use_seq_parallel or step.slices is not None
     outside = 8 * model.hidden_size / (tensor if divided else 1)
     return outside + 3 * heads / tensor + 2 * inner
@@ -235,9 +252,15 @@ def _work(
     heads = local_heads(step.model, layout.mesh_columns)
     frozen = cast("Hashable", algorithm)  # a dataclass that is
     if step.sample is None and (step.dealt or is_whole(step.row, window)):
-        return attention_of_row(frozen, step.row, heads, step.element_bytes, window)
-    rows = step.sample or DrawnRows((step.row,))
-    return attention_of_sample(frozen, rows, heads, step.element_bytes, window, dealt=step.dealt)
+        found = attention_of_row(frozen, step.row, heads, step.element_bytes, window)
+    else:
+        rows = step.sample or DrawnRows((step.row,))
+        of = heads, step.element_bytes, window
+        found = attention_of_sample(frozen, rows, *of, dealt=step.dealt)
+    if step.attention.at_once is None:
+        return found
+    tokens = step.row.length // (algorithm.ring * algorithm.ulysses)
+    return in_groups(found, algorithm, heads, tokens * step.element_bytes, step.attention.at_once)
 
 
 def _one_way(
@@ -377,23 +400,7 @@ def pipeline_costs(
             again=step.recompute,
         ),
     )
-    # Neither replicas nor stages change what a rank does with a micro-batch.
-    degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
-    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt
-    slices = None if step.slices is None else tuple(step.slices)
-    one_of, outside = _once(
-        memo,
-        (
-            "apart",
-            *degrees,
-            layout.data * layout.pipeline,
-            layout.experts,
-            algorithm,
-            *runs,
-            slices,
-        ),
-        lambda: _apart(step, layout, algorithm, hardware),
-    )
+    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
     by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, windows))
     ranks = dict[_LayersOfRank, tuple[list[StepPart], HeldBytes]]()
     for rank, kind in enumerate(by_rank):
@@ -403,7 +410,15 @@ def pipeline_costs(
         parts += outside * kind.last
         held = _once(
             memo,
-            ("held", *degrees[:2], layout.experts, stages, rank, step.gradient_bytes),
+            (
+                "held",
+                layout.mesh_rows,
+                layout.mesh_columns,
+                layout.experts,
+                stages,
+                rank,
+                step.gradient_bytes,
+            ),
             partial(held_bytes, step, layout, stages, rank),
         )
         behind = sum(part.seconds for part in parts if part.name in HIDING)
@@ -451,6 +466,48 @@ def _layers_of(
         _LayersOfRank(tuple(sorted(one.items(), key=str)), rank == 0, rank == last)
         for rank, one in enumerate(by_rank)
     ], [tuple(one.items()) for one in by_stage]
+
+
+def least_seconds(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo
+) -> float:
+    """Return seconds that a step of a pipeline takes at least, sooner than step_time tells them.
+
+    The rank that has most to do has the mean of all at least, and each waits while the first
+    micro-batch goes through the others. memo: as of step_time.
+    """
+    one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
+    key = "whole", id(one_of)
+    whole = _once(
+        memo,
+        key,
+        lambda: sum(_seconds(one_of[window]) for window in step.windows) + _seconds(outside),
+    )
+    if step.stage == 3:  # nothing hides what fetches the weights
+        layer = parameters_of(step.model, layout.mesh_columns)[1] / layout.mesh_rows
+        if layout.experts > 1:
+            layer -= expert_parameters(step.model, layout.mesh_columns)
+        spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
+        fetched = hardware.collective_seconds("all_gather", step.element_bytes * layer, spread)
+        whole += 2 * step.model.layers * fetched
+    mean, virtual = whole / layout.pipeline, step.schedule.virtual
+    return (step.passes(layout) * mean + (whole - mean) / virtual) * (1 - ROUNDING)
+
+
+def _parts_apart(
+    step: StepShape, layout: Layout, algorithm: Algorithm, hardware: Hardware, memo: Memo
+) -> tuple[dict[int | None, list[StepPart]], list[StepPart]]:
+    """Return what `_apart` does; neither replicas nor stages change what a rank does with a
+    micro-batch."""
+    degrees = layout.mesh_rows, layout.mesh_columns, layout.ulysses, layout.ring
+    ranks = layout.data * layout.pipeline, layout.experts, algorithm
+    runs = step.rows, step.recompute, step.attention, step.use_seq_parallel, step.dealt
+    slices = None if step.slices is None else tuple(step.slices)
+    return _once(
+        memo,
+        ("apart", *degrees, *ranks, *runs, slices),
+        lambda: _apart(step, layout, algorithm, hardware),
+    )
 
 
 def _once(memo: Memo, key: Hashable, make: Callable[[], Priced]) -> Priced:

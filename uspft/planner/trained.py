@@ -8,9 +8,15 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from uspft.families import ModelShape
-from uspft.planner.layer_kinds import LAYER_KINDS
-from uspft.planner.products import ProductShape, head_projection, layer_projections
+from uspft.families import ModelShape, state_layers, state_sizes
+from uspft.families.projections import STATE_LAYER, STATE_OWN
+from uspft.planner.layer_kinds import LAYER_KINDS, Norms
+from uspft.planner.products import (
+    ProductShape,
+    head_projection,
+    layer_projections,
+    state_projections,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
 PROJECTIONS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+    | {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+    | {"in_proj_qkvz", "in_proj_ba", "g_proj", "b_proj", "a_proj"}
 )
 """The last words of the projections of a layer."""
 EXPERTS = "mlp.experts."
@@ -53,14 +61,19 @@ class Trained:
         return bool(self.weights or self.adapters)
 
 
-def layer_modules(shape: ModelShape) -> dict[str, ProductShape]:
-    """Return the modules of a layer that have weights, by name, each with its matrix."""
+def layer_modules(shape: ModelShape, *, state: bool = False) -> dict[str, ProductShape]:
+    """Return the modules of a layer that have weights, by name, each with its matrix.
+
+    state: whether of a layer with a state; else with attention.
+    """
     kind = LAYER_KINDS[shape.model_type]
     query, key, value, out, *router, gate, up, down = layer_projections(shape)
     found = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": value}
     if kind.fused:
         found = {"self_attn.qkv_proj": _together(query, key, value)}
     found["self_attn.o_proj"] = out
+    if state:
+        found = {**state_projections(shape), **_state_modules(shape)}
     if kind.router:
         (found[kind.router],) = router
         found |= {f"{EXPERTS}gate_up_proj": _together(gate, up), f"{EXPERTS}down_proj": down}
@@ -68,13 +81,29 @@ def layer_modules(shape: ModelShape) -> dict[str, ProductShape]:
         found |= {"mlp.gate_up_proj": _together(gate, up), "mlp.down_proj": down}
     else:
         found |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down}
-    found |= {name: ProductShape(1, shape.hidden_size) for name in kind.norms if name}
-    if kind.normed_heads or kind.normed_together:
+    norms = Norms() if state else kind.norms
+    found |= {name: ProductShape(1, shape.hidden_size) for name in norms if name}
+    if (kind.normed_heads or kind.normed_together) and not state:
         heads = (query.outputs, key.outputs) if kind.normed_together else (shape.head_dim,) * 2
         found |= {
             f"self_attn.{n}_norm": ProductShape(1, h) for n, h in zip("qk", heads, strict=True)
         }
     return found
+
+
+def _state_modules(shape: ModelShape) -> dict[str, ProductShape]:
+    """Return what a layer with a state has beside projections."""
+    sizes = state_sizes(shape)
+    assert sizes
+    each, channels = sizes.values // sizes.keys, sizes.channels
+    gates = ProductShape(1, sizes.values, "outputs", each)
+    norm = "o_norm" if shape.model_type == "olmo_hybrid" else "norm"
+    convolution = ProductShape(sizes.taps, channels, "outputs", channels // sizes.keys)
+    return {
+        f"{STATE_LAYER}.conv1d": convolution,
+        **{f"{STATE_LAYER}.{name}": gates for name in STATE_OWN},
+        f"{STATE_LAYER}.{norm}": ProductShape(1, sizes.value_dim),
+    }
 
 
 def _together(*shapes: ProductShape) -> ProductShape:
@@ -86,16 +115,22 @@ def trained_layers(
     shape: ModelShape, lora: Lora | None, freeze: tuple[str, ...]
 ) -> tuple[Trained, ...]:
     """Return what of each layer trains. freeze: regular expressions over parameters' names."""
-    return _trained(shape.layers, tuple(layer_modules(shape)), lora, freeze)
+    states = state_layers(shape)
+    kinds = tuple(tuple(layer_modules(shape, state=n)) for n in (False, *[True] * any(states)))
+    return _trained(states, kinds, lora, freeze)
 
 
 @lru_cache(maxsize=64)
 def _trained(
-    layers: int, names: tuple[str, ...], lora: Lora | None, freeze: tuple[str, ...]
+    states: tuple[bool, ...],
+    kinds: tuple[tuple[str, ...], ...],
+    lora: Lora | None,
+    freeze: tuple[str, ...],
 ) -> tuple[Trained, ...]:
+    """kinds: the names of the modules of a layer, and of one with a state where there are any."""
     found: list[Trained] = []
-    for number in range(layers):
-        at = f"model.layers.{number}"
+    for number, state in enumerate(states):
+        at, names = f"model.layers.{number}", kinds[state]
         weights = [] if lora else [n for n in names if not _frozen(f"{at}.{_parameter(n)}", freeze)]
         adapted = [n for n in names if lora and lora.adapts(n)]
         adapted = [n for n in adapted if not _frozen(f"{at}.{n}.lora_A.weight", freeze)]
@@ -105,8 +140,9 @@ def _trained(
 
 
 def _parameter(name: str) -> str:
-    """Return the name of a module's weight; experts are parameters themselves."""
-    return name if name.startswith(EXPERTS) else f"{name}.weight"
+    """Return the name of a module's weight; experts are parameters themselves, and so are gates."""
+    own = name.startswith(EXPERTS) or name.endswith(STATE_OWN)
+    return name if own else f"{name}.weight"
 
 
 def _frozen(name: str, freeze: tuple[str, ...]) -> bool:
@@ -161,11 +197,12 @@ def counts_of(
 ) -> ParameterCounts:
     """Count the parameters of a tensor rank, biases left out. stage: None has all layers. experts:
     the ranks that divide those of a layer."""
-    modules = {name: one.on(tensor) for name, one in layer_modules(shape).items()}
+    states = state_layers(shape)
+    both = [layer_modules(shape, state=n) for n in (False, *[True] * any(states))]
+    modules = {name: one.on(tensor) for kind in both for name, one in kind.items()}
     for name in [name for name in modules if name.startswith(EXPERTS)]:
         modules[name] = replace(modules[name], copies=modules[name].copies // experts)
     head, outside = head_projection(shape).on(tensor).parameters, outside_trains(lora, freeze)
-    of_layer = sum(one.parameters for one in modules.values())
     adapter = (
         {name: lora.rank * (one.inputs + one.outputs) for name, one in modules.items()}
         if lora
@@ -174,6 +211,8 @@ def counts_of(
     mine = stage or StageLayers(tuple(range(shape.layers)), first=True, last=True)
     every_layer = trained_layers(shape, lora, freeze)
     layers = Counter(every_layer[number] for number in mine.layers)
+    beside = {name: size for name, size in adapter.items() if lora and lora.adapts(name)}
+    held = [sum(modules[n].parameters + beside.get(n, 0) for n in kind) for kind in both]
     trained = experts_trained = 0
     for one, number in layers.items():
         there = one.weights if experts > 1 else ()
@@ -186,20 +225,19 @@ def counts_of(
     tables = [outside[EMBEDDING]] * mine.first
     tables += [outside[HEAD]] * (mine.last and not shape.tied)
     trained += sum(tables) * head
-    adapters = sum(size for name, size in adapter.items() if lora and lora.adapts(name))
     every = len(tables) * head + mine.last * shape.hidden_size
-    every += len(mine.layers) * (of_layer + adapters)
+    every += sum(held[states[number]] for number in mine.layers)
     sizes = [modules[name].parameters for one in layers for name in one.weights]
     sizes += [adapter[name] for one in layers for name in one.adapters]
     sizes += [head] * any(tables)
     head *= mine.first or mine.last
-    held = sum(one.parameters for name, one in modules.items() if name.startswith(EXPERTS))
+    of_experts = sum(one.parameters for name, one in modules.items() if name.startswith(EXPERTS))
     return ParameterCounts(
         every,
         trained,
         max(sizes, default=0),
-        of_layer + adapters,
+        max(held),
         head,
-        len(mine.layers) * held * (experts > 1),
+        len(mine.layers) * of_experts * (experts > 1),
         experts_trained,
     )

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from uspft.config.algorithms import AUTO, CONTEXT, WHOLE, AlgorithmRow, Splits
-from uspft.families import FAMILIES, NO_KEYS, ModelShape
+from uspft.families import FAMILIES, NO_KEYS, ModelShape, state_sizes
 from uspft.layout import Layout, ring_ranks_of_a_host
 from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.planner.step import local_heads
@@ -43,7 +44,7 @@ class Way:
     options: tuple[tuple[str, Any], ...] = ()
     """Of the algorithm, by the fields of its class; what is not named is left to it."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The layout's name, which tells it from other ways of the same options."""
         given = f"tensor{self.layout.tensor}"
@@ -83,11 +84,12 @@ class Way:
 
     def step(self, step: StepShape) -> StepShape:
         """Return a step as it runs under this way."""
+        forwards = FORWARDS[self.recompute] if step.recompute else ONCE
         return replace(
             step,
             rows=self.rows,
             stage=self.stage,
-            attention=FORWARDS[self.recompute] if step.recompute else ONCE,
+            attention=forwards._replace(at_once=step.attention.at_once),
             use_seq_parallel=self.splits_tokens,
             slices=step.slices if self.layout.is_mesh else None,
             schedule=self.schedule,
@@ -100,7 +102,7 @@ class Way:
             self.row,
             self.layout.ulysses,
             self.layout.ring,
-            keep=not step.recompute,
+            keep=not step.recompute and step.attention.at_once is None,
             window=next(iter(windows)) if len(windows) == 1 else None,
             per_host=ring_ranks_of_a_host(ranks_per_host, self.layout),
             **dict(self.options),
@@ -274,6 +276,11 @@ def why_no_matrices(model: ModelShape, layout: Layout) -> str | None:
         return None
     if FAMILIES[model.model_type].routed:
         return "matrices of experts are not split"
+    states = state_sizes(model)
+    if states and layout.is_mesh:
+        return "layers with a state are not split on a mesh"
+    if states and layout.tensor > states.keys:
+        return "more tensor ranks than key heads of layers with a state"
     if not divide_heads(model.heads, model.kv_heads, layout.mesh_columns):
         return "the heads do not divide by the tensor ranks"
     if layout.is_mesh:

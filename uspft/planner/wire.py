@@ -31,13 +31,18 @@ EXCHANGES = 2
 
 def wire_of(cost: Cost, layout: Layout, hardware: Hardware) -> Wire:
     """Return the seconds of what one layer's attention moves one way under a layout, by kind."""
-    heads = Spread.of(layout, ("ulysses",), hardware.ranks_per_host)
     tokens = Spread.of(layout, ("ring",), hardware.ranks_per_host)
-    each = cost.all_to_all.bytes / EXCHANGES
-    exchanged = EXCHANGES * hardware.collective_seconds("all_to_all", each, heads)
+    exchanged = exchanged_seconds(cost.all_to_all.bytes, layout, hardware)
     ring = hardware.messages_seconds(*cost.ring, tokens, to_next=True)
     gather = hardware.messages_seconds(*cost.gather, tokens, to_next=False)
     return Wire(exchanged, ring, gather)
+
+
+def exchanged_seconds(sent_bytes: float, layout: Layout, hardware: Hardware) -> float:
+    """Return the seconds in which tokens are exchanged for heads and back one way."""
+    heads = Spread.of(layout, ("ulysses",), hardware.ranks_per_host)
+    each = sent_bytes / EXCHANGES
+    return EXCHANGES * hardware.collective_seconds("all_to_all", each, heads)
 
 
 def gathered_elements(model: ModelShape, tensor: int) -> float:

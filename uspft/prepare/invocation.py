@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from uspft.called import to_type
-from uspft.launcher import Meeting
+from uspft.launcher import Loss, Meeting
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 """The folder beside the package that holds shapes of hub models and fragments of recipes."""
@@ -24,6 +24,8 @@ class Invocation:
     """The N of `--ranks N`: another number of processes than this machine would start."""
     meeting: Meeting = field(default_factory=Meeting)
     """The line to the other hosts of the run."""
+    losses: tuple[Loss, ...] = ()
+    """How earlier starts of the run were lost, where this one follows them."""
 
     def to_type(self, *words: str) -> str:
         """Return a command of uspft with these words, to be typed where the user stands."""

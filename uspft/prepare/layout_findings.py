@@ -5,9 +5,9 @@ from __future__ import annotations
 from uspft.config import Finding, Recipe
 from uspft.config.strategies import KEY, strategies_of, under
 from uspft.engine.deepspeed_config import micro_batches
-from uspft.families import FAMILIES, ModelShape
+from uspft.families import FAMILIES, ModelShape, state_sizes
 from uspft.layout import Layout, layout_of
-from uspft.prepare.memory_need import tile_findings
+from uspft.prepare.memory_need import group_findings, tile_findings
 from uspft.prepare.pipelines import stage_findings
 from uspft.sequence import Heads, of_recipe
 from uspft.tensor import tensor_algorithm
@@ -48,6 +48,8 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     """Return the findings that speak against a recipe's `parallel_config` under its layout."""
     if layout.tensor > 1 and (wrong := tile_findings(recipe)):
         return wrong
+    if wrong := group_findings(recipe, shape):
+        return wrong
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     if shape and heads and layout.tensor > 1:
         if wrong := _tensor(recipe, layout, shape):
@@ -81,8 +83,8 @@ def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:
 def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
     """Return why a model's matrices cannot be split over tensor ranks."""
     key, kind = "parallel_config.model_parallel", shape.model_type
-    if FAMILIES[kind].states:
-        able = [name for name, one in FAMILIES.items() if not one.states]
+    if FAMILIES[kind].routed and FAMILIES[kind].states:
+        able = [name for name, one in FAMILIES.items() if not (one.routed and one.states)]
         what = f"splits matrices {layout.tensor} ways, which is not available for `{kind}` yet"
         return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
     if FAMILIES[kind].routed and layout.is_mesh:
@@ -91,7 +93,22 @@ def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
         remedy = f"write megatron, or name a model of type {', '.join(able)}"
         return [("parallel_config.tensor_parallel_algo", what, remedy)]
     algorithm = tensor_algorithm(recipe.parallel_config, layout)
-    return algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size)
+    found = algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size)
+    return found or _states(layout, shape)
+
+
+def _states(layout: Layout, shape: ModelShape) -> list[Finding]:
+    """Return why the layers with a state of a model cannot be split over tensor ranks."""
+    sizes = state_sizes(shape)
+    if sizes is None:
+        return []
+    if layout.is_mesh:
+        what = f"is meshslice, and `{shape.model_type}` has layers with a state"
+        return [("parallel_config.tensor_parallel_algo", what, "write megatron")]
+    if layout.tensor <= sizes.keys:
+        return []
+    what = f"is {layout.tensor}, and layers with a state have {sizes.keys} key heads"
+    return [("parallel_config.model_parallel", what, f"write at most {sizes.keys}")]
 
 
 def host_findings(layout: Layout, hosts: int) -> list[Finding]:

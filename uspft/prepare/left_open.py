@@ -15,6 +15,8 @@ from uspft.config.algorithms import AUTO, CONTEXT, ON_A_MESH, TENSOR, Splits
 from uspft.config.checks import Open
 from uspft.config.deepspeed_fields import stages_for
 from uspft.config.degrees import PLANNED
+from uspft.config.expert_rules import experts
+from uspft.config.pipeline_rules import beside_stages
 from uspft.config.strategies import strategies_of, under
 from uspft.families import ModelShape
 from uspft.layout import Layout
@@ -98,7 +100,7 @@ def ranks_of(recipe: Recipe, known: Known) -> int | None:
 
 def degrees_are_open(recipe: Recipe) -> str | None:
     """Return a key of the layout that leaves open how many processes the degrees ask for."""
-    for key in ("model_parallel", "context_parallel"):
+    for key in ("model_parallel", "context_parallel", "pipeline_stage"):
         if isinstance(getattr(recipe.parallel_config, key), Open):
             return f"{BLOCK}.{key}"
     return None
@@ -112,14 +114,17 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
     parallel, found = recipe.parallel_config, list[str]()
     tensor = isinstance(parallel.model_parallel, Open)
     context = isinstance(parallel.context_parallel, Open)
+    stages = isinstance(parallel.pipeline_stage, Open)
     mesh = _on_a_mesh(parallel)
     algorithm, shared = parallel.context_parallel_algo, context or parallel.row_ranks > 1 or mesh
-    if parallel.data_parallel == AUTO and (tensor or context):
+    if parallel.data_parallel == AUTO and (tensor or context or stages):
         found.append("data_parallel")
     if tensor:
         found.append("model_parallel")
-        if "use_seq_parallel" not in parallel.model_fields_set and not mesh:
+        if (not _says_of_tokens(parallel) or parallel.use_seq_parallel) and not mesh:
             found.append("use_seq_parallel")
+    if stages:
+        found += ["pipeline_stage", "pp_interleave_num"]
     if context:
         found.append("context_parallel")
     free = shared and (algorithm == AUTO or (algorithm is None and context))
@@ -130,6 +135,8 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
     ulysses = parallel.ulysses_degree_in_cp
     if isinstance(ulysses, Open) or (ulysses is None and both):
         found.append("ulysses_degree_in_cp")
+    if isinstance(parallel.expert_parallel, Open):
+        found.append("expert_parallel")
     if mesh and not isinstance(parallel.tensor_mesh, tuple):
         found.append("tensor_mesh")
     if mesh and slices_of(parallel) is None:
@@ -142,6 +149,22 @@ def open_keys(recipe: Recipe) -> tuple[str, ...]:
     if recipe.memory.recompute == AUTO and len(recomputes_of(recipe, recipe.launch.device)) > 1:
         keys.append(RECOMPUTE)
     return tuple(keys)
+
+
+def _says_of_tokens(parallel: ParallelBlock) -> bool:
+    """Return whether a recipe says if tensor ranks split tokens, where there are any."""
+    fixed = not isinstance(parallel.model_parallel, Open)
+    return fixed or "use_seq_parallel" in parallel.model_fields_set
+
+
+def _virtual(parallel: ParallelBlock) -> set[int]:
+    """Return how many virtual stages a recipe lets ranks have, where there are several stages."""
+    asked, interleaved = parallel.pp_interleave_num, parallel.pipeline_interleave
+    said = "pp_interleave_num" in parallel.model_fields_set
+    if said or not isinstance(parallel.pipeline_stage, Open):
+        return {asked}
+    every = set(Space().virtual)
+    return every if interleaved in (AUTO, None) else {v for v in every if (v > 1) == interleaved}
 
 
 def _on_a_mesh(parallel: ParallelBlock) -> bool:
@@ -173,16 +196,16 @@ def space_of(recipe: Recipe) -> Space:
         data=None if parallel.data_parallel == AUTO else {int(parallel.data_parallel)},
         ulysses=ulysses,
         algorithms=algorithms and {name for one in algorithms for name in _alike(one, ulysses)},
-        tokens=fixed("use_seq_parallel") or (False, True),
+        tokens={parallel.use_seq_parallel} if _says_of_tokens(parallel) else (False, True),
         flat=not mesh,
         meshes=mesh,
         stages=stages_for(zero) if STAGE in open_ else {stage_of(recipe)},
         rows=_powers(batch) if several else {_rows(recipe)},
         recomputes=recomputes_of(recipe, recipe.launch.device),
-        pipelines={parallel.pipeline_stage},
+        pipelines=fixed("pipeline_stage"),
         schedulers={schedule_of(parallel).scheduler},
-        virtual={parallel.pp_interleave_num},
-        experts={parallel.expert_parallel},
+        virtual=_virtual(parallel),
+        experts=fixed("expert_parallel"),
     )
 
 
@@ -209,7 +232,7 @@ def _alike(named: str | None, ulysses: Collection[int] | None) -> set[str | None
 
 def other_than_asked(recipe: Recipe) -> WhyNot:
     """Return what of a recipe's keys speaks against a way of its space, which says less."""
-    parallel = recipe.parallel_config
+    parallel, batch = recipe.parallel_config, recipe.training.global_batch_size
     mesh, ulysses = parallel.tensor_mesh, parallel.ulysses_degree_in_cp
     shares = isinstance(parallel.context_parallel, Open) or _on_a_mesh(parallel)
 
@@ -220,6 +243,10 @@ def other_than_asked(recipe: Recipe) -> WhyNot:
             return "another Ulysses degree is asked for"
         if isinstance(mesh, tuple) and layout.is_mesh and mesh != _mesh(layout):
             return "another mesh is asked for"
+        staged = layout.pipeline > 1 and isinstance(parallel.pipeline_stage, Open)
+        passes = -(-batch // (way.rows * layout.data))
+        if staged and parallel.micro_batch_num not in (AUTO, passes):
+            return "another number of micro-batches is asked for"
         if recipe.memory.recompute == "exchange" and shares and layout.ulysses == 1:
             return "no heads are exchanged, and their exchange is to be made again"
         return None
@@ -255,7 +282,9 @@ def wrong_in(
             options = options_of(tried, way.layout)
             if unpredicted(shape, way.layout, row, options=options):
                 return "nothing predicts its memory, and more rows or a lower stage need more"
-        found = layout_findings(tried, way.layout, shape)
+        if way.layout.pipeline > 1 and (beside := beside_stages(tried)):
+            return " ".join(beside[0][:2])
+        found = [*experts(tried), *layout_findings(tried, way.layout, shape)]
         return found[0][1] if found else None
 
     return why_not
@@ -276,10 +305,9 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
     if model is None:  # and so nothing says what fits, or how matrices can be split
         later = (RECOMPUTE, f"{BLOCK}.tensor_mesh", SLICES)
         asked = tuple(key for key in asked if key not in later)
-    ranks, stages = _ranks(alone, known), alone.parallel_config.pipeline_stage
-    if not asked or ranks is None or ranks % stages:
+    ranks = _ranks(alone, known)
+    if not asked or ranks is None or ranks % alone.parallel_config.pipeline_stage:
         return None
-    ranks //= stages  # those of one stage share rows and matrices as a whole model's would
     space = space_of(alone)
     if alone is not recipe:  # layouts that switch share one optimizer, and weights that move ZeRO-1
         moves = recipe.parallel_config.switching == "move"
@@ -289,6 +317,8 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         unknown = "the model's sizes" if model is None else "the cluster"
         why = f"{unknown}, not known yet, may change this"
         return _likely(alone, ranks, space, asked, why)
+    if model.experts == 1:
+        space = replace(space, experts={1})
     work, hardware = known.work, cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
     step = step_shape(alone, model)
     rows = work.rows if work and alone is recipe else [step.row]
@@ -323,7 +353,9 @@ def _longest(recipe: Recipe) -> Recipe:
     """Return the recipe of the longest rows of its strategies, with every degree open where they
     are `auto`; the recipe itself where it has one layout."""
     if recipe.parallel_config.strategies == AUTO:
-        block = ParallelBlock.model_validate(dict.fromkeys(PLANNED, AUTO))
+        alike = {"expert_parallel": recipe.parallel_config.expert_parallel}
+        several = {**dict.fromkeys(PLANNED, AUTO), "pipeline_stage": 1}  # which do not switch
+        block = ParallelBlock.model_validate({**several, **alike})
         return recipe.model_copy(update={BLOCK: block})
     every = strategies_of(recipe)
     return under(recipe, len(every) - 1) if every else recipe

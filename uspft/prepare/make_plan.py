@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 from uspft.config import Fault, read
 from uspft.config.algorithms import AUTO, row_of
-from uspft.config.pipeline_rules import beside_stages
-from uspft.pipeline.schedules import Schedule
 from uspft.planner.machine import Hardware
 from uspft.planner.memory import RECOMPUTES, options_of
 from uspft.planner.rank import Ranked, Ranking, ranked, ranking
@@ -88,21 +85,7 @@ def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
         virtual={1, 2, 4, own.schedule.virtual},
     )
 
-    @cache
-    def beside(pipeline: int, schedule: Schedule) -> str | None:
-        """Say what the recipe's other keys have against stages."""
-        several = {"pipeline_stage": pipeline, "pp_interleave_num": schedule.virtual}
-        block = recipe.parallel_config.model_copy(update=several)
-        wrong = beside_stages(recipe.model_copy(update={"parallel_config": block}))
-        return " ".join(wrong[0][:2]) if wrong else None
-
-    wrong = wrong_in(recipe, step.model, hardware, open_keys(asked))
-
-    def why_not(way: Way) -> str | None:
-        if way.layout.pipeline > 1 and (reason := beside(way.layout.pipeline, way.schedule)):
-            return reason
-        return wrong(way)
-
+    why_not = wrong_in(recipe, step.model, hardware, open_keys(asked))
     options = options_of(recipe, found.layout)
     ranks = found.layout.ranks
     return ranking(step, ranks, space, hardware, options, own=own, why_not=why_not)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import AUTO
 from uspft.config.strategies import strategies_of, under
+from uspft.families import FAMILIES
 from uspft.layout import Layout, layout_of
 from uspft.metrics import as_size
 from uspft.model.tile_sizes import mlp_tile_tokens, tile_tokens
@@ -93,13 +94,33 @@ def exchange_findings(recipe: Recipe, layout: Layout) -> list[Finding]:
 
 
 def tile_findings(recipe: Recipe) -> list[Finding]:
-    """Return why MLPs whose matrices lie on a mesh cannot work in tiles."""
-    asked = recipe.memory.mlp_tile_tokens
-    if asked == "none" or not recipe.parallel_config.on_a_mesh:
-        return []
+    """Return why MLPs whose matrices lie on a mesh cannot work in tiles, nor attention in groups of
+    heads."""
     algorithm = recipe.parallel_config.tensor_parallel_algo
-    what = f"is {asked}, and {algorithm} would move its matrices again for every tile"
-    return [("memory.mlp_tile_tokens", what, "write none, or tensor_parallel_algo: megatron")]
+    ways = (("mlp_tile_tokens", "none", "tile"), ("attention_heads", "all", "group of heads"))
+    found = []
+    for key, off, part in ways if recipe.parallel_config.on_a_mesh else ():
+        asked = getattr(recipe.memory, key)
+        if asked != off:
+            what = f"is {asked}, and {algorithm} would move its matrices again for every {part}"
+            found.append((f"memory.{key}", what, f"write {off}, or tensor_parallel_algo: megatron"))
+    return found
+
+
+def group_findings(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
+    """Return why a model's attention cannot work in groups of heads."""
+    asked, key = recipe.memory.attention_heads, "memory.attention_heads"
+    if asked == "all" or shape is None:
+        return []
+    if why := FAMILIES[shape.model_type].why_all_heads:
+        able = ", ".join(name for name, one in FAMILIES.items() if not one.why_all_heads)
+        what = f"is {asked}, and `{shape.model_type}` {why}"
+        return [(key, what, f"write all, or name a model of type {able}")]
+    per_kv = shape.heads // shape.kv_heads
+    if asked <= per_kv:
+        return []
+    what = f"is {asked}, and {per_kv} query heads of the model share a KV head"
+    return [(key, what, f"write {per_kv} or fewer, or all")]
 
 
 def _gib(byte_count: float) -> str:

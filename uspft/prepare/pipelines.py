@@ -57,9 +57,9 @@ def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
     settled: dict[str, Any] = {}
     if parallel.micro_batch_num == AUTO:
         settled["micro_batch_num"] = micro_batches(recipe, layout) if several else 1
-    if parallel.pipeline_scheduler == AUTO:
+    if parallel.pipeline_scheduler == AUTO or not several:
         settled["pipeline_scheduler"] = "1f1b" if several else None
-    if parallel.pipeline_interleave == AUTO:
+    if parallel.pipeline_interleave == AUTO or not several:
         settled["pipeline_interleave"] = virtual if several else None
     if several and known.shape:
         found = stages_in(recipe, known.shape, known.work.windows if known.work else ())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 from uspft.checkpoint.folder import CHECKPOINTS, step_folders
 from uspft.config import Fault, Finding, Recipe
 from uspft.config.inputs import ELEMENT_BYTES
+from uspft.families.multimodal import is_multimodal, own_name
 from uspft.metrics import as_size
 from uspft.prepare.output import KEY, output_of
 
+METADATA = "__metadata__"
+"""What of a safetensors file's header is no tensor."""
 STATES = 3
 """Float32 values that a checkpoint holds for each parameter: the weight and Adam's two moments."""
 
@@ -33,8 +37,32 @@ def space_needed(recipe: Recipe, trained: int, parameters: int, steps: int | Non
     kept = len(there) if recipe.checkpoint.resume == "auto" else 0
     size = max(wanted - kept, 1) * STATES * ELEMENT_BYTES["float32"] * trained
     if recipe.export.huggingface:
-        size += ELEMENT_BYTES[model.dtype] * parameters
+        size += ELEMENT_BYTES[model.dtype] * parameters + passed_through(model.name_or_path)
     return size + (ELEMENT_BYTES["float32"] * trained if model.adapter else 0)
+
+
+def passed_through(name: str | None) -> int:
+    """Return the bytes of a multimodal checkpoint's tensors that do not train and that an export
+    has too; 0 of another model, and of one whose files are not in a folder here."""
+    folder = Path(name or "")
+    if not name or not os.path.isfile(folder / "config.json"):
+        return 0
+    try:
+        if not is_multimodal(json.loads((folder / "config.json").read_text("utf-8"))):
+            return 0
+        return sum(_foreign_bytes(file) for file in sorted(folder.glob("*.safetensors")))
+    except (OSError, ValueError, KeyError, TypeError):  # reading the weights says what is wrong
+        return 0
+
+
+def _foreign_bytes(file: Path) -> int:
+    """Return the bytes of what is not the language model's in a safetensors file, whose header says
+    where each tensor begins and ends."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(size, file.stat().st_size)))
+    places = {name: about["data_offsets"] for name, about in header.items() if name != METADATA}
+    return sum(stop - start for name, (start, stop) in places.items() if own_name(name) is None)
 
 
 def last_step(recipe: Recipe) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import row_of
 from uspft.layout import ring_ranks_of_a_host
-from uspft.sequence.algorithm import Algorithm, Attend, Rule, Split
+from uspft.sequence.algorithm import Algorithm, Attend, Inside, Rule, Split
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.traffic import FORWARDS, ONCE, Cost, Forwards, Heads, Traffic
 
@@ -25,6 +27,7 @@ __all__ = [
     "Cost",
     "Forwards",
     "Heads",
+    "Inside",
     "Rule",
     "Share",
     "Split",
@@ -55,14 +58,20 @@ def make_algorithm(
     unknown = sorted(options.keys() - set(row.options.values()))
     if unknown:
         raise ValueError(f"{row.name} has no option {', '.join(unknown)}")
-    module, _, name = row.code.partition(":")
-    cls = getattr(import_module(module), name)
+    cls, own = _class_of(row.code)
     facts = {"keep": keep, "window": window, "per_host": per_host}
-    own = {field.name for field in fields(cls)}
     algorithm: Algorithm = cls(
         ulysses=ulysses, ring=ring, **{k: v for k, v in facts.items() if k in own}, **options
     )
     return algorithm
+
+
+@cache
+def _class_of(code: str) -> tuple[Callable[..., Algorithm], frozenset[str]]:
+    """Return an algorithm's class by the words that name it, and its fields."""
+    module, _, name = code.partition(":")
+    cls = getattr(import_module(module), name)
+    return cls, frozenset(field.name for field in fields(cls))
 
 
 def forwards_of(recipe: Recipe) -> Forwards:
@@ -71,8 +80,9 @@ def forwards_of(recipe: Recipe) -> Forwards:
     Where `memory.recompute` is not settled yet, it is taken to be what it is without a need to save
     memory.
     """
-    again = recipe.memory.gradient_checkpointing
-    return FORWARDS.get(recipe.memory.recompute, ONCE) if again else ONCE
+    again, at_once = recipe.memory.gradient_checkpointing, recipe.memory.attention_heads
+    found = FORWARDS.get(recipe.memory.recompute, ONCE) if again else ONCE
+    return found if at_once == "all" else found._replace(at_once=at_once)
 
 
 def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:
@@ -90,7 +100,7 @@ def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algo
         row,
         layout.ulysses,
         layout.ring,
-        keep=not recipe.memory.gradient_checkpointing,
+        keep=not recipe.memory.gradient_checkpointing and recipe.memory.attention_heads == "all",
         window=window,
         per_host=ring_ranks_of_a_host(processes, layout) if isinstance(processes, int) else None,
         **{name: value for name, value in values.items() if value not in (None, "auto")},

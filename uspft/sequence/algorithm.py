@@ -38,6 +38,8 @@ class Rule:
 
 Attend: TypeAlias = "Callable[[tuple[Tensor, ...]], Tensor]"
 """A function of q, k, v and, where there are any, sinks → attention out, differentiable."""
+Inside: TypeAlias = "Callable[[Attend, tuple[Tensor, ...]], Tensor]"
+"""What calls such a function with its inputs."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,32 @@ class Split:
     ulysses: Group
     ring: Group
     kernel: Kernel
-    inside: Callable[[Attend, tuple[Tensor, ...]], Tensor] | None = None
+    inside: Inside | None = None
     """How what runs between exchanges of heads is called, where that alone is remembered of a
     layer that is recomputed; None: as any function. An algorithm that exchanges heads heeds it."""
+
+
+Tensors: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
+"""q [t, h, D], k and v [t, g, D]: a ring rank's t tokens, its h query heads and g KV heads."""
+Saved: TypeAlias = "tuple[Tensor, ...]"
+"""What a forward returned, with the gradient of its out [t, h, D] behind."""
+QkvGradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"
+"""Of q, k, v and the rule's sinks."""
+
+
+class Passes(Protocol):
+    """One way in which keys come to the queries of a ring rank, its forward and its backward
+    apart."""
+
+    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+        """Return out [t, h, D] and the log-sum-exp [h, t], with what else the backward needs."""
+        ...
+
+    def backward(
+        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+    ) -> QkvGradients:
+        """Return the gradients of queries, keys, values and sinks."""
+        ...
 
 
 class Algorithm(Protocol):
@@ -88,6 +113,11 @@ class Algorithm(Protocol):
         q [T, H, D], k and v [T, G, D] hold all H query heads and G KV heads of the rank's own T
         tokens; D is the head dim.
         """
+        ...
+
+    def passes(self, share: Share) -> Passes:
+        """Return the forward and the backward of what `attend` does between exchanges of heads,
+        which ask for keys of other ranks anew in the backward."""
         ...
 
     def cost(

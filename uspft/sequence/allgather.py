@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_traffic
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, exchange_traffic, in_turns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,11 @@ class AllGather:
 
         return attend_exchanged(qkv, _exchange(share), rule, split.ring, split.kernel)
 
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.exchange import ExchangePasses
+
+        return ExchangePasses(_exchange(share))
+
     def cost(
         self,
         segments: Segments,
@@ -51,9 +56,12 @@ class AllGather:
         forwards: Forwards = ONCE,
     ) -> Cost:
         shares = everyones(segments, self.token_order(segments), 1, window)
-        pair_bytes = 2 * heads.kv * heads.dim * element_bytes
+        together, turns = in_turns(heads, 1, forwards.at_once)
+        pair_bytes = 2 * together * heads.dim * element_bytes
         exchanges = [_exchange(share) for share in shares]
-        return Cost(gather=exchange_traffic(exchanges, pair_bytes, forwards.keys), arrivals=1)
+        return Cost(
+            gather=exchange_traffic(exchanges, pair_bytes, forwards.keys, turns), arrivals=turns
+        )
 
 
 def _exchange(share: Share) -> Exchange:

@@ -8,16 +8,16 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.sinks import sinks_gradient
-from uspft.sequence.algorithm import Rule
+from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.passes import attend_by
 from uspft.sequence.rows.parcels import Arrival, Exchange, Leg
 from uspft.sequence.rows.spans import Span, tokens_in
 from uspft.sequence.sums import Sum
@@ -38,57 +38,47 @@ def attend_exchanged(
     The partial dK and dV of an arrival go home once, in the compute type, and are summed there in
     float32 or wider.
     """
-    out: Tensor = _ExchangedAttention.apply(*qkv, rule.sinks, exchange, rule.scale, ring, kernel)
-    return out
+    return attend_by(ExchangePasses(exchange), qkv, rule, ring, kernel)
 
 
-class _ExchangedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_thD: Tensor,
-        k_tgD: Tensor,
-        v_tgD: Tensor,
-        sinks: Tensor | None,
-        exchange: Exchange,
-        scale: float,
-        ring: Group,
-        kernel: Kernel,
-    ) -> Tensor:
+@dataclass(frozen=True)
+class ExchangePasses:
+    """The forward and the backward of attention over the keys that an exchange brings."""
+
+    exchange: Exchange
+
+    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+        (q_thD, k_tgD, v_tgD), exchange, scale = qkv, self.exchange, rule.scale
         arriving = _Arriving(k_tgD, v_tgD, exchange, ring)
         partial = Partial(q_thD)
-        partial.add(kernel.forward((q_thD, k_tgD, v_tgD), exchange.blocks_here, scale))
+        partial.add(kernel.forward(qkv, exchange.blocks_here, scale))
         received = []
         for arrival in exchange.arrivals:
             k_ngD, v_ngD = arriving.wait(arrival)
             partial.add(kernel.forward((q_thD, k_ngD, v_ngD), arrival.blocks, scale))
             received += [k_ngD, v_ngD] if exchange.keep else []
-        out_thD, lse_ht = partial.result(sinks)
-        ctx.save_for_backward(q_thD, k_tgD, v_tgD, out_thD, lse_ht, sinks, *received)
-        ctx.exchange, ctx.scale, ctx.ring, ctx.kernel = exchange, scale, ring, kernel
-        return out_thD
+        return *partial.result(rule.sinks), *received
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_thD: Tensor) -> tuple[Tensor | None, ...]:
-        q_thD, k_tgD, v_tgD, out_thD, lse_ht, sinks, *received = ctx.saved_tensors
-        exchange, kernel = ctx.exchange, ctx.kernel
+    def backward(
+        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+    ) -> QkvGradients:
+        (q_thD, k_tgD, v_tgD), exchange = qkv, self.exchange
+        out_thD, lse_ht, *received, dout_thD = saved
         dq_thD, dkv_2tgD = Sum(q_thD.shape, q_thD), Sum((2, *k_tgD.shape), k_tgD)
-        saved = (out_thD, lse_ht, dout_thD)
+        kept = (out_thD, lse_ht, dout_thD)
 
         def own() -> None:
-            pair = (k_tgD, v_tgD)
-            queries, keys = kernel.backward((q_thD, *pair), saved, exchange.blocks_here, ctx.scale)
+            queries, keys = kernel.backward(qkv, kept, exchange.blocks_here, rule.scale)
             dq_thD.add(queries)
             dkv_2tgD.add(keys)
 
-        arriving = None if exchange.keep else _Arriving(k_tgD, v_tgD, exchange, ctx.ring)
+        arriving = None if exchange.keep else _Arriving(k_tgD, v_tgD, exchange, ring)
         if arriving:
             own()  # computed while the second fetch is under way
-        returning = _Returning(k_tgD, exchange, ctx.ring)
+        returning = _Returning(k_tgD, exchange, ring)
         for number, arrival in enumerate(exchange.arrivals):
             pair = arriving.wait(arrival) if arriving else received[2 * number : 2 * number + 2]
-            queries, partials = kernel.backward((q_thD, *pair), saved, arrival.blocks, ctx.scale)
+            queries, partials = kernel.backward((q_thD, *pair), kept, arrival.blocks, rule.scale)
             del pair
             dq_thD.add(queries)
             del queries  # as soon as it can: else each would be there beside what is made next
@@ -100,8 +90,8 @@ class _ExchangedAttention(torch.autograd.Function):
             own()  # computed while gradients are on their way home
         returning.finish(dkv_2tgD)
         dk_tgD, dv_tgD = dkv_2tgD.result()
-        dsinks = None if sinks is None else sinks_gradient(sinks, *saved)
-        return dq_thD.result(), dk_tgD, dv_tgD, dsinks, None, None, None, None
+        dsinks = None if rule.sinks is None else sinks_gradient(rule.sinks, *kept)
+        return dq_thD.result(), dk_tgD, dv_tgD, dsinks
 
 
 class _Arriving:

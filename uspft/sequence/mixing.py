@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, all_to_all
 from uspft.kernels.varlen import put
+from uspft.sequence.algorithm import Inside
 from uspft.sequence.head_exchange import (
     both_ways,
     exchange_back,
@@ -33,13 +34,21 @@ STATE = "state"
 """What transfers of layers with a state count as, those of heads apart."""
 
 
-def mix(x: Mixed, share: Share, rule: StateRule, ulysses: Group, ring: Group) -> Tensor:
+def mix(
+    x: Mixed,
+    share: Share,
+    rule: StateRule,
+    groups: tuple[Group, Group],
+    around: Inside | None = None,
+) -> Tensor:
     """Return the out [t, H, V] of a rule with a state for this rank's tokens, each document by
     itself; differentiable.
 
-    x: of this rank's tokens, with all heads. A key head stands with several members where its value
-    heads do, as with the key-value heads of attention.
+    x: of this rank's tokens, with all heads. groups: Ulysses and ring. around: calls what runs
+    between exchanges of heads; None: as any function. A key head stands with several members where
+    its value heads do, as with the key-value heads of attention.
     """
+    ulysses, ring = groups
     if ulysses.size == 1:
         return mix_over_states(x, share.chains, rule, ring)
     first = share.ring_index * ulysses.size
@@ -59,7 +68,11 @@ def mix(x: Mixed, share: Share, rule: StateRule, ulysses: Group, ring: Group) ->
             keys = torch.tensor([head // per_key - c for head in range(a, b)], device=device)
             q, k = (part.index_select(1, keys) for part in inside[:2])
             inside = inside._replace(q=q, k=k)
-        out_ThV = mix_over_states(inside, share.chains, rule, ring)
+
+        def run(inputs: tuple[Tensor, ...]) -> Tensor:
+            return mix_over_states(Mixed(*inputs), share.chains, rule, ring)
+
+        out_ThV = around(run, inside) if around else run(inside)
     if sorting is not None:
         out_ThV = out_ThV.index_select(0, received_T)
     return gather_heads(out_ThV, heads, tokens, ulysses)

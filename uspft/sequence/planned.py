@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.parcels import Exchange
 from uspft.sequence.rows.share import Share, everyones
@@ -18,7 +18,7 @@ from uspft.sequence.rows.traffic import (
     Heads,
     exchange_traffic,
     heads_traffic,
-    widest_kv,
+    in_turns,
 )
 
 if TYPE_CHECKING:
@@ -90,6 +90,11 @@ class Planned:
             lambda: Exchange(share, self.stages, trimmed=True, keep=self.keep, least=least),
         )
 
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.exchange import ExchangePasses
+
+        return ExchangePasses(replace(self, keep=False).exchange(share))
+
     def cost(
         self,
         segments: Segments,
@@ -100,10 +105,12 @@ class Planned:
     ) -> Cost:
         tokens = segments.length // (self.ring * self.ulysses)
         shares = everyones(segments, self.token_order(segments), self.ulysses, window)
-        pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
-        exchanges = [self.exchange(share) for share in shares]
+        together, turns = in_turns(heads, self.ulysses, forwards.at_once)
+        pair_bytes = 2 * together * heads.dim * element_bytes
+        keys = replace(self, keep=False) if forwards.at_once else self
+        exchanges = [keys.exchange(share) for share in shares]
         return Cost(
-            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards.heads),
-            gather=exchange_traffic(exchanges, pair_bytes, forwards.keys),
-            arrivals=len(exchanges[0].arrivals),
+            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards),
+            gather=exchange_traffic(exchanges, pair_bytes, forwards.keys, turns),
+            arrivals=turns * len(exchanges[0].arrivals),
         )

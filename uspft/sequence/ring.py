@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span
-from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, ring_traffic
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads, in_turns, ring_traffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,11 @@ class Ring:
 
         return attend_blocks(qkv, share, rule, split.ring, split.kernel)
 
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.ring_attention import BlockPasses
+
+        return BlockPasses(share)
+
     def cost(
         self,
         segments: Segments,
@@ -49,5 +54,9 @@ class Ring:
         forwards: Forwards = ONCE,
     ) -> Cost:
         shares = everyones(segments, self.token_order(segments), 1, window)
-        pair_bytes = 2 * heads.kv * heads.dim * element_bytes
-        return Cost(ring=ring_traffic(shares, pair_bytes, forwards.keys), arrivals=self.ring - 1)
+        together, turns = in_turns(heads, 1, forwards.at_once)
+        pair_bytes = 2 * together * heads.dim * element_bytes
+        return Cost(
+            ring=ring_traffic(shares, pair_bytes, forwards.keys, turns),
+            arrivals=turns * (self.ring - 1),
+        )

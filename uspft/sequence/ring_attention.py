@@ -8,17 +8,17 @@ of R, the ring degree.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
 from uspft.kernels.sinks import sinks_gradient
-from uspft.sequence.algorithm import Rule
+from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.passes import attend_by
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span, tokens_in
 from uspft.sequence.sums import Sum
@@ -35,46 +35,38 @@ def attend_blocks(
     dV of keys that were seen go straight home to the owner, rounded once to the compute type, and
     are summed there in float32 or wider.
     """
-    out: Tensor = _BlockAttention.apply(*qkv, rule.sinks, share, rule.scale, ring, kernel)
-    return out
+    return attend_by(BlockPasses(share), qkv, rule, ring, kernel)
 
 
-class _BlockAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_thD: Tensor,
-        k_tgD: Tensor,
-        v_tgD: Tensor,
-        sinks: Tensor | None,
-        share: Share,
-        scale: float,
-        ring: Group,
-        kernel: Kernel,
-    ) -> Tensor:
+@dataclass(frozen=True)
+class BlockPasses:
+    """The forward and the backward of attention over all keys in a share's blocks."""
+
+    share: Share
+
+    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+        q_thD, k_tgD, v_tgD = qkv
         partial = Partial(q_thD)
-        for source, k_sgD, v_sgD in _travel(k_tgD, v_tgD, share, ring):
-            partial.add(kernel.forward((q_thD, k_sgD, v_sgD), share.blocks[source], scale))
+        for source, k_sgD, v_sgD in _travel(k_tgD, v_tgD, self.share, ring):
+            blocks = self.share.blocks[source]
+            partial.add(kernel.forward((q_thD, k_sgD, v_sgD), blocks, rule.scale))
             del k_sgD, v_sgD  # else they would be kept beside the next two
-        out_thD, lse_ht = partial.result(sinks)
-        ctx.save_for_backward(q_thD, k_tgD, v_tgD, out_thD, lse_ht, sinks)
-        ctx.share, ctx.scale, ctx.ring, ctx.kernel = share, scale, ring, kernel
-        return out_thD
+        return partial.result(rule.sinks)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_thD: Tensor) -> tuple[Tensor | None, ...]:
-        q_thD, k_tgD, v_tgD, out_thD, lse_ht, sinks = ctx.saved_tensors
-        saved = (out_thD, lse_ht, dout_thD)
+    def backward(
+        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+    ) -> QkvGradients:
+        q_thD, k_tgD, v_tgD = qkv
+        kept = saved[0], saved[1], saved[-1]
         dq_thD, dkv_2tgD = Sum(q_thD.shape, q_thD), Sum((2, *k_tgD.shape), k_tgD)
-        returns = _Returns(k_tgD, ctx.share, ctx.ring, dkv_2tgD)
-        for source, k_sgD, v_sgD in _travel(k_tgD, v_tgD, ctx.share, ctx.ring):
-            blocks = ctx.share.blocks[source]
-            queries, partials = ctx.kernel.backward((q_thD, k_sgD, v_sgD), saved, blocks, ctx.scale)
+        returns = _Returns(k_tgD, self.share, ring, dkv_2tgD)
+        for source, k_sgD, v_sgD in _travel(k_tgD, v_tgD, self.share, ring):
+            blocks = self.share.blocks[source]
+            queries, partials = kernel.backward((q_thD, k_sgD, v_sgD), kept, blocks, rule.scale)
             del k_sgD, v_sgD
             dq_thD.add(queries)
             del queries  # as soon as it can: else each would be there beside what is made next
-            if source == ctx.ring.index:
+            if source == ring.index:
                 dkv_2tgD.add(partials)
                 continue
             part = returns.part(source, partials)
@@ -82,8 +74,8 @@ class _BlockAttention(torch.autograd.Function):
             returns.send(source, part)
         returns.finish()
         dk_tgD, dv_tgD = dkv_2tgD.result()
-        dsinks = None if sinks is None else sinks_gradient(sinks, *saved)
-        return dq_thD.result(), dk_tgD, dv_tgD, dsinks, None, None, None, None
+        dsinks = None if rule.sinks is None else sinks_gradient(rule.sinks, *kept)
+        return dq_thD.result(), dk_tgD, dv_tgD, dsinks
 
 
 def _travel(k_tgD: Tensor, v_tgD: Tensor, share: Share, ring: Group):  # type: ignore[no-untyped-def]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
@@ -37,6 +37,11 @@ class Ulysses:
 
         return blocks_over_heads(qkv, share, rule, split)
 
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.ring_attention import BlockPasses
+
+        return BlockPasses(share)
+
     def cost(
         self,
         segments: Segments,
@@ -46,6 +51,4 @@ class Ulysses:
         forwards: Forwards = ONCE,
     ) -> Cost:
         tokens = segments.length // self.ulysses
-        return Cost(
-            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards.heads)
-        )
+        return Cost(all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards))

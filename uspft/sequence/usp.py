@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split, rows_must_divide
+from uspft.sequence.algorithm import Passes, Rule, Split, rows_must_divide
 from uspft.sequence.rows.order import balanced
 from uspft.sequence.rows.share import Share, everyones
 from uspft.sequence.rows.spans import Span
@@ -16,8 +16,8 @@ from uspft.sequence.rows.traffic import (
     Forwards,
     Heads,
     heads_traffic,
+    in_turns,
     ring_traffic,
-    widest_kv,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ class Usp:
 
         return blocks_over_heads(qkv, share, rule, split)
 
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.ring_attention import BlockPasses
+
+        return BlockPasses(share)
+
     def cost(
         self,
         segments: Segments,
@@ -59,9 +64,10 @@ class Usp:
     ) -> Cost:
         tokens = segments.length // (self.ulysses * self.ring)
         shares = everyones(segments, self.token_order(segments), self.ulysses, window)
-        pair_bytes = 2 * widest_kv(heads, self.ulysses) * heads.dim * element_bytes
+        together, turns = in_turns(heads, self.ulysses, forwards.at_once)
+        pair_bytes = 2 * together * heads.dim * element_bytes
         return Cost(
-            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards.heads),
-            ring=ring_traffic(shares, pair_bytes, forwards.keys),
-            arrivals=self.ring - 1,
+            all_to_all=heads_traffic(heads, self.ulysses, tokens, element_bytes, forwards),
+            ring=ring_traffic(shares, pair_bytes, forwards.keys, turns),
+            arrivals=turns * (self.ring - 1),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from uspft.segments import Segments
-from uspft.sequence.algorithm import Rule, Split
+from uspft.sequence.algorithm import Passes, Rule, Split
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
@@ -34,6 +34,11 @@ class Whole:
         from uspft.sequence.ring_attention import attend_blocks
 
         return attend_blocks(qkv, share, rule, split.ring, split.kernel)
+
+    def passes(self, share: Share) -> Passes:
+        from uspft.sequence.ring_attention import BlockPasses
+
+        return BlockPasses(share)
 
     def cost(
         self,

@@ -14,6 +14,7 @@ BATCH_ELEMENTS of the parameters at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -29,10 +30,12 @@ from uspft.engine.step import (
     Laps,
     LossModule,
     StepResult,
+    allowed,
     counted,
     evaluated,
     in_turn,
     means_of,
+    require_good,
     scales_of,
 )
 from uspft.parameters import counting
@@ -151,12 +154,15 @@ class MovingEngine:
         learning_rate: float,
         stop: bool,
         look: Callable[[], None] | None = None,
+        *,
+        most: float = math.inf,
     ) -> StepResult:
         """Take an optimizer step over this rank's micro-batches, each in its layout; collective.
 
         All ranks must have micro-batches in the same layouts, or in layouts under which ranks hold
-        the same. look: called when gradients are complete, and before they are clipped. Raises
-        NotFinite before anything is updated.
+        the same. look: called when gradients are complete, and before they are clipped. most: the
+        largest gradient norm that is taken. Raises NotFinite and TooLarge before anything is
+        updated.
         """
         turns = self._turns(batches)
         objective, everyone = self.module.objective, self.holders.everyone
@@ -176,7 +182,7 @@ class MovingEngine:
         self._route.finish()
         if look:
             look()
-        norm = self.owners.update()
+        norm = self.owners.update(allowed(means, most))
         self.laps.mark()
         self._route.updated()
         self.laps.mark()
@@ -184,7 +190,9 @@ class MovingEngine:
         for of, seconds in zip([*order, UPDATE, SWITCH], self.laps.seconds(), strict=True):
             took[of] += seconds
         each = tuple(took[number] for number in range(len(batches)))
-        return StepResult(means, counts, norm, stops, seconds=each, switch_seconds=took[SWITCH])
+        moved = took[SWITCH]
+        result = StepResult(means, counts, norm, stops, seconds=each, switch_seconds=moved)
+        return require_good(result, most)
 
     def _turns(self, batches: Sequence[Batch]) -> list[tuple[Shards, list[int]]]:
         """Return the numbers of each layout's micro-batches, the least sharded first; collective.

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from uspft.comm import total
 from uspft.engine.adam import adamw, start_moments
 from uspft.engine.state import GRADIENT
-from uspft.engine.step import require_finite
 from uspft.parameters.owned import owned
 
 if TYPE_CHECKING:
@@ -111,15 +110,16 @@ class Owners:
         for group in self.adam.param_groups:
             group["lr"] = learning_rate
 
-    def update(self) -> float:
-        """Clip the gradient and update; return its norm before; collective. Raises NotFinite."""
+    def update(self, most: float) -> float:
+        """Clip the gradient and update, unless its norm is larger than most or not finite; return
+        the norm before; collective."""
         own = float(torch.linalg.vector_norm(self.gradients, dtype=torch.float64))
         (squares,) = total([own * own], self._everyone, self._device)
         norm = math.sqrt(squares)
-        require_finite("gradient norm", norm)
-        if self._max_norm is not None:
-            self.gradients.mul_(min(1.0, self._max_norm / (norm + 1e-6)))
-        self.adam.step()
+        if math.isfinite(norm) and norm <= most:
+            if self._max_norm is not None:
+                self.gradients.mul_(min(1.0, self._max_norm / (norm + 1e-6)))
+            self.adam.step()
         return norm
 
 

@@ -8,38 +8,34 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from uspft.assemble import Run
 from uspft.checkpoint.hf_folder import export_folder
-from uspft.checkpoint.model_files import write_model_files
 from uspft.checkpoint.peft_folder import export_adapter
-from uspft.checkpoint.save import save_checkpoint
 from uspft.checkpoint.weights_of import multimodal_base
 from uspft.comm import deadline, set_deadline
 from uspft.config.problems import Interrupted, RunFailed, said
 from uspft.data import fates, read_report
 from uspft.engine.state import on_first_rank
-from uspft.engine.step import NotFinite, StepResult
+from uspft.engine.step import BadStep, StepResult
 from uspft.metrics import Journal, RunDisplay, tracking
 from uspft.model.adapter import adapter_of, merge_order, merged, touched
 from uspft.parameters.names import is_adapter
+from uspft.training.bad_steps import BadSteps
 from uspft.training.evaluating import Evaluation
 from uspft.training.guards import Guards
 from uspft.training.learning_rate import learning_rate
 from uspft.training.meter import Meter
-from uspft.written import ADAPTER, METRICS, MODEL, new_exports, publish_exports
+from uspft.training.saving import Saving, model_beside, writing
+from uspft.written import ADAPTER, INCIDENTS, METRICS, MODEL, new_exports, publish_exports
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
 
 
-FOR_NOT_FINITE = (
-    "try a lower optimizer.learning_rate or a longer warm-up (lr_schedule.warmup_steps), "
-    "or look at these rows of data.train"
-)
 FOR_MEMORY = (
     "try more parallel_config.context_parallel, deepspeed.zero_optimization.stage 3, "
     "memory.gradient_checkpointing, training.micro_batch_size 1 or a shorter data.sequence_length"
@@ -65,7 +61,8 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
         _tracked(run, journal, display),
     ):
         guards = Guards(run, display.say)
-        evaluation = Evaluation(run, journal, display)
+        evaluation, bad_steps = Evaluation(run, journal, display), BadSteps(run)
+        saving = Saving(run, evaluation, bad_steps, journal, display)
         if evaluation.is_missing() and not evaluation.run(step, stop):
             raise Interrupted(f"stopped before step {step + 1}")
         while step < last and not evaluation.is_over:
@@ -74,8 +71,9 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             guards.rows(step, batches)
             peak, schedule = recipe.optimizer.learning_rate, recipe.lr_schedule
             rate = learning_rate(step, run.job.steps, peak, schedule)
-            result = _step(run, step, batches, rate, stop=stop())
-            guards.first_loss(step, result.loss)
+            result = _step(run, step, batches, rate, bad_steps, display.say, stop=stop())
+            if not result.skipped:
+                guards.first_loss(step, result.loss)
             if step == run.first_step + 1:
                 set_deadline(deadline(recipe.launch.timeout_minutes))
             record = {"step": step, "learning_rate": rate} | meter.record(
@@ -86,14 +84,14 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
                     run.job.lease.require()
                 record["epoch"] = run.loader.epochs
                 if step % recipe.logging.every_steps == 0 or step == last:
-                    with _writing(f"the record of step {step}"):
+                    with writing(f"the record of step {step}"):
                         journal.write(record)
                 display.step(record)
-            stopped = _finish(run, step, evaluation, display, stop, stopped=result.stop)
+            stopped = _finish(run, step, evaluation, saving, stop, stopped=result.stop)
             if stopped and step < last:
                 raise Interrupted(f"stopped after step {step}; the checkpoint is saved")
         if evaluation.exports_here(step):
-            with display.waits("the export of the trained model"), _writing("the trained model"):
+            with display.waits("the export of the trained model"), writing("the trained model"):
                 moved = export_run(run, step)
             if moved:
                 display.say(f"what was exported before is now in {moved}")
@@ -101,6 +99,10 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
 
 def _begin(run: Run, journal: Journal) -> None:
     """Make the journal ready: cut back to where the run goes on, or begun with what was read."""
+    assert run.job.recipe.output_dir is not None
+    incidents = run.job.recipe.output_dir / INCIDENTS
+    if incidents.exists():
+        Journal(incidents).cut_back(run.first_step)
     if run.first_step:
         journal.cut_back(run.first_step)
     elif found := fates(read_report(run.job.corpus)):
@@ -123,72 +125,61 @@ def _finish(
     run: Run,
     step: int,
     evaluation: Evaluation,
-    display: RunDisplay,
+    saving: Saving,
     stop: Callable[[], bool],
     *,
     stopped: bool,
 ) -> bool:
     """Save and evaluate after a step, where that is due; collective.
 
-    display: where is said what is waited for. stopped: whether the run was asked to stop, which is
-    saved too. Returns whether it has been by now.
+    stopped: whether the run was asked to stop, which is saved too. Returns whether it has been by
+    now.
     """
     block, last = run.job.recipe.checkpoint, step == run.job.last_step
     every = block.every_steps
     saved = bool(every and (step % every == 0 or last)) or stopped
+    saving.look()
     if saved:
-        _save(run, evaluation, step, display)
+        saving.save(step)
     if evaluation.is_due(step) and not stopped:
         stopped = not evaluation.run(step, stop)
         last = last or evaluation.is_over
     keeps = last and bool(every or block.keep_best)
     if not saved and (stopped or keeps or evaluation.best_step == step):
-        _save(run, evaluation, step, display)
+        saving.save(step)
+    if stopped or last:
+        saving.finish()
     evaluation.delete_older()
     return stopped
 
 
-def _save(run: Run, evaluation: Evaluation, step: int, display: RunDisplay) -> None:
-    """Save the checkpoint of a step; collective. Raises RunFailed where it cannot be written."""
-    recipe, describe = run.job.recipe, partial(_describe, run, step)
-    keep, best = recipe.checkpoint.keep_last, evaluation.best_step
-    assert recipe.output_dir is not None
-    what = f"the checkpoint of step {step}"
-    with display.waits(f"{what} to be saved"), _writing(what):
-        save_checkpoint(
-            run.engine,
-            recipe.output_dir,
-            step,
-            keep,
-            lambda at: describe(at / "model"),
-            best=best,
-        )
+def _step(
+    run: Run,
+    step: int,
+    batches: list[Batch],
+    rate: float,
+    bad_steps: BadSteps,
+    say: Callable[[str], None],
+    *,
+    stop: bool,
+) -> StepResult:
+    """Run one step of the engine, or skip it where it is a bad one of a few.
 
-
-@contextmanager
-def _writing(what: str) -> Iterator[None]:
-    """Raise RunFailed with one line where a disk is full or gone while `what` is written."""
-    try:
-        yield
-    except OSError as error:
-        why = f"{error.filename}: {error.strerror}" if error.strerror else said(error)
-        raise RunFailed(f"{what} cannot be written ({why}); make room there") from error
-
-
-def _step(run: Run, step: int, batches: list[Batch], rate: float, *, stop: bool) -> StepResult:
-    """Run one step of the engine.
-
-    Raises RunFailed with the step, its rows and what to try, where the loss or gradient norm is not
-    finite or memory runs out.
+    Raises RunFailed with the step, its rows and what to try, where it is one too many or memory
+    runs out.
     """
-    rows = run.loader.rows_of(step)
-    where = f"step {step}, {run.loader.counts} {rows.start} to {rows.stop - 1}"
     try:
-        return run.engine.step(batches, rate, stop)
-    except NotFinite as error:
-        raise NotFinite(f"{where}: {error}; nothing was updated; {FOR_NOT_FINITE}") from None
+        result = run.engine.step(batches, rate, stop, most=bad_steps.most())
+    except BadStep as error:
+        with writing(f"the incident of step {step}"):
+            say(f"warning: {bad_steps.bad(step, error, speaks=run.world.mesh.rank == 0)}")
+        return error.result
     except torch.OutOfMemoryError as error:
+        rows = run.loader.rows_of(step)
+        where = f"step {step}, {run.loader.counts} {rows.start} to {rows.stop - 1}"
         raise RunFailed(f"{where}: {said(error)}; {FOR_MEMORY}") from None
+    bad_steps.good(result)
+    return result
 
 
 def export_run(run: Run, step: int) -> Path | None:
@@ -201,7 +192,7 @@ def export_run(run: Run, step: int) -> Path | None:
     recipe, first_rank = run.job.recipe, run.world.mesh.rank == 0
     block, output = recipe.model, recipe.output_dir
     assert output is not None
-    every, describe, new = run.engine.named, partial(_describe, run, step), new_exports(output)
+    every, describe, new = run.engine.named, partial(model_beside, run, step), new_exports(output)
     if block.adapter:
         with on_first_rank(run.engine, [name for name in every if is_adapter(name)]) as read:
             if read:
@@ -215,10 +206,3 @@ def export_run(run: Run, step: int) -> Path | None:
                 dtype = getattr(torch, block.dtype)
                 export_folder(tensors, dtype, describe, new / MODEL, base)
     return publish_exports(output) if first_rank else None
-
-
-def _describe(run: Run, step: int, folder: Path) -> dict[str, Any]:
-    """Write what lies beside the weights into `folder`, and return what a resumed run must agree
-    with."""
-    write_model_files(folder, run.config, run.job, step)
-    return run.job.identity

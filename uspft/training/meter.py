@@ -66,7 +66,7 @@ class Meter:
         rows, row_tokens = (sum(parts) for parts in zip(*sizes, strict=True))
         (_, *others), (counter, *_) = result.means, result.counts
         record = {
-            "loss": result.loss,
+            "loss": result.loss if math.isfinite(result.loss) else None,
             "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
             "rows": rows,
             "tokens": row_tokens,
@@ -85,7 +85,9 @@ class Meter:
             record["strategies"] = self._strategies(worlds, took, pages, sizes)
         if result.switch_seconds:
             record["switch_seconds"] = result.switch_seconds
-        record |= {name: result.means[name] for name in others} | self._experts.told()
+        told = {name: result.means[name] for name in others}
+        record |= {name: value if math.isfinite(value) else None for name, value in told.items()}
+        record |= self._experts.told()
         return record | ({"skipped": True} if result.skipped else {})
 
     def _worlds(self, batches: Sequence[Batch]) -> Sequence[World]:

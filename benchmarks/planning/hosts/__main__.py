@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from benchmarks.lab import results
 from benchmarks.lab.cluster import NoCluster, hosts_of
@@ -36,19 +36,36 @@ def main() -> int:
     case = Case(
         words.tokens, words.steps, words.layers, words.hidden, *map(int, words.heads.split("/"))
     )
-    about = circumstances()
+    about, rates = dict[str, Any](), dict[str, Figures]()
     try:
-        rates = {
-            str(rate): _at(rate, case, words.layouts.split(","))
-            for rate in map(int, words.rates.split(","))
-        }
+        for rate in words.rates.split(","):
+            about[rate] = circumstances()
+            rates[rate] = _at(int(rate), case, words.layouts.split(","))
     except (NoCluster, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
-    result = {**about, "case": case.as_record(), "by_mbit": rates}
+    result = joined(results.read(words.out, NAME), case.as_record(), about, rates)
     print(f"\n{case.sentence}\n\n{table(rates)}\n\n{verdict(rates)}")
     print(f"written: {results.write(words.out, NAME, result)}")
     return 0 if all(map(holds, rates.values())) else 1
+
+
+def joined(
+    kept: dict[str, Any], case: dict[str, Any], about: dict[str, Any], rates: dict[str, Figures]
+) -> dict[str, Any]:
+    """Return what the file is to hold: beside these rates others that it had, of the same case and
+    layouts."""
+    layouts = next(iter(rates.values())).keys()
+    others = kept.get("by_mbit", {}) if kept.get("case") == case else {}
+    same = [rate for rate, found in others.items() if found.keys() == layouts]
+    every = {**{rate: others[rate] for rate in same}, **rates}
+    order = sorted(every, key=int, reverse=True)
+    told = {**{rate: kept["about"][rate] for rate in same}, **about}
+    return {
+        "case": case,
+        "about": {rate: told[rate] for rate in order},
+        "by_mbit": {rate: every[rate] for rate in order},
+    }
 
 
 def _words() -> argparse.Namespace:

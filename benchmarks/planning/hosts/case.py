@@ -19,10 +19,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "Ulysses 4": {"context_parallel": 4, **ULYSSES},
     "ring 4": {"context_parallel": 4, **RING},
     "Ulysses 2 × ring 2": {"context_parallel": 4, "ulysses_degree_in_cp": 2, **BOTH},
-    "ring 2 × data 2": {"context_parallel": 2, **RING},
     "tensor 2 × data 2": {"model_parallel": 2},
-    "tensor 2 × ring 2": {"model_parallel": 2, "context_parallel": 2, **RING},
     "tensor 4": {"model_parallel": 4},
+    "data 2 × stages 2": {"pipeline_stage": 2},
+    "tensor 2 × stages 2": {"model_parallel": 2, "pipeline_stage": 2},
 }
 """What the four hosts, of one process each, do together: a recipe's `parallel_config` by name."""
 ROWS_PER_STEP = 4

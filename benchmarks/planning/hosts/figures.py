@@ -84,8 +84,9 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
     """Return what pages show of planning-hosts.json, by name, as Markdown."""
     rates, case = result["by_mbit"], result["case"]
     what = Case(*(case[field.name] for field in fields(Case))).sentence
+    when = measured_on(result["about"].values())
     return {
         "table": table(rates),
         "orders": verdict(rates),
-        "measured": f"{measured_on([result])} {what}; medians of {case['steps']} steps.",
+        "measured": f"{when} {what}; medians of {case['steps']} steps.",
     }

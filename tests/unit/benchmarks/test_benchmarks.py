@@ -33,6 +33,7 @@ from benchmarks.lab.results import RESULTS, read, write
 from benchmarks.lab.tables import as_tokens, listed, markdown, span
 from benchmarks.orders.figures import MOST_SECONDS
 from benchmarks.planning.hosts import figures as hosts
+from benchmarks.planning.hosts.__main__ import joined
 from benchmarks.step import figures
 from benchmarks.step.case import Case, Measured
 from uspft.data.sources import list_files
@@ -204,6 +205,15 @@ def test_the_figures_of_a_step() -> None:
     assert lines[3] == "| half of one process's step, Trainer | 5.00 | 1.25 | 5.00 | 1 |"
 
 
+def test_a_rate_stays_beside_another_one_of_the_same_case_and_layouts() -> None:
+    one = joined({}, {"tokens": 8}, {"40": "then"}, {"40": {"a": {}}})
+    both = joined(one, {"tokens": 8}, {"100": "now"}, {"100": {"a": {}}})
+    assert both["about"] == {"100": "now", "40": "then"} and list(both["by_mbit"]) == ["100", "40"]
+    for case, layout in (({"tokens": 9}, "a"), ({"tokens": 8}, "b")):
+        other = joined(both, case, {"100": "later"}, {"100": {layout: {}}})
+        assert other["about"] == {"100": "later"} and list(other["by_mbit"]) == ["100"]
+
+
 def test_the_orders_of_layouts() -> None:
     """A pair in the other order is named where its times are apart; two that plan puts together are
     in none, and following plan costs what its first takes beside the fastest."""
@@ -258,7 +268,7 @@ def test_results_are_one_file_a_benchmark_and_three_pictures_at_most() -> None:
     home = RESULTS.parent
     mains = [path.parent.relative_to(home) for path in home.rglob("__main__.py")]
     benchmarks = {"-".join(path.parts) for path in mains}
-    assert len(benchmarks) == 14
+    assert len(benchmarks) == 15
     assert {name for name in names if name.endswith(".json")} == {f"{b}.json" for b in benchmarks}
     pictures = {name for name in names if name.endswith(".png")}
     assert len(pictures) <= 3 and len(names) == len(pictures) + len(benchmarks) + len(["README.md"])

@@ -66,6 +66,8 @@ OPEN = (
     "data_parallel",
     "model_parallel",
     "use_seq_parallel",
+    "pipeline_stage",
+    "pp_interleave_num",
     "context_parallel",
     "context_parallel_algo",
     "ulysses_degree_in_cp",

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.launch import in_project
 from uspft.__main__ import main
+from uspft.commands.plan import TOP
 from uspft.planner.step import NOT_PREDICTED
 
 ROOT = Path(__file__).parents[3]
@@ -127,6 +128,25 @@ def test_the_same_as_data(planned: Run) -> None:
     page = planned(LLAMA, "--top", "5")
     printed = {name.split(" (")[0]: cells[0] for name, cells in list(table(page).items())[1:]}
     assert printed == {one["name"]: f"{one['step_seconds']:.3g}" for one in found["layouts"]}
+
+
+def test_what_no_name_says_has_a_column_where_it_is_open(planned: Run) -> None:
+    words = ["deepspeed.zero_optimization.stage=auto", "training.micro_batch_size=auto"]
+    heads, *rows = table(planned(LLAMA, *words, "--top", "8")).values()
+    assert heads[:3] == ["ZeRO", "micro-batch", "seconds"]
+    found = json.loads(planned(LLAMA, *words, "--json", "--top", "8"))["layouts"]
+    told = [[str(one["zero_stage"]), str(one["micro_batch_size"])] for one in found]
+    assert [cells[:2] for cells in rows] == told and len({*map(tuple, told)}) > 1
+    heads, first, *_ = table(planned(LLAMA, words[0], "--top", "1")).values()
+    assert heads[:2] == ["ZeRO", "seconds"] and first[0] == told[0][0]
+
+
+def test_the_longest_row_is_worked_out_of_as_many_as_are_printed(planned: Run) -> None:
+    every = json.loads(planned(LLAMA, "--json"))["layouts"]
+    known = [one["longest_row_tokens"] is not None or one["own"] for one in every]
+    assert len(every) > TOP and known == [n < TOP or one["own"] for n, one in enumerate(every)]
+    some = json.loads(planned(LLAMA, "--json", "--top", "30"))["layouts"]
+    assert len(some) >= 30 and all(one["longest_row_tokens"] is not None for one in some)
 
 
 def test_memory_and_the_longest_row_stand_for_matrices_on_a_mesh(planned: Run) -> None:

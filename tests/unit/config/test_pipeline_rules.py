@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.known import recipe
-from uspft.config.pipeline_rules import beside_stages
+from uspft.config.checks import OPEN
+from uspft.config.pipeline_rules import beside_stages, checkpointed, stages
 from uspft.config.recipe import Recipe
 
 
@@ -51,3 +52,20 @@ def test_what_is_right_beside_stages_passes(zero: dict[str, Any], virtual: int) 
 def test_several_layouts_have_no_stages() -> None:
     ((key, what, _),) = beside_stages(asked({}, strategies="auto"))
     assert key == "parallel_config.strategies" and "beside parallel_config.pipeline_stage 2" in what
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("layers_per_stage", (2, 2)), ("offset", (0, 0)), ("offset", 1)]
+)
+def test_nothing_is_said_of_each_stage_while_their_number_is_open(key: str, value: Any) -> None:
+    ((found, what, _),) = stages(asked({}, pipeline_stage=OPEN, **{key: value}))
+    assert found == f"parallel_config.{key}" and "pipeline_stage is auto" in what
+    assert list(stages(asked({}, pipeline_stage=OPEN, pp_interleave_num=2))) == []
+
+
+def test_lists_of_checkpointed_layers_need_a_number_of_stages() -> None:
+    plain = asked({}, pipeline_stage=OPEN)
+    assert list(checkpointed(plain)) == []
+    memory = plain.memory.model_copy(update={"gradient_checkpointing": (2,)})
+    ((key, what, _),) = checkpointed(plain.model_copy(update={"memory": memory}))
+    assert key == "memory.gradient_checkpointing" and "pipeline_stage is auto" in what

@@ -81,6 +81,8 @@ training:
   global_batch_size: 32
   micro_batch_size: 1
   max_grad_norm: 1.0
+  max_bad_steps: 0
+  max_norm_spike: null
   objective: causal
   eval_every_steps: null
   patience: null
@@ -93,10 +95,10 @@ memory:
   gradient_reduction: float32
   loss_tile_tokens: auto
   mlp_tile_tokens: none
-checkpoint: {every_steps: 500, keep_last: 2, keep_best: false, resume: auto}
+checkpoint: {every_steps: 500, keep_last: 2, keep_best: false, overlap: false, resume: auto}
 export: {huggingface: true}
 logging: {every_steps: 1, tensorboard: false, wandb: null, mlflow: null, report: false}
-launch: {processes: auto, device: auto}
+launch: {processes: auto, device: auto, restarts: 0, min_hosts: null}
 """
 # Keys that the example does not write out: alternatives to keys that it does, and pass-through.
 NOT_IN_EXAMPLE = {
@@ -134,7 +136,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 99
+    assert len(keys) == len(set(keys)) == 104
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 11,
@@ -155,12 +157,12 @@ def test_the_contract_has_this_many_keys() -> None:
         "deepspeed.zero_optimization.leaf_module": 3,
         "optimizer": 5,
         "lr_schedule": 8,
-        "training": 11,
+        "training": 13,
         "memory": 6,
-        "checkpoint": 4,
+        "checkpoint": 5,
         "export": 1,
         "logging": 5,
-        "launch": 4,
+        "launch": 6,
     }
 
 

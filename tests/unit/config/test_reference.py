@@ -263,7 +263,7 @@ def read(text: str) -> Any:
 def test_every_recipe_that_we_ship_passes_the_schema() -> None:
     found = recipes()
     assert [name for name, text in found.items() if not accepts(SCHEMA, read(text))] == []
-    assert len([name for name in found if name.startswith("recipes/")]) == 20
+    assert len([name for name in found if name.startswith("recipes/")]) == 24
     assert len([name for name in found if name.startswith("configs/")]) == 13
     assert len(found) >= 19, "what pages show"
 

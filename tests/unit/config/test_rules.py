@@ -66,6 +66,8 @@ COMBINATIONS = {
     "data.eval names what is evaluated on; keep one and write null for the other",
     "training: {eval_every_steps: 5}": "training.eval_every_steps: is 5, and there is no "
     "`data.eval`; write data.eval or data.eval_fraction, or null here",
+    "launch: {min_hosts: 2}": "launch.min_hosts: is 2, and with launch.restarts 0 a run never "
+    "starts again; write launch.restarts too, or null here",
     "training: {patience: 3}": "training.patience: is 3, and there is nothing to evaluate on; "
     "write data.eval or data.eval_fraction, or null here",
     "checkpoint: {keep_best: true}": "checkpoint.keep_best: is true, and there is nothing to "
@@ -131,6 +133,9 @@ COMBINATIONS = {
         "memory.offload_activations: is cpu, and memory.gradient_checkpointing is false; "
         "write none, or gradient_checkpointing: true"
     ),
+    "memory: {attention_heads: 2, recompute: exchange}": "memory.recompute: is exchange, and "
+    "memory.attention_heads is 2: each group of heads is exchanged again in the backward; write "
+    "auto, nothing or attention",
     "memory: {gradient_reduction: bfloat16}\nmodel: {dtype: float32}": "memory.gradient_reduction: "
     "is bfloat16, and model.dtype is float32; write float32, or model.dtype: bfloat16",
     "memory: {mlp_tile_tokens: 0}": "memory.mlp_tile_tokens: is 0, out of range; "
@@ -217,7 +222,7 @@ def test_a_rule_that_reads_a_faulty_key_is_not_asked() -> None:
         "training.eval_every_steps",
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
-    assert len(RULES) == 24
+    assert len(RULES) == 25
 
 
 DEEPSPEED = {

@@ -91,6 +91,9 @@ class Seen:
         self.types.append({x.dtype for x in qkv})
         return torch.zeros_like(qkv[0])
 
+    def of_layer(self, layer: int) -> Seen:
+        return self
+
     def convolve(self, x: torch.Tensor, taps: int, convolution: Any) -> torch.Tensor:
         found: torch.Tensor = convolution(x)
         return found

@@ -90,6 +90,8 @@ def test_heads_and_features_decide_which_meshes_there_are() -> None:
     assert legal(LLAMA, 3) == []
     assert legal(PHI, 16) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
     assert why_no_mesh(MIXTRAL, 2, 2) == "experts are not split"
+    hybrid = replace(LLAMA, model_type="qwen3_5_text")
+    assert why_no_mesh(hybrid, 2, 2) == "layers with a state are not split on a mesh"
     assert "hidden_size 4096 does not split over a mesh of 3 × 1" in str(why_no_mesh(LLAMA, 3, 1))
 
 

@@ -19,7 +19,7 @@ from uspft.planner.machine import FIGURES, Measurement
 from uspft.planner.memory import RECOMPUTES, Options, memory_of, memory_of_ranks
 from uspft.planner.rank import options_under, ranked, ranking
 from uspft.planner.step_shape import StepShape
-from uspft.planner.ways import Space, Way, every_way
+from uspft.planner.ways import Space, Way, every_way, legal_for, ways
 from uspft.segments import Segments
 
 LLAMA = hub("meta-llama/Llama-3.1-8B")
@@ -124,6 +124,7 @@ def test_memory_on_a_long_ring_is_drawn_out() -> None:
 class Counted:
     """How often something is worked out while layouts are put in order."""
 
+    listed: int = 0
     priced: int = 0
     memory: int = 0
     rings: list[int] = field(default_factory=list)
@@ -143,7 +144,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
         monkeypatch.setattr(module, name, called)
 
-    counting(rank, "ranked", lambda *_: setattr(found, "priced", found.priced + 1))
+    counting(rank, "ranked", lambda *_: setattr(found, "listed", found.listed + 1))
+    counting(rank.price, "step_time", lambda *_: setattr(found, "priced", found.priced + 1))
     counting(rank, "activations_in", lambda *_: setattr(found, "memory", found.memory + 1))
     counting(attention_work, "_dealt", lambda algorithm, *_: found.rings.append(algorithm.ring))
     for remembers in ("attention_of_row", "attention_of_sample", "_on_few"):
@@ -152,15 +154,67 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 
 def test_thousands_of_ranks_take_seconds(counted: Counted) -> None:
-    """Counted, not timed: every way is priced once, a row is dealt out to few ranks alone and once
-    an algorithm, and memory is worked out of what comes first."""
+    """Counted, not timed: no way is priced twice, a row is dealt out to few ranks alone and once an
+    algorithm, and memory is worked out of what comes first."""
     wide = replace(STEP, row=Segments.single(1 << 20), step_rows=64)
     found = ranking(wide, 4096, Space(tokens=(True,), recomputes=RECOMPUTES), H100)
     first = found.layouts[:24]
-    assert counted.priced > 2 * len(found.layouts) > 400
+    assert counted.listed > 2 * len(found.layouts) > 400
+    assert counted.priced <= counted.listed
     assert len(counted.rings) < 16 and max(counted.rings) <= attention_work.FEW
     assert 24 <= counted.memory < 150
     assert all(one.room for one in first)
+
+
+STAGED = Space(tensor={1, 8}, tokens=(True,), pipelines=None, recomputes=RECOMPUTES, stages=(1, 3))
+
+
+def test_pipelines_are_priced_where_they_may_come_first(counted: Counted) -> None:
+    wide = replace(STEP, row=Segments.single(1 << 13), step_rows=1024)
+    found = ranking(wide, 1024, STAGED, H100)
+    assert all(one.room for one in found.layouts[:24])
+    assert any(one.layout.pipeline > 1 for one in found.layouts[:24])
+    assert 0 < counted.priced < counted.listed / 4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_least_is_no_more_than_what_a_step_takes(stage: int) -> None:
+    space = replace(STAGED, stages=(stage,), virtual=(1, 2), recomputes=("nothing",))
+    shares = []
+    for schedulers in (("1f1b",), ("gpipe",)):
+        for way in every_way(32, replace(space, schedulers=schedulers)):
+            if way.layout.pipeline * way.schedule.virtual > LLAMA.layers:
+                continue
+            for rows in (4, 64):
+                step = replace(STEP, step_rows=rows * way.layout.data, dealt=False)
+                one = ranked(step, way, H100, closely=False)
+                assert one.least_seconds <= one.seconds, way.name
+                shares.append(one.least_seconds / one.seconds)
+    assert len(shares) > 100 and sum(shares) / len(shares) > 0.6
+
+
+@pytest.mark.parametrize("tokens", [1 << 13, 1 << 17, 1 << 20])
+def test_what_is_not_priced_stands_where_its_price_would(tokens: int) -> None:
+    step = replace(STEP, row=Segments.single(tokens), step_rows=32)
+    space = replace(STAGED, recomputes=("nothing", "attention"))
+    found = ranking(step, 32, space, H100).layouts
+    search, best = replace(step, dealt=False), dict[str, list[rank.Ranked]]()
+    legal = ways(32, space, legal_for(step, H100.ranks_per_host)).legal
+    for way in legal:
+        best.setdefault(way.name, []).append(ranked(search, way, H100, closely=False))
+
+    def first(of_name: list[rank.Ranked]) -> rank.Ranked:
+        able = [one for one in of_name if one.room]
+        if able:
+            return min(able, key=lambda one: one.seconds)
+        return min(of_name, key=lambda one: one.memory.peak_bytes)
+
+    order = sorted(map(first, best.values()), key=lambda one: (not one.room, one.seconds))
+    dealt = rank.SHORTLIST
+    assert {one.name for one in found[:dealt]} == {one.name for one in order[:dealt]}
+    rest = [(one.room, one.seconds) for one in order[dealt:]]
+    assert [(one.room, one.seconds) for one in found[dealt:]] == rest
+    assert len(rest) > 40
 
 
 @pytest.mark.parametrize(
@@ -169,7 +223,8 @@ def test_thousands_of_ranks_take_seconds(counted: Counted) -> None:
 )
 def test_the_least_is_no_more_than_what_a_rank_needs(given: dict[str, Any]) -> None:
     options = replace(Options(zero_stage=3), **given)
-    for layout in (Layout(2, 2, 2), Layout(ring=16), Layout(data=8)):
+    staged = Layout(data=2, pipeline=4), Layout(2, ring=2, pipeline=2)
+    for layout in (Layout(2, 2, 2), Layout(ring=16), Layout(data=8), *staged):
         for tokens in (1 << 12, 1 << 17):
             needs = rank.Needs(LLAMA, tokens)
             least, whole = needs.least(layout, options), needs.of(layout, options)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.memory.count import count_stages
-from benchmarks.memory.predicted import options_for
+from benchmarks.memory.predicted import predicted_of_ranks
 from tests.support.ranks import spawn
 from tests.unit.planner.test_memory import SAVING, TOKENS, TRAINED, config_of
 from uspft.config.inputs import ModelBlock
@@ -18,7 +18,6 @@ from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, warm_up
-from uspft.planner.memory import BATCH_BYTES, memory_of_ranks
 from uspft.planner.stage_memory import moments
 from uspft.prepare.invocation import CONFIGS
 
@@ -101,24 +100,21 @@ def counted(rank: int, folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def predicted(case: Case, folder: Path, **changes: Any) -> list[int]:
-    """Return what is predicted of each rank's rows, without the batches, which are not counted."""
+def predicted(case: Case, folder: Path) -> list[int]:
+    """What is predicted of each rank."""
     shape = read_shape(ModelBlock(config=folder), CONFIGS)
     assert isinstance(shape, ModelShape)
-    memory = MemoryBlock(**SAVING[case.saving])
-    options = options_for(
+    return predicted_of_ranks(
         shape,
-        memory,
-        "ulysses_cp",
+        TOKENS * case.layout.context,
+        MemoryBlock(**SAVING[case.saving]),
+        case.layout,
+        case.schedule,
+        case.micro_batches,
         dtype=case.dtype,
         parallel=case.parallel,
         trained=TRAINED[case.trained],
-        **{"schedule": case.schedule, "step_rows": case.micro_batches, **changes},
     )
-    row = TOKENS * case.layout.context
-    batches = case.micro_batches * TOKENS * BATCH_BYTES
-    every = memory_of_ranks(shape, case.layout, row, options=options)
-    return [one.activation_bytes - batches for one in every]
 
 
 def test_every_rank_of_a_pipeline_is_predicted_within_two_percent(tmp_path: Path) -> None:
@@ -134,7 +130,8 @@ def test_every_rank_of_a_pipeline_is_predicted_within_two_percent(tmp_path: Path
     assert off == {}
     # A schedule that keeps other micro-batches is found out.
     case = FEW["gpipe"]
-    other = predicted(case, tmp_path / "gpipe", schedule=case.schedule._replace(scheduler="1f1b"))
+    one_at_a_time = case._replace(schedule=case.schedule._replace(scheduler="1f1b"))
+    other = predicted(one_at_a_time, tmp_path / "gpipe")
     assert other[0] / found["gpipe"][0] < 0.9
 
 

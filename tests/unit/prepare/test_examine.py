@@ -59,6 +59,33 @@ def test_models_and_heads_that_cannot_be_split_are_named(
         assert ": parallel_config.model_parallel: " in line and words in line
 
 
+STATES = {"model_type": "qwen3_5_text", "linear_num_key_heads": 3, "linear_num_value_heads": 6}
+"""Three key heads do not divide by two ranks, of which one then has two."""
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"model_parallel": 2}, None),
+        (
+            {"model_parallel": 4},
+            "model_parallel: is 4, and layers with a state have 3 key heads; write at most 3",
+        ),
+        (
+            {"model_parallel": 2, "tensor_parallel_algo": "meshslice", "tensor_mesh": [1, 2]},
+            "tensor_parallel_algo: is meshslice, and `qwen3_5_text` has layers with a state; "
+            "write megatron",
+        ),
+    ],
+)
+def test_layers_with_a_state_that_cannot_be_split_are_named(
+    parallel: dict[str, Any], words: str | None, tmp_path: Path
+) -> None:
+    lines = said(tmp_path, STATES, **parallel)
+    assert len(lines) == (words is not None)
+    assert all(words in line for line in lines if words)
+
+
 @pytest.mark.parametrize(
     ("model", "degree", "words"),
     [

@@ -207,6 +207,7 @@ def reversed_price(monkeypatch: pytest.MonkeyPatch) -> None:
         return [StepPart("products", shape.rows * 1e6 / seconds)]
 
     monkeypatch.setattr(step, "step_time", step_backwards)
+    monkeypatch.setattr(step, "least_seconds", lambda *_: 0.0)
     monkeypatch.setattr(row_time, "forward_and_backward", row_backwards)
 
 
@@ -229,6 +230,7 @@ SMALL = Case("meta-llama/Llama-3.2-1B", 2, 2, 2, 96 * 64, "h100", 1)
 AUTO: dict[str, Sequence[Any]] = {
     "parallel_config.model_parallel": (1, 2, 4, 8),
     "parallel_config.context_parallel": (1, 2, 4, 8),
+    "parallel_config.pipeline_stage": (1, 2, 4, 8),
     "parallel_config.data_parallel": (1, 2, 4),
     "parallel_config.context_parallel_algo": (
         "ring_cp",
@@ -254,6 +256,7 @@ BESIDE = {
         "parallel_config.model_parallel=1",
         "parallel_config.context_parallel=auto",
     ],
+    "parallel_config.pipeline_stage": ["parallel_config.pp_interleave_num=1"],
     "parallel_config.ulysses_degree_in_cp": [
         "parallel_config.context_parallel=4",
         "parallel_config.context_parallel_algo=hybrid_cp",

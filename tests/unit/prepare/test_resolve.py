@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from tests.support.models import make_model
 from tests.support.shapes import hub
-from uspft.config import Recipe, load
+from uspft.config import ParallelBlock, Recipe, load
 from uspft.config.available import LATER
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
@@ -91,6 +91,56 @@ def test_more_is_settled_as_more_is_known(folder: Path) -> None:
     assert last.launch.hardware == "h100"
     assert last.parallel_config.context_parallel_algo == "ulysses_cp"
     assert last.parallel_config.exchange_stages is None
+
+
+@pytest.fixture(scope="module")
+def known() -> Known:
+    """What is known of 8 GPUs and a model of 8B."""
+    cluster, _ = cluster_of("auto", "cuda", "NVIDIA H100 80GB HBM3")
+    return Known(gpus=8, shape=hub("meta-llama/Llama-3.1-8B"), cluster=cluster)
+
+
+NO_SHARING = {"context_parallel": 1, "context_parallel_algo": None}
+
+
+def settled_of(folder: Path, known: Known, **parallel: Any) -> ParallelBlock:
+    """What 8 rows of a step become, which do not fit one card whole beside all of the model."""
+    data = {"sequence_length": 1 << 15}
+    asked = recipe(folder, parallel_config={**NO_SHARING, **parallel}, data=data)
+    return resolve(asked, known).parallel_config
+
+
+def test_stages_that_are_left_open_are_chosen(folder: Path, known: Known) -> None:
+    free = settled_of(folder, known, pipeline_stage="auto")
+    assert free.pipeline_stage > 1, "stage 1 of ZeRO needs more than a card whole"
+    assert free.data_parallel * free.pipeline_stage == 8
+    assert free.layers_per_stage and free.micro_batch_num == 8 // int(free.data_parallel)
+    assert (free.pipeline_scheduler, free.pipeline_interleave) == (
+        "1f1b",
+        free.pp_interleave_num > 1,
+    )
+    plain = settled_of(folder, known, pipeline_stage="auto", pipeline_interleave=False)
+    assert plain.pipeline_stage > 1 == plain.pp_interleave_num
+    four = settled_of(folder, known, pipeline_stage="auto", micro_batch_num=4)
+    assert (four.data_parallel, four.pipeline_stage) == (2, 4)
+    whole = settled_of(folder, known, pipeline_stage="auto", model_parallel=8)
+    off = whole.pipeline_stage, whole.pp_interleave_num, whole.pipeline_scheduler
+    assert off == (1, 1, None)
+    unknown = settled_of(folder, Known(gpus=8), pipeline_stage="auto")
+    assert (unknown.pipeline_stage, unknown.data_parallel) == (1, 8)
+
+
+def test_what_is_open_beside_stages_fills_all_ranks(folder: Path, known: Known) -> None:
+    found = settled_of(folder, known, pipeline_stage=2, model_parallel="auto")
+    assert found.model_parallel * int(found.data_parallel) * 2 == 8
+
+
+def test_tokens_are_split_where_matrices_are(folder: Path, known: Known) -> None:
+    given = {"model_parallel": "auto", "use_seq_parallel": True}
+    split = settled_of(folder, known, data_parallel=1, **given)
+    assert (split.model_parallel, split.use_seq_parallel) == (8, True)
+    whole = settled_of(folder, known, data_parallel=8, **given)
+    assert (whole.model_parallel, whole.use_seq_parallel) == (1, False)
 
 
 def on_a_mesh(folder: Path, length: int = 4096, **more: Any) -> Recipe:

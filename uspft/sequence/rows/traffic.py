@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from uspft.sequence.rows.groups import key_groups, turns_of
 from uspft.sequence.rows.heads import split_heads
 from uspft.sequence.rows.parcels import Exchange
 from uspft.sequence.rows.share import Share
@@ -42,6 +43,8 @@ class Forwards(NamedTuple):
     """Those between which heads are split."""
     keys: int = 1
     """Those of keys and values, and with them the computation of attention."""
+    at_once: int | None = None
+    """How many query heads of a KV head are attended with at once; None: all heads are."""
 
 
 ONCE = Forwards()
@@ -61,10 +64,11 @@ class Cost:
     ring: Traffic = NOTHING
     gather: Traffic = NOTHING
     arrivals: int = field(default=0, compare=False)
+    state: Traffic = NOTHING
 
 
 def heads_traffic(
-    heads: Heads, ulysses: int, tokens: int, element_bytes: int, forwards: int = 1
+    heads: Heads, ulysses: int, tokens: int, element_bytes: int, forwards: Forwards = ONCE
 ) -> Traffic:
     """Return what the busiest of `ulysses` ranks of `tokens` tokens sends, forward and backward.
 
@@ -72,21 +76,54 @@ def heads_traffic(
     tokens; backward it sends the same sizes again, the other way round. Where the heads divide,
     these are 2 · (U − 1) / U · (2H + 2G) · tokens · D elements in 4 · (U − 1) messages, with U the
     Ulysses degree and H query heads, G KV heads of head dim D. forwards: how often the forward's
-    are sent.
+    are sent. In groups of heads the backward exchanges queries, keys, values and the output again.
     """
-    shares = split_heads(heads.query, heads.kv, ulysses)
+    if forwards.at_once:
+        return _grouped_traffic(heads, ulysses, tokens * element_bytes * heads.dim, forwards)
+    shares, runs = split_heads(heads.query, heads.kv, ulysses), forwards.heads
     own = [(b - a, 2 * (d - c)) for (a, b), (c, d) in zip(shares.query, shares.kv, strict=True)]
     total, busy = sum(q + kv for q, kv in own), sum(1 for q, _ in own if q)
     elements = max(
-        forwards * ((total - q - kv) + (ulysses - 1) * q)
-        + (ulysses - 1) * (q + kv)
-        + (heads.query - q)
+        runs * ((total - q - kv) + (ulysses - 1) * q) + (ulysses - 1) * (q + kv) + (heads.query - q)
         for q, kv in own
     )
     # To those that have heads, and from a rank that has some to all others; back the other way.
     there = [(busy - 1, ulysses - 1) if q else (busy, 0) for q, _ in own]
-    messages = max((forwards + 1) * (out + home) for out, home in there)
+    messages = max((runs + 1) * (out + home) for out, home in there)
     return Traffic(elements * tokens * heads.dim * element_bytes, messages)
+
+
+def _grouped_traffic(heads: Heads, ulysses: int, head_bytes: int, forwards: Forwards) -> Traffic:
+    """Return what the busiest rank sends where each group of heads is exchanged by itself
+    (model/head_groups.py). head_bytes: of one head of a rank's tokens."""
+    query, kv, _ = heads
+    sent, messages = [0] * ulysses, [0] * ulysses
+
+    def exchange(widths: Sequence[int], there: int, back: int) -> None:
+        """Count tensors that go there so many times, and others that come back."""
+        for member, own in enumerate(widths):
+            others = sum(widths) - own
+            receivers = sum(width > 0 for width in widths) - (own > 0)
+            sent[member] += there * others + back * (ulysses - 1) * own
+            messages[member] += there * receivers + back * (ulysses - 1) * (own > 0)
+
+    runs = forwards.heads
+    for group in key_groups(query, kv, ulysses, forwards.at_once or query):
+        exchange([b - a for a, b in group.parts], 2 * (runs + 1), 2)
+        for turn in range(len(group.queries)):
+            # There: queries, again in the backward, and the output with its gradient.
+            exchange(group.widths(turn), runs + 3, runs + 1)
+    return Traffic(max(sent) * head_bytes, max(messages))
+
+
+def in_turns(heads: Heads, ulysses: int, at_once: int | None) -> tuple[int, int]:
+    """Return how many KV heads of a rank travel together, and in how many turns heads do.
+
+    at_once: as of Forwards.
+    """
+    if at_once is None:
+        return widest_kv(heads, ulysses), 1
+    return 1, turns_of(heads.query, heads.kv, ulysses, at_once)
 
 
 def widest_kv(heads: Heads, ulysses: int) -> int:
@@ -94,12 +131,14 @@ def widest_kv(heads: Heads, ulysses: int) -> int:
     return max(b - a for a, b in split_heads(heads.query, heads.kv, ulysses).kv)
 
 
-def ring_traffic(shares: Sequence[Share], pair_bytes: int, forwards: int = 1) -> Traffic:
+def ring_traffic(
+    shares: Sequence[Share], pair_bytes: int, forwards: int = 1, turns: int = 1
+) -> Traffic:
     """Return what the busiest rank of a ring sends, forward and backward.
 
     Keys travel forward and again backward, and gradients go home; for one causal document R ranks
     of t tokens send 3 · (R − 1) · t pairs each. pair_bytes: the bytes of one pair, a token's k and
-    v. forwards: how often the forward is computed.
+    v. forwards: how often the forward is computed. turns: in how many all of this is done.
     """
     most, messages = 0, 0
     for share in shares:
@@ -109,13 +148,16 @@ def ring_traffic(shares: Sequence[Share], pair_bytes: int, forwards: int = 1) ->
         home = [places for j in range(ring) if j != me and (places := share.places(me, j))]
         sent = [share.holdings[j].tokens for j in passed] + [tokens_in(places) for places in home]
         most, messages = max(most, sum(sent)), max(messages, len(sent))
-    return Traffic(most * pair_bytes, messages)
+    return Traffic(turns * most * pair_bytes, turns * messages)
 
 
-def exchange_traffic(exchanges: Sequence[Exchange], pair_bytes: int, forwards: int = 1) -> Traffic:
+def exchange_traffic(
+    exchanges: Sequence[Exchange], pair_bytes: int, forwards: int = 1, turns: int = 1
+) -> Traffic:
     """Return what the busiest rank of an exchange sends, forward and backward.
 
     pair_bytes: the bytes of one token's k and v. forwards: how often the forward is computed.
+    turns: in how many all of this is done.
     """
     sent = [exchange.sent(forwards) for exchange in exchanges]
-    return Traffic(max(map(sum, sent)) * pair_bytes, max(map(len, sent)))
+    return Traffic(turns * max(map(sum, sent)) * pair_bytes, turns * max(map(len, sent)))

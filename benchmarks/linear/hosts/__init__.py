@@ -1,0 +1,1 @@
+"""Heads against states between two hosts whose link is slow."""

@@ -1,0 +1,1 @@
+"""Pipelines on hosts behind slow links: steps beside the simulator, bytes, and other ways."""

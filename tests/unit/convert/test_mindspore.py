@@ -1,0 +1,356 @@
+"""Configurations of MindSpore Transformers as recipes: each key, the batch, what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from uspft.config import load
+from uspft.config.problems import InputError
+from uspft.convert import Outcome, convert_mindspore, mindspore_table, read_theirs
+
+NAMES = Path(__file__).with_name("mindspore_keys.txt")
+LISTED = ("callbacks", "train_dataset.data_loader.handler")
+SMALL: dict[str, Any] = {
+    "pretrained_model_dir": "org/base",
+    "runner_config": {"epochs": 2, "batch_size": 1},
+    "lr_schedule": {"type": "ConstantWarmUpLR", "learning_rate": 1e-6},
+    "train_dataset": {"data_loader": {"type": "HFDataLoader", "path": "a.jsonl"}},
+    "model": {"model_config": {"seq_length": 4096, "compute_dtype": "bfloat16"}},
+}
+"""A configuration that converts."""
+
+
+def documented() -> Iterator[str]:
+    """Every key that is documented there, by its path."""
+    block = ""
+    for line in NAMES.read_text().splitlines():
+        if line.startswith("["):
+            block = line.strip("[]")
+        elif not line.startswith("#"):
+            yield from (f"{block}.{name}".lstrip(".") for name in line.split())
+
+
+def written(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A tree with one more value; items of lists are found by their type."""
+    tree = yaml.safe_load(yaml.safe_dump(tree))
+    block: Any = tree
+    done = ""
+    *above, key = path.split(".")
+    for name in above:
+        if done in LISTED:
+            item = next((one for one in block if one["type"] == name), None)
+            if item is None:
+                block.append(item := {"type": name})
+            block = item
+        else:
+            path_here = f"{done}.{name}".lstrip(".")
+            empty: Any = [] if path_here in LISTED else {}
+            if not isinstance(block.get(name), list | dict):
+                block[name] = empty
+            block = block[name]
+        done = f"{done}.{name}".lstrip(".")
+    if done not in LISTED and isinstance(block, dict):
+        block.setdefault(key, value)
+    return tree
+
+
+def converted(
+    folder: Path, tree: Any, ranks: int | None = None, *, loads: bool = True, **given: Any
+) -> tuple[Outcome, dict[str, Any]]:
+    """What a configuration gives, and the recipe's tree where it is one."""
+    file = folder / "theirs.yaml"
+    file.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False))
+    found = {key.replace("__", "."): value for key, value in given.items()}
+    outcome = convert_mindspore(read_theirs(file), found, ranks)
+    if outcome.refused:
+        return outcome, {}
+    (folder / "recipe.yaml").write_text(outcome.recipe(file))
+    if loads:
+        load(folder / "recipe.yaml")
+    return outcome, yaml.safe_load((folder / "recipe.yaml").read_text())
+
+
+KEYS = tuple(documented())
+
+
+def test_the_documentation_has_this_many_keys() -> None:
+    assert len(KEYS) == len(set(KEYS)) == 344
+    assert [key for key in KEYS if mindspore_table().of(key) is None] == []
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_no_key_is_dropped_silently(key: str, tmp_path: Path) -> None:
+    """Each key shows: in the recipe, or in a line of its own."""
+    tree = written(SMALL, key, 2)
+    outcome, _ = converted(tmp_path, tree, loads=False)
+    spoken = {remark.key.partition("#")[0] for remark in outcome.remarks}
+    row = mindspore_table().of(key)
+    assert row is not None
+    taken = row.becomes == "same" and outcome.values.get(row.to) is not None
+    assert key in spoken or taken, outcome.lines()
+
+
+def test_rows_of_the_table_are_documented_or_more() -> None:
+    """No row but those of whole blocks stands for a key that nobody names."""
+    beyond = {key for key in mindspore_table().rows if "*" not in key} - set(KEYS)
+    assert len(beyond) == 14, sorted(beyond)
+
+
+MEANING: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "ring": (
+        "context_parallel: 4",
+        {"use_ring_attention": True},
+        {"parallel_config.context_parallel_algo": "ring_cp"},
+    ),
+    "gather": (
+        "context_parallel: 4, context_parallel_algo: colossalai_cp",
+        {},
+        {"parallel_config.context_parallel_algo": "allgather_cp"},
+    ),
+    "their old spelling": (
+        "context_parallel: 4, context_parallel_algo: hybird_cp, ulysses_degree_in_cp: 2",
+        {},
+        {
+            "parallel_config.context_parallel_algo": "hybrid_cp",
+            "parallel_config.ulysses_degree_in_cp": 2,
+        },
+    ),
+    "core names": (
+        "context_parallel_size: 2, cp_comm_type: a2a, tensor_model_parallel_size: 2, "
+        "sequence_parallel: true, data_parallel_size: 3",
+        {},
+        {
+            "parallel_config.context_parallel_algo": "ulysses_cp",
+            "parallel_config.model_parallel": 2,
+            "parallel_config.use_seq_parallel": True,
+            "parallel_config.data_parallel": 3,
+            "training.global_batch_size": 3,
+        },
+    ),
+    "a mesh": (
+        "model_parallel: 4, use_seq_parallel: true",
+        {"use_3d_tensor_parallel": True, "tp_x": 2, "tp_y": 2},
+        {
+            "parallel_config.tensor_parallel_algo": "meshslice",
+            "parallel_config.tensor_mesh": [2, 2],
+        },
+    ),
+    "stages": (
+        "pipeline_stage: 2, micro_batch_num: 8, data_parallel: 3",
+        {"pp_interleave_num": 2, "offset": [1, 0]},
+        {
+            "parallel_config.pp_interleave_num": 2,
+            "parallel_config.offset": [1, 0],
+            "training.global_batch_size": 24,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_layouts_mean_the_same(name: str, tmp_path: Path) -> None:
+    degrees, config, want = MEANING[name]
+    tree = yaml.safe_load(yaml.safe_dump(SMALL))
+    tree["parallel_config"] = yaml.safe_load(f"{{{degrees}}}")
+    tree["model"]["model_config"] |= config
+    outcome, _ = converted(tmp_path, tree)
+    assert {key: outcome.values[key] for key in want} == want
+
+
+def test_batches_are_counted_by_their_formulas(tmp_path: Path) -> None:
+    runner = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 5}
+    tree = {**SMALL, "runner_config": runner, "micro_batch_interleave_num": 2}
+    flat = {**tree, "parallel_config": {"data_parallel": 3, "micro_batch_num": 7}}
+    assert converted(tmp_path, flat)[0].values["training.global_batch_size"] == 2 * 3 * 2 * 5
+    piped = {**tree, "parallel_config": {"data_parallel": 3, "micro_batch_num": 7}}
+    piped["parallel_config"]["pipeline_stage"] = 2
+    assert converted(tmp_path, piped)[0].values["training.global_batch_size"] == 2 * 3 * 7 * 2
+    alone = {**tree, "parallel": {"parallel_mode": 0}}
+    outcome, _ = converted(tmp_path, alone)
+    assert outcome.refused
+    outcome, _ = converted(tmp_path, alone, parallel_config__data_parallel=4)
+    assert outcome.values["training.global_batch_size"] == 2 * 4 * 2 * 5
+
+
+def test_other_ranks_keep_the_batch(tmp_path: Path) -> None:
+    tree = {**SMALL, "parallel_config": {"data_parallel": 8, "model_parallel": 2}}
+    outcome, recipe = converted(tmp_path, tree, ranks=4)
+    assert recipe["parallel_config"]["data_parallel"] == 2
+    assert outcome.values["training.global_batch_size"] == 8
+    assert any("16 devices there, 4 ranks here" in line for line in outcome.lines())
+    outcome, _ = converted(tmp_path, tree, ranks=3)
+    assert outcome.refused
+
+
+def changed(**blocks: Any) -> dict[str, Any]:
+    return {**SMALL, **blocks}
+
+
+RATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "warm-up is rounded down": (
+        {"type": "LinearWithWarmUpLR", "warmup_ratio": 0.075, "total_steps": 50},
+        {"lr_schedule.warmup_steps": 3, "training.steps": 50},
+    ),
+    "from a rate": (
+        {"type": "PolynomialWithWarmUpLR", "warmup_lr_init": 1e-7, "power": 2.0, "lr_end": 1e-8},
+        {
+            "lr_schedule.type": "polynomial",
+            "lr_schedule.warmup_initial": 1e-7,
+            "lr_schedule.power": 2.0,
+            "lr_schedule.min_learning_rate": 1e-8,
+        },
+    ),
+    "restarts": (
+        {"type": "CosineWithRestartsAndWarmUpLR", "num_cycles": 3},
+        {"lr_schedule.type": "cosine_restarts", "lr_schedule.cycles": 3},
+    ),
+    "stable": (
+        {"type": "WarmUpStableDecayLR", "decay_ratio": 0.2},
+        {"lr_schedule.type": "wsd", "lr_schedule.decay_ratio": 0.2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_schedules(name: str, tmp_path: Path) -> None:
+    schedule, want = RATES[name]
+    tree = changed(lr_schedule={"learning_rate": 1e-5, **schedule})
+    outcome, _ = converted(tmp_path, tree)
+    assert {key: outcome.values[key] for key in want} == want
+    assert outcome.values["optimizer.learning_rate"] == 1e-5
+
+
+def test_the_defaults_are_theirs_and_not_ours(tmp_path: Path) -> None:
+    _, recipe = converted(tmp_path, SMALL)
+    assert recipe["optimizer"] == {
+        "type": "adamw",
+        "learning_rate": 1e-6,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
+    assert recipe["training"]["max_grad_norm"] == 1.0
+    _, recipe = converted(tmp_path, changed(runner_wrapper={"type": "MFTrainOneStepCell"}))
+    assert recipe["training"]["max_grad_norm"] is None
+    assert recipe["memory"]["gradient_checkpointing"] is False
+
+
+def test_dimensions_become_a_config(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8192, "num_layers": 80, "num_heads": 64, "n_kv_heads": 8}
+    sizes |= {"ffn_dim_multiplier": 1.3, "multiple_of": 256, "theta": 5e5}
+    tree = yaml.safe_load(yaml.safe_dump(SMALL))
+    del tree["pretrained_model_dir"]
+    tree["model"]["model_config"] |= sizes
+    _, recipe = converted(tmp_path, tree)
+    found = recipe["model"]["config"]
+    assert found["model_type"] == "llama"
+    assert found["intermediate_size"] == 28672, "as Llama 3.1 70B has it"
+    assert found["num_key_value_heads"] == 8
+    assert found["max_position_embeddings"] == 4096
+    tree["model"]["model_config"] |= {"qkv_has_bias": True, "extend_method": "YARN"}
+    tree["model"]["model_config"]["scaling_factor"] = {"factor": 4.0}
+    _, recipe = converted(tmp_path, tree)
+    assert recipe["model"]["config"]["model_type"] == "qwen2"
+    assert recipe["model"]["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "their default type": ({"model": {"model_config": {"seq_length": 8}}}, "model.dtype=bfloat16"),
+    "binary samples": (
+        {"train_dataset": {"data_loader": {"type": "MindDataset", "dataset_dir": "x"}}},
+        "add data.train=FILE",
+    ),
+    "another optimizer": ({"optimizer": {"type": "Came"}}, "write one of AdamW"),
+    "another schedule": (
+        {"lr_schedule": {"type": "CosineAnnealingLR"}},
+        "write one of ConstantWarmUpLR",
+    ),
+    "predictions": ({"run_mode": "predict"}, "write finetune"),
+    "experts": ({"moe_config": {"expert_num": 8}}, "model.name_or_path"),
+    "rates by layer": ({"layer_scale": True}, "write false"),
+    "an unknown key": ({"parallel_config": {"model_paralel": 2}}, "leave it out"),
+    "too many entries": (
+        {"recompute_config": {"recompute": [1, 2]}, "parallel_config": {"pipeline_stage": 1}},
+        "write 1",
+    ),
+    "copies alone": (
+        {"model": {"model_config": {"seq_length": 8, "fine_grain_interleave": 2}}},
+        "write 1",
+    ),
+    "by layer": (
+        {"parallel_config": {"context_parallel": 2, "cp_comm_type": ["a2a", "p2p"]}},
+        "one algorithm is for all layers",
+    ),
+    "their checkpoint": ({"resume_training": "ckpt/rank_0"}, "load_checkpoint"),
+    "evaluation": ({"do_eval": True}, "add data.eval=FILE"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_names_its_remedy(name: str, tmp_path: Path) -> None:
+    blocks, remedy = REFUSED[name]
+    outcome, _ = converted(tmp_path, changed(**blocks))
+    lines = [str(remark) for remark in outcome.remarks if remark.weight == "refused"]
+    assert any(remedy in line for line in lines), lines
+    assert all(line.startswith(str(tmp_path / "theirs.yaml:")) for line in lines)
+
+
+def test_the_command_line_settles_what_is_refused(tmp_path: Path) -> None:
+    tree = changed(train_dataset={"data_loader": {"type": "MindDataset", "dataset_dir": "x"}})
+    del tree["pretrained_model_dir"]
+    tree["moe_config"] = {"expert_num": 8}
+    given = {"data__train": "b.jsonl", "model__name_or_path": "org/moe"}
+    outcome, recipe = converted(tmp_path, tree, **given)
+    assert not outcome.refused
+    assert recipe["data"]["train"] == "b.jsonl"
+    assert recipe["model"]["name_or_path"] == "org/moe"
+
+
+HUGE = "a: " + "[" * 10_000
+BROKEN = {
+    "a list": "- 1",
+    "a word": "word",
+    "nothing": "",
+    "deep": HUGE,
+    "no YAML": "a: [",
+    "twice": "seed: 1\nseed: 2",
+    "itself": "base_config: theirs.yaml",
+    "no such base": "base_config: other.yaml",
+    "large": "#" * (2 << 20),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_read_is_a_line(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as told:
+        converted(tmp_path, BROKEN[name])
+    assert all(line.startswith(str(tmp_path)) for line in str(told.value).splitlines())
+
+
+def test_any_value_anywhere_is_a_recipe_or_lines(tmp_path: Path) -> None:
+    """No value of any key ends in a traceback."""
+    draw = random.Random(0)
+    outcomes = set()
+    for _ in range(150):
+        tree = SMALL
+        for key in draw.sample(KEYS, 3):
+            value = draw.choice(("a word", -1, 0, 1.5, [], [1], {}, {"a": 1}, True))
+            tree = written(tree, key, value)
+        try:
+            outcomes.add(converted(tmp_path, tree)[0].refused)
+        except InputError as told:
+            outcomes.add(str(told)[:0])
+    assert outcomes == {True, False, ""}, "draw more: not all three came"
+
+
+def test_a_base_lies_below(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(SMALL))
+    outcome, _ = converted(tmp_path, "base_config: base.yaml\nrunner_config: {batch_size: 3}\n")
+    assert outcome.values["training.micro_batch_size"] == 3
+    assert outcome.values["training.epochs"] == 2

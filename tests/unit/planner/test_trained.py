@@ -1,0 +1,66 @@
+"""How many parameters of hybrids train and are held, beside transformers' models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.shapes import TINY, shape
+from uspft.layout import Layout
+from uspft.model.parallel import shards_of
+from uspft.planner.trained import Lora, StageLayers, counts_of
+
+SIZES = {
+    "linear_num_key_heads": 5,
+    "linear_num_value_heads": 10,
+    "linear_key_head_dim": 12,
+    "num_hidden_layers": 8,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(params=["qwen3_5_text", "olmo_hybrid"])
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Any]:
+    """A shape, and its model on meta."""
+    model = shape(tmp_path, {**TINY, **SIZES, "model_type": request.param})
+    with torch.device("meta"):
+        return model, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+
+def test_every_parameter_is_counted(both: tuple[Any, Any]) -> None:
+    model, net = both
+    every = counts_of(model, 1, None, ())
+    assert every.every == every.trained == sum(p.numel() for p in net.parameters())
+    frozen = counts_of(model, 1, None, (r"linear_attn\.(conv1d|A_log)",))
+    without = [p for n, p in net.named_parameters() if "conv1d" not in n and "A_log" not in n]
+    assert frozen.trained == sum(p.numel() for p in without)
+    stages = [tuple(range(0, 3)), tuple(range(3, 8))]
+    parts = [StageLayers(one, first=n == 0, last=n == 1) for n, one in enumerate(stages)]
+    assert sum(counts_of(model, 1, None, (), one).every for one in parts) == every.every
+
+
+def test_a_tensor_rank_holds_some_key_heads_with_their_value_heads(both: tuple[Any, Any]) -> None:
+    """The rank that has most of them: three of five. Norms of queries and keys count as whole."""
+    model, net = both
+    shards = shards_of(net, Layout(mesh_columns=2), splits_tokens=False)
+    named = dict(net.named_parameters())
+    norms = {name for name in named if "q_norm" in name or "k_norm" in name}
+    held = [
+        sum(shards.part(n, p.shape, rank).count for n, p in named.items() if n not in norms)
+        for rank in range(2)
+    ]
+    whole = sum(named[name].numel() for name in norms)
+    assert counts_of(model, 2, None, ()).every == max(held) + whole
+
+
+def test_adapters_stand_beside_every_projection(both: tuple[Any, Any]) -> None:
+    model, net = both
+    linear = [m for m in net.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    found = counts_of(model, 1, Lora(4), ())
+    assert found.trained == sum(4 * (m.in_features + m.out_features) for m in linear)
+    some = counts_of(model, 1, Lora(4, ("o_proj", "out_proj")), ())
+    assert 0 < some.trained < found.trained

@@ -1,0 +1,68 @@
+"""The command `convert`: another tool's configuration becomes a recipe, key by key."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from uspft.config import InputError, RecipeError, load
+from uspft.config.problems import COMMAND_LINE, UsageError
+from uspft.config.yaml.document import bare, parse
+from uspft.convert import convert_mindspore, read_theirs
+
+
+def convert(
+    target: Path,
+    overrides: Sequence[str],
+    to: Path | None,
+    ranks: int | None,
+    program: str,
+    *,
+    force: bool,
+) -> int:
+    """Write the recipe that a MindSpore Transformers configuration becomes; return the exit code.
+
+    to: the recipe; None: beside the caller, by the configuration's name. program: how uspft was
+    started. force: whether an existing file is replaced. Prints a line for each key that is not
+    taken as it is. Raises InputError where nothing can be read or written, and where what comes out
+    is no recipe.
+    """
+    to = to or Path(f"{target.stem}-uspft.yaml")
+    if to.exists() and not force:
+        what = "is there already, and nothing is overwritten"
+        raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another with -o, or add --force")
+    given = dict(_given(text) for text in overrides)
+    outcome = convert_mindspore(read_theirs(target), given, ranks)
+    print("\n".join(outcome.lines()))
+    if outcome.refused:
+        print(f"not written: settle what is refused, there or behind {target} as key.path=value")
+        return 2
+    text = outcome.recipe(target)
+    with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
+        aside = Path(folder) / to.name
+        aside.write_text(text, encoding="utf-8")
+        try:
+            load(aside)
+        except RecipeError as error:
+            raise InputError(str(error).replace(str(aside), str(to))) from error
+    try:
+        to.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}"
+        raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another with -o") from error
+    print(f"written: {to}\nnext: {program} check {shlex.quote(str(to))}")
+    return 0
+
+
+def _given(text: str) -> tuple[str, Any]:
+    """Return the key and the value of a word of the command line. Raises UsageError."""
+    key, found, value = text.partition("=")
+    if not found or not key:
+        raise UsageError(text, "is no key.path=value", "write data.train=FILE, say")
+    tree, problems = parse(value or "null", str, key)
+    if tree is None or problems:
+        raise UsageError(text, "is not YAML", "quote the value")
+    return key, bare(tree)

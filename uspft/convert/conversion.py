@@ -1,0 +1,127 @@
+"""One configuration of MindSpore Transformers on its way: what is read, written and said."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from uspft.convert.outcome import Outcome, Remark
+from uspft.convert.table import mindspore_table
+from uspft.convert.theirs import Theirs
+
+
+class Conversion:
+    """Their values, each taken once, and the outcome that grows.
+
+    given: keys of ours that the command line writes, which settle what would be refused.
+    """
+
+    def __init__(self, theirs: Theirs, given: Mapping[str, Any]) -> None:
+        self.theirs, self.given = theirs, given
+        self.outcome = Outcome()
+        self._spoken: set[str] = set()
+
+    def written(self, *keys: str) -> str | None:
+        """Return the first of their keys that is written, with a value beside null; or None."""
+        return next((key for key in keys if self.value(key) is not None), None)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key of theirs, or a default where it is absent or null."""
+        found = self.theirs.values.get(key)
+        return default if found is None or found.value is None else found.value
+
+    def whole(self, *keys: str, default: int = 1) -> int:
+        """Return the first of these keys' values, which is a whole number; else it is refused."""
+        key = self.written(*keys)
+        if key is None:
+            return default
+        found = self.value(key)
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
+        self.refuse(key, f"is {found!r}, no whole number", "write a whole number")
+        return default
+
+    def number(self, *keys: str, default: float) -> float:
+        """Return the first of these keys' values, which is a number; else it is refused."""
+        key = self.written(*keys)
+        found = default if key is None else self.value(key)
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            return float(found)
+        self.refuse(str(key), f"is {_short(found)}, no number", "write a number")
+        return default
+
+    def flag(self, *keys: str, default: bool = False) -> bool:
+        """Return whether the first of these keys that is written is true."""
+        key = self.written(*keys)
+        return default if key is None else bool(self.value(key))
+
+    def put(self, ours: str, value: Any, *keys: str, say: str = "") -> None:
+        """Write a key of ours; keys: theirs that it is from. say: what differs."""
+        self.outcome.values[ours] = value
+        there = [key for key in keys if key in self.theirs.values]
+        if there:
+            texts = (f"{key}: {_short(self.theirs.values[key].value)}" for key in there)
+            self.outcome.comments[ours] = ", ".join(texts)
+        for key in there:
+            name = f"here `{ours}: {_short(value)}`"
+            self.changed(key, f"{name}; {say}" if say else name)
+
+    def changed(self, key: str, what: str) -> None:
+        self._say("changed", key, what)
+
+    def ignored(self, key: str, what: str) -> None:
+        self._say("ignored", key, what)
+
+    def refuse(self, key: str, what: str, remedy: str) -> None:
+        self._say("refused", key, what, remedy)
+
+    def _say(self, weight: str, key: str, what: str, remedy: str = "") -> None:
+        found = self.theirs.values.get(key)
+        where = found.where if found else f"{self.theirs.file}:1"
+        self._spoken.add(key)
+        self.outcome.remarks.append(Remark(weight, where, key, what, remedy))
+
+    def finish(self, settled: Collection[str]) -> Outcome:
+        """Take what is the same, speak of all that nothing was said of, and return the outcome.
+
+        settled: keys of ours that must not be taken from a `same` row.
+        """
+        for path, found in self.theirs.values.items():
+            key = path.partition("#")[0]
+            row = mindspore_table().of(key)
+            if path in self._spoken:
+                continue
+            if row is None:
+                block = key.rpartition(".")[0]
+                inside = f"the block `{block}`" if block else "the top"
+                what = f"is no key of {inside} that MindSpore Transformers documents"
+                self.refuse(path, what, "leave it out")
+            elif row.becomes == "same":
+                self._take(path, row.to, found.value, settled)
+            elif row.becomes == "translate":
+                self.changed(path, f"left out: {row.say}")
+            elif row.becomes == "ignore":
+                self.ignored(path, row.say)
+            elif any(type(one) is type(found.value) and one == found.value for one in row.but):
+                self.ignored(path, "asks for nothing at this value")
+            elif row.unless and row.unless in self.given:
+                self.changed(path, f"`{row.unless}` of the command line stands in its place")
+            else:
+                self.refuse(path, f"is {_short(found.value)}", row.say)
+        return self.outcome
+
+    def _take(self, path: str, ours: str, value: Any, settled: Collection[str]) -> None:
+        if value is None:
+            self.ignored(path, "is null: the default stands")
+        elif ours in self.outcome.values or ours in settled:
+            if self.outcome.values.get(ours) != value:
+                self.changed(path, f"here `{ours}: {_short(self.outcome.values.get(ours))}`")
+        else:
+            self.outcome.values[ours] = value
+
+
+def _short(value: Any) -> str:
+    """Return a value as YAML writes it, cut off where it is long."""
+    words = {True: "true", False: "false", None: "null"}
+    text = words[value] if value is None or isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"

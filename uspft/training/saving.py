@@ -1,0 +1,110 @@
+"""The checkpoints of a run: what is written beside the weights, and what a failing disk means."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from uspft.checkpoint.model_files import write_model_files
+from uspft.checkpoint.save import Save
+from uspft.comm import largest
+from uspft.config.problems import RunFailed, said
+from uspft.metrics import Journal, RunDisplay
+
+if TYPE_CHECKING:
+    from uspft.assemble import Run
+    from uspft.training.bad_steps import BadSteps
+    from uspft.training.evaluating import Evaluation
+
+
+class Saving:
+    """The saves of one run, of which one at most is under way; collective."""
+
+    def __init__(
+        self,
+        run: Run,
+        evaluation: Evaluation,
+        bad_steps: BadSteps,
+        journal: Journal,
+        display: RunDisplay,
+    ) -> None:
+        """journal: gets a record of each save. display: where is said what is waited for."""
+        self._run, self._evaluation, self._bad_steps = run, evaluation, bad_steps
+        self._journal, self._display = journal, display
+        self._under_way: Save | None = None
+        self._began = self._waited = 0.0
+
+    def save(self, step: int) -> None:
+        """Save the checkpoint of a step; where saves overlap steps, its files are written beside
+        those that follow. Raises RunFailed where it cannot be written."""
+        self.finish()
+        recipe, overlap = self._run.job.recipe, self._run.job.recipe.checkpoint.overlap
+        assert recipe.output_dir is not None
+        self._began, what = time.perf_counter(), _name(step)
+        with self._display.waits(f"{what} to be saved"), writing(what):
+            self._under_way = Save(
+                self._run.engine,
+                recipe.output_dir,
+                step,
+                course=self._bad_steps.state(),
+                beside=overlap,
+            )
+        self._waited = time.perf_counter() - self._began
+        if not overlap:
+            self.finish()
+
+    def look(self) -> None:
+        """Finish the save under way, if there is one, once all ranks have written their files."""
+        if self._under_way:
+            left = float(not self._under_way.is_written())
+            everyone, device = self._run.engine.holders.everyone, self._run.engine.device
+            if largest([left], everyone, device) == [0.0]:
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one. Raises RunFailed."""
+        save, self._under_way = self._under_way, None
+        if save is None:
+            return
+        recipe, what, began = self._run.job.recipe, _name(save.step), time.perf_counter()
+        with self._display.waits(f"{what} to be saved"), writing(what):
+            size = save.finish(
+                recipe.checkpoint.keep_last,
+                lambda at: model_beside(self._run, save.step, at / "model"),
+                best=self._evaluation.best_step,
+            )
+        self._waited += time.perf_counter() - began
+        if self._run.world.mesh.rank == 0:
+            with writing(f"the record of {what}"):
+                self._journal.write(
+                    {
+                        "step": save.step,
+                        "save_seconds": time.perf_counter() - self._began,
+                        "save_waited_seconds": self._waited,
+                        "save_bytes": size,
+                    }
+                )
+
+
+def _name(step: int) -> str:
+    return f"the checkpoint of step {step}"
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raise RunFailed with one line where a disk is full or gone while `what` is written."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}" if error.strerror else said(error)
+        raise RunFailed(f"{what} cannot be written ({why}); make room there") from error
+
+
+def model_beside(run: Run, step: int, folder: Path) -> dict[str, Any]:
+    """Write what lies beside the weights into `folder`, and return what a resumed run must agree
+    with."""
+    write_model_files(folder, run.config, run.job, step)
+    return run.job.identity
