@@ -112,8 +112,7 @@ def live_worlds(
     """
     every = [(one, settled_layout(one.parallel_config)) for one in layouts_of(recipe)]
     wish, dtype = recipe.model.attention, getattr(torch, recipe.model.dtype)
-    asked = recipe.memory.attention_heads
-    at_once = None if asked == "all" else asked
+    at_once = recipe.memory.heads_at_once
     shapes = sorted({one for _, layout in every for one in head_shapes(heads, layout, at_once)})
     kernel, refused = believed_kernel(wish, shapes, dtype, device, softcap, said_by_all=said_by_all)
     worlds = []

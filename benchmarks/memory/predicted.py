@@ -103,7 +103,7 @@ def options_for(
         checkpointing=bool(again),
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if auto else memory.recompute,
-        at_once=None if memory.attention_heads == "all" else memory.attention_heads,
+        at_once=memory.heads_at_once,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=tile_tokens(memory.loss_tile_tokens, shape.vocab_size),
         mlp_tile=memory.mlp_tile_tokens if isinstance(memory.mlp_tile_tokens, int) else None,

@@ -198,8 +198,10 @@ class MemoryBlock(RecipeBlock):
         _is(choice("attention", "exchange", "nothing", "auto")),
     ] = "auto"
     """What of attention is made again: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
-    attention_heads: Annotated[int | Literal["all"], _is(whole(1, also=("all",)))] = "all"
-    """Query heads of each KV head that attention works on at once; `all` takes all of every one."""
+    attention_heads: Annotated[
+        int | Literal["all", "auto"], _is(whole(1, also=("all", "auto")))
+    ] = "all"
+    """Query heads of each KV head that attention works on at once: all heads; `auto`: as fits."""
     offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
     """Where what checkpointed layers keep waits meanwhile: the device (`none`) or host (`cpu`)."""
     gradient_reduction: Annotated[
@@ -214,6 +216,12 @@ class MemoryBlock(RecipeBlock):
         int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
     ] = "none"
     """Number of tokens that MLPs, experts and norms take at a time; `none` takes all tokens."""
+
+    @property
+    def heads_at_once(self) -> int | None:
+        """The query heads of a KV head that are attended with at once; None for all heads, as also
+        where that is not settled."""
+        return self.attention_heads if isinstance(self.attention_heads, int) else None
 
 
 class CheckpointBlock(RecipeBlock):

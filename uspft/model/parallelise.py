@@ -69,8 +69,8 @@ def save_memory(
     stages = stages or Stages.of_sizes([model.config.num_hidden_layers], 1)
     layers = first_layers(block.gradient_checkpointing, stages)
     tile = mlp_tile_tokens(block.mlp_tile_tokens, inner_features(model.config))
-    if block.attention_heads != "all":
-        attend_in_groups(model, block.attention_heads, heads_of(model.config), tile)
+    if block.heads_at_once:
+        attend_in_groups(model, block.heads_at_once, heads_of(model.config), tile)
     if offload := block.offload_activations == "cpu":
         offload_inputs(model)
     recompute = recompute_layers(model, block, layers)

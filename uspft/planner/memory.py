@@ -168,7 +168,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         checkpointing=bool(memory.gradient_checkpointing),
         first_layers=None if isinstance(again, bool) else again,
         recompute="nothing" if memory.recompute == "auto" else memory.recompute,
-        at_once=number(memory.attention_heads),
+        at_once=memory.heads_at_once,
         offload_activations=memory.offload_activations == "cpu",
         loss_tile=number(memory.loss_tile_tokens),
         mlp_tile=number(memory.mlp_tile_tokens),

@@ -94,8 +94,9 @@ class Examined:
         if self.shape is None or self.known.cluster is None or self.is_open:
             return None
         hardware, asked = self.known.cluster.hardware, self.loaded.recipe.memory
-        free = asked.recompute == AUTO
-        return memory_sentence(self.recipe, self.shape, self.layout, hardware, free=free)
+        free, grouped = asked.recompute == AUTO, asked.attention_heads == AUTO
+        of = self.recipe, self.shape, self.layout, hardware
+        return memory_sentence(*of, free=free, grouped=grouped)
 
     @property
     def memory_unknown(self) -> str:

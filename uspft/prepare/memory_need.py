@@ -38,13 +38,41 @@ def settled_memory(recipe: Recipe, shape: ModelShape) -> Recipe:
     return recipe.model_copy(update={"memory": block.model_copy(update=found)})
 
 
+def fitting_heads(
+    recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware
+) -> int | str:
+    """Return what `memory.attention_heads: auto` stands for: the least on the wire that fits.
+
+    All heads send least; then all query heads of a KV head, and the fewer the more. On a CPU, and
+    where attention cannot work in groups, it is all.
+    """
+    options = options_of(recipe, layout)
+    able = hardware.device and not FAMILIES[shape.model_type].why_all_heads
+    if not able or recipe.parallel_config.on_a_mesh or recipe.memory.recompute == "exchange":
+        return "all"
+    at_once: int | None = None
+    for at_once in (None, *range(shape.heads // shape.kv_heads, 0, -1)):
+        groups = replace(options, at_once=at_once)
+        need = memory_of(shape, layout, recipe.data.sequence_length, options=groups)
+        if need.unpredicted or fits(need, hardware.memory.bytes):
+            break
+    return at_once or "all"
+
+
 def memory_sentence(
-    recipe: Recipe, shape: ModelShape, layout: Layout, hardware: Hardware, *, free: bool
+    recipe: Recipe,
+    shape: ModelShape,
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    free: bool,
+    grouped: bool = False,
 ) -> str | None:
     """Return what a rank needs beside what its card has, for a person; None where the formula
     does not know.
 
-    free: whether longer rows may have more of attention made again.
+    free: whether longer rows may have more of attention made again. grouped: whether they may have
+    attention in smaller groups of heads.
     """
     options = options_of(recipe, layout)
     need = memory_of(shape, layout, recipe.data.sequence_length, options=options)
@@ -63,6 +91,8 @@ def memory_sentence(
     said = [f"about {_gib(need.peak_bytes)} of {_gib(card)} GiB a rank{lacking} ({parts})"]
     if free and options.checkpointing:
         options = replace(options, recompute=RECOMPUTES[-1])
+    if grouped and not FAMILIES[shape.model_type].why_all_heads:
+        options = replace(options, at_once=1)
     longest = longest_row(shape, layout, card, options=options)
     said.append(f"the longest row that fits is {_tokens(longest)}")
     if options.checkpointing and not options.offload_activations:
@@ -97,10 +127,13 @@ def tile_findings(recipe: Recipe) -> list[Finding]:
     """Return why MLPs whose matrices lie on a mesh cannot work in tiles, nor attention in groups of
     heads."""
     algorithm = recipe.parallel_config.tensor_parallel_algo
-    ways = (("mlp_tile_tokens", "none", "tile"), ("attention_heads", "all", "group of heads"))
-    found = []
-    for key, off, part in ways if recipe.parallel_config.on_a_mesh else ():
-        asked = getattr(recipe.memory, key)
+    memory = recipe.memory
+    found: list[Finding] = []
+    ways = (
+        ("mlp_tile_tokens", memory.mlp_tile_tokens, "none", "tile"),
+        ("attention_heads", memory.heads_at_once or "all", "all", "group of heads"),
+    )
+    for key, asked, off, part in ways if recipe.parallel_config.on_a_mesh else ():
         if asked != off:
             what = f"is {asked}, and {algorithm} would move its matrices again for every {part}"
             found.append((f"memory.{key}", what, f"write {off}, or tensor_parallel_algo: megatron"))
@@ -109,8 +142,8 @@ def tile_findings(recipe: Recipe) -> list[Finding]:
 
 def group_findings(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
     """Return why a model's attention cannot work in groups of heads."""
-    asked, key = recipe.memory.attention_heads, "memory.attention_heads"
-    if asked == "all" or shape is None:
+    asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
+    if asked is None or shape is None:
         return []
     if why := FAMILIES[shape.model_type].why_all_heads:
         able = ", ".join(name for name, one in FAMILIES.items() if not one.why_all_heads)

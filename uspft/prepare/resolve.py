@@ -25,7 +25,7 @@ from uspft.planner.mesh_tuner import Tuning, tune
 from uspft.prepare.chosen_layouts import with_layouts
 from uspft.prepare.known import Known
 from uspft.prepare.left_open import Decision, decided, degrees_are_open, ranks_of, with_values
-from uspft.prepare.memory_need import settled_memory
+from uspft.prepare.memory_need import fitting_heads, settled_memory
 from uspft.prepare.new_tokens import with_vocabulary
 from uspft.prepare.pipelines import with_stages
 from uspft.prepare.step import recomputes_of, slices_of, step_shape
@@ -240,6 +240,17 @@ def _memory(recipe: Recipe, known: Known) -> Recipe:
     return _with(recipe, "memory", recompute=next(iter(choices)))
 
 
+def _head_groups(recipe: Recipe, known: Known) -> Recipe:
+    """Settle how many heads attention works on at once, by what a rank needs."""
+    layout = _layout(recipe, known)
+    if recipe.memory.attention_heads != AUTO or not (known.shape and known.cluster and layout):
+        return recipe
+    if recipe.memory.recompute == AUTO and recipe.memory.gradient_checkpointing:
+        return recipe  # the planner has not chosen yet
+    found = fitting_heads(recipe, known.shape, layout, known.cluster.hardware)
+    return _with(recipe, "memory", attention_heads=found)
+
+
 def _stages(recipe: Recipe, known: Known) -> Recipe:
     layout = _layout(recipe, known)
     return with_stages(recipe, layout, known) if layout else recipe
@@ -274,5 +285,6 @@ SETTLED: Mapping[str, Settle] = {
     "memory.loss_tile_tokens": _memory,
     "memory.mlp_tile_tokens": _memory,
     "memory.recompute": _memory,
+    "memory.attention_heads": _head_groups,
 }
 """The function that settles each other key, in the order in which one needs another."""

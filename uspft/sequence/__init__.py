@@ -80,9 +80,9 @@ def forwards_of(recipe: Recipe) -> Forwards:
     Where `memory.recompute` is not settled yet, it is taken to be what it is without a need to save
     memory.
     """
-    again, at_once = recipe.memory.gradient_checkpointing, recipe.memory.attention_heads
+    again = recipe.memory.gradient_checkpointing
     found = FORWARDS.get(recipe.memory.recompute, ONCE) if again else ONCE
-    return found if at_once == "all" else found._replace(at_once=at_once)
+    return found._replace(at_once=recipe.memory.heads_at_once)
 
 
 def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algorithm:
@@ -100,7 +100,7 @@ def of_recipe(recipe: Recipe, layout: Layout, window: int | None = None) -> Algo
         row,
         layout.ulysses,
         layout.ring,
-        keep=not recipe.memory.gradient_checkpointing and recipe.memory.attention_heads == "all",
+        keep=not (recipe.memory.gradient_checkpointing or recipe.memory.heads_at_once),
         window=window,
         per_host=ring_ranks_of_a_host(processes, layout) if isinstance(processes, int) else None,
         **{name: value for name, value in values.items() if value not in (None, "auto")},

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.shapes import hub
-from uspft.config import MemoryBlock, ParallelBlock
+from uspft.config import MemoryBlock, ParallelBlock, Recipe
 from uspft.families import FAMILIES
-from uspft.prepare.memory_need import group_findings, tile_findings
+from uspft.layout import Layout
+from uspft.planner.memory import USABLE_SHARE, memory_of, options_of
+from uspft.prepare.memory_need import fitting_heads, group_findings, tile_findings
 
 KEY = "memory.attention_heads"
 
@@ -44,3 +46,33 @@ def test_a_mesh_takes_all_heads() -> None:
     ((key, what, _),) = tile_findings(asking(2, **mesh))
     assert key == KEY and "meshslice would move its matrices again" in what
     assert tile_findings(asking(2, model_parallel=2)) == []
+
+
+def test_auto_is_the_least_on_the_wire_that_fits() -> None:
+    """All heads, then those that share a KV head, and the fewer the more is to be saved."""
+    shape, layout, row = hub("meta-llama/Llama-3.1-8B"), Layout(ulysses=8), 1 << 22
+    memory = {"attention_heads": "auto", "recompute": "attention", "mlp_tile_tokens": 2340}
+    recipe = Recipe.model_validate(
+        {
+            "model": {"name_or_path": "x"},
+            "data": {"train": "x", "sequence_length": row},
+            "training": {"steps": 1, "global_batch_size": 1},
+            "parallel_config": {"context_parallel": 8, "context_parallel_algo": "ulysses_cp"},
+            "memory": {**memory, "offload_activations": "cpu", "loss_tile_tokens": 1024},
+        }
+    )
+    options = options_of(recipe, layout)
+    needs = {
+        at: memory_of(shape, layout, row, options=replace(options, at_once=at)).peak_bytes
+        for at in (None, 4, 2, 1)
+    }
+    assert needs[None] > needs[4] > needs[2] > needs[1]
+
+    def found(card: float, kind: str = "llama", device: str = "H100") -> object:
+        hardware: Any = SimpleNamespace(device=device, memory=SimpleNamespace(bytes=card))
+        return fitting_heads(recipe, replace(shape, model_type=kind), layout, hardware)
+
+    for at, need in needs.items():
+        assert found(need / USABLE_SHARE + 1) == (at or "all")
+    assert found(1e9) == 1
+    assert found(1e9, device="") == found(1e9, kind="olmo2") == "all"
