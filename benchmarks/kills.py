@@ -21,6 +21,7 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
         cells = [moment]
         for layout in layouts:
             here = [one for one in trials if (one["moment"], one["layout"]) == (moment, layout)]
-            cells.append(f"{sum(not one['wrong'] for one in here)} of {len(here)}")
+            good = sum(not one["wrong"] for one in here)
+            cells.append(f"{good} of {len(here)}" if here else "–")
         rows.append(cells)
     return {"trials": markdown(("killed in", *layouts), rows)}

@@ -55,6 +55,6 @@ def figures(result: dict[str, Any]) -> dict[str, str]:
     """Return what pages show of saving.json, by name, as Markdown."""
     return {
         "checksums": checksum_table(result["checksums"]),
-        "overlap": overlap_table(result["overlap"]),
-        "measured": measured_on([result["checksums_on"], result["overlap_on"]]),
+        "overlap": overlap_table(result["overlap"]) if "overlap" in result else "Not measured yet.",
+        "measured": measured_on(result[key] for key in result if key.endswith("_on")),
     }

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"context_parallel": 2, "context_parallel_algo": "ring_cp", "model_parallel": 2},
     ),
-    "stages": (2, {"pipeline_parallel": 2}),
+    "stages": (2, {"pipeline_stage": 2}),
 }
 MOMENTS = ("training", "saving", "evaluating", "exporting", "resuming")
 MOST_SECONDS = {

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.parity.test_tensor import replaced, wanted
+from tests.support.launch import records_in
 from tests.support.mesh import MESHES, STAGES, MeshCase, cases, layouts
 from tests.support.models import Documents, mismatch
 from tests.support.ranks import spawn
@@ -142,13 +143,12 @@ def saved_and_resumed(rank: int, folder: Path, data: Data) -> Any:
 def test_a_run_goes_on_under_other_layouts_and_its_export_is_transformers(
     setting: tuple[Path, Data],
 ) -> None:
-    import json
 
     from transformers import AutoModelForCausalLM
 
     end = spawn(4, saved_and_resumed, *setting)[0]
     output = setting[0] / "chain"
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    lines = records_in(output / "metrics.jsonl")
     records = [line for line in lines if "loss" in line]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     plain = Case("phi3", (1, 1), "zero1", False, False)

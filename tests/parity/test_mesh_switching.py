@@ -6,7 +6,6 @@ on a mesh use blocks of what their ranks hold. Families by turns; `--full`: each
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.launch import records_in
 from tests.support.mesh import on_mesh
 from tests.support.models import Documents, Reference, make_documents, make_model
 from tests.support.ranks import spawn
@@ -90,7 +90,7 @@ def ran(case: Case, output: Path, folder: Path, data: Documents, **training: Any
     train(run, lambda: False)
     end, moments = held(run.engine), held(run.engine, "exp_avg")
     close(run)
-    return [json.loads(line) for line in (output / "metrics.jsonl").open()], end, moments
+    return records_in(output / "metrics.jsonl"), end, moments
 
 
 def every(rank: int, cases: list[Case], folder: Path, data: Documents) -> dict[Any, Any]:

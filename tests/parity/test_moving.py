@@ -7,7 +7,6 @@ frozen parameters by turns; the most sharded layout has one copy of each part or
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -30,6 +29,7 @@ from tests.support.degrees import (
     wrong_of,
 )
 from tests.support.dropout import written_out_dropout
+from tests.support.launch import records_in
 from tests.support.models import Documents, Reference, make_documents, make_model, reference
 from tests.support.moving import MOVED, PASSES, Moving, recipe, started, train, with_padding
 from tests.support.ranks import spawn
@@ -198,7 +198,7 @@ def in_turn(rank: int, folder: Path, data: Documents) -> Any:
         train_on(run, lambda: False)
         answer = held(run.engine), held(run.engine, "exp_avg")
         run.engine.close()
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    lines = records_in(output / "metrics.jsonl")
     zero = [line for line in lines if "loss" in line]
     return [records[0], zero[0], records[1], zero[1]], *answer
 

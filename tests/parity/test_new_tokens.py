@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import runs
+from tests.support.launch import records_in
 from tests.support.models import make_model
 from tests.support.ranks import spawn
 
@@ -58,7 +59,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
         train(run, lambda: False)
         end = runs.held(run.engine)
         runs.close(run)
-        lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+        lines = records_in(output / "metrics.jsonl")
         kept = [(line["loss"], line["grad_norm"]) for line in lines]
         found[name] = {"start": start, "end": end, "steps": kept}
     return found

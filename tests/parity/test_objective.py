@@ -7,7 +7,6 @@ ranks; one process of transformers takes each alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from tests.support import switching
 from tests.support.degrees import wrong_of
+from tests.support.launch import records_in
 from tests.support.models import Documents, Reference, make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import close, held, prepared, small_recipe
@@ -143,7 +143,7 @@ def ran(asked: dict[str, Any], output: Path) -> Any:
     train(run, lambda: False)
     ended = held(run.engine), held(run.engine, "exp_avg")
     close(run)
-    return [json.loads(line) for line in (output / "metrics.jsonl").open()], *ended
+    return records_in(output / "metrics.jsonl"), *ended
 
 
 def summed_again(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

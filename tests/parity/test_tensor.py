@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.launch import records_in
 from tests.support.models import Documents, Reference, mismatch, reference
 from tests.support.ranks import spawn
 from tests.support.rows import row_documents
@@ -213,13 +214,12 @@ def saved_and_resumed(rank: int, model: str, folder: Path, data: Data) -> Any:
 def test_a_run_goes_on_under_other_degrees_stages_and_its_export_is_transformers(
     model: str, setting: tuple[Path, Data]
 ) -> None:
-    import json
 
     from transformers import AutoModelForCausalLM
 
     end = spawn(4, saved_and_resumed, model, *setting)[0]
     output = setting[0] / f"chain-{model}"
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    lines = records_in(output / "metrics.jsonl")
     records = [line for line in lines if "loss" in line]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     start = replace(PLAIN, model=model)

@@ -6,7 +6,6 @@ or inside an evaluation. One spawn of four ranks for all of it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import chain, repeat
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.support.evaluation import (
     recipe,
     wanted,
 )
+from tests.support.launch import records_in
 from tests.support.models import Documents
 from tests.support.ranks import spawn
 from tests.support.runs import close, prepared, run_recipe
@@ -94,7 +94,7 @@ def stopping(case: Case, folder: Path, output: Path, asks: Iterator[bool] | None
             assert answers is asks
         close(run)
     if dist.get_rank() == 0:
-        return [json.loads(line) for line in (output / "metrics.jsonl").open()]
+        return records_in(output / "metrics.jsonl")
     return None
 
 

@@ -47,8 +47,13 @@ def start(recipe: dict[str, Any], folder: Path, *words: str) -> subprocess.Popen
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl in folder/out, as `records_in` has them."""
+    return records_in(folder / "out/metrics.jsonl")
+
+
+def records_in(file: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, without those of saves, whose times differ."""
-    every = map(json.loads, (folder / "out/metrics.jsonl").read_text().splitlines())
+    every = map(json.loads, file.read_text().splitlines())
     return [record for record in every if "save_bytes" not in record]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from tests.support.launch import records_in
 from uspft.kernels import choose
 from uspft.mesh import Groups
 
@@ -119,8 +119,7 @@ def run_recipe(
     close(run)
     if dist.get_rank():
         return None
-    records = map(json.loads, (output / "metrics.jsonl").open())
-    return [record for record in records if "save_bytes" not in record], end
+    return records_in(output / "metrics.jsonl"), end
 
 
 def held(engine: Any, kind: str = "weight") -> dict[str, torch.Tensor]:

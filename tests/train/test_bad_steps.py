@@ -48,8 +48,8 @@ CASES = {
     **{f"{name} bf16": Case(RING, name, "bfloat16") for name in ("zero1", "zero2")},
     "zero3 bf16": Case(RING, "zero3 whole", "bfloat16"),
     "tensor": Case({"model_parallel": 2}),
-    "stages": Case({"pipeline_parallel": 2}),
-    "stages zero3": Case({"pipeline_parallel": 2}, "zero3 whole"),
+    "stages": Case({"pipeline_stage": 2}),
+    "stages zero3": Case({"pipeline_stage": 2}, "zero3 whole"),
     "strategies": Case({"strategies": STRATEGIES}),
     "moved": Case({"strategies": MOVED, "switching": "move"}),
 }

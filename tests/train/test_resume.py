@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.launch import records_in
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
 from tests.support.runs import close, prepared, small_recipe
@@ -104,8 +105,7 @@ def work(rank: int, folder: Path, data: Path, names: tuple[str, ...]) -> dict[st
         died(folder / f"{name}-straight", folder / f"{name}-resumed", 2, STEPS)
         trained(recipe, folder / f"{name}-resumed")
         answers[name] = [
-            [json.loads(line) for line in (folder / f"{name}-{way}/metrics.jsonl").open()]
-            for way in ("straight", "resumed")
+            records_in(folder / f"{name}-{way}/metrics.jsonl") for way in ("straight", "resumed")
         ]
     return answers
 
@@ -182,11 +182,7 @@ def warming(rank: int, folder: Path, data: Path) -> dict[str, list[dict[str, Any
                 "checkpoint": {"every_steps": None},
             }
             trained(other, folder / f"{name} {zero}")
-    return {file.parent.name: records(file) for file in sorted(folder.glob("*/metrics.jsonl"))}
-
-
-def records(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.open()]
+    return {file.parent.name: records_in(file) for file in sorted(folder.glob("*/metrics.jsonl"))}
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ from uspft.launcher import planned_hosts
 from uspft.layout import Layout
 from uspft.planner.layouts import in_recipe
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import options_of
 from uspft.planner.mesh_tuner import Tuning
 from uspft.planner.rank import Ranked, Ranking
 from uspft.planner.step import NOT_PREDICTED
@@ -130,7 +129,7 @@ def plan(target: Path, overrides: Sequence[str], place: Invocation, asked: PlanA
         print(f"written: {taken.name} to {asked.file}")
     if asked.picture:
         one = taken or _first_pipeline(order)
-        drawn = timeline_of(one, hardware, options_of(found.recipe, found.layout))
+        drawn = timeline_of(one, hardware)
         _write(asked.picture, "--timeline", as_picture(drawn, one.name))
         print(f"drawn: {one.name} in {asked.picture}")
     return 0
@@ -155,7 +154,7 @@ def _page(
     for one in [first, *([order.own] if order.own and order.own is not first else [])]:
         yield f"\n{parts_table(one)}"
         if one.layout.pipeline > 1:
-            drawn = timeline_of(one, hardware, options_of(found.recipe, found.layout))
+            drawn = timeline_of(one, hardware)
             yield f"\n{in_characters(drawn, one.name)}"
     yield ""
     unknown = dict.fromkeys(what for one in every for what in one.memory.unpredicted)

@@ -200,6 +200,8 @@ def ranked(
     if way.layout.is_mesh and shape.slices is None:
         shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
     asked = replace(options_under(way, options), step_rows=step.step_rows)
+    if shape.slices is not None:
+        asked = replace(asked, slices=tuple(shape.slices))
     needs = needs_of or Needs(step.model, step.row.length)
     algorithm = way.algorithm(step, hardware.ranks_per_host)
     memo = {} if memo is None else memo
@@ -394,7 +396,12 @@ class Needs:
 
     def _state(self, layout: Layout, options: Options) -> State:
         plain = replace(
-            options, algorithm=WHOLE, micro_batch=1, recompute="", use_seq_parallel=False
+            options,
+            algorithm=WHOLE,
+            micro_batch=1,
+            recompute="",
+            use_seq_parallel=False,
+            slices=(),
         )
         held = layout.mesh_columns, layout.mesh_rows, layout.copies, layout.experts
         if (key := (*held, plain)) not in self._states:

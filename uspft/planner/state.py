@@ -109,7 +109,7 @@ def _divided(zero: Zero, counts: ParameterCounts) -> State:
 def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     """Stage 3: buckets are in the type that crosses ranks, and the head, or two layers, are whole
     at a time; where the optimizer is on the host, gradients are summed beside it (DeepSpeed's
-    grad_partitions_flat_buffer)."""
+    grad_partitions_flat_buffer), and stay there once more as the update takes them."""
     e, own = zero.element, zero.over(counts.trained, counts.experts_trained)
     device = {
         "weights": e * zero.over(counts.every, counts.experts),
@@ -121,6 +121,7 @@ def _gathered(zero: Zero, counts: ParameterCounts) -> State:
     host: dict[str, float] = {}
     if zero.optimizer_away:
         host |= {name: device.pop(name) for name in ("gradients", "optimizer")}
+        host["update"] = WIDE * own
     if zero.weights_away:
         host["weights"] = device.pop("weights")
     return State(device, host)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from uspft.pipeline.simulator import Timed
 from uspft.planner.bubble import timeline
 from uspft.planner.machine import Hardware
-from uspft.planner.memory import Memory, Options, memory_of_ranks
-from uspft.planner.rank import Ranked, options_under
+from uspft.planner.memory import Memory, memory_of_ranks
+from uspft.planner.rank import Ranked
 from uspft.planner.step import pipeline_costs
 
 DRAWN = 2
@@ -46,16 +46,15 @@ class PipelineTimeline:
         return 1 - self.ranks[rank].busy_seconds / self.seconds
 
 
-def timeline_of(one: Ranked, hardware: Hardware, options: Options) -> PipelineTimeline:
-    """Return the timeline of a layout of several stages. options: of the recipe's memory."""
+def timeline_of(one: Ranked, hardware: Hardware) -> PipelineTimeline:
+    """Return the timeline of a layout of several stages."""
     step, way = one.step, one.way
     layout, algorithm = way.layout, way.algorithm(step, hardware.ranks_per_host)
     costs, _, _ = pipeline_costs(step, layout, algorithm, hardware)
     passes = step.passes(layout)
     few = min(passes, DRAWN * layout.pipeline)
     found = timeline(costs, way.schedule, few)
-    asked = replace(options_under(way, options), step_rows=step.step_rows)
-    held = memory_of_ranks(step.model, layout, step.row.length, options=asked)
+    held = memory_of_ranks(step.model, layout, step.row.length, options=one.options)
     ranks = tuple(
         RankTimeline(timed, busy, int(memory.stage_inputs * step.tokens(layout)), memory)
         for timed, busy, memory in zip(found.ranks, found.busy, held, strict=True)

@@ -253,6 +253,20 @@ def test_a_card_fits_what_is_at_most_its_usable_share() -> None:
     assert longest_row(shape, layout, 80e9, options=away) > longest
 
 
+def test_a_checkpoint_that_waits_on_the_host_is_counted() -> None:
+    """Weight and moments in float32 of each parameter, dealt out over ranks that hold the same."""
+    shape = hub("meta-llama/Llama-3.1-8B")
+    parameters = 8_030_261_248
+    for layout, zero in ((Layout(data=4), 1), (Layout(ulysses=4), 3)):
+        options = Options(zero_stage=zero)
+        one, other = (
+            memory_of(shape, layout, 8192, options=replace(options, saves_beside=beside))
+            for beside in (False, True)
+        )
+        assert other.host_bytes - one.host_bytes == 12 * parameters // 4
+        assert other.peak_bytes == one.peak_bytes
+
+
 def test_of_divided_experts_a_rank_holds_a_part() -> None:
     """The optimizer's state is as large, whoever has it; weights, and what ZeRO-3 gathers, are
     not."""

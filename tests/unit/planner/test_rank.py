@@ -285,3 +285,18 @@ def test_memory_of_a_pipeline_is_that_of_the_rank_that_needs_most() -> None:
             # min(m·v, w + 1), of four micro-batches
             want = {1: [4, 3, 2, 1], 2: [8, 8, 7, 5]}[virtual]
             assert inputs == want
+
+
+def test_memory_on_a_mesh_is_that_of_the_slices_that_the_step_has() -> None:
+    ways = [way for way in every_way(8, Space(tensor={8}, meshes=True)) if way.layout.is_mesh]
+    cut = 0
+    for way in ways:
+        one = ranked(STEP, way, H100)
+        slices = tuple(one.step.slices or ())
+        assert one.options.slices == slices and len(slices) == 4
+        options = replace(options_under(way, Options()), slices=slices)
+        exact = memory_of(LLAMA, way.layout, STEP.row.length, options=options)
+        assert one.memory.peak_bytes == pytest.approx(exact.peak_bytes, rel=1e-6)
+        whole = memory_of(LLAMA, way.layout, STEP.row.length, options=options_under(way, Options()))
+        cut += whole.peak_bytes != exact.peak_bytes
+    assert cut > 0
