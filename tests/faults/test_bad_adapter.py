@@ -113,7 +113,7 @@ def test_a_hub_model_whose_config_is_known_is_looked_at(
     assert "not checked: the names in model.adapter, model.freeze" in said and "trains:" not in said
 
 
-def test_experts_are_refused_and_the_rest_is_adapted(
+def test_experts_are_adapted_as_parameters_and_the_rest_as_projections(
     ground: Ground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from uspft.__main__ import main
@@ -136,6 +136,30 @@ def test_experts_are_refused_and_the_rest_is_adapted(
     ground.write({**moe, "model.adapter": wrong})
     found = ground.call(capsys, "check", str(ground.path))
     found.about(f"{TARGETS}[1]", "`gate_proj` names experts", "k_proj, o_proj, q_proj, v_proj")
+    ground.write({**moe, "model.adapter": {"type": "lora", "target_modules": ["experts"]}})
+    found = ground.call(capsys, "check", str(ground.path))
+    found.about(
+        f"{TARGETS}[0]", "`experts` names experts", "write model.adapter.target_parameters: ["
+    )
+    named = ["mlp.experts.gate_up_proj", "mlp.experts.down_pro", "q_proj.weight"]
+    ground.write({**moe, "model.adapter": {"type": "lora", "target_parameters": named}})
+    found = ground.call(capsys, "check", str(ground.path))
+    parameters = "model.adapter.target_parameters"
+    found.about(
+        f"{parameters}[1]", "no matrices of experts", "did you mean `mlp.experts.down_proj`?"
+    )
+    found.about(f"{parameters}[2]", "no matrices of experts or routers `q_proj.weight`")
+    dropped = {"type": "lora", "dropout": 0.1, "target_parameters": named[:1]}
+    ground.write({**moe, "model.adapter": dropped})
+    found = ground.call(capsys, "check", str(ground.path))
+    found.about("model.adapter.dropout", "have no dropout in peft", "write 0.0")
+    alone = {"type": "lora", "rank": 2, "target_modules": []}
+    alone["target_parameters"] = [named[0], "mlp.gate_proj.weight"]
+    ground.write({**moe, "model.adapter": alone})
+    assert main(["check", str(ground.path)]) == 0
+    said = capsys.readouterr().out
+    assert f"trains: {2 * 4 * (32 + 32) + 2 * (32 + 32):,} parameters" in said
+    assert "on gate_proj, gate_up_proj)" in said and "adapters of experts" in said
     ground.write({**moe, "model.adapter": {"type": "lora", "rank": 2}})
     assert main(["check", str(ground.path)]) == 0
     said = capsys.readouterr().out

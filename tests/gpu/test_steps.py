@@ -1,4 +1,5 @@
-"""One ZeRO-3 step of each algorithm on GPUs has the loss and gradient norm of one GPU."""
+"""One ZeRO-3 step of each algorithm on GPUs, and of experts that ranks divide, has the loss and
+gradient norm of one GPU."""
 
 from __future__ import annotations
 
@@ -65,3 +66,35 @@ def test_algorithms_agree_with_one_process(
         row(f"ZeRO-3, {name}, {count} GPUs", told)
         wrong += [] if fine else [f"{name}: {told}"]
     assert not wrong and len(LAYOUTS) >= 7
+
+
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EXPERTS: dict[str, dict[str, Any]] = {
+    "expert_parallel": {"parallel_config": {"expert_parallel": 2}},
+    "in tensor parts": {"parallel_config": {"model_parallel": 2, "use_seq_parallel": True}},
+    "with adapters": {
+        "parallel_config": {"expert_parallel": 2},
+        "model": {"adapter": {"rank": 8, "target_modules": [], "target_parameters": BOTH}},
+    },
+}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("device", "count"), PLACES[:2])
+def test_experts_that_ranks_divide_agree_with_one_process(
+    inputs: tuple[Path, Path], tmp_path: Path, device: str, count: int, row: Row
+) -> None:
+    sizes = {"num_local_experts": 8, "head_dim": 64}
+    model = make_model(tmp_path / "model", "mixtral", heads=8, kv_heads=8, **sizes)
+    wrong = []
+    for name, blocks in EXPERTS.items():
+        whole = recipe_of((model, inputs[1]), device, 1)
+        whole["model"] |= blocks.get("model", {})
+        parts = recipe_of((model, inputs[1]), device, count)
+        parts = {**parts, "model": whole["model"], "parallel_config": blocks["parallel_config"]}
+        alone = steps_of(whole, tmp_path / "alone" / name, "data.packing=best_fit")
+        found = steps_of(parts, tmp_path / name, "data.packing=best_fit")
+        fine, told = agree(found, alone)
+        row(f"ZeRO-3, experts {name}, {count} GPUs", told)
+        wrong += [] if fine else [f"{name}: {told}"]
+    assert not wrong and len(EXPERTS) == 3

@@ -57,7 +57,7 @@ CASES = [
 @contextmanager
 def noted(routes: list[tuple[list[int], list[int], int]], pages: list[Any]) -> Iterator[None]:
     """Keep where rows go and from where they come, and what the books have when they close."""
-    from uspft.model.experts import Dispatch
+    from uspft.model.dispatch import Dispatch
 
     found, close = Dispatch.of, Books.close
 

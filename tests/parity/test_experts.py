@@ -7,10 +7,11 @@ another's checkpoint. One spawn, many engines inside; of the controls another.
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,71 +19,27 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
 
-from tests.support.models import Documents, make_model
+from tests.support.experts import (
+    Case,
+    different,
+    evaluated,
+    make_setting,
+    reference_of,
+    run,
+)
+from tests.support.models import ARCHITECTURES, Documents
 from tests.support.ranks import spawn
-from tests.support.routers import CLIP, FACTOR, ROW, STEPS, documents, problems, wanted
-from tests.support.runs import run_recipe, small_recipe
-from tests.support.stages import ZERO
+from tests.support.runs import GROUPS
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("mixtral", {}),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3}),
-    "gpt_oss": ("gpt_oss", {}),
-    "forced": ("gpt_oss", {}),
-}
-"""Of the last one every token meets the first two experts alone."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run on four ranks."""
-
-    model: str
-    experts: int
-    zero: str
-    algorithm: str = "ring_cp"
-    context: int = 1
-    rows: int = 4
-    each: int = 1
-    beside: tuple[str, ...] = ()
-    """What else the recipe asks for, by its names in BESIDE."""
-
-    @property
-    def frozen(self) -> list[str]:
-        return [
-            one for name in self.beside for one in BESIDE[name].get("model", {}).get("freeze", [])
-        ]
-
-
-BESIDE: dict[str, dict[str, Any]] = {
-    "again": {"memory": {"gradient_checkpointing": True}},
-    "attention": {"memory": {"gradient_checkpointing": True, "recompute": "attention"}},
-    "tiles": {"memory": {"mlp_tile_tokens": 5}},
-    "host": {"memory": {"gradient_checkpointing": True, "offload_activations": "cpu"}},
-    "frozen": {"model": {"freeze": [r"experts\."]}},
-    "below": {"model": {"freeze": [r"embed_tokens|layers\.0\.(self|input|post)|router|gate\.w"]}},
-    "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}},
-    "strategies": {
-        "parallel_config": {
-            "strategies": [
-                {"max_length": 20},
-                {"max_length": 28, "context_parallel": 2, "context_parallel_algo": "ring_cp"},
-                {
-                    "max_length": ROW,
-                    "context_parallel": 4,
-                    "context_parallel_algo": "hybrid_cp",
-                    "ulysses_degree_in_cp": 2,
-                },
-            ]
-        }
-    },
-    "stages": {"parallel_config": {"pipeline_stage": 2}},
-    "exported": {"export": {"huggingface": True}},
-    "saved": {"checkpoint": {"every_steps": 1}},
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
 }
 CASES = [
     Case("mixtral", 2, "zero1", context=4, rows=1, beside=("again", "exported")),
@@ -97,10 +54,12 @@ CASES = [
     Case("mixtral", 4, "zero3 whole", context=2, beside=("frozen", "again")),
     Case("qwen3_moe", 4, "zero1", beside=("below", "host")),
     Case("qwen3_moe", 2, "zero3 whole", beside=("below", "offload")),
-    Case("gpt_oss", 2, "zero2", beside=("offload",)),
+    Case("quantised", 2, "zero2", beside=("offload", "exported")),
     Case("mixtral", 2, "zero1", rows=5, beside=("strategies",)),
     Case("qwen3_moe", 4, "zero3 whole", rows=5, beside=("strategies", "again")),
     Case("qwen3_moe", 1, "zero3 whole", beside=("below",)),
+    Case("qwen3_next", 2, "zero3 whole", "ulysses_cp", 2, beside=("again",)),
+    Case("qwen3_5_moe_text", 4, "zero1"),
 ]
 STAGED = [
     Case("mixtral", 2, "zero1", beside=("stages",)),
@@ -115,47 +74,59 @@ GOES_ON = [
 ]
 
 
-def run(
-    case: Case, folder: Path, data: Documents, name: str, *, steps: int = STEPS, **more: Any
-) -> Any:
-    parallel: dict[str, Any] = {"expert_parallel": case.experts}
-    if case.context > 1:
-        parallel |= {"context_parallel": case.context, "context_parallel_algo": case.algorithm}
-    if case.algorithm == "hybrid_cp":
-        parallel["ulysses_degree_in_cp"] = 2
-    balance = balanced(case)
-    tokens = {"packing": "none" if "strategies" in case.beside else "best_fit"}
-    blocks: dict[str, dict[str, Any]] = {
-        "model": {"overrides": {"output_router_logits": balance, "router_aux_loss_coef": FACTOR}},
-        "data": {**tokens, "eval": str(data.path)} if case.model == "forced" else tokens,
-        "parallel_config": parallel,
-        "training": {
-            "steps": steps,
-            "global_batch_size": case.rows,
-            "micro_batch_size": case.each,
-            "max_grad_norm": CLIP,
-        },
-        "memory": {"gradient_checkpointing": False},
-    }
-    zero = dict(ZERO[case.zero])
-    for one in case.beside:
-        for key, block in BESIDE[one].items():
-            if key == "zero":
-                zero |= block
-            else:
-                blocks[key] = {**blocks.get(key, {}), **block}
-    blocks["deepspeed"] = {"zero_optimization": zero}
-    recipe = small_recipe(folder / case.model, data.path, ROW, **blocks)
-    return run_recipe(recipe, folder / "runs" / name, **more)
+ROUNDED = [
+    Case("mixtral", experts, "zero2", "ring_cp", 2, beside=("bfloat16", "again"))
+    for experts in (1, 2)
+]
+"""In bfloat16, of which the one whose experts are whole says how far off that is."""
 
 
-def balanced(case: Case) -> bool:
-    """Whether routers have a loss: not in stages, nor where rows are made inside the step."""
-    return not {"strategies", "stages", "saved"} & set(case.beside)
+def in_float64(rank: int, kind: str) -> float:
+    """The worst relative error of out and gradients of divided experts, in float64."""
+    from uspft.comm import Books
+    from uspft.model.divided import Call
+    from uspft.model.experts import HeldExperts
+    from uspft.model.grouped import ExpertParts
+
+    ranks, tokens, torch_state = dist.get_world_size(), 6, torch.random.get_rng_state()
+    torch.manual_seed(3)
+    name, own = ARCHITECTURES[kind]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **own})
+    net = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation="eager"
+    ).double()
+    whole = net.model.layers[0].mlp.experts
+    for parameter in whole.parameters():
+        parameter.data.normal_(std=0.3)
+    x = torch.randn(ranks * tokens, config.hidden_size, dtype=torch.float64)
+    index = torch.stack([torch.randperm(4)[:2] for _ in x])
+    index[:tokens] = torch.tensor([3, 2])  # what rank 0 has goes to the last rank that has experts
+    scores, slope = torch.rand(len(x), 2, dtype=torch.float64), torch.randn_like(x)
+    torch.random.set_rng_state(torch_state)
+    part = copy.deepcopy(whole)
+    mine = slice(rank * tokens, (rank + 1) * tokens)
+    group = GROUPS.of([range(ranks)], rank, Books())
+    part.num_experts //= ranks
+    for own_name, value in list(part.named_parameters()):
+        here = value.detach().chunk(ranks)[rank].clone()
+        setattr(part, own_name, torch.nn.Parameter(here))
+    held = HeldExperts(part, group, ExpertParts({}, Call(None)))
+    worst = 0.0
+    results = []
+    for function, module, of in ((whole, whole, slice(None)), (held, part, mine)):
+        inputs = x[of].clone().requires_grad_(), scores[of].clone().requires_grad_()
+        out = function(inputs[0], index[of], inputs[1])
+        found = torch.autograd.grad(out, [*inputs, *module.parameters()], slope[of])
+        results.append([out.detach(), *found])
+    for number, (want, got) in enumerate(zip(*results, strict=True)):
+        want = want[mine] if number < 3 else want.chunk(ranks)[rank]
+        worst = max(worst, float((want - got).abs().max() / want.abs().max().clamp(min=1e-3)))
+    return worst
 
 
 def work(rank: int, folder: Path, data: Documents) -> tuple[list[Any], list[Any]]:
-    """What each case gives, and then those of GOES_ON and STAGED."""
+    """What each case gives, and then those of GOES_ON, STAGED and ROUNDED; and the errors in
+    float64."""
     found = [run(case, folder, data, str(number)) for number, case in enumerate(CASES)]
     run(SAVED, folder, data, "saved", steps=1)
     gone_on = []
@@ -165,67 +136,48 @@ def work(rank: int, folder: Path, data: Documents) -> tuple[list[Any], list[Any]
         dist.barrier()
         gone_on.append(run(case, folder, data, f"on-{number}", resume=True))
     staged = [run(case, folder, data, f"staged-{n}") for n, case in enumerate(STAGED)]
-    return found, [*gone_on, *staged]
+    rounded = [run(case, folder, data, f"rounded-{n}") for n, case in enumerate(ROUNDED)]
+    errors = [in_float64(rank, kind) for kind in ("mixtral", "gpt_oss")]
+    return found, [*gone_on, *staged, *rounded, errors]
+
+
+def distance(got: Any, want: Any) -> float:
+    """How far off weights are, of how far they have moved."""
+    end, start = want[0].end, want[0].start
+    off = [(got[1][name] - end[name]).norm() / (end[name] - start[name]).norm() for name in end]
+    return float(torch.stack(off).mean())
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
-    folder = tmp_path_factory.mktemp("experts")
-    for name, (kind, extra) in MODELS.items():
-        make_model(folder / name, kind, kv_heads=2, initializer_range=0.1, **extra)
-    file = folder / "forced" / "model.safetensors"
-    weights = load_file(file)
-    for name in [name for name in weights if name.endswith("router.bias")]:
-        weights[name] = torch.tensor([30.0, 30.0, 0.0, 0.0])
-    save_file(weights, file, {"format": "pt"})
-    return folder, documents(folder / "d.jsonl")
-
-
-def different(case: Case, got: Any, setting: tuple[Path, Documents]) -> list[str]:
-    """What differs from one process."""
-    folder, data = setting
-    want = wanted(
-        folder / case.model,
-        case.rows,
-        data,
-        balanced=balanced(case),
-        frozen=case.frozen,
-        packed="strategies" not in case.beside,
-    )
-    return problems(got, want)
-
-
-def evaluated(folder: Path, weights: dict[str, torch.Tensor], data: Documents) -> float:
-    """The loss of weights on all documents, in one process."""
-    net = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    net.load_state_dict(weights, strict=False)
-    total = targets = 0.0
-    for ids, labels in data.documents:
-        with torch.no_grad():
-            logits = net(input_ids=torch.tensor([ids])).logits[0, :-1]
-        wanted = torch.tensor(labels[1:])
-        total += float(F.cross_entropy(logits, wanted, reduction="sum"))
-        targets += int((wanted != -100).sum())
-    return total / targets
+    return make_setting(tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.timeout(900)
 def test_divided_experts_train_as_one_process(setting: tuple[Path, Documents]) -> None:
     folder, data = setting
-    answers, later = spawn(4, work, *setting)[0]
+    every_rank = spawn(4, work, *setting)
+    answers, (*later, whole, divided, _) = every_rank[0]
+    errors = [max(each) for each in zip(*(one[1][-1] for one in every_rank), strict=True)]
+    assert len(errors) == 2 and max(errors) < 1e-12, errors
     every = list(zip([*CASES, *GOES_ON, *STAGED], [*answers, *later], strict=True))
     wrong = {case: different(case, got, setting) for case, got in every}
-    for number, (case, (records, end)) in enumerate(every):
+    assert {case: found for case, found in wrong.items() if found} == {}
+    want = reference_of(ROUNDED[0], setting)
+    apart = [distance(got, want) for got in (whole, divided)]
+    assert 0.8 < apart[1] / apart[0] < 1.2 and apart[0] < 0.5, apart
+    for number, (case, (records, end, _)) in enumerate(every):
         sent = [one["comm_bytes"].get("experts", 0) for one in records if "loss" in one]
         assert all(sent) == (case.experts > 1)
         if "exported" in case.beside:
             there = folder / "runs" / str(number) / "hf"
             net = transformers.AutoModelForCausalLM.from_pretrained(there, dtype=torch.float32)
             assert all(torch.equal(p, end[name]) for name, p in net.named_parameters())
+            card = (there / "README.md").read_text()
+            assert ("in MXFP4: dequantised" in card) == (case.model == "quantised")
         if case.model == "forced":
             (told,) = [one["eval_loss"] for one in records if "eval_loss" in one]
             assert told == pytest.approx(evaluated(folder / case.model, end, data), rel=1e-5)
-    assert {case: found for case, found in wrong.items() if found} == {}
 
 
 CONTROLS = {

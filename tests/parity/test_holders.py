@@ -54,6 +54,7 @@ CASES: list[Case] = [
     *((BESIDE, zero, True) for zero in ("zero1", "zero3 whole")),
     *((PAIRS, zero, False) for zero in ("zero1", "zero2", "zero3 whole")),
     *((TENSOR_PAIRS, zero, zero == "zero3 whole") for zero in ("zero1", "zero2", "zero3 whole")),
+    (TENSOR_PAIRS, "zero3 whole", False),
     *((STAGED_PAIRS, zero, False) for zero in ("zero1", "zero3 whole")),
 ]
 ALONE: Case = (Layout(), "zero1", False)
@@ -340,6 +341,7 @@ NOT_TOLD: list[tuple[Case, list[str]]] = [
     ((STAGES, "zero2", False), ["sum_norm_once"]),
     ((STAGES, "zero3 whole", False), ["sum_norm_once"]),
     ((STAGES, "zero3 whole", False), ["compare_traces_within"]),
+    ((TENSOR_PAIRS, "zero3 whole", False), ["sum_norm_once"]),
     ((PAIRS, "zero1", False), ["ExpertSets"]),
     ((PAIRS, "zero3 whole", False), ["ExpertSets", "mark_for_partition"]),
 ]

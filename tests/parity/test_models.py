@@ -145,7 +145,7 @@ def wanted(folder: Path, model: str, data: dict[bool, Documents], packed: bool) 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("full", "count"), [(False, 14), pytest.param(True, 140, marks=pytest.mark.full)]
+    ("full", "count"), [(False, 17), pytest.param(True, 170, marks=pytest.mark.full)]
 )
 def test_every_family_trains_as_one_process(full: bool, count: int, setting: Any) -> None:
     folder, data = setting

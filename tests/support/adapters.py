@@ -19,12 +19,13 @@ def peft_adapter(
     *,
     masks: Callable[[str], Callable[[torch.Tensor], torch.Tensor]] | None = None,
     frozen: str | None = None,
+    named: Callable[[str], str] = str,
     **lora: Any,
 ) -> Callable[[Any], dict[str, torch.nn.Parameter]]:
     """What `reference` prepares a model with: an adapter whose weights begin as start(name, part).
 
     masks: by a module's name what takes the place of its dropout; frozen: an expression for names
-    of the adapter's weights that stay as they begin.
+    of the adapter's weights that stay as they begin; named: gives peft's names as ours.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -33,7 +34,7 @@ def peft_adapter(
         trained = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                plain = name.removeprefix("base_model.model.").replace(".default", "")
+                plain = named(name.removeprefix("base_model.model.").replace(".default", ""))
                 parameter.data = start(plain, Part.whole(parameter.shape))
                 if frozen and re.search(frozen, plain):
                     parameter.requires_grad_(False)

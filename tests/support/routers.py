@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.granitemoe import modeling_granitemoe
 from transformers.models.mixtral import modeling_mixtral
+from transformers.models.olmoe import modeling_olmoe
+from transformers.models.qwen2_moe import modeling_qwen2_moe
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.support.models import Documents, Reference, make_documents, mismatch, reference
 
@@ -20,9 +25,18 @@ ROWS = [[31, 17], [20, 28], [40], [33, 15], [25, 23], [29, 19]]
 """Documents' lengths in each row of a step; the third row has padding."""
 OFFICIAL: dict[str, tuple[str, Callable[..., Any]]] = {
     "mixtral": ("num_local_experts", modeling_mixtral.load_balancing_loss_func),
+    "qwen2_moe": ("num_experts", modeling_qwen2_moe.load_balancing_loss_func),
+    "olmoe": ("num_experts", modeling_olmoe.load_balancing_loss_func),
+    "granitemoe": ("num_local_experts", modeling_granitemoe.load_balancing_loss_func),
+    "qwen3_next": ("num_experts", modeling_qwen3_next.load_balancing_loss_func),
+    "qwen3_5_moe_text": ("num_experts", modeling_qwen3_5_moe.load_balancing_loss_func),
     "qwen3_moe": ("num_experts", modeling_qwen3_moe.load_balancing_loss_func),
     "gpt_oss": ("num_local_experts", modeling_gpt_oss.load_balancing_loss_func),
 }
+
+
+Wanted = tuple[Reference, list[float], list[torch.Tensor]]
+"""What one process gives, the routers' loss of each step, and the choices [layers, experts]."""
 
 
 def documents(path: Path) -> Documents:
@@ -38,22 +52,24 @@ def wanted(
     balanced: bool = True,
     frozen: Sequence[str] = (),
     packed: bool = True,
-) -> tuple[Reference, list[float]]:
-    """What one process gives, and the routers' loss of each step.
+    adapted: Callable[[Any], dict[str, torch.nn.Parameter]] | None = None,
+) -> Wanted:
+    """What one process gives, the routers' loss of each step, and how often it chose each expert.
 
     rows: of a step. balanced: whether routers have a loss. frozen: expressions of what does not
-    train. packed: whether rows have several documents.
+    train. packed: whether rows have several documents. adapted: prepares the model with an adapter,
+    and returns what trains.
     """
     ends = list(accumulate(map(len, ROWS)))
     every = [data.documents[end - len(row) : end] for row, end in zip(ROWS, ends, strict=True)]
     if not packed:
         every = [[one] for one in data.documents]
     steps = [[every[(i * rows + k) % len(every)] for k in range(rows)] for i in range(STEPS)]
-    losses: list[float] = []
+    losses, loads_of_steps = list[float](), list[torch.Tensor]()
 
     def besides(net: Any, step: int) -> torch.Tensor:
         count, official = OFFICIAL[net.config.model_type]
-        found = torch.zeros(())
+        found, chosen = torch.zeros(()), list[torch.Tensor]()
         for row in steps[step]:
             each = [
                 net(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits
@@ -62,8 +78,12 @@ def wanted(
             layers = tuple(map(torch.cat, zip(*each, strict=True)))
             met = net.config.num_experts_per_tok
             found = found + official(layers, getattr(net.config, count), met) / rows
+            chosen.append(torch.stack([one.topk(met).indices for one in layers]))
         losses.append((FACTOR * found).item())
-        return FACTOR * found
+        each = torch.cat(chosen, 1).flatten(1)
+        loads = torch.stack([one.bincount(minlength=layers[0].shape[1]) for one in each])
+        loads_of_steps.append(loads.double())
+        return FACTOR * found * balanced
 
     def prepare(net: Any) -> dict[str, torch.nn.Parameter]:
         for name, parameter in net.named_parameters():
@@ -72,18 +92,35 @@ def wanted(
 
     flat = [list(chain(*step)) for step in steps]
     found = reference(
-        folder, flat, rate=RATE, clip=CLIP, besides=besides if balanced else None, prepare=prepare
+        folder,
+        flat,
+        rate=RATE,
+        clip=CLIP,
+        besides=besides,
+        prepare=adapted or prepare,
     )
-    return found, losses
+    return found, losses if balanced else [], loads_of_steps
 
 
-def problems(got: Any, want: tuple[Reference, list[float]]) -> list[str]:
-    """What differs from one process, the routers' loss of each step included."""
+def problems(got: Any, want: Wanted, experts: int | None = None) -> list[str]:
+    """What differs from one process, the routers' loss of each step included, and how evenly
+    experts are chosen.
+
+    experts: over how many ranks they are divided, where all of these share each set.
+    """
     records, end = got
-    expected, losses = want
+    expected, losses, loads = want
     steps = [record for record in records if "loss" in record]
     found = mismatch((steps, {name: end[name] for name in expected.end}), expected)
     for record, loss in zip(steps, losses, strict=False):
         if not abs(record["router_loss"] - loss) <= 1e-5 * loss:
             found.append(f"router_loss {record['router_loss']} != {loss}")
+    for record, load in zip(steps, loads, strict=True):
+        told = {"expert_balance": load}
+        if experts and experts > 1:
+            told["expert_rank_balance"] = load.unflatten(1, (experts, -1)).sum(2)
+        for name, each in told.items():
+            most = float((each.amax(1) / each.mean(1)).max())
+            if not abs(record[name] - most) <= 1e-9:
+                found.append(f"{name} {record[name]} != {most}")
     return found

@@ -33,13 +33,17 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "single": ("float32", "none", 1, ["ring_cp 2", "whole rows, stages 2"]),
     "bfloat16": ("bfloat16", "best_fit", 2, ["whole rows, data 2"]),
     "adapter": ("float32", "best_fit", 3, ["ring_cp 2"]),
+    "experts": ("float32", "best_fit", 2, ["ring_cp 2"]),
 }
 """(compute type, packing, ZeRO stage, the layouts that each fault is tried in)."""
 MODELS: dict[str, dict[str, Any]] = {
     "single": {"add_tokens": ["<a>", "<b>"], "overrides": {"vocab_size": VOCABULARY + 2}},
     "adapter": {"adapter": {"rank": 4}},
+    "experts": {"adapter": {"rank": 4, "target_parameters": ["mlp.experts.down_proj"]}},
 }
 """What else the model of a case has."""
+FOLDERS = {"adapter": "multimodal", "experts": "experts"}
+"""The model of a case; that of the last is divided by experts."""
 
 
 def verify_job(case: str, folder: Path, fault: str | None) -> Any:
@@ -48,11 +52,12 @@ def verify_job(case: str, folder: Path, fault: str | None) -> Any:
 
     dtype, packing, stage, _ = CASES[case]
     recipe = small_recipe(
-        folder / ("multimodal" if case == "adapter" else "model"),
+        folder / FOLDERS.get(case, "model"),
         folder / "d.jsonl",
         ROW,
         model={"dtype": dtype, **MODELS.get(case, {})},
         data={"packing": packing},
+        parallel_config={"expert_parallel": 2 if case == "experts" else 1},
         training={"steps": 3, "global_batch_size": 2, "max_grad_norm": 0.5},
         deepspeed={"zero_optimization": {"stage": stage}},
     )
@@ -102,12 +107,13 @@ def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool
 def test_each_fault_is_caught_in_every_layout_and_nothing_without_one(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2)
     make_checkpoint(tmp_path / "multimodal", "qwen3_vl")
+    make_model(tmp_path / "experts", "mixtral", kv_heads=2)
     make_documents(tmp_path / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
     spawn(1, alone, tmp_path)
     gradients = GradientFile(tmp_path / "adapter" / GRADIENTS)
     assert gradients.names and all(gradients.read(name).norm() > 0 for name in gradients.names)
     answers = spawn(2, together, tmp_path)[0]
-    assert set(answers) == set(product(CASES, [None, *FAULTS])) and len(answers) == 20
+    assert set(answers) == set(product(CASES, [None, *FAULTS])) and len(answers) == 25
     missed = {case: text for case, (ok, text) in answers.items() if not ok}
     assert not missed, "\n".join(f"{case}\n{text}" for case, text in missed.items())
 

@@ -23,9 +23,10 @@ _ADAPTER = """from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, {loads}, AutoTokenizer, GenerationConfig
 
 {tokenizer}config = AutoConfig.from_pretrained(".")
-place = PeftConfig.from_pretrained(".").base_model_name_or_path
+{read}place = PeftConfig.from_pretrained(".").base_model_name_or_path
 base = {loads}.from_pretrained(place, config=config, dtype=config.dtype)
 model = PeftModel.from_pretrained(base, ".")"""
+_DEQUANTISED = 'config.quantization_config = {{"quant_method": "{method}", "dequantize": True}}\n'
 _TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained(".")\n'
 _ENDS = 'model.generation_config = GenerationConfig.from_pretrained(".")'
 _CHAT = """inputs = tokenizer.apply_chat_template(
@@ -38,12 +39,14 @@ _TEXT = 'inputs = tokenizer("Once", return_tensors="pt")'
 _ANSWER = "print(tokenizer.decode(model.generate(**inputs)[0]))"
 
 
-def model_card(job: Job, step: int, loads: str, *, adapter: bool = False) -> str:
+def model_card(
+    job: Job, step: int, loads: str, *, adapter: bool = False, quantised: str = ""
+) -> str:
     """Return the text of a model card, with the facts that the hub reads at its top.
 
     step: the number of steps that the weights had. loads: transformers' class that loads the model.
     adapter: the card is that of a folder with an adapter alone, and not of a whole model, into
-    which an adapter is merged.
+    which an adapter is merged. quantised: the quantisation from which the base was read, if any.
     """
     recipe = job.recipe
     head = yaml.safe_dump(_facts(recipe), sort_keys=False, allow_unicode=True)
@@ -54,19 +57,24 @@ def model_card(job: Job, step: int, loads: str, *, adapter: bool = False) -> str
         f"{_origin(recipe, adapter)} with uspft {__version__}: {step:,} steps on {data}, in rows "
         f"of {recipe.data.sequence_length:,} tokens{_rope(recipe)}."
     )
-    lines += _use(job, loads, adapter)
+    if quantised:
+        held = "they are read so for training" if adapter else "here they are"
+        what = f"The base model has its experts in {quantised.upper()}: dequantised,"
+        lines.append(f"{what} {held} in {recipe.model.dtype}.")
+    lines += _use(job, loads, adapter, quantised)
     lines += ["## Recipe", f"```yaml\n{dump(recipe)}```"]
     return "\n\n".join(lines) + "\n"
 
 
-def _use(job: Job, loads: str, adapter: bool) -> list[str]:
+def _use(job: Job, loads: str, adapter: bool, quantised: str) -> list[str]:
     """Return the section on how the folder of the card is loaded and answers."""
     if adapter and not job.recipe.model.name_or_path:
         what = "Its base model has random weights, which are in no file"
         return ["## Use", f"{what}: what can be loaded is the merged model."]
     chats = bool(job.serving.ends)
     tokenizer = _TOKENIZER if job.tokenizer else ""
-    code = [(_ADAPTER if adapter else _WHOLE).format(tokenizer=tokenizer, loads=loads)]
+    read = _DEQUANTISED.format(method=quantised) if quantised else ""
+    code = [(_ADAPTER if adapter else _WHOLE).format(tokenizer=tokenizer, loads=loads, read=read)]
     if adapter and job.serving.generation:
         code.append(_ENDS)
     if job.tokenizer:

@@ -43,10 +43,21 @@ def write_model_files(folder: Path, config: Any, job: Job, step: int) -> None:
     if job.serving.generation:
         text = json.dumps(job.serving.generation, indent=2)
         (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(model_card(job, step, loads), encoding="utf-8")
+    quantised = _quantised(job)
+    card = model_card(job, step, loads, quantised=quantised)
+    (folder / "README.md").write_text(card, encoding="utf-8")
     if job.recipe.model.adapter:
-        card = model_card(job, step, loads, adapter=True)
+        card = model_card(job, step, loads, adapter=True, quantised=quantised)
         (folder / ADAPTER_CARD).write_text(card, encoding="utf-8")
+
+
+def _quantised(job: Job) -> str:
+    """Return the quantisation from which a run's weights were read; empty where there was none."""
+    block = job.here.model
+    if block.config or not block.name_or_path:
+        return ""
+    raw = json.loads((Path(block.name_or_path) / CONFIG).read_text("utf-8"))
+    return str((raw.get("quantization_config") or {}).get("quant_method", ""))
 
 
 def _write_config(folder: Path, config: Any, job: Job) -> None:

@@ -47,13 +47,14 @@ class WholeModel:
     block: ModelBlock
     """The `model` block of the run's recipe, with the base model named as it is found now."""
     dtype: torch.dtype
+    model_type: str
     base: FolderWeights | None = None
     """The multimodal checkpoint whose language model it is, if it is one's."""
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's own parameters one at a time, as the run's own export has them: of a
         multimodal checkpoint those alone that the run may have changed."""
-        return merged(self.names, self.read, self.block.adapter)
+        return merged(self.names, self.read, self.block.adapter, self.model_type)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's parameters one at a time."""
@@ -73,7 +74,8 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
         if base:
             what = f"{checkpoint.folder} holds the whole model"
             raise CheckpointError(f"command line: base: {what}, and needs no other; leave it out")
-        return WholeModel(checkpoint.names, partial(checkpoint.tensor, "weight"), said, dtype)
+        read_own = partial(checkpoint.tensor, "weight")
+        return WholeModel(checkpoint.names, read_own, said, dtype, config.model_type)
     if base:
         said = said.model_copy(update={"config" if said.config else "name_or_path": base})
     block = _base(said, identity[BASE], given=base is not None)
@@ -89,9 +91,9 @@ def whole_model(checkpoint: Checkpoint, base: str | None = None) -> WholeModel:
         return value if parameter.requires_grad else value.to(dtype).float()
 
     if (files := multimodal_base(block)) is None:
-        return WholeModel(found, read, said, dtype)
+        return WholeModel(found, read, said, dtype, config.model_type)
     names = touched(found, trained_parameters(model))
-    return WholeModel(names, read, said, dtype, files)
+    return WholeModel(names, read, said, dtype, config.model_type, files)
 
 
 def _config(folder: Path) -> tuple[Any, dict[str, Any]]:

@@ -38,6 +38,8 @@ def load_talker(folder: Path, base: str | None) -> Talker:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)
+        if adapter and (quantised := _quantised(AutoConfig.from_pretrained(at))):
+            config.quantization_config = {**quantised, "dequantize": True}
         model = getattr(transformers, loading_class(config.to_dict())).from_pretrained(
             at, config=config, dtype=config.dtype or "auto"
         )
@@ -57,6 +59,12 @@ def load_talker(folder: Path, base: str | None) -> Talker:
         raise wrong("chat", what, remedy)
     device = "cuda" if usable() else "cpu"
     return Talker(model.to(device).eval(), tokenizer)
+
+
+def _quantised(config: Any) -> dict[str, Any]:
+    """Return how the weights of a config's model are quantised; empty where they are not."""
+    found: dict[str, Any] = config.to_dict().get("quantization_config") or {}
+    return found
 
 
 def _generation(folder: Path, model: Any) -> Any:

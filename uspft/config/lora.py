@@ -31,6 +31,11 @@ class AdapterBlock(RecipeBlock):
         _is(each(text("a module's name"), "a list of module names", also=(None,))),
     ] = None
     """Names of the projections to adapt; null adapts every linear projection of the layers."""
+    target_parameters: Annotated[
+        tuple[str, ...],
+        _is(each(text("a parameter's name"), "a list of parameter names")),
+    ] = ()
+    """Matrices of experts and routers to adapt, named as in peft: mlp.experts.down_proj."""
 
 
 _words = described(text("a regular expression"))

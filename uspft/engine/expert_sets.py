@@ -20,7 +20,7 @@ from torch import nn
 if TYPE_CHECKING:
     import torch
 
-    from uspft.parameters.shards import Holders, Shards
+    from uspft.parameters.shards import Holders
 
 _TABLES = (
     groups._EXPERT_PARALLEL_GROUP,
@@ -60,8 +60,8 @@ class ExpertSets:
         self._name, self._stage = _name(holders), stage
         if not holders.shards.experts:
             return
-        if problem := _problem(holders.shards, stage):
-            raise ValueError(problem)
+        if stage == 0:  # it clips by the norm of a rank's own experts
+            raise ValueError("experts are divided under ZeRO 1, 2 and 3, not 0")
         divide, same = holders.experts, holders.alike
         found = divide.handle, list(divide.ranks), same.handle, list(same.ranks)
         for table, value in zip(_TABLES, found, strict=True):
@@ -87,20 +87,6 @@ class ExpertSets:
         """Leave DeepSpeed's tables."""
         for table in _TABLES:
             table.pop(self._name, None)
-
-
-def _problem(shards: Shards, stage: int) -> str | None:
-    """Return why experts cannot be divided so at a ZeRO stage; None where they can.
-
-    Stage 0 clips by the norm of a rank's own experts. Stage 3 counts experts on every tensor rank
-    and sums over none: right where each holds all of them, but not for parts, nor where stages sum.
-    """
-    if stage == 0:
-        return "experts are divided under ZeRO 1, 2 and 3, not 0"
-    parts = shards.experts.keys() & (shards.splits.keys() | shards.row_splits.keys())
-    if stage == 3 and shards.layout.tensor > 1 and (parts or shards.layout.pipeline > 1):
-        return "under ZeRO-3 tensor ranks hold divided experts whole, and in one stage; use ZeRO-2"
-    return None
 
 
 class _Sign(MoE):

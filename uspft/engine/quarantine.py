@@ -75,7 +75,8 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
 
     DeepSpeed 0.19 does so once for each group of parameters (stages 1 and 2) or sub-group (stage 3)
     of this rank: where another rank has another number of them, it waits for ever. At stage 1 in
-    bfloat16 it has an optimizer that sums once anyway.
+    bfloat16 it has an optimizer that sums once anyway. At stage 3 it sums nothing over ranks
+    that hold parts of an expert's matrix, and counts on each of them what they hold alike.
     """
     reduce = getattr(optimizer, "_model_parallel_all_reduce", None)
     if reduce is None:
@@ -96,6 +97,7 @@ def sum_norm_once(optimizer: Any, stage: int, group: Group, device: torch.device
     optimizer._model_parallel_all_reduce = not_the_norm
     if stage == 3:
         of_groups = optimizer._get_norm_groups
+        optimizer._grad_norm_counts_every_rank = lambda *_: False
         optimizer._get_norm_groups = lambda: [over_model(of_groups())]
     else:
         here = optimizer.scaled_global_norm

@@ -114,10 +114,12 @@ class ZeroEngine:
                 config=deepspeed_config(recipe, holders.zero.size, passes),
                 mpu=mpu_of(holders),
             )
-        if self.stage and holders.shards.layout.pipeline > 1:
+        layout = holders.shards.layout
+        parts_of_experts = self.stage == 3 and layout.experts > 1 and layout.tensor > 1
+        if self.stage and (layout.pipeline > 1 or parts_of_experts):
             group = counting.norm_group(holders)
             sum_norm_once(self.deepspeed.optimizer, self.stage, group, device)
-            if self.stage == 3:
+            if self.stage == 3 and layout.pipeline > 1:
                 compare_traces_within(self.deepspeed.optimizer, holders.zero)
         self._most = math.inf
         """The largest gradient norm with which the step under way is taken."""

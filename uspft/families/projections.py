@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 QUERY, KV, INNER, VOCABULARY = "query", "kv", "inner", "vocabulary"
 """What is divided: query heads, key-value heads, inner features of the MLP, tokens known."""
+HEAD, SHARED = "head", "shared"
+"""Query heads of which each has one number; inner features of the expert that every token meets."""
 GATED_QUERY = "gated query"
 """Query heads, each with as many features that gate what it attends to."""
 STATE_KEY, STATE_VALUE, STATE_GATE = "state key", "state value", "state gate"
@@ -36,6 +38,8 @@ class Projection:
 PER_HEAD = Projection(COLUMNS, ())
 """A norm of which every head uses the same weight: it is whole on each rank, and each computes its
 gradient from the heads that it has."""
+BETWEEN = Projection(ROWS, ())
+"""What is whole on each rank and sees tokens as they are between blocks: a router of tokens."""
 
 _COMMON = {
     "embed_tokens": Projection(COLUMNS, (VOCABULARY,)),
@@ -70,6 +74,28 @@ NORMED_TOGETHER: Mapping[str, Projection] = {
     "self_attn.k_norm": Projection(COLUMNS, (KV,)),
 }
 """OLMo 2's, whose norms see all heads of a token together."""
+_ROUTED: Mapping[str, Projection] = {
+    "mlp.gate": BETWEEN,
+    "mlp.shared_expert.gate_proj": Projection(COLUMNS, (SHARED,)),
+    "mlp.shared_expert.up_proj": Projection(COLUMNS, (SHARED,)),
+    "mlp.shared_expert.down_proj": Projection(ROWS, (SHARED,)),
+    "mlp.shared_expert_gate": BETWEEN,
+}
+"""Of a block of experts; how the experts are divided, their modules say."""
+ROUTED: Mapping[str, Projection] = {**SEPARATE, **_ROUTED}
+"""Mixtral's."""
+ROUTED_NORMED_TOGETHER: Mapping[str, Projection] = {**NORMED_TOGETHER, **_ROUTED}
+"""OLMoE's."""
+ROUTED_SPARSELY: Mapping[str, Projection] = {**SEPARATE, "block_sparse_moe.router": BETWEEN}
+"""Granite's with experts."""
+ROUTED_NORMED_HEADS: Mapping[str, Projection] = {**NORMED_HEADS, **_ROUTED}
+"""Qwen3-MoE's."""
+SINKS: Mapping[str, Projection] = {
+    **SEPARATE,
+    "self_attn.sinks": Projection(COLUMNS, (HEAD,)),
+    "mlp.router": BETWEEN,
+}
+"""gpt-oss's, of which each query head has a sink."""
 STATE_LAYER, STATE_OWN = "linear_attn", ("A_log", "dt_bias")
 """The module of a layer with a state, and its parameters that stand in no module of their own."""
 _STATE = {

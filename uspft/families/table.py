@@ -20,7 +20,12 @@ from uspft.families.projections import (
     NORMED_HEADS,
     NORMED_TOGETHER,
     OLMO_HYBRID,
+    ROUTED,
+    ROUTED_NORMED_HEADS,
+    ROUTED_NORMED_TOGETHER,
+    ROUTED_SPARSELY,
     SEPARATE,
+    SINKS,
     Projection,
 )
 
@@ -71,9 +76,11 @@ class Family:
     rope: Mapping[str, Any] = field(default_factory=dict)
     """The rotary parameters where config.json has none."""
     projections: Mapping[str, Projection] = field(default_factory=lambda: SEPARATE)
-    """How tensor parallelism divides its matrices, where no experts are among them."""
+    """How tensor parallelism divides its matrices; of experts themselves their modules say it."""
     states: bool = False
     """Whether some of its layers, `linear_attention` in layer_types, are gated delta nets."""
+    quantised: str = ""
+    """The quantisation from which its weights can be read, by transformers' name of it."""
     cut: LayerCut | None = None
     """What a stage of its layers needs; None where nobody has found out."""
     why_all_heads: str = ""
@@ -99,6 +106,21 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(whole_heads=True, cut=_CUT),
     "qwen2": Family("switched", {"sliding_window": 4096}, qkv_bias=True, cut=_TYPED_CUT),
     "qwen3": Family("switched", _SWITCHED, projections=NORMED_HEADS, cut=_TYPED_CUT),
+    "qwen2_moe": Family(
+        "switched",
+        {
+            "num_key_value_heads": 16,
+            "sliding_window": 4096,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        qkv_bias=True,
+        routed=True,
+        projections=ROUTED,
+        cut=_TYPED_CUT,
+    ),
     "qwen3_moe": Family(
         "switched",
         {
@@ -109,6 +131,7 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 768,
         },
         routed=True,
+        projections=ROUTED_NORMED_HEADS,
         cut=_CUT,
     ),
     "mistral": Family("all", {"num_key_value_heads": 8, "sliding_window": 4096}, cut=_CUT),
@@ -116,6 +139,7 @@ FAMILIES: dict[str, Family] = {
         "all",
         {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
         routed=True,
+        projections=ROUTED,
         cut=_CUT,
     ),
     "phi3": Family(
@@ -159,6 +183,8 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 4,
         },
         routed=True,
+        projections=SINKS,
+        quantised="mxfp4",
         rope=_GPT_OSS_ROPE,
         cut=_TYPED_CUT,
     ),
@@ -173,6 +199,18 @@ FAMILIES: dict[str, Family] = {
         },
         routed=True,
         **_HYBRID,
+    ),
+    "olmoe": Family(
+        defaults={"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01},
+        routed=True,
+        projections=ROUTED_NORMED_TOGETHER,
+        cut=_CUT,
+    ),
+    "granitemoe": Family(
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+        routed=True,
+        projections=ROUTED_SPARSELY,
+        cut=LayerCut(after_first={"embedding_multiplier": 1.0}),
     ),
     "olmo_hybrid": Family(
         projections=OLMO_HYBRID, states=True, cut=_TYPED_CUT, why_all_heads=_NORMED
@@ -192,6 +230,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "llama4": ("takes images too, and attends in chunks", ""),
     **dict.fromkeys(
         ("gemma4", "gemma4_text"), ("has heads of two sizes, and layers that share keys", "")
+    ),
+    **dict.fromkeys(
+        ("glm4_moe", "ernie4_5_moe", "minimax_m2"),
+        ("corrects its routers' choices by numbers that are not trained, nor carried here yet", ""),
     ),
     **{kind: (UNSPLIT.format(what), "") for what, mixer in MIXERS.items() for kind in mixer.models},
 }
@@ -245,9 +287,7 @@ def unsupported(
     findings = _windows(kind, family, full, named) + _attention(kind, full, named, kernel)
     findings += _noise(full, named) + _router_loss(kind, full, named)
     findings += _mixes(raw, named) if family.states else []
-    if full.get("quantization_config") is not None:
-        what = "has a quantization_config; training quantised weights is not available yet"
-        findings.append((named("quantization_config"), what, "name the unquantised model"))
+    findings += _quantised(kind, full, named)
     findings += _positions(kind, raw, named)
     if scaling and scaling["rope_type"] not in family.scalings:
         known = " or ".join(f"rope_type: {name}" for name in family.scalings)
@@ -322,6 +362,22 @@ def _noise(full: Mapping[str, Any], named: Named) -> list[Finding]:
         for key, value in full.items()
         if _NOISE.search(key) and value
     ]
+
+
+def dequantises(kind: str, raw: Mapping[str, Any]) -> bool:
+    """Tell whether the weights of a config's model are in a type from which they are read as
+    others."""
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    return method is not None and method == FAMILIES[kind].quantised
+
+
+def _quantised(kind: str, full: Mapping[str, Any], named: Named) -> list[Finding]:
+    if full.get("quantization_config") is None or dequantises(kind, full):
+        return []
+    what = "has a quantization_config; training quantised weights is not available yet"
+    if FAMILIES[kind].quantised:
+        what += f", other than from {FAMILIES[kind].quantised}"
+    return [(named("quantization_config"), what, "name the unquantised model")]
 
 
 def _positions(kind: str, raw: Mapping[str, Any], named: Named) -> list[Finding]:

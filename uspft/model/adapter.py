@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from uspft.config.checks import closest
 from uspft.config.problems import Fault
 from uspft.model.dropout import TokenDropout, token_words
+from uspft.model.parameter_adapter import adapt_parameter, with_products
 from uspft.model.recompute import before_each_run
-from uspft.parameters.experts import expert_words
+from uspft.parameters.experts import INPUTS_FIRST, expert_words, is_experts, is_router
 from uspft.parameters.names import ADAPTER, is_adapter, plain_name
 from uspft.parameters.part import Part
 from uspft.parameters.source import Weights, generator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from uspft.config.problems import Finding
 
 KEY = "model.adapter.target_modules"
+PARAMETERS = "model.adapter.target_parameters"
 
 
 def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
@@ -32,8 +34,25 @@ def add_lora(model: Any, block: AdapterBlock, seed: int) -> None:
     from peft import inject_adapter_in_model  # seconds, for those who ask for it
     from peft.tuners.lora import LoraLayer
 
-    config = lora_config(block, targets(model, block.target_modules))
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    parameters = parameter_targets(model, block)
+    names = targets(model, block)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if names:
+        config = lora_config(block, names)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    for target in parameters:
+        owner, _, last = target.rpartition(".")
+        module = model.get_submodule(owner)
+        if isinstance(module, nn.Linear):
+            path, _, word = owner.rpartition(".")
+            alone = nn.Module()  # of whose names peft takes none for experts'
+            alone.linear = module
+            config = lora_config(block, ["linear"])
+            inject_adapter_in_model(config, alone, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+            setattr(model.get_submodule(path), word, alone.linear)
+        else:
+            adapt_parameter(module, last, block.rank, block.alpha / block.rank)
     if not block.dropout:
         return
     for name, module in model.named_modules():
@@ -55,24 +74,68 @@ def _tell_tokens(layer: nn.Module, dropouts: list[TokenDropout]) -> None:
     before_each_run(layer, before)
 
 
-def targets(model: Any, wanted: Collection[str] | None) -> list[str]:
+def targets(model: Any, block: AdapterBlock) -> list[str]:
     """Return the names of the modules to adapt, as peft matches them: whole, or the last words.
 
-    wanted: the recipe's names; None stands for every projection. Raises Fault for each name that no
-    linear projection of the layers has, and where there is no name.
+    Where the recipe names none, every projection. Raises Fault for each name that no linear
+    projection of the layers has, and where nothing is named at all.
     """
-    found = _projections(model)
+    found, wanted = _projections(model), block.target_modules
     last = sorted({name.rpartition(".")[2] for name in found})
     if wanted is None:
         return last
     findings = []
     for number, name in enumerate(wanted):
-        if not any(f".{projection}".endswith(f".{name}") for projection in found):
+        if not _matches(name, found):
             findings.append(_refusal(model, (f"{KEY}[{number}]", name), last))
-    if findings or not wanted:
+    if findings or not (wanted or block.target_parameters):
         empty = (KEY, "is empty, and nothing would train", f"write some of {', '.join(last)}")
         raise Fault(findings or [empty])
     return sorted(wanted)
+
+
+def parameter_targets(model: Any, block: AdapterBlock) -> list[str]:
+    """Return the whole names of the parameters to adapt: matrices of experts and of routers, and
+    those of projections whose names peft takes for experts'.
+
+    Raises Fault for every other name, and beside dropout, which peft does not have for them.
+    """
+    able = [name for name, _ in model.named_parameters() if _is_parameter(model, name)]
+    short = sorted({".".join(name.split(".layers.")[-1].split(".")[1:]) for name in able})
+    findings: list[Finding] = []
+    for number, name in enumerate(block.target_parameters):
+        if _matches(name, able):
+            continue
+        what, near = (
+            f"the model has no matrices of experts or routers `{name}`",
+            closest(name, short),
+        )
+        remedy = f"write some of {', '.join(short)}" if short else "leave it out: it has no experts"
+        if near:
+            remedy = f"did you mean `{near}`?"
+        findings.append((f"{PARAMETERS}[{number}]", what, remedy))
+    if block.target_parameters and block.dropout:
+        what = f"is {block.dropout}, beside {PARAMETERS}: their adapters have no dropout in peft"
+        findings.append(("model.adapter.dropout", what, f"write 0.0, or leave {PARAMETERS} out"))
+    if findings:
+        raise Fault(findings)
+    return [one for one in able if any(_matches(name, [one]) for name in block.target_parameters)]
+
+
+def _matches(name: str, found: Collection[str]) -> bool:
+    """Tell whether a name is, as peft compares them, one of the whole names or their last words."""
+    return any(f".{one}".endswith(f".{name}") for one in found)
+
+
+def _is_parameter(model: Any, name: str) -> bool:
+    """Tell whether a parameter is adapted by its own name alone."""
+    owner, _, own = name.rpartition(".")
+    if is_experts(name):
+        return not own.endswith("_bias")
+    module = model.get_submodule(owner)
+    if isinstance(module, nn.Linear):
+        return own == "weight" and owner.rpartition(".")[2] in expert_words(model)
+    return own == "weight" and is_router(module)
 
 
 def _projections(model: Any) -> list[str]:
@@ -93,7 +156,8 @@ def _refusal(model: Any, asked: tuple[str, str], known: list[str]) -> Finding:
     word, remedy = name.rpartition(".")[2], f"write some of {', '.join(known)}"
     if word in expert_words(model):
         what = f"`{name}` names experts, whose matrices transformers holds in one parameter"
-        return key, f"{what}: adapting them is not available yet", remedy
+        both = "mlp.experts.gate_up_proj, mlp.experts.down_proj"
+        return key, what, f"write {PARAMETERS}: [{both}], or {remedy[6:]}"
     if word in ("lm_head", "embed_tokens"):
         return key, f"`{name}`: adapting embeddings and the head is not available yet", remedy
     if name == "all-linear":
@@ -159,18 +223,22 @@ def adapter_of(
 
 
 def merged(
-    names: Collection[str], read: Callable[[str], Tensor], block: AdapterBlock | None
+    names: Collection[str],
+    read: Callable[[str], Tensor],
+    block: AdapterBlock | None,
+    model_type: str,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the base model's parameters in order, an adapter's products added as peft merges them.
 
     names: of all parameters. read: returns a parameter's whole value, float32; it is called once
-    for each.
+    for each. model_type: says how the model holds the matrices of experts.
     """
     for name, *sides in merge_order(names):
         value = read(name)
         if block and sides:
+            first, scale = model_type in INPUTS_FIRST, block.alpha / block.rank
             a, b = map(read, sides)
-            value = value + (b @ a) * (block.alpha / block.rank)
+            value = with_products(value, (a, b), block.rank, scale, inputs_first=first)
         yield name, value
 
 

@@ -69,7 +69,10 @@ class CausalModel(nn.Module):
         """Begin a forward pass over a micro-batch; what is kept for its backward is its own."""
         recompute = self._recompute if self.training else None
         shelf = HostShelf(batch.input_ids.device) if recompute and self._offload else None
-        bound = Bound(batch.world, batch.share, batch.tokens, recompute=recompute, shelf=shelf)
+        real = batch.row_of >= 0
+        bound = Bound(
+            batch.world, batch.share, batch.tokens, recompute=recompute, shelf=shelf, real=real
+        )
         vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
         if not self._held:
             self._place_padding(vocabulary)

@@ -38,7 +38,7 @@ def used_by(
     rows: how mesh columns, which Megatron's ranks are too, and mesh rows divide the parameter.
     """
     mesh = bound.world.mesh
-    found: list[tuple[Range, ...] | None] = [None, None]
+    found: list[tuple[Range, ...] | None] = [None] * max(2, columns.dim + 1)
     for split, group, axis in (
         (columns, mesh.columns, "mesh_columns"),
         (rows, mesh.rows, "mesh_rows"),
@@ -92,21 +92,31 @@ class Call:
         """Remember it, before the layer runs."""
         self.bound = kwargs["uspft"]
         for dropout, split in self.dropouts:
-            group, dropout.ranges = self.group, None
-            if divides(self.bound, split):
-                dropout.ranges = used_ranges(split, group.index, group.size, self.ways(split))
+            dropout.ranges = self.ranges(split) if divides(self.bound, split) else None
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Give a block all tokens, before it runs; on a mesh it takes what lies between blocks."""
         if self.on_mesh:
             return None
         if args:
-            return (self.bound.enter(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.bound.enter(kwargs["hidden_states"])}
+            return (self._entered(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._entered(kwargs["hidden_states"])}
+
+    def _entered(self, x: Tensor) -> Tensor:
+        """Return [..., T, d] of x [..., t, d], which blocks of experts give without a batch."""
+        return self.bound.enter(x) if x.dim() == 3 else self.bound.enter(x[None])[0]
 
     def leave(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         """Sum what the ranks' row-split projections have made; on a mesh that is done."""
-        return out if self.on_mesh else self.bound.leave(out)
+        if self.on_mesh:
+            return out
+        return self.bound.leave(out) if out.dim() == 3 else self.bound.leave(out[None])[0]
+
+    def ranges(self, split: MatrixSplit) -> tuple[Range, ...]:
+        """Return what this rank uses along a split's dimension, in coordinates of the whole."""
+        group = self.group
+        ways = ways_held(split, self._held, "mesh_columns", group)
+        return used_ranges(split, group.index, group.size, ways)
 
     def ways(self, split: MatrixSplit) -> int:
         """Return how many ways ranks hold what columns divide so."""

@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from uspft.config.checks import closest
 from uspft.config.problems import Fault, said
 from uspft.families.multimodal import language_model
-from uspft.families.table import FAMILIES, NO_KEYS
+from uspft.families.table import FAMILIES, NO_KEYS, dequantises
 from uspft.model.positions import scale_positions, settle_positions
 from uspft.sequence import Heads
 
@@ -76,6 +76,8 @@ def _read(
     else:
         raw, _ = PreTrainedConfig.get_config_dict(source, local_files_only=True)
     raw = language_model(raw)
+    if dequantises(raw["model_type"], raw):  # as which they are read, trained and written
+        del raw["quantization_config"]
     windows = {key: overrides[key] for key in WINDOWS if key in overrides}
     if "layer_types" in overrides or FAMILIES[raw["model_type"]].windows != "switched":
         windows = {}

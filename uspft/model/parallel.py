@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from uspft.families.projections import (
+    BETWEEN,
     COLUMNS,
     GATED_QUERY,
+    HEAD,
     INNER,
     KV,
     QUERY,
     ROWS,
+    SHARED,
     STATE_GATE,
     STATE_GATES,
     STATE_GROUP,
@@ -33,14 +37,15 @@ from uspft.families.projections import (
 from uspft.families.table import FAMILIES
 from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
+from uspft.model.expert_splits import over_experts, over_tensor_ranks
 from uspft.model.loss import Vocabulary
 from uspft.model.recompute import before_each_run
 from uspft.model.state_heads import divide_states
-from uspft.parameters.experts import is_experts
 from uspft.parameters.fill import places
 from uspft.parameters.names import plain_name
 from uspft.parameters.shards import MatrixSplit, Shards
 from uspft.parameters.used import used_of_held, used_ranges
+from uspft.tensor.cutting import cut
 from uspft.tensor.parts import Range, part_index, part_range
 
 if TYPE_CHECKING:
@@ -58,13 +63,14 @@ def shards_of(
     largest tensor degree of rows, where some divide matrices over more ranks than the layout.
     Raises RuntimeError for a parameter inside a block of which the family's table says nothing.
     """
-    experts = _by_experts(model) if layout.experts > 1 else {}
+    experts = over_experts(model) if layout.experts > 1 else {}
     if max(layout.tensor, tensor_of_rows) == 1:
         return Shards(layout, experts=experts)
     inside = {name.partition(".")[0] for name in table_of(model) if "." in name}
     splits: dict[str, MatrixSplit] = {}
     whole_inside: set[str] = set()
-    for name in places(model):
+    of_experts = over_tensor_ranks(model)
+    for name in (one for one in places(model) if one not in of_experts):
         owner, _, kind = name.rpartition(".")
         owner, _, adapter = owner.partition(".lora_")
         found = projection_of(model, owner) or projection_of(model, name)
@@ -74,17 +80,12 @@ def shards_of(
         along = _dim(found, kind, adapter) if found else None
         if found and along is not None:
             splits[name] = split_along(model.config, found, along)
-        elif found:
+        elif found and found is not BETWEEN:
             whole_inside.add(name)
+    splits |= {name: split for name, split in of_experts.items() if split}
+    whole_inside |= of_experts.keys() - splits.keys()
     inside_whole = frozenset(whole_inside)
     return Shards(layout, splits, experts=experts, inside=inside_whole, splits_tokens=splits_tokens)
-
-
-def _by_experts(model: Any) -> dict[str, MatrixSplit]:
-    """Return how parameters of all experts of a layer are divided by these, in rank order."""
-    named = places(model).items()
-    stacked = {name: len(parameter) for name, (parameter, _) in named if is_experts(name)}
-    return {name: MatrixSplit(0, (count,), in_order=True) for name, count in stacked.items()}
 
 
 class _Block(NamedTuple):
@@ -110,12 +111,17 @@ def split_along(config: Any, found: Projection, dim: int) -> MatrixSplit:
 def _blocks(config: Any) -> dict[str, _Block]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    singles = {
+        HEAD: heads,
+        INNER: getattr(config, "intermediate_size", None) or 0,
+        SHARED: getattr(config, "shared_expert_intermediate_size", None) or 0,
+        VOCABULARY: config.vocab_size,
+    }
     found = {
         QUERY: _Block(heads, heads * dim),
         GATED_QUERY: _Block(heads, 2 * heads * dim),
         KV: _Block(kv_heads, kv_heads * dim),
-        INNER: _Block(config.intermediate_size, config.intermediate_size),
-        VOCABULARY: _Block(config.vocab_size, config.vocab_size),
+        **{name: _Block(size, size) for name, size in singles.items()},
     }
     if FAMILIES[config.model_type].states:
         units, gates = config.linear_num_key_heads, config.linear_num_value_heads
@@ -135,7 +141,8 @@ def projection_of(model: Any, name: str) -> Projection | None:
     """Return how a module's parameters are divided, or one of its own, by the last words of its
     name."""
     table, words = table_of(model), name.split(".")
-    return table.get(words[-1]) or table.get(".".join(words[-2:]))
+    every = (table.get(".".join(words[-count:])) for count in (1, 2, 3))
+    return next((found for found in every if found), None)
 
 
 def _dim(found: Projection, kind: str, adapter: str) -> int | None:
@@ -196,8 +203,14 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
         here = {name for name, _ in layer.named_children()}
         for name, projection in table_of(model).items():
             block, _, last = name.rpartition(".")
-            if block in here and last not in STATE_OWN:
-                _divide_module(layer.get_submodule(block), (block, last), projection, splits, call)
+            owner: Any = _submodule(layer, block) if block else None
+            if owner is None or last in STATE_OWN:
+                continue
+            if last == "sinks":
+                split = shards.splits[f"{names[id(owner)]}.{last}"]
+                owner.uspft_sinks = partial(_used_sinks, call, split)
+            else:
+                _divide_module(owner, (block, last), projection, splits, call)
         if STATE_LAYER in here:
             state, own = layer.get_submodule(STATE_LAYER), (*STATE_OWN, "conv1d.weight")
             every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
@@ -216,9 +229,9 @@ def _divide_module(
     named: the names of the block and of the module in it. splits: by the identity of a module.
     """
     block, last = named
-    module: Any = owner.get_submodule(last)
+    module: Any = getattr(owner, last, None)
     split = splits.get(id(module))
-    if split is None or isinstance(module, nn.Conv1d):  # a norm of each head alone has none
+    if split is None or isinstance(module, nn.Conv1d):  # whole on each rank, or not in this layer
         return
     if "norm" in last:
         setattr(owner, last, SplitNorm(module, split, call))
@@ -232,11 +245,24 @@ def _divide_module(
         share_heads(owner, last, split, call)
 
 
+def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
+    """Return a module of a layer; None where it has none, as where others have experts."""
+    found: Any = layer
+    for word in path.split("."):
+        found = getattr(found, word, None)
+    return found
+
+
+def _used_sinks(call: Call, split: MatrixSplit, sinks: Tensor) -> Tensor:
+    """Return the sinks of those query heads that a call has here."""
+    return cut(sinks, call.used(split)[:1])
+
+
 def enter_and_leave(owner: nn.Module, last: str, block: str, call: Call) -> None:
     """Enter a block before it runs, and leave it after its last projection, whose name it is."""
     owner.register_forward_pre_hook(call.enter, with_kwargs=True)
     # What is done in tiles ends before ranks sum what they have made.
-    end = owner if block == "mlp" else owner.get_submodule(last)
+    end = owner if block.startswith("mlp") else owner.get_submodule(last)
     end.register_forward_hook(call.leave)
 
 

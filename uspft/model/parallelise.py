@@ -55,7 +55,7 @@ def divide_matrices(
         grid.split_model(model, holders)
     else:
         parallel.split_model(model, holders, moves=moves)
-    spread_experts(model, holders)
+    spread_experts(model, holders, moves=moves)
 
 
 def save_memory(

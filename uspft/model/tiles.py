@@ -43,7 +43,8 @@ def work_in_tiles(model: Any, tile: int) -> None:
     modules, of_heads = [model.base_model.norm], []
     for layer in model.base_model.layers:
         modules += _norms(layer)
-        block = getattr(layer.mlp, "experts", layer.mlp)
+        mlp = getattr(layer, "mlp", None) or layer.block_sparse_moe
+        block = getattr(mlp, "experts", mlp)
         if held := getattr(block, "uspft", None):  # whose rows come from other ranks
             held.compute = Tiled(block, tile, plain=held.compute)
         else:

@@ -86,5 +86,6 @@ def _narrower(model: nn.Module, rank: int) -> list[str]:
     """Return the last words of the adapted projections that have a side smaller than the rank."""
     shapes = {plain_name(name): value.shape for name, value in model.named_parameters()}
     owners = [name.partition(".lora_A.")[0] for name in shapes if ".lora_A." in name]
-    narrow = [owner for owner in owners if min(shapes[f"{owner}.weight"]) < rank]
+    sides = {one: shapes.get(f"{one}.weight") or shapes[one][1:] for one in owners}
+    narrow = [owner for owner in owners if min(sides[owner]) < rank]
     return sorted({owner.rpartition(".")[2] for owner in narrow})

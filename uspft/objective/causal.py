@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from uspft.model.router import router_loss
+from uspft.comm import sum_over
+from uspft.model.router import own_tokens, router_loss
 from uspft.objective.objective import ROWS, TARGETS, Scales, Term
 
 if TYPE_CHECKING:
@@ -42,10 +43,19 @@ class Causal:
         return torch.stack([loss, *balance])
 
     def _balance(self, found: Layered, batch: Batch, scale: float) -> Tensor:
-        config, rows = self._config, len(batch.rows)
-        top_k, group = config.num_experts_per_tok, batch.world.mesh.context
-        part = router_loss(found.router_logits, batch.row_of, rows, top_k, group)
-        return part * (config.router_aux_loss_coef * scale)
+        config, rows, mesh = self._config, len(batch.rows), batch.world.mesh
+        top_k, row_of = config.num_experts_per_tok, batch.row_of
+        groups = [mesh.context]
+        if batch.world.tensor.splits_tokens:
+            row_of = own_tokens(row_of, mesh.columns, -1)
+            groups.append(mesh.columns)
+        part = router_loss(found.router_logits, row_of, rows, top_k, groups)
+        part = part * (config.router_aux_loss_coef * scale)
+        if len(groups) == 1:
+            return part
+        # One of the tensor ranks is counted, and each has the gradient of its own tokens.
+        whole = sum_over(part.detach().clone(), mesh.columns, "router")
+        return part + (whole - part).detach()
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         loss = means["loss"]

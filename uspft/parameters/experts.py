@@ -15,14 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from uspft.parameters.mxfp4 import BLOCKS, SCALES, whole_shape
+
 _FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)")
-_BIAS = re.compile(r".*\.mlp\.experts\.(gate_up_proj|down_proj)_bias")
+_STACKED = re.compile(r".*\.(mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?")
 _CONVOLUTION = re.compile(r"(?P<block>.*\.linear_attn)\.conv1d\.weight")
 _RENAMED = {
-    ".input_layernorm.": ".attention_layer_norm.",
-    ".post_attention_layernorm.": ".feedforward_layer_norm.",
+    "olmo_hybrid": {
+        ".input_layernorm.": ".attention_layer_norm.",
+        ".post_attention_layernorm.": ".feedforward_layer_norm.",
+    },
+    "granitemoe": {
+        ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+        ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+        ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+    },
 }
-"""The norms of OLMo Hybrid in transformers and in files."""
+"""By model_type parts of names in transformers and in files: OLMo Hybrid's norms, Granite's
+experts."""
 _ROUTER = re.compile(r"(?P<block>.*)\.mlp\.gate\.weight")
 
 
@@ -43,21 +53,25 @@ class Spelling(NamedTuple):
 SPELLINGS = {
     "mixtral": Spelling("block_sparse_moe", "w1", "w3", "w2"),
     **dict.fromkeys(
-        ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
+        ("qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text"),
         Spelling("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
 }
 """The spelling in files of each model_type."""
+INPUTS_FIRST = frozenset({"gpt_oss"})
+"""The model types whose matrices of experts are [E, takes, gives] and not [E, gives, takes]."""
 
 
 class Stored(NamedTuple):
     """The tensors in files that make one parameter.
 
-    width: how many of them make one expert; 0 where the parameter has no experts.
+    width: how many of them make one expert; 0 where the parameter has no experts. quantised:
+    whether they are its blocks and scales in MXFP4.
     """
 
     parts: list[str]
     width: int
+    quantised: bool = False
 
     def join(self, tensors: list[Tensor]) -> Tensor:
         if not self.width:
@@ -76,7 +90,7 @@ class Stored(NamedTuple):
 
 def is_experts(name: str) -> bool:
     """Tell whether a parameter holds weights or biases of all experts of a layer."""
-    return bool(_FUSED.fullmatch(name) or _BIAS.fullmatch(name))
+    return bool(_STACKED.fullmatch(name))
 
 
 def is_router(module: nn.Module) -> bool:
@@ -99,6 +113,8 @@ def find(name: str, files: Collection[str]) -> Stored | None:
     """
     if name in files:
         return Stored([name], 0)
+    if (quantised := [name + BLOCKS, name + SCALES])[0] in files:
+        return Stored(quantised, 0, True) if quantised[1] in files else None
     for spelling in SPELLINGS.values():
         if match := _FUSED.fullmatch(name):
             parts: list[str] = []
@@ -115,8 +131,8 @@ def find(name: str, files: Collection[str]) -> Stored | None:
     if match := _CONVOLUTION.fullmatch(name):
         parts = _three(match["block"])
         return Stored(parts, 0) if all(part in files for part in parts) else None
-    renamed = _renamed(name)
-    return Stored([renamed], 0) if renamed in files else None
+    renamed = (_renamed(name, kind) for kind in _RENAMED)
+    return next((Stored([one], 0) for one in renamed if one in files), None)
 
 
 def _three(block: str) -> list[str]:
@@ -124,8 +140,8 @@ def _three(block: str) -> list[str]:
     return [f"{block}.{part}_conv1d.weight" for part in "qkv"]
 
 
-def _renamed(name: str) -> str:
-    for own, stored in _RENAMED.items():
+def _renamed(name: str, kind: str) -> str:
+    for own, stored in _RENAMED[kind].items():
         name = name.replace(own, stored)
     return name
 
@@ -133,6 +149,11 @@ def _renamed(name: str) -> str:
 def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return names and shapes as transformers has them, from those in files."""
     found = dict(held)
+    for blocks in [name for name in found if name.endswith(BLOCKS)]:
+        name = blocks.removesuffix(BLOCKS)
+        if name + SCALES in found:
+            del found[name + SCALES]
+            found[name] = whole_shape(found.pop(blocks))
     for spelling in SPELLINGS.values():
         router = f".{spelling.module}.gate.weight"
         for name in [name for name in found if name.endswith(router)]:
@@ -154,7 +175,7 @@ def fused_shapes(held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ..
         if all(part in found for part in _three(block)):
             shapes = [found.pop(part) for part in _three(block)]
             found[f"{block}.conv1d.weight"] = (sum(one[0] for one in shapes), *shapes[0][1:])
-    for own, other in _RENAMED.items():
+    for own, other in chain.from_iterable(names.items() for names in _RENAMED.values()):
         for name in [name for name in found if other in name]:
             found[name.replace(other, own)] = found.pop(name)
     return found
@@ -164,6 +185,9 @@ def as_files(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tu
     """Yield the names and tensors as which files of a model hold a parameter. config: its own."""
     if config["model_type"] == "olmo_hybrid":
         yield from _as_olmo(name, value, config)
+        return
+    if config["model_type"] == "granitemoe":
+        yield _renamed(name, "granitemoe"), value
         return
     spelling = SPELLINGS.get(config["model_type"])
     if spelling and (match := _FUSED.fullmatch(name)):
@@ -183,4 +207,4 @@ def _as_olmo(name: str, value: Tensor, config: Mapping[str, Any]) -> Iterator[tu
         parts = value.split([keys, keys, values])
         yield from zip(_three(match["block"]), parts, strict=True)
     else:
-        yield _renamed(name), value
+        yield _renamed(name, "olmo_hybrid"), value

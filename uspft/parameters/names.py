@@ -6,7 +6,9 @@ import re
 
 ADAPTER = "default"
 """The name that peft gives a model's only adapter."""
-_INSERTED = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)")
+BESIDE = "_adapter"
+"""The end of the name of a module that is the adapter of the parameter that it is named after."""
+_INSERTED = re.compile(rf"\.(base_layer|{ADAPTER})(?=\.|$)|(\.weight)?{BESIDE}(?=\.lora_)")
 
 
 def plain_name(name: str) -> str:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +20,9 @@ from uspft.config.problems import InputError, said
 from uspft.families.multimodal import own_name
 from uspft.families.table import FAMILIES
 from uspft.parameters.experts import Stored, find, fused_shapes, is_experts, is_router
+from uspft.parameters.mxfp4 import read_quantised, whole_shape
 from uspft.parameters.names import plain_name
-from uspft.parameters.part import Part, read_boxes
+from uspft.parameters.part import Part, as_slices, read_boxes
 
 
 class WeightsError(InputError):
@@ -75,6 +77,44 @@ class FolderWeights:
             raise WeightsError(f"{self._folder} holds no parameter {name}", _AGAIN)
         if len(stored.parts) == 1:
             return self._read_part(name, stored.parts[0], part)
+        if stored.quantised:
+            return self._read_quantised(name, stored.parts, part)
+        if stored.width:
+            return self._read_experts(name, stored, part)
+        return self._read_joined(name, stored, part)
+
+    def _read_quantised(self, name: str, stored: list[str], part: Part) -> Tensor:
+        """Read a part of a parameter in MXFP4, as float32. Raises WeightsError."""
+        blocks, scales = ((self._folder / self._files[one], one) for one in stored)
+        with _opened(blocks[0]) as mine, _opened(scales[0]) as theirs:
+            packed = mine.get_slice(blocks[1])
+            _require_shape(blocks[0], name, whole_shape(tuple(packed.get_shape())), part)
+            return read_quantised(packed, theirs.get_slice(scales[1]), part)
+
+    def _read_experts(self, name: str, stored: Stored, part: Part) -> Tensor:
+        """Read a part of a parameter that is some matrices of each expert in files, the bytes of
+        the part alone. Raises WeightsError."""
+        width, out = stored.width, None
+        experts = chain.from_iterable(range(*bounds) for bounds in part.ranges[0])
+        for at, expert in enumerate(experts):
+            for number, one in enumerate(stored.parts[expert * width : (expert + 1) * width]):
+                path = self._folder / self._files[one]
+                with _opened(path) as tensors:
+                    held = tensors.get_slice(one)
+                    rows, columns = held.get_shape()
+                    whole = len(stored.parts) // width, rows * width, columns
+                    _require_shape(path, name, whole, part)
+                    mine = Part(part.shape[1:], part.ranges[1:])
+                    span = ((number * rows, (number + 1) * rows),)
+                    for here, there in mine.meets(Part(mine.shape, (span, ((0, columns),)))):
+                        value = held[as_slices(there)]
+                        out = value.new_empty(part.size) if out is None else out
+                        out[at][as_slices(here)] = value
+        assert out is not None
+        return out
+
+    def _read_joined(self, name: str, stored: Stored, part: Part) -> Tensor:
+        """Read a part of a parameter that is several tensors in files. Raises WeightsError."""
         held: dict[str, Tensor] = {}
         for file in sorted({self._files[one] for one in stored.parts}):
             path = self._folder / file

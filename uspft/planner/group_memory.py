@@ -54,7 +54,7 @@ class GroupMemory:
     sizes: GroupSizes
     tiles: GroupTiles
     kept: list[Storage] = field(default_factory=list)
-    """What the first run made, where the second does not make it again."""
+    """What the first run made, until the backward, where the second does not make it again."""
     come: Storage | None = None
     """The input of the layer below, once it has come."""
 
@@ -62,10 +62,9 @@ class GroupMemory:
         """Return what the block makes of x. trains: whether any of its weights does."""
         tape = self.tape
         needed = bool(x.node) or trains
-        kept, self.kept = self.kept, []
-        saved = kept or self._attended()
-        if needed and self.sizes.remembers and not kept:
-            self.kept = saved
+        saved = [*self.kept] or self._attended()
+        if needed and self.sizes.remembers:
+            self.kept = [*saved]
         made = tape.new(self.sizes.hidden)
         self.tiles.last()
         inputs, wanted = [x.storage], bool(x.node)
@@ -76,6 +75,7 @@ class GroupMemory:
             inputs.clear()
 
             def run(grads: GradientStorages) -> GradientStorages:
+                self.kept = []
                 return self._backward(held, of, wanted=wanted)
 
             return run

@@ -94,6 +94,9 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "qwen3_5_text": LayerKind(normed_heads=True),
     "qwen3_5_moe_text": LayerKind(router="mlp.gate", normed_heads=True),
     "qwen3_next": LayerKind(router="mlp.gate", normed_heads=True),
+    "qwen2_moe": LayerKind(router="mlp.gate"),
+    "olmoe": LayerKind(router="mlp.gate", normed_together=True),
+    "granitemoe": LayerKind(router="block_sparse_moe.router", scaled=True, probabilities=False),
     "mixtral": LayerKind(router="mlp.gate", wide_scores=True),
     "qwen3_moe": LayerKind(router="mlp.gate", normed_heads=True),
     "gpt_oss": LayerKind(

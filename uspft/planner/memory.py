@@ -185,7 +185,8 @@ def lora_of(model: ModelBlock) -> Lora | None:
     if not model.adapter:
         return None
     block = model.adapter
-    return Lora(block.rank, block.target_modules, dropout=block.dropout > 0)
+    lora = Lora(block.rank, block.target_modules, dropout=block.dropout > 0)
+    return replace(lora, parameters=block.target_parameters)
 
 
 def memory_of(
@@ -282,6 +283,10 @@ def unpredicted(
     found = {
         "layers with a state": FAMILIES[shape.model_type].states,
         "layers without experts beside others": _mixed(shape),
+        "an expert that every token meets": bool(shape.raw.get("shared_expert_intermediate_size")),
+        "experts in other blocks than mlp": shape.model_type == "granitemoe",
+        "experts in parts over tensor ranks": layout.tensor > 1 and shape.experts > 1,
+        "adapters of experts": bool(options.lora and options.lora.parameters),
     }
     return tuple(what for what, here in found.items() if here)
 
@@ -496,6 +501,8 @@ def layer_windows(shape: ModelShape) -> tuple[int | None, ...]:
             turned = shape.raw.get("no_rope_layers") or [(i + 1) % every for i in layers]
             return tuple(None if turned[i] else window for i in layers)
         first = shape.raw.get("max_window_layers", 28)
+        if shape.model_type == "qwen2_moe":  # every other one of the first
+            return tuple(None if i >= first or i % 2 else window for i in layers)
         return tuple(window if i >= first else None for i in layers)
     full = 6 if shape.model_type == "gemma3_text" else 2
     return tuple(window if (i + 1) % full else None for i in layers)

@@ -40,6 +40,8 @@ class Lora:
     modules: tuple[str, ...] | None = None
     """The last words of the projections that have one; None for all."""
     dropout: bool = False
+    parameters: tuple[str, ...] = ()
+    """The names of what has one beside these: matrices of experts, and of routers."""
 
     def adapts(self, name: str) -> bool:
         """Tell whether a projection of a layer has an adapter."""

@@ -22,6 +22,10 @@ def run_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> li
     if not every:
         return layout_findings(recipe, layout, shape)
     findings: list[Finding] = []
+    degrees = {one.model_parallel for one in strategies_of(recipe)}
+    if layout.experts > 1 and len(degrees) > 1:
+        what = f"is {layout.experts}, beside strategies whose model_parallel differs"
+        findings.append((EXPERTS, what, "write 1, or one model_parallel in all strategies"))
     for number in range(every):
         alone = under(recipe, number)
         found = layout_of(alone.parallel_config, layout.ranks)
@@ -79,10 +83,15 @@ def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:
 def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
     """Return why a model's matrices cannot be split over tensor ranks."""
     key, kind = "parallel_config.model_parallel", shape.model_type
-    if FAMILIES[kind].routed:
-        able = [name for name, one in FAMILIES.items() if not one.routed]
+    if FAMILIES[kind].routed and FAMILIES[kind].states:
+        able = [name for name, one in FAMILIES.items() if not (one.routed and one.states)]
         what = f"splits matrices {layout.tensor} ways, which is not available for `{kind}` yet"
         return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
+    if FAMILIES[kind].routed and layout.is_mesh:
+        able = [name for name, one in FAMILIES.items() if not (one.routed or one.states)]
+        what = f"is meshslice, and experts, which `{kind}` has, do not lie on a mesh yet"
+        remedy = f"write megatron, or name a model of type {', '.join(able)}"
+        return [("parallel_config.tensor_parallel_algo", what, remedy)]
     algorithm = tensor_algorithm(recipe.parallel_config, layout)
     found = algorithm.problems(shape.heads, shape.kv_heads, shape.hidden_size)
     return found or _states(layout, shape)

@@ -202,7 +202,7 @@ def export_run(run: Run, step: int) -> Path | None:
         names = touched(every, run.engine.trained()) if base else list(chain(*merge_order(every)))
         with on_first_rank(run.engine, names) as read:
             if read:
-                tensors = merged(names, read, block.adapter)
+                tensors = merged(names, read, block.adapter, run.config.model_type)
                 dtype = getattr(torch, block.dtype)
                 export_folder(tensors, dtype, describe, new / MODEL, base)
     return publish_exports(output) if first_rank else None

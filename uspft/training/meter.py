@@ -15,6 +15,7 @@ import torch
 from uspft.comm import KINDS, largest, total
 from uspft.metrics import peak_memory_bytes
 from uspft.model.build import parameter_count
+from uspft.model.expert_load import ExpertLoad
 from uspft.model.hf_config import heads_of, layer_windows
 from uspft.pipeline.stages import stages_of
 from uspft.planner.flops import peak_flops, step_flops
@@ -44,6 +45,7 @@ class Meter:
         self._peak = peak_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         every = layer_windows(run.config)
         self._layers, self._windows = len(every), Counter(every[n] for n in layers_here(run))
+        self._experts = ExpertLoad(run.model, run.engine.holders, device)
         run.world.books.close()
 
     def record(
@@ -85,6 +87,7 @@ class Meter:
             record["switch_seconds"] = result.switch_seconds
         told = {name: result.means[name] for name in others}
         record |= {name: value if math.isfinite(value) else None for name, value in told.items()}
+        record |= self._experts.told()
         return record | ({"skipped": True} if result.skipped else {})
 
     def _worlds(self, batches: Sequence[Batch]) -> Sequence[World]:

@@ -17,7 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from uspft.config.strategies import row_lengths
 from uspft.data import Row, training_rows
+from uspft.model.expert_splits import expert_modules
 from uspft.model.hf_config import attention_of
+from uspft.model.parameter_adapter import adapters, form_weights
 from uspft.model.trained import choose_trained, trained_parameters
 from uspft.parameters.fill import places
 from uspft.parameters.names import is_adapter
@@ -95,6 +97,8 @@ def _model(recipe: Recipe) -> Any:
     uspft draws."""
     dtype = getattr(torch, recipe.model.dtype)
     config = plain_config(recipe.model)
+    if quantised := getattr(config, "quantization_config", None):
+        config.quantization_config = {**quantised, "dequantize": True}
     how: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention_of(config)}
     if recipe.model.config is None:
         model = _loaded(recipe, config, how)
@@ -106,6 +110,9 @@ def _model(recipe: Recipe) -> Any:
     pin_frequencies(model, recipe.data.sequence_length)
     choose_trained(model, recipe.model, recipe.seed)
     _start_adapter(model, recipe)
+    for _, module in expert_modules(model):
+        if any(adapters(module)):
+            form_weights(module)  # as peft does; uspft's own experts never form them
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
     if recipe.memory.gradient_checkpointing:

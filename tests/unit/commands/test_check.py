@@ -192,7 +192,7 @@ def test_experts_of_every_family_are_active_in_part(
     check: Callable[..., Said], tmp_path: Path
 ) -> None:
     routed = [kind for kind, (_, own) in ARCHITECTURES.items() if "num_experts_per_tok" in own]
-    assert len(routed) == 4
+    assert len(routed) == 7
     for kind in routed:
         folder = make_model(tmp_path / kind, kind)
         (line,) = check(model={"name_or_path": str(folder)}).about("parameters")

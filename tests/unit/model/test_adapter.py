@@ -171,7 +171,7 @@ def test_an_adapter_starts_as_pefts_does() -> None:
 
 def test_without_an_adapter_merging_hands_on_what_there_is() -> None:
     held = {"b": torch.ones(2), "a": torch.zeros(2)}
-    assert [name for name, _ in merged(held, held.__getitem__, None)] == ["b", "a"]
+    assert [name for name, _ in merged(held, held.__getitem__, None, "llama")] == ["b", "a"]
 
 
 @pytest.mark.parametrize("alpha", [6.0, 1.0])
@@ -187,7 +187,7 @@ def test_merging_scales_by_alpha_over_rank(alpha: float) -> None:
         "down_proj.lora_B.weight": theirs["down_proj"].lora_B["default"].weight.detach(),
     }
     held["down_proj.lora_B.weight"].normal_()
-    ((name, value),) = merged(held, held.__getitem__, block)
+    ((name, value),) = merged(held, held.__getitem__, block, "llama")
     theirs["down_proj"].merge()
     assert name == "down_proj.weight" and not torch.allclose(value, before, atol=1e-2)
     torch.testing.assert_close(value, theirs["down_proj"].base_layer.weight.detach())

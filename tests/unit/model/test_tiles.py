@@ -16,7 +16,7 @@ from uspft.model.tile_sizes import mlp_tile_tokens
 from uspft.model.tiles import Tiled, inner_features, work_in_tiles
 
 TOKENS = 33
-NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "qwen3_5_text", "qwen3_next")
+NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmoe", "qwen3_5_text", "qwen3_next")
 NORMED += ("qwen3_5_moe_text", "olmo_hybrid")
 TILES = [1, 16, 32, 33]
 """Two of them leave a last tile of one token; in the last all tokens are one tile."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +21,8 @@ from uspft.mesh import Groups
 from uspft.model.build import empty_model, parameter_count
 from uspft.model.fit import require_fit
 from uspft.model.hf_config import layer_windows, model_config
-from uspft.parameters.experts import as_files
+from uspft.parameters import source
+from uspft.parameters.experts import as_files, is_experts
 from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.part import Part
 from uspft.parameters.shards import Holders, Shards
@@ -58,6 +61,51 @@ def test_a_folder_is_read_and_written_as_transformers_does(folder: Path) -> None
     if config.model_type == "olmo_hybrid":  # whose convolution transformers cuts in equal parts
         written, files = (joined(tensors) for tensors in (written, files))
     assert all(torch.equal(written[name], files[name]) for name in files)
+
+
+class Sliced:
+    """A safetensors file that gives slices alone, and counts their values."""
+
+    read: ClassVar[list[int]] = []
+
+    def __init__(self, *place: Any) -> None:
+        self._file = safe_open(*place)
+
+    def __enter__(self) -> Sliced:
+        self._tensors = self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def get_slice(self, name: str) -> Any:
+        held, read = self._tensors.get_slice(name), self.read
+
+        class Counted:
+            get_shape = staticmethod(held.get_shape)
+
+            def __getitem__(self, where: Any) -> torch.Tensor:
+                value: torch.Tensor = held[where]
+                read.append(value.numel())
+                return value
+
+        return Counted()
+
+
+def test_a_part_of_experts_is_read_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files have a matrix for each expert, too."""
+    net = AutoModelForCausalLM.from_pretrained(folder)
+    weights = FolderWeights(folder)
+    monkeypatch.setattr(source, "safe_open", Sliced)
+    for name, value in net.named_parameters():
+        if not is_experts(name) or value.ndim < 3:
+            continue
+        rows, half = value.shape[1], value.shape[1] // 2
+        ranges = ((1, 3),), ((0, 5), (half, half + 5)), ((3, 9), (rows // 4, rows // 4 + 2))
+        part = Part(tuple(value.shape), ranges)
+        Sliced.read.clear()
+        assert torch.equal(weights.read(name, part), part.cut(value))
+        assert sum(Sliced.read) == part.count
 
 
 def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,87 @@
+"""How evenly the tokens of a step meet the experts of a layer, and the ranks that hold them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from uspft.comm import largest, total
+from uspft.model.divided import Call
+from uspft.model.expert_splits import expert_modules
+from uspft.model.recompute import before_each_run
+from uspft.model.router import own_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from uspft.comm import Group
+    from uspft.parameters.shards import Holders
+
+
+class ExpertLoad:
+    """The choices of experts since they were last told: those of training, without padding.
+
+    A layer that runs again for its backward pass counts again, all of its choices alike, which
+    changes no ratio.
+    """
+
+    def __init__(self, model: Any, holders: Holders, device: torch.device) -> None:
+        """Count what the routers of a model choose from now on."""
+        self._holders, self._device, self._layers = holders, device, 0
+        self._counts: dict[int, Tensor] = {}
+        found = {id(module): module for _, module in expert_modules(model)}
+        for layer in model.base_model.layers:
+            for module in layer.modules():
+                if id(module) in found:
+                    call = Call(holders.shards.layout)
+                    before_each_run(layer, call.begin)
+                    count = partial(self._count, self._layers, call)
+                    module.register_forward_pre_hook(count)
+                    self._layers += 1
+        sizes = [module.num_experts for module in found.values()]
+        self._experts = max(sizes, default=0) * holders.experts.size
+
+    def _count(self, number: int, call: Call, module: nn.Module, args: Any) -> None:
+        if not module.training:
+            return
+        index_tk, group, real_t = args[1], call.group, call.bound.real
+        if split := call.bound.world.tensor.splits_tokens:
+            real_t = own_tokens(real_t, group)
+        # Tensor ranks that do not split tokens each see all of them.
+        times = real_t.to(torch.float64) / (1 if split else group.size)
+        if number not in self._counts:
+            self._counts[number] = times.new_zeros(self._experts)
+        chosen = index_tk.flatten()
+        self._counts[number].index_add_(0, chosen, times.repeat_interleave(index_tk.shape[1]))
+
+    def told(self) -> dict[str, float]:
+        """Return the largest load of an expert ÷ the mean, of the layer where that is most, and
+        where ranks divide experts that of a rank; and begin anew. Collective.
+        """
+        holders = self._holders
+        if not self._layers:
+            return {}
+        none = torch.zeros(self._experts, dtype=torch.float64)
+        counts = [self._counts.get(n, none).cpu() for n in range(self._layers)]
+        self._counts = {}
+        mine = torch.stack(counts)
+        every = self._sum(mine, holders.everyone)
+        means = every.mean(1).clamp(min=torch.finfo(every.dtype).tiny)
+        found = {"expert_balance": float((every.amax(1) / means).max())}
+        group = holders.experts
+        if group.size == 1:
+            return found
+        here = self._sum(self._sum(mine, holders.tensor), group).unflatten(1, (group.size, -1))
+        loads = here[:, group.index].sum(1)
+        most = torch.tensor(largest(loads.tolist(), holders.everyone, self._device))
+        whole = self._sum(loads, holders.everyone)
+        ranks = holders.everyone.size // holders.shards.layout.pipeline  # of those with the layer
+        found["expert_rank_balance"] = float((most * ranks / whole.clamp(min=1e-9)).max())
+        return found
+
+    def _sum(self, x: Tensor, group: Group) -> Tensor:
+        """Return the sum of numbers over ranks."""
+        summed = total(x.flatten().tolist(), group, self._device)
+        return torch.tensor(summed, dtype=x.dtype).view_as(x)
