@@ -299,7 +299,7 @@ def test_data_that_has_gone_between_two_runs_is_named_and_nothing_is_touched(
     folder = checkpoint_of(ground)
     before = sorted(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     data.unlink()
-    ground.call(capsys).about("data.train.path", "mine.jsonl` does not exist")
+    ground.call(capsys).about("data.train.path", "mine.jsonl does not exist")
     data.write_text(text + text)
     ground.call(capsys).about("data.train", "than the checkpoint was trained on", "put files")
     assert before == sorted(path.read_bytes() for path in folder.rglob("*") if path.is_file())

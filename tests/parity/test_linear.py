@@ -413,7 +413,7 @@ def test_the_books_have_what_the_formula_says(case: Case, answers: Any) -> None:
     held = {sum(b - a for a, b in spans) for spans in order}
     if len(held) == 1:
         (tokens,) = held
-        attention = heads_traffic(Heads(4, 2, 16), case.ulysses, tokens, BYTES, made.heads)
+        attention = heads_traffic(Heads(4, 2, 16), case.ulysses, tokens, BYTES, made)
         exchanged = 3 * cost.all_to_all.bytes + (case.ulysses > 1) * attention.bytes
         assert max(one.get("all_to_all", 0) for one in sent) == exchanged
 

@@ -99,7 +99,8 @@ def writing(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = f"{error.filename}: {error.strerror}" if error.strerror else said(error)
+        why = error.strerror or said(error)
+        why = f"{error.filename}: {why}" if error.filename else why
         raise RunFailed(f"{what} cannot be written ({why}); make room there") from error
 
 
