@@ -19,6 +19,7 @@ TABLES = {
     ("README.md", "page"): "models' names",
     ("docs/choosing.md", "you have"): "cards and sizes that a reader has; recipes of these names",
     ("docs/coming-from.md", "field"): "values of fields, of a table that a test compares",
+    ("docs/coming-from-mindspore.md", "there"): "their values, of a table that a test compares",
     ("docs/coming-from.md", "there"): "ZeRO's stages, of a table that a test compares",
     ("docs/hosts.md", "NVIDIA driver"): "versions, of install.py's table",
     ("docs/hosts.md", "compute capability"): "NVIDIA's names, and versions of flash-attn",
