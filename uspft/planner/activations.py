@@ -487,7 +487,7 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
         # What came back from the host for the second run goes with it.
         then = hidden.clear if sizes.offloads else lambda: None
         tape.second_run(lambda: layer(hidden[0]), size, then)
-    held = sum(one.size for one in tape.stays)
+    held = sum({id(one): one.size for one in tape.stays}.values())
     return LayerBytes(kept, tape.most, held) if trains else LayerBytes(0.0, tape.most)
 
 

@@ -71,6 +71,7 @@ OPEN = (
     "context_parallel",
     "context_parallel_algo",
     "ulysses_degree_in_cp",
+    "expert_parallel",
 )
 ALL_OPEN = ("parallel_config=auto", "deepspeed.zero_optimization.stage=auto")
 ALL_OPEN += ("training.micro_batch_size=auto",)
