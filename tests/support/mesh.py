@@ -17,6 +17,11 @@ SLICED = {"llama": 2, "qwen2": [1, 2, 4, 8], "qwen3": 4, "mistral": 1, "phi3": [
 ALGORITHMS = (None, "ring_cp", "ulysses_cp", "allgather_cp")
 
 
+STATEFUL = ("qwen3_5_text", "olmo_hybrid")
+ON_MESHES = {name: one for name, one in MODELS.items() if one["kind"] not in STATEFUL}
+"""Those that meshes split: layers with a state they do not."""
+
+
 def on_mesh(rows: int, columns: int) -> dict[str, Any]:
     """A `parallel_config` of a mesh, with two slices of every product."""
     mesh = {"model_parallel": rows * columns, "tensor_mesh": [rows, columns]}
@@ -35,7 +40,7 @@ class MeshCase(Case):
         context, _ = self.layout
         found = on_mesh(rows, columns) | {"context_parallel": context}
         found["tensor_slices"] = SLICED.get(self.model, "auto")
-        turn = ALGORITHMS[(list(MODELS).index(self.model) + rows + context) % len(ALGORITHMS)]
+        turn = ALGORITHMS[(list(ON_MESHES).index(self.model) + rows + context) % len(ALGORITHMS)]
         if turn and rows * context > 1:
             found["context_parallel_algo"] = turn
         return found
@@ -56,9 +61,9 @@ def cases(ranks: int, *, full: bool = False) -> list[MeshCase]:
 
     factors = layouts(ranks), STAGES, (False, True)
     if full:
-        found = [one_of(*case) for case in pairwise(tuple(MODELS), *factors)]
+        found = [one_of(*case) for case in pairwise(tuple(ON_MESHES), *factors)]
         return list(dict.fromkeys([*found, *_all_of("llama", factors, one_of)]))
-    models, found = list(MODELS), pairwise(*factors)
+    models, found = list(ON_MESHES), pairwise(*factors)
     if ranks == 8:
         every_second = [one for n, one in enumerate(layouts(ranks)) if n % 4 in (0, 3)]
         found = [(one, STAGES[n % 3], n % 2 > 0) for n, one in enumerate(every_second)]

@@ -84,11 +84,11 @@ def loses_a_rank(switching: str, mark: Path) -> None:
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def step(*given: Any) -> Any:
+    def step(*given: Any, **more: Any) -> Any:
         nonlocal steps
         steps += 1
         seen.clear()
-        return take(*given)
+        return take(*given, **more)
 
     def between_rows(engine: Any, batch: Any, scales: Any) -> Any:
         seen.append(batch.world.layout.tensor)

@@ -29,7 +29,7 @@ def trained(rank: int, folder: Path, data: Path) -> list[Any]:
 
     def before(run: Any) -> None:
         step = run.engine.step
-        run.engine.step = lambda *given: (step(*given), steps.append(1))[0]
+        run.engine.step = lambda *given, **more: (step(*given, **more), steps.append(1))[0]
 
     loop.set_deadline = lambda limit: seen.append((len(steps), limit))
     run_recipe(recipe, folder / "out", before=before)

@@ -29,6 +29,8 @@ llama3.1-8b-text-ulysses-64k
     meta-llama/Llama-3.1-8B, 2 GPUs, rows of 64k: all weights, on texts
 gemma3-12b-chat-ulysses-32k
     google/gemma-3-12b-it, 8 GPUs, rows of 32k: all weights, on conversations
+gpt-oss-20b-text-ulysses-64k
+    openai/gpt-oss-20b, 8 GPUs, rows of 64k: all weights, on texts
 llama3.1-70b-lora-mesh-32k
     meta-llama/Llama-3.1-70B, 8 GPUs, rows of 32k: LoRA, on conversations
 llama3.1-70b-lora-tensor-32k
@@ -43,18 +45,24 @@ qwen2.5-7b-chat-switching-32k
     Qwen/Qwen2.5-7B-Instruct, 8 GPUs, rows of 32k: all weights, on conversations
 qwen2.5-7b-chat-ulysses-32k
     Qwen/Qwen2.5-7B-Instruct, 8 GPUs, rows of 32k: all weights, on conversations
+qwen3-30b-a3b-lora-ulysses-32k
+    Qwen/Qwen3-30B-A3B, 8 GPUs, rows of 32k: LoRA, on conversations
 qwen3-8b-text-ring-64k
     Qwen/Qwen3-8B, 8 GPUs, rows of 64k: all weights, on texts
 qwen3.5-9b-text-planned-128k
     Qwen/Qwen3.5-9B, 8 GPUs, rows of 128k: all weights, on texts
 llama3.1-8b-text-hybrid-128k-16gpu
     meta-llama/Llama-3.1-8B, 16 GPUs, rows of 128k: all weights, on texts
+mixtral-8x7b-v0.1-text-ulysses-32k-16gpu
+    mistralai/Mixtral-8x7B-v0.1, 16 GPUs, rows of 32k: all weights, on texts
 llama3.1-8b-text-planned-15m-32gpu
     meta-llama/Llama-3.1-8B, 32 GPUs, rows of 15m: all weights, on texts
 llama3.1-70b-text-pipeline-8k-64gpu
     meta-llama/Llama-3.1-70B, 64 GPUs, rows of 8k: all weights, on texts
 llama3.1-70b-text-tensor-128k-64gpu
     meta-llama/Llama-3.1-70B, 64 GPUs, rows of 128k: all weights, on texts
+qwen3-30b-a3b-text-hybrid-128k-64gpu
+    Qwen/Qwen3-30B-A3B, 64 GPUs, rows of 128k: all weights, on texts
 qwen3-next-80b-a3b-text-hybrid-128k-64gpu
     Qwen/Qwen3-Next-80B-A3B-Instruct, 64 GPUs, rows of 128k: all weights, on texts
 """

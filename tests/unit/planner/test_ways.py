@@ -16,6 +16,7 @@ from uspft.pipeline.schedules import PLAIN
 from uspft.planner.step_shape import StepShape
 from uspft.planner.ways import Space, Way, every_way, legal_for, ways, why_no_matrices
 from uspft.segments import Segments
+from uspft.sequence.rows.traffic import Forwards
 
 LLAMA, QWEN = hub("meta-llama/Llama-3.1-8B"), hub("Qwen/Qwen2.5-7B")
 STEP = StepShape(LLAMA, Segments.single(1 << 15), (None,) * 32, step_rows=64)
@@ -141,6 +142,6 @@ def test_experts_are_divided_by_what_divides_them_and_the_copies() -> None:
 def test_a_way_runs_its_own_step() -> None:
     way = Way(Layout(ulysses=2, data=4), next(iter(every_way(2, Space(context={2})))).row)
     again = replace(way, stage=3, rows=2, recompute="attention").step(STEP)
-    assert (again.stage, again.rows, again.attention) == (3, 2, (2, 2))
-    assert way.step(replace(STEP, recompute=False)).attention == (1, 1)
+    assert (again.stage, again.rows, again.attention) == (3, 2, Forwards(2, 2))
+    assert way.step(replace(STEP, recompute=False)).attention == Forwards(1, 1)
     assert way.step(replace(STEP, slices=(1, 1, 1, 1))).slices is None, "no mesh"

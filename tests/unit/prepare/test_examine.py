@@ -41,11 +41,12 @@ def said(folder: Path, model: dict[str, Any], **parallel: Any) -> list[str]:
         ({"model_type": "llama"}, 3, "do not split over 3 ranks; write one of 1, 2, 4, 8"),
         ({"model_type": "phi3"}, 8, None),
         (
-            {"model_type": "mixtral", "num_local_experts": 4},
+            {"model_type": "qwen3_next", "num_experts": 4},
             2,
-            "splits matrices 2 ways, which is not available for `mixtral` yet; "
-            "write 1, or name a model of type llama, qwen2, qwen3, mistral, phi3",
+            "splits matrices 2 ways, which is not available for `qwen3_next` yet; "
+            "write 1, or name a model of type llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ",
         ),
+        ({"model_type": "mixtral", "num_local_experts": 4}, 2, None),
     ],
 )
 def test_models_and_heads_that_cannot_be_split_are_named(
@@ -103,7 +104,7 @@ def test_layers_with_a_state_that_cannot_be_split_are_named(
         (
             {"model_type": "llama"},
             2,
-            "is 2, and `llama` has no experts; write 1, or name a model of type qwen3_moe, mixtral",
+            "is 2, and `llama` has no experts; write 1, or name a model of type qwen2_moe, qwen3_moe, ",
         ),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from tests.support.models import make_documents, make_model
-from uspft.config import Recipe, RecipeError
+from uspft.commands.recipes import cards
+from uspft.config import Recipe, RecipeError, load
 from uspft.prepare.examine import examine
 
 ROOT = Path(__file__).parents[3]
@@ -75,6 +76,8 @@ def test_a_shipped_recipe_works_from_any_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cpu = ["launch.device=cuda"] if "quickstart" not in path.name else []
-    found = examine(path, cpu, 1, None if "quickstart" in path.name else 64)
+    shipped = load(path).recipe
+    ranks = 64 if shipped.parallel_config.data_parallel == "auto" else cards(shipped)
+    found = examine(path, cpu, 1, None if "quickstart" in path.name else ranks)
     for source in found.recipe.data.train:
         assert source.path == "python:stdlib" or os.path.exists(source.path)

@@ -26,8 +26,8 @@ NAMES = {
     "training: {num_train_epochs: 1}": "r.yaml:2: training.num_train_epochs: "
     "unknown key `num_train_epochs`; here it is `training.epochs`",
     "memory: {foo: 1}": "r.yaml:2: memory.foo: unknown key `foo`; known here: "
-    "gradient_checkpointing, recompute, offload_activations, gradient_reduction, loss_tile_tokens, "
-    "mlp_tile_tokens",
+    "gradient_checkpointing, recompute, attention_heads, offload_activations, gradient_reduction, "
+    "loss_tile_tokens, mlp_tile_tokens",
     "parallel_config: {recompute: attention}": "r.yaml:2: parallel_config.recompute: unknown key "
     "`recompute`; it belongs to `memory.recompute`",
     "recompute: attention": "r.yaml:2: recompute: unknown key `recompute`; "
