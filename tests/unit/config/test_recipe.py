@@ -158,7 +158,7 @@ def test_the_contract_has_this_many_keys() -> None:
         "optimizer": 5,
         "lr_schedule": 8,
         "training": 13,
-        "memory": 6,
+        "memory": 7,
         "checkpoint": 5,
         "export": 1,
         "logging": 5,

@@ -104,7 +104,7 @@ def test_layers_with_a_state_that_cannot_be_split_are_named(
         (
             {"model_type": "llama"},
             2,
-            "is 2, and `llama` has no experts; write 1, or name a model of type qwen2_moe, qwen3_moe, ",
+            "is 2, and `llama` has no experts; write 1, or name a model of type qwen2_moe, ",
         ),
     ],
 )
