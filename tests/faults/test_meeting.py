@@ -222,7 +222,7 @@ def test_two_hosts_train_into_one_folder(recipe: dict[str, Any], tmp_path: Path,
     yet."""
     port = two_free_ports()
     early = trains(recipe, tmp_path, 1 - late, port)
-    shown, sign = tmp_path / "host1/stderr", tmp_path / "out/environment.json"
+    shown, sign = tmp_path / "host1/stderr", tmp_path / "out"
     until = time.monotonic() + HANG_SECONDS
     while not (sign.exists() if late else shown.exists() and "waiting for" in shown.read_text()):
         assert time.monotonic() < until and early.poll() is None, early.communicate()
