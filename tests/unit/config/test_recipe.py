@@ -140,7 +140,7 @@ def test_the_contract_has_this_many_keys() -> None:
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 11,
-        "model.adapter": 5,
+        "model.adapter": 6,
         "data": 15,
         "data.train[]": 8,
         "data.eval[]": 8,
