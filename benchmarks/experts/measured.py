@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from benchmarks.lab.cluster import hosts_of
+from benchmarks.lab.rows import write_rows
 from benchmarks.planning.hosts.runs import on_all, predicted
 from uspft.written import ENVIRONMENT, METRICS
 
@@ -63,10 +63,8 @@ class HostsCase:
             "tie_word_embeddings": False,
         }
         (folder / "config.json").write_text(json.dumps(sizes))
-        shape = HOSTS * HERE * (WARM_UP + self.steps), self.tokens
-        ids = torch.randint(3, 1024, shape, generator=torch.Generator().manual_seed(1))
-        lines = (json.dumps({"input_ids": row}) + "\n" for row in ids.tolist())
-        (folder / "rows.jsonl").write_text("".join(lines))
+        rows = HOSTS * HERE * (WARM_UP + self.steps)
+        write_rows(folder / "rows.jsonl", rows, self.tokens, 1024)
 
     def recipe(self, folder: Path, degree: int, turn: int) -> Path:
         """It writes the recipe of a degree in a round, whose run goes into a folder beside it."""

@@ -19,6 +19,7 @@ import yaml
 
 from benchmarks.attention.counting import interface_bytes
 from benchmarks.lab.processes import Tell, as_rank
+from benchmarks.lab.rows import write_rows
 from benchmarks.switching.worker import SMALL, storages
 from uspft.assemble import Run, assemble
 from uspft.data import prepare
@@ -106,10 +107,8 @@ def make_jobs(setting: Setting) -> None:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(sizes))
-    shape = setting.rows * setting.steps, setting.tokens
-    ids = torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
-    lines = (json.dumps({"input_ids": row}) + "\n" for row in ids.tolist())
-    (folder / "rows.jsonl").write_text("".join(lines))
+    rows = setting.rows * setting.steps
+    write_rows(folder / "rows.jsonl", rows, setting.tokens, VOCABULARY)
     for name in setting.names:
         place = setting.place(name)
         place.mkdir()

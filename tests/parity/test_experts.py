@@ -23,6 +23,7 @@ import transformers
 
 from tests.support.experts import (
     Case,
+    broken,
     different,
     evaluated,
     make_setting,
@@ -211,17 +212,9 @@ def left_out(what: str) -> Iterator[None]:
             yield
 
 
-def broken(rank: int, folder: Path, data: Documents) -> list[Any]:
-    found = []
-    for what, case in CONTROLS.items():
-        with left_out(what):
-            found.append(run(case, folder, data, what.replace(" ", "-")))
-    return found
-
-
 @pytest.mark.timeout(300)
 def test_what_is_left_out_is_seen(setting: tuple[Path, Documents]) -> None:
-    answers = spawn(4, broken, *setting)[0]
+    answers = spawn(4, broken, *setting, CONTROLS, left_out)[0]
     for (what, case), got in zip(CONTROLS.items(), answers, strict=True):
         found = different(case, got, setting)
         assert any("of its change" in line or "grad_norm" in line for line in found), what

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tests.support.experts import MODELS, Case, different, make_setting, run
+from tests.support.experts import MODELS, Case, broken, different, make_setting, run
 from tests.support.models import Documents
 from tests.support.pairwise import pairwise
 from tests.support.ranks import spawn
@@ -168,17 +168,9 @@ def left_out(what: str) -> Iterator[None]:
         yield
 
 
-def broken(rank: int, folder: Path, data: Documents) -> list[Any]:
-    found = []
-    for what, case in CONTROLS.items():
-        with left_out(what):
-            found.append(run(case, folder, data, what.replace(" ", "-")))
-    return found
-
-
 @pytest.mark.timeout(300)
 def test_what_is_left_out_is_seen(setting: tuple[Path, Documents]) -> None:
-    answers = spawn(4, broken, *setting)[0]
+    answers = spawn(4, broken, *setting, CONTROLS, left_out)[0]
     for (what, case), got in zip(CONTROLS.items(), answers, strict=True):
         found = different(case, got, setting)
         assert any("gradients" in line or "grad_norm" in line for line in found), what

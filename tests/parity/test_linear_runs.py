@@ -32,13 +32,13 @@ from tests.support.linear import (
     ULYSSES,
     Case,
     cases,
-    make_setting,
     recipe,
 )
 from tests.support.models import Documents, Reference, mismatch, reference
 from tests.support.ranks import spawn
 from tests.support.rows import row_documents
 from tests.support.runs import run_recipe
+from tests.support.tensor import make_setting
 from uspft.model import parallel
 from uspft.parameters.shards import MatrixSplit
 
@@ -60,7 +60,7 @@ def work(rank: int, every: list[Case], folder: Path, data: Data, name: str) -> d
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Data]:
     folder = tmp_path_factory.mktemp("linear")
-    return folder, make_setting(folder)
+    return folder, make_setting(folder, MODELS)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,3 +274,18 @@ def evaluated(folder: Path, weights: dict[str, torch.Tensor], data: Documents) -
         total += float(F.cross_entropy(logits, wanted, reduction="sum"))
         targets += int((wanted != -100).sum())
     return total / targets
+
+
+def broken(
+    rank: int,
+    folder: Path,
+    data: Documents,
+    controls: Mapping[str, Case],
+    left_out: Callable[[str], AbstractContextManager[None]],
+) -> list[Any]:
+    """What runs give of which something is left out; controls: what, and the run that shows it."""
+    found = []
+    for what, case in controls.items():
+        with left_out(what):
+            found.append(run(case, folder, data, what.replace(" ", "-")))
+    return found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tests.support.models import Documents, make_documents, make_model
+from tests.support.models import Documents
 from tests.support.pairwise import pairwise
-from tests.support.rows import PACKED_ROWS, PLAIN_ROWS, ROW
+from tests.support.rows import ROW
 from tests.support.runs import small_recipe
 from tests.support.stages import ZERO
 
@@ -118,17 +117,6 @@ FEW = {
     6: [Case("olmo", (3, 2, 1), "planned_cp", "zero1", True, "attention")],
 }
 """By ranks the runs of the suite: each algorithm, model, option and stage."""
-
-
-def make_setting(folder: Path) -> dict[bool, Documents]:
-    """Make the models in a folder, and the data by whether its rows are packed."""
-    for name, kind in MODELS.items():
-        make_model(folder / name, **kind)
-    rows = {False: PLAIN_ROWS, True: PACKED_ROWS}
-    return {
-        packed: make_documents(folder / f"{packed}.jsonl", list(chain(*rows[packed])), masked=share)
-        for packed, share in ((False, [0.0, 0.9, 0.4]), (True, [0.0, 0.95, 0.3]))
-    }
 
 
 def recipe(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -92,9 +93,11 @@ def _familiarity(rest: tuple[Any, ...], met: Counter[Any]) -> tuple[int, int]:
     return sum(counts[: len(rest)]), sum(counts)
 
 
-def make_setting(folder: Path) -> dict[bool, Documents]:
+def make_setting(
+    folder: Path, models: Mapping[str, dict[str, Any]] = MODELS
+) -> dict[bool, Documents]:
     """Make the models in a folder, and the data by whether its rows are packed."""
-    for name, kind in MODELS.items():
+    for name, kind in models.items():
         make_model(folder / name, **kind)
     rows = {False: PLAIN_ROWS, True: PACKED_ROWS}
     return {

@@ -147,6 +147,18 @@ def put(text: str, part: str, made: str) -> str:
     return marked.sub(lambda _: f"{begin}{made}{end}", text, count=1)
 
 
+def remake(file: Path, part: str, made: str, words: Sequence[str]) -> int:
+    """Make one part of a page anew; with `--check` only compare, and return 1 where it differs."""
+    text = file.read_text(encoding="utf-8")
+    new = put(text, part, made)
+    if words == ["--check"]:
+        if new != text:
+            print(f"{file}: not what the code says; run this without --check", file=sys.stderr)
+        return int(new != text)
+    file.write_text(new, encoding="utf-8")
+    return 0
+
+
 def as_yaml(value: Any) -> str:
     """Return a default as a recipe would write it."""
     if isinstance(value, bool | None):

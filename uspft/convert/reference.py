@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from uspft.config.reference import put
+from uspft.config.reference import remake
 from uspft.convert.table import KeyRow, mindspore_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-mindspore.md"
@@ -47,20 +47,9 @@ def _line(row: KeyRow) -> str:
     return f"| {key} | {here.replace('|', '∣')} |\n"
 
 
-def page(text: str) -> str:
-    """Return the page with the table of now. Raises ValueError where its place is not marked."""
-    return put(text, "mindspore", table())
-
-
 def main(words: Sequence[str]) -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    made = page(text)
-    if words == ["--check"]:
-        if made != text:
-            print(f"{PAGE}: not what the code says; run this without --check", file=sys.stderr)
-        return int(made != text)
-    PAGE.write_text(made, encoding="utf-8")
-    return 0
+    """Make the table, or compare it; return 1 where the page has another."""
+    return remake(PAGE, "mindspore", table(), words)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 from uspft.config.problems import InputError, Problem, RecipeError, join
 from uspft.config.yaml.document import Tree, bare, parse
+from uspft.config.yaml.merging import Unreadable, merge, text_of
 
 MAX_BYTES = 1 << 20
 LISTED = ("callbacks", "eval_callbacks", "train_dataset.data_loader.handler")
@@ -53,7 +54,11 @@ def _read(file: Path, above: tuple[Path, ...]) -> Tree:
     here = file.resolve()
     if here in above:
         raise _wrong(file, "names itself as base_config", "leave it out")
-    tree, problems = parse(_text(file), lambda line: f"{file}:{line}")
+    try:
+        text = text_of(file, MAX_BYTES)
+    except Unreadable as error:
+        raise _wrong(file, error.what, error.remedy, error.line) from error
+    tree, problems = parse(text, lambda line: f"{file}:{line}")
     if problems or tree is None:
         raise RecipeError(problems)
     if not isinstance(tree.value, dict):
@@ -61,34 +66,11 @@ def _read(file: Path, above: tuple[Path, ...]) -> Tree:
     base = tree.value.get("base_config")
     if base is None or not isinstance(base.value, str):
         return tree
-    return _over(_read(file.parent / base.value, (*above, here)), tree)
+    return merge(_read(file.parent / base.value, (*above, here)), tree)
 
 
-def _text(file: Path) -> str:
-    try:
-        if not file.is_file():
-            what = "is a folder" if file.is_dir() else "does not exist"
-            raise _wrong(file, what, "name a configuration in YAML")
-        if file.stat().st_size > MAX_BYTES:
-            raise _wrong(file, f"is larger than {MAX_BYTES} bytes", "name a configuration in YAML")
-        return file.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _wrong(file, "is not UTF-8", "save the file as UTF-8") from error
-    except OSError as error:
-        raise _wrong(file, f"cannot be read: {error.strerror}", "check the path") from error
-
-
-def _wrong(file: Path, what: str, remedy: str) -> InputError:
-    return RecipeError([Problem(f"{file}:1", "", what, remedy)])
-
-
-def _over(low: Tree, high: Tree) -> Tree:
-    if not isinstance(low.value, dict) or not isinstance(high.value, dict):
-        return high
-    merged = dict(low.value)
-    for key, child in high.value.items():
-        merged[key] = _over(merged[key], child) if key in merged else child
-    return Tree(merged, high.where)
+def _wrong(file: Path, what: str, remedy: str, line: int | None = None) -> InputError:
+    return RecipeError([Problem(f"{file}:{line or 1}", "", what, remedy)])
 
 
 def _flat(tree: Tree, at: str) -> Iterator[tuple[str, Any, str]]:

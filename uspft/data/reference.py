@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from uspft.config.reference import put
+from uspft.config.reference import remake
 from uspft.data.known_fields import (
     ANSWERS,
     FIELDS,
@@ -68,20 +68,9 @@ def _code(name: str) -> str:
     return name if " " in name else f"`{name}`"
 
 
-def page(text: str) -> str:
-    """Return the page with the table of now. Raises ValueError where its place is not marked."""
-    return put(text, "data", table())
-
-
 def main(words: Sequence[str]) -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    made = page(text)
-    if words == ["--check"]:
-        if made != text:
-            print(f"{PAGE}: not what the code says; run this without --check", file=sys.stderr)
-        return int(made != text)
-    PAGE.write_text(made, encoding="utf-8")
-    return 0
+    """Make the table, or compare it; return 1 where the page has another."""
+    return remake(PAGE, "data", table(), words)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
+
+from benchmarks.lab.rows import write_rows
 
 HOSTS = 4
 RING, ULYSSES, BOTH = (
@@ -65,10 +66,7 @@ class Case:
             "tie_word_embeddings": False,
         }
         (folder / "config.json").write_text(json.dumps(sizes))
-        shape = ROWS_PER_STEP * self.all_steps, self.tokens
-        ids = torch.randint(3, 4096, shape, generator=torch.Generator().manual_seed(1))
-        lines = (json.dumps({"input_ids": row}) + "\n" for row in ids.tolist())
-        (folder / "rows.jsonl").write_text("".join(lines))
+        write_rows(folder / "rows.jsonl", ROWS_PER_STEP * self.all_steps, self.tokens, 4096)
 
     def recipe(self, folder: Path, layout: str) -> Path:
         """It writes the recipe of a layout, whose run goes into a folder beside it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from uspft.config.inputs import LEFT_ALONE, RECORD
+from uspft.config.reference import put
 from uspft.data import reference
 from uspft.data.known_fields import (
     FIELDS,
@@ -43,7 +44,7 @@ def test_a_changed_table_is_seen(
     assert reference.main(["--check"]) == 1 and str(copy) in capsys.readouterr().err
     assert reference.main([]) == 0 and "something else" in copy.read_text()
     with pytest.raises(ValueError, match="has no lines <!-- made: data -->"):
-        reference.page("# A page\n")
+        put("# A page\n", "data", reference.table())
 
 
 def test_every_name_has_its_place_in_the_table() -> None:

@@ -84,9 +84,9 @@ def test_every_family_is_the_same_in_tiles(kind: str) -> None:
         ofs = layers * len(of_heads)
         assert len(tiled) in (2 * 3 + ofs + 1, 2 * 5 + ofs + 1)
         found = gradients(checkpointed(model) if number % 2 else model)
-        # Norms compute in float32, and experts' whole models do.
-        in_float32 = found["out"].dtype == torch.float32
-        assert apart(found, whole) < (1e-4 if in_float32 else 1e-5), tile
+        # Norms compute in float32; all that is beside experts does, where decays add up too.
+        decays = found["out"].dtype == torch.float32 and layers < len(model.base_model.layers)
+        assert apart(found, whole) < (1e-4 if decays else 1e-5), tile
 
 
 def test_a_tile_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

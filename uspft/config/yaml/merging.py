@@ -49,30 +49,33 @@ def _opened(tree: Tree) -> Tree:
     return Tree({**tree.value, key: block}, tree.where)
 
 
-class _Unreadable(Exception):
+class Unreadable(Exception):
+    """The error that a file cannot be read: what is wrong with it, the remedy, and the line."""
+
     def __init__(self, what: str, remedy: str, line: int | None = None) -> None:
         super().__init__(what)
         self.what, self.remedy, self.line = what, remedy, line
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path, most_bytes: int = MAX_BYTES) -> str:
+    """Return what a file of UTF-8 says. Raises Unreadable."""
     try:
         if path.is_dir():
-            raise _Unreadable("is a folder", "name a YAML file")
+            raise Unreadable("is a folder", "name a YAML file")
         if not path.exists():
-            raise _Unreadable("does not exist", "check the path")
+            raise Unreadable("does not exist", "check the path")
         if not path.is_file():
-            raise _Unreadable("is not a regular file", "name a YAML file")
-        if path.stat().st_size > MAX_BYTES:
-            raise _Unreadable(f"is larger than {MAX_BYTES} bytes", "name a recipe")
+            raise Unreadable("is not a regular file", "name a YAML file")
+        if path.stat().st_size > most_bytes:
+            raise Unreadable(f"is larger than {most_bytes} bytes", "name a recipe")
         data = path.read_bytes()
     except (OSError, ValueError) as error:
-        raise _Unreadable(f"cannot be read: {error}", "check the path") from error
+        raise Unreadable(f"cannot be read: {error}", "check the path") from error
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise _Unreadable("is not UTF-8", "save the file as UTF-8", line) from error
+        raise Unreadable("is not UTF-8", "save the file as UTF-8", line) from error
 
 
 class _Files:
@@ -85,8 +88,8 @@ class _Files:
 
     def top(self, path: Path) -> Tree | None:
         try:
-            return self._tree(path, _text(path), ())
-        except _Unreadable as error:
+            return self._tree(path, text_of(path), ())
+        except Unreadable as error:
             self._lost(Problem(f"{path}:{error.line or 1}", "", error.what, error.remedy))
             return None
 
@@ -130,11 +133,11 @@ class _Files:
         self._count += 1
         try:
             if self._count > MAX_FRAGMENTS:
-                raise _Unreadable(f"comes after {MAX_FRAGMENTS} other fragments", "name each once")
-            text = _text(target)
+                raise Unreadable(f"comes after {MAX_FRAGMENTS} other fragments", "name each once")
+            text = text_of(target)
             if target.resolve() in above:
-                raise _Unreadable("leads back to a file that names it", "break the circle")
-        except _Unreadable as error:
+                raise Unreadable("leads back to a file that names it", "break the circle")
+        except Unreadable as error:
             where = f"{target}:{error.line}" if error.line else entry.where
             self._lost(Problem(where, key, f"`{entry.value}` {error.what}", error.remedy))
             return None
