@@ -84,7 +84,7 @@ def everything(engine: Any, kind: str) -> dict[str, Tensor] | None:
 
 
 def saved(engine: Any, folder: Path) -> None:
-    from uspft.checkpoint.save import save_checkpoint
+    from tests.support.runs import save_checkpoint
 
     def describe(at: Path) -> dict[str, Any]:
         write_config(at / "model")

@@ -176,7 +176,7 @@ def test_each_fault_is_found(setting: tuple[Path, Documents]) -> None:
 
 def in_turn(rank: int, folder: Path, data: Documents) -> Any:
     """Engines that take a step each and save it: moving, ZeRO-3, moving straight, ZeRO-1."""
-    from uspft.checkpoint.save import save_checkpoint
+    from tests.support.runs import save_checkpoint
     from uspft.training.loop import train as train_on
 
     output, records = folder / "in-turn", []

@@ -50,8 +50,8 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def on_four(rank: int, folder: Path) -> dict[str, Any]:
     """Train, save and export at every stage."""
+    from tests.support.runs import save_checkpoint
     from uspft.checkpoint.hf_folder import export_folder
-    from uspft.checkpoint.save import save_checkpoint
     from uspft.engine.state import on_first_rank
     from uspft.parameters.source import FolderWeights
 

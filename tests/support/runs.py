@@ -137,3 +137,14 @@ def held(engine: Any, kind: str = "weight") -> dict[str, torch.Tensor]:
 def close(run: Any) -> None:
     """Give back what a run holds."""
     run.engine.close()
+
+
+def save_checkpoint(
+    engine: Any, output: Path, step: int, keep_last: int, describe: Callable[[Path], dict[str, Any]]
+) -> Path:
+    """Write the checkpoint of a step, and return its folder; collective."""
+    from uspft.checkpoint.folder import folder_of
+    from uspft.checkpoint.save import Save
+
+    Save(engine, output, step).finish(keep_last, describe)
+    return folder_of(output, step)

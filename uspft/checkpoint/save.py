@@ -152,17 +152,6 @@ class Save:
         return size
 
 
-def save_checkpoint(
-    engine: Engine, output: Path, step: int, keep_last: int, describe: Describe
-) -> Path:
-    """Write the checkpoint of a step, and return its folder; collective.
-
-    keep_last, describe: as of `Save.finish`, whose errors it raises.
-    """
-    Save(engine, output, step).finish(keep_last, describe)
-    return folder_of(output, step)
-
-
 def _dealt_out(engine: Engine) -> tuple[list[Wanted], dict[str, list[Part]]]:
     """Return which rank writes which part of everything, and the parts of what is held in several.
 

@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from tests.support.models import make_documents, make_model
 from tests.support.ranks import spawn
-from tests.support.runs import close, prepared, small_recipe
+from tests.support.runs import close, prepared, save_checkpoint, small_recipe
 from uspft.__main__ import main
 from uspft.checkpoint.checksums import checksum_of
 from uspft.checkpoint.folder import Checkpoint, CheckpointError, newest
-from uspft.checkpoint.save import save_checkpoint
 
 RANKS = 2
 
