@@ -19,6 +19,7 @@ from uspft.engine.pipelined import pipelined
 from uspft.engine.step import Engine, LossModule
 from uspft.engine.zero import ZeroEngine, partitioner
 from uspft.job import Job
+from uspft.layout import settled_layout
 from uspft.mesh import Groups
 from uspft.model.build import empty_model
 from uspft.model.causal import CausalModel
@@ -31,6 +32,8 @@ from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.stages import stages_of
+from uspft.planner.chunks import cut_of
+from uspft.planner.stages import schedule_of
 from uspft.switching.dealing import training_loader
 from uspft.switching.moving import MovingEngine, hosts_of_ranks
 from uspft.world import World, live_worlds
@@ -80,7 +83,9 @@ def assemble(
     # Layouts: process groups, the algorithms that split rows and matrices, the attention kernel.
     config = model_config(recipe.model, recipe.data.sequence_length)
     attention = heads_of(config), shared_window(config), softcap_of(config)
-    worlds, refused = live_worlds(recipe, *attention, device, groups)
+    parallel, layout = recipe.parallel_config, settled_layout(recipe.parallel_config)
+    cut = cut_of(parallel, layout, job.chunk_prices)  # None: rows are whole in a pipeline
+    worlds, refused = live_worlds(recipe, *attention, device, groups, cut)
     world = worlds[-1]  # of the longest rows
     by_degree = sorted(worlds, key=lambda one: one.layout.tensor)
     under = by_degree if moves else by_degree[:1]  # the last is how weights are held
@@ -119,7 +124,7 @@ def assemble(
         passes = most_passes(recipe, world.layout)
         pipeline = None
         if stages:
-            line, order = world.mesh.pipeline, recipe.parallel_config.pipeline_scheduler
+            line, order = world.mesh.pipeline, schedule_of(parallel)
             module, pipeline = pipelined(parts, objective, stages, holders, line, order, groups)
         engine = ZeroEngine(module, recipe, holders, device, passes=passes, pipeline=pipeline)
     if checkpoint:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.sequence import Share
+    from uspft.sequence.chunk_attention import RowKeys
     from uspft.world import World
 
 
@@ -39,3 +40,8 @@ class Batch:
     """How many of the tokens have a target, which the host knows without asking the device."""
     rows: tuple[int, ...]
     """The rows' indices in the stream of rows; -1 is an empty row that only keeps ranks in step."""
+    chunks: tuple[Batch, ...] = ()
+    """The same tokens chunk by chunk, where rows go through a pipeline in several; each has the
+    share of its own tokens."""
+    keys: RowKeys | None = None
+    """What is kept of earlier chunks, where this is a chunk on its way through a stage."""

@@ -59,6 +59,16 @@ class Prices(NamedTuple):
     """Bytes of activations of a row of each strategy on the fullest rank of those that share it."""
 
 
+class ChunkPrices(NamedTuple):
+    """The seconds by which rows are cut into chunks that take equal time; those of the cost model
+    on host 0, so that every rank cuts alike."""
+
+    token_seconds: float
+    """Of a token, whatever it sees."""
+    pair_seconds: tuple[tuple[int | None, float], ...]
+    """Of a pair of query and key, by the sliding window of the layers that have it."""
+
+
 class Serving(NamedTuple):
     """What lies beside trained weights so that they answer as they were trained to."""
 
@@ -97,6 +107,8 @@ class Job:
     """The folder on this host for each key of `model` that is a hub id."""
     prices: Prices | None = None
     """What rows cost under each strategy, where the recipe has several."""
+    chunk_prices: ChunkPrices | None = None
+    """What tokens and pairs of a row cost, where its chunks are to take equal time."""
     comments: Mapping[str, str] = field(default_factory=dict)
     """What stands above keys in the recipe that the run leaves: why `auto` became what it is."""
 
@@ -152,6 +164,7 @@ class Job:
             "command": self.command,
             "lease": [str(self.lease.path), self.lease.token] if self.lease else None,
             "prices": self.prices,
+            "chunk_prices": self.chunk_prices,
             "comments": dict(self.comments),
         }
         (folder / "job.json").write_text(json.dumps(rest))
@@ -173,12 +186,21 @@ class Job:
             Lease(Path(rest["lease"][0]), rest["lease"][1]) if rest["lease"] else None,
             rest["places"],
             _prices(rest["prices"]),
+            _chunk_prices(rest["chunk_prices"]),
             rest["comments"],
         )
 
 
 def _serving(template: str | None, ends: list[str], generation: dict[str, Any]) -> Serving:
     return Serving(template, tuple(ends), generation)
+
+
+def _chunk_prices(written: list[Any] | None) -> ChunkPrices | None:
+    """Return chunks' prices as JSON gives them back."""
+    if written is None:
+        return None
+    token, pairs = written
+    return ChunkPrices(token, tuple((window, seconds) for window, seconds in pairs))
 
 
 def _prices(written: list[Any] | None) -> Prices | None:

@@ -21,6 +21,7 @@ from uspft.layout import Layout, settled_layout
 from uspft.mesh import Groups, Mesh, make_mesh
 from uspft.segments import Segments
 from uspft.sequence import Algorithm, Heads, Inside, Rule, Share, Split, of_recipe
+from uspft.sequence.chunked import Chunked
 from uspft.sequence.mixing import Convolution, convolve, mix
 from uspft.sequence.rows.groups import key_groups
 from uspft.sequence.rows.heads import split_heads
@@ -30,6 +31,8 @@ from uspft.tensor import TensorAlgorithm, tensor_algorithm
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
+    from uspft.sequence.chunk_attention import LayerKeys
+    from uspft.sequence.rows.chunks import Cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +73,11 @@ class World:
         """
         if orders is None:
             orders = [self.algorithm.token_order(row) for row in rows]
-        return Share(rows, orders, (self.layout.ulysses, self.mesh.context.index))
+        place = self.layout.ulysses, self.mesh.context.index
+        found = Share(rows, orders, place)
+        if isinstance(self.algorithm, Chunked):
+            found.chunks = self.algorithm.shares(rows, orders, place)
+        return found
 
     def attend(
         self,
@@ -78,12 +85,13 @@ class World:
         share: Share,
         rule: Rule,
         inside: Inside | None = None,
+        earlier: LayerKeys | None = None,
     ) -> Tensor:
         """Return attention's output [T, H, D] for this rank's tokens, differentiable.
 
-        qkv: q [T, H, D], k and v [T, G, D] of the same tokens. inside: as of Split.
+        qkv: q [T, H, D], k and v [T, G, D] of the same tokens. inside, earlier: as of Split.
         """
-        split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside)
+        split = Split(self.mesh.ulysses, self.mesh.ring, self.kernel, inside, earlier)
         return self.algorithm.attend(qkv, share.with_window(rule.window), rule, split)
 
     def mix(self, x: Mixed, share: Share, rule: StateRule, inside: Inside | None = None) -> Tensor:
@@ -103,11 +111,13 @@ def live_worlds(
     softcap: float | None,
     device: torch.device,
     groups: Groups,
+    cut: Cut | None = None,
 ) -> tuple[list[World], list[str]]:
     """Make the layout of each of a recipe's strategies live, or the one that there is; collective.
 
     heads: the model's. window: the sliding window that all its layers have, if any. softcap: the
-    bound of its attention's scores, if any. Returns the worlds with a line for each attention
+    bound of its attention's scores, if any. cut: how rows are cut into chunks, if they are. Returns
+    the worlds with a line for each attention
     kernel that was tried first, and refused.
     """
     every = [(one, settled_layout(one.parallel_config)) for one in layouts_of(recipe)]
@@ -119,7 +129,8 @@ def live_worlds(
     for one, layout in every:
         row = row_of(one.parallel_config.context_parallel_algo, layout.context)
         tensor = tensor_algorithm(one.parallel_config, layout)
-        named = row, of_recipe(one, layout, window), tensor
+        algorithm = of_recipe(one, layout, window)
+        named = row, Chunked(algorithm, cut) if cut else algorithm, tensor
         worlds.append(make_world(layout, named, kernel, device, groups))
     return worlds, refused
 

@@ -160,7 +160,7 @@ def count_stages(
                 if not able & set(range(place, stages.count, stages.ranks)):
                     module.add_idle(())
                 lines, ends = Lines(world.mesh.pipeline), Ends(min(able), tie=False)
-                pipeline = Pipeline(module, stages, schedule.scheduler, lines, None, ends)
+                pipeline = Pipeline(module, stages, schedule, lines, None, ends)
                 share = world.share([Segments.single(tokens)])
                 batches = [_batch(world, share) for _ in range(micro_batches)]
                 engine: Any = _Engine(module, device)

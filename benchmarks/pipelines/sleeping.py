@@ -123,7 +123,7 @@ class Racer:
         self.sleeper = Sleeper(setting, schedule, group.index)
         stages, ends = Stages.of_sizes((1,) * RANKS * schedule.virtual, RANKS), Ends(0, tie=False)
         made: Any = self.sleeper
-        self._runner = Pipeline(made, stages, schedule.scheduler, Lines(group), None, ends)
+        self._runner = Pipeline(made, stages, schedule, Lines(group), None, ends)
         counts = SimpleNamespace(mesh=SimpleNamespace(counts=True))
         self._batches: Any = [SimpleNamespace(world=counts)] * one.micro_batches
 

@@ -58,6 +58,11 @@ CASES = [
     Case("llama", 2, 2, zero="zero2", rows=3, context=2, tied=True),
     Case("llama", 2, 2, rows=3, context=2, algorithm="ulysses_cp"),
     ALONE,
+    Case("mistral", 2, zero="zero2", rows=2, beside=("chunks", "nothing")),
+    Case("qwen2", 2, 2, zero="zero3 whole", rows=3, tied=True, beside=("chunks", "attention")),
+    Case("llama", 2, 2, rows=3, context=2, algorithm="ulysses_cp", beside=("chunks", "exchange")),
+    Case("qwen3", 2, zero="zero2", rows=2, tensor=2, tied=True, beside=("by tokens", "tokens")),
+    Case("gemma3_text", 4, zero="zero1", rows=3, tied=True, beside=("chunks", "tiles")),
 ]
 BESIDE_ONE = [
     Case("llama", 2, zero="zero2", rows=2, beside=("bfloat16",)),
@@ -69,6 +74,7 @@ GOES_ON = {
     CASES[5]: ALONE,
     ALONE: Case("llama", 2, zero="zero1", rows=4, tied=True),
     CASES[10]: Case("llama", 4, zero="zero1", tied=True),
+    CASES[17]: Case("qwen2", 2, zero="zero1", rows=3, tied=True),
 }
 """What is saved after a step under one goes on under the other."""
 

@@ -151,13 +151,12 @@ def make_model(folder: Path, kind: str, *, heads: int = 4, kv_heads: int = 4, **
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **{"max_position_embeddings": 512, **own, **extra},
+        **{"max_position_embeddings": 512, "num_hidden_layers": 2, **own, **extra},
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     settle(model)

@@ -84,6 +84,8 @@ class Case:
 
 BESIDE: dict[str, dict[str, Any]] = {
     "gpipe": {"parallel_config": {"pipeline_scheduler": "gpipe"}},
+    "chunks": {"parallel_config": {"seq_split_num": 3}},
+    "by tokens": {"parallel_config": {"seq_split_num": 4, "sequence_chunks": "tokens"}},
     "tokens": {"parallel_config": {"use_seq_parallel": True}},
     "mesh": {"parallel_config": {"tensor_parallel_algo": "meshslice", "tensor_mesh": [1, 2]}},
     "tiles": {"memory": {"loss_tile_tokens": 5, "mlp_tile_tokens": 7}},
@@ -163,7 +165,7 @@ def recipe(case: Case, folder: Path, data: Path) -> dict[str, Any]:
         "zero": dict(ZERO[case.zero]),
     }
     for name in case.beside:
-        if (name, case.ranks) == ("gpipe", 1):
+        if case.ranks == 1 and name in ("gpipe", "chunks", "by tokens"):
             continue
         for block, keys in BESIDE[name].items():
             blocks[block] |= keys

@@ -76,7 +76,7 @@ def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
     from uspft.job import Job
     from uspft.prepare.data import steps_of
     from uspft.prepare.examine import examine
-    from uspft.prepare.prices import prices_of
+    from uspft.prepare.prices import chunk_prices_of, prices_of
 
     output.mkdir(parents=True, exist_ok=True)
     path = output / "asked.yaml"
@@ -94,6 +94,7 @@ def _made(recipe: dict[str, Any], output: Path, *, resume: bool) -> Any:
         prepare_sets(found.data, None, VOCABULARY, cache),
         checkpoint.folder if checkpoint else None,
         prices=prices_of(examined, 1),
+        chunk_prices=chunk_prices_of(examined, 1),
     )
 
 

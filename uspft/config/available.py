@@ -50,10 +50,6 @@ LATER = (
         "interleaving a layer's work",
         {f"{at}.fine_grain_interleave": (_above_one, "1") for at in _LAYOUTS},
     ),
-    Later(
-        "sending parts of a row through a pipeline",
-        {f"{at}.seq_split_num": (_above_one, "1") for at in _LAYOUTS},
-    ),
     Later("code from the hub", {"model.trust_remote_code": (_is(True), "false")}),
     Later("the report", {"logging.report": (_is(True), "false")}),
 )

@@ -59,7 +59,6 @@ def _slices() -> Described:
 
 EachStage = tuple[int, ...] | tuple[tuple[int, ...], ...]
 """A number for each stage: [p], or [v][p] with virtual stages."""
-_SEQPIPE = {"seqpipe": "chunks of rows that follow one another are not available yet"}
 
 
 def _offset() -> Described:
@@ -121,7 +120,7 @@ class Degrees(RecipeBlock):
     pp_interleave_num: Count = 1
     """Number of virtual stages that each stage's ranks take in turn; more make a bubble smaller."""
     seq_split_num: Count = 1
-    """Number of parts of a row that follow one another through a pipeline."""
+    """Number of chunks of a row that follow one another through a pipeline (seqpipe)."""
     fine_grain_interleave: Count = 1
     """Number of parts of a layer's work that alternate, which hides tensor parallel transfers."""
 
@@ -170,10 +169,12 @@ class ParallelBlock(Degrees):
     expert_parallel: CountOrOpen = 1
     """Neighbouring ranks of data × context that a layer's experts are spread over, or `auto`."""
     pipeline_scheduler: Annotated[
-        Literal["auto", "gpipe", "1f1b"] | None,
-        _is(choice("auto", "gpipe", "1f1b", also=(None,), others=_SEQPIPE)),
+        Literal["auto", "gpipe", "1f1b", "seqpipe"] | None,
+        _is(choice("auto", "gpipe", "1f1b", "seqpipe", also=(None,))),
     ] = "auto"
-    """Order of a pipeline's work; `auto` is 1f1b, interleaved where stages have virtual ones."""
+    """Order of a pipeline's work; `auto` is seqpipe where `seq_split_num` is above 1, else 1f1b."""
+    sequence_chunks: Annotated[Literal["time", "tokens"], _is(choice("time", "tokens"))] = "time"
+    """Whether chunks of a row take equal time, by the planner's price, or have equal tokens."""
     pipeline_interleave: Annotated[bool | Literal["auto"] | None, _is(flag(also=(AUTO, None)))] = (
         "auto"
     )

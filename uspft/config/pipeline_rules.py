@@ -21,6 +21,8 @@ _OFF: dict[str, tuple[object, ...]] = {
     "pipeline_scheduler": (None, AUTO),
     "layers_per_stage": (None,),
     "offset": (None, 0, (0,)),
+    "seq_split_num": (1,),
+    "sequence_chunks": ("time",),
 }
 """Keys that say something of stages, and the values that say nothing, of which the first is off."""
 WITHOUT_STAGES = {
@@ -36,10 +38,10 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
     """Stages stand beside what they go with; where there is one, nothing is said of several."""
     parallel = recipe.parallel_config
     for number, one in enumerate(strategies_of(recipe)):
-        for key, off in (("pipeline_stage", 1), ("pp_interleave_num", 1), ("micro_batch_num", 1)):
-            if (value := getattr(one, key)) not in (off, AUTO):
+        for key in ("pipeline_stage", "pp_interleave_num", "micro_batch_num", "seq_split_num"):
+            if (value := getattr(one, key)) not in (1, AUTO):
                 what = f"is {value}, and layouts that switch have no stages"
-                yield f"{KEY}[{number}].{key}", what, f"write {off}, or leave {KEY} out"
+                yield f"{KEY}[{number}].{key}", what, f"write 1, or leave {KEY} out"
     if parallel.strategies is not None and parallel.micro_batch_num not in (1, AUTO):
         what = f"is {parallel.micro_batch_num}, and with {KEY} it follows from a step's samples"
         yield "parallel_config.micro_batch_num", what, f"write {AUTO}, or leave it out"
@@ -55,6 +57,7 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
         return
     if parallel.pipeline_stage > 1:
         yield from beside_stages(recipe)
+        yield from _chunks(recipe)
         return
     for key, values in _OFF.items():
         if (given := getattr(parallel, key)) not in values:
@@ -63,9 +66,31 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
             yield f"parallel_config.{key}", what, f"write {least}, or pipeline_stage above 1"
 
 
+def _chunks(recipe: Recipe) -> Iterator[Finding]:
+    """Chunks of rows stand beside the schedule that has them, and what works on a whole row at once
+    beside none."""
+    parallel, memory = recipe.parallel_config, recipe.memory
+    chunks, order = parallel.seq_split_num, parallel.pipeline_scheduler
+    if chunks == 1:
+        if parallel.sequence_chunks != "time":
+            what = f"is {parallel.sequence_chunks}, and parallel_config.seq_split_num is 1"
+            yield "parallel_config.sequence_chunks", what, "leave it out, or write more chunks"
+        return
+    beside = f"beside parallel_config.seq_split_num {chunks}"
+    if order in ("gpipe", "1f1b"):
+        what = f"is {order}, which takes rows whole, {beside}"
+        yield "parallel_config.pipeline_scheduler", what, "write seqpipe, or seq_split_num: 1"
+    if memory.attention_heads != "all":
+        what = f"is {memory.attention_heads}, which is not available {beside}"
+        yield "memory.attention_heads", what, "write all: a chunk's attention takes less as it is"
+    if memory.offload_activations != "none":
+        what = f"is {memory.offload_activations}, which is not available {beside}"
+        yield "memory.offload_activations", what, "write none"
+
+
 def _beside_open(parallel: ParallelBlock) -> Iterator[Finding]:
     """Where the planner chooses how many stages there are, nothing is said of each of them."""
-    for key in ("layers_per_stage", "offset"):
+    for key in ("layers_per_stage", "offset", "seq_split_num", "sequence_chunks"):
         if (given := getattr(parallel, key)) not in _OFF[key]:
             what = f"is {as_list(given)}, and parallel_config.pipeline_stage is {AUTO}"
             yield f"parallel_config.{key}", what, "leave it out, or write how many stages there are"

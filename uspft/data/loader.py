@@ -151,7 +151,7 @@ class RowLoader(ABC):
         labels, apart = kept([row.labels for row in rows]), self._tokens_apart
         chosen = np.flatnonzero(labels != NOT_TRAINED)
         numbers = zip(indices, rows, strict=True)
-        return Batch(
+        found = Batch(
             world=world,
             share=share,
             input_ids=mine([row.input_ids for row in rows])[None],
@@ -163,6 +163,7 @@ class RowLoader(ABC):
             rows=tuple(indices),
             row_of=mine([_place(row, number) for number, row in enumerate(rows)]),
         )
+        return in_chunks(found) if share.chunks else found
 
     def documents(self, batch: Batch) -> list[Segments]:
         """Return the documents of each row of a batch."""
@@ -279,11 +280,33 @@ class StepLoader(RowLoader):
             return self.stream.row(index)
 
 
+def in_chunks(batch: Batch) -> Batch:
+    """Return a micro-batch with its tokens chunk by chunk, as its share has them; without chunks as
+    it is."""
+    chunks = batch.share.chunks
+    if chunks is None:
+        return batch
+    found = []
+    for share, places in zip(chunks.every, chunks.places(batch.share.held), strict=True):
+        index = torch.from_numpy(places).to(batch.labels.device)
+        by_token = {name: x for name, x in _tensors(batch).items() if name != "chosen"}
+        own: dict[str, Any] = {name: x.index_select(-1, index) for name, x in by_token.items()}
+        own["chosen"] = (own["labels"] != NOT_TRAINED).nonzero().squeeze(1)
+        own = {name: pinned(x, batch.world.device) for name, x in own.items()}
+        count = len(own["chosen"])
+        found.append(replace(batch, **own, share=share, targets=count, chunks=()))
+    return replace(batch, chunks=tuple(found))
+
+
+def _tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+
+
 def _on_device(batch: Batch) -> Batch:
     """Return a micro-batch on its device, without waiting for the copy."""
-    tensors = {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
-    there: dict[str, Any] = {name: copied(x, batch.world.device) for name, x in tensors.items()}
-    return replace(batch, **there)
+    device = batch.world.device
+    there: dict[str, Any] = {name: copied(x, device) for name, x in _tensors(batch).items()}
+    return replace(batch, **there, chunks=tuple(map(_on_device, batch.chunks)))
 
 
 def _place(row: Row, number: int) -> NDArray[np.int64]:

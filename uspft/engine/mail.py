@@ -33,9 +33,11 @@ class Sent(NamedTuple):
     stage: int
     """The one that takes it."""
     micro_batch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
+        chunk = f", chunk {self.chunk}" if self.chunk else ""
+        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}{chunk}"
 
 
 TIE = Sent("gradient of the tied table", 0, 0)

@@ -9,8 +9,9 @@ scalar whose gradient is the one that came.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,8 @@ from uspft.engine.mail import TIE, Lines, Mail, Sent
 from uspft.engine.quarantine import begin_accumulation, leaves_out_unreached
 from uspft.engine.tied import TiedTable
 from uspft.model.staged import StagedModel, stage_of
-from uspft.pipeline.schedules import (
-    Action,
-    Scheduler,
-    forward_alone,
-    forward_and_backward,
-)
+from uspft.pipeline.schedules import Action, Schedule, forward_alone, forward_and_backward
+from uspft.sequence.chunk_attention import RowKeys
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -43,15 +40,13 @@ def pipelined(
     stages: Stages,
     holders: Holders,
     group: Group,
-    scheduler: Scheduler | Literal["auto"] | None,
+    schedule: Schedule,
     groups: Groups,
 ) -> tuple[StagedModel, Pipeline]:
     """Return the stages of this rank as a module, and what runs them; collective.
 
-    group: the ranks along the pipeline. scheduler: a resolved recipe's. groups: the process groups
-    of this process.
+    group: the ranks along the pipeline. groups: the process groups of this process.
     """
-    assert scheduler and scheduler != "auto"  # the recipe is resolved
     module = StagedModel(parts, objective, stages, group.index)
     named, table = module.named(), parts.model.get_input_embeddings().weight
     trained = {stage_of(name, stages) for name, p in named.items() if p.requires_grad}
@@ -70,7 +65,7 @@ def pipelined(
         tied = TiedTable(table, size, lines, parts.model.dtype)
         if tied.copy is not None:
             module.copy_head(tied.copy)
-    return module, Pipeline(module, stages, scheduler, lines, tied, Ends(first, tie_trains))
+    return module, Pipeline(module, stages, schedule, lines, tied, Ends(first, tie_trains))
 
 
 class _Given(torch.autograd.Function):
@@ -84,6 +79,27 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         return ctx.saved_tensors[0], None
+
+
+class KeysUnderWay:
+    """What a rank keeps of the keys of earlier chunks, for each micro-batch in each of its stages,
+    from its first chunk's forward to its last action."""
+
+    def __init__(self, chunks: int) -> None:
+        self._chunks = chunks
+        self._keys: dict[tuple[int, int], RowKeys] = {}
+
+    def part(self, batch: Batch, action: Action) -> Batch:
+        """Return what of a micro-batch an action takes."""
+        if self._chunks == 1:
+            return batch
+        keys = self._keys.setdefault((action.stage, action.micro_batch), RowKeys())
+        return replace(batch.chunks[action.chunk], keys=keys)
+
+    def forget(self, action: Action, last: bool) -> None:
+        """Let go of what an action's stage has kept, if it was the last one of its micro-batch."""
+        if last:
+            self._keys.pop((action.stage, action.micro_batch), None)
 
 
 class Ends(NamedTuple):
@@ -102,7 +118,7 @@ class Pipeline:
         self,
         module: StagedModel,
         stages: Stages,
-        scheduler: Scheduler,
+        schedule: Schedule,
         lines: Lines,
         tied: TiedTable | None,
         ends: Ends,
@@ -112,19 +128,20 @@ class Pipeline:
         self._module, self._stages, self._lines = module, stages, lines
         self._tied, self._ends = tied, ends
         self.idle = module.idle
-        ranks, virtual = stages.ranks, stages.count // stages.ranks
+        ranks, (order, virtual, _, self._chunks) = stages.ranks, schedule
 
         def actions(micro_batches: int) -> list[list[Action]]:
-            every = forward_and_backward(scheduler, ranks, micro_batches, virtual)
+            every = forward_and_backward(order, ranks, micro_batches, virtual, self._chunks)
             return [[one for one in mine if self._is_taken(one)] for mine in every]
 
         self._train = cache(actions)
-        self._forwards = forward_alone(ranks, 1, virtual)
+        self._forwards = forward_alone(ranks, 1, virtual, self._chunks)
         self._place = lines.group.index
         own = range(self._place, stages.count, ranks)
         trained = [stage for stage in own if stage >= ends.first]
-        self._lap = ("backward", trained[0]) if trained else ("forward", own[-1])
-        """The action that ends a micro-batch on this rank."""
+        last = self._chunks - 1
+        self._lap = ("backward", trained[0], 0) if trained else ("forward", own[-1], last)
+        """The action that ends a micro-batch on this rank: its kind, stage and chunk."""
 
     def _is_taken(self, action: Action) -> bool:
         return action.kind == "forward" or action.stage >= self._ends.first
@@ -137,29 +154,33 @@ class Pipeline:
         if engine.stage == 3:
             begin_accumulation(engine.deepspeed.optimizer)
         sums = torch.zeros(len(scales), dtype=torch.float64, device=engine.device)
-        live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        live: dict[Action, tuple[Tensor | None, Tensor]] = {}
+        keys = KeysUnderWay(self._chunks)
         for number, action in enumerate(mine):
-            _, stage, index, _ = action
-            batch = batches[index]
-            if action.kind == "forward":
+            kind, stage, index, chunk = action
+            batch = keys.part(batches[index], action)
+            if kind == "forward":
                 x = self._entering(action, mail)
                 made = engine.take(batch, scales, stage, x)
                 if stage >= self._ends.first:
-                    live[stage, index] = x, made
+                    live[action] = x, made
+                else:
+                    keys.forget(action, chunk + 1 == self._chunks)
                 if stage == self._stages.count - 1:
                     sums += made.detach() if batch.world.mesh.counts else 0
                 else:
                     mail.send(*self._sent(action), made)
             else:
-                x, made = live.pop((stage, index))
+                x, made = live.pop(action._replace(kind="forward"))
                 self._backward(engine, action, batch, made, mail, last=number == last)
+                keys.forget(action, chunk == 0)
                 if x is not None and x.requires_grad:
                     assert x.grad is not None
                     mail.send(*self._sent(action), x.grad)
                 if self._ties(action, len(batches)):
                     assert self._tied
                     mail.send(0, TIE, self._tied.gradient())
-            if (action.kind, stage) == self._lap:
+            if (kind, stage, chunk) == self._lap:
                 engine.laps.mark()
         if last is None:  # all stages of this rank are before the first that trains
             nothing = engine.take(batches[-1], scales, None, None)
@@ -182,7 +203,7 @@ class Pipeline:
         if stage == self._stages.count - 1:
             loss = made.sum()
         else:
-            gradient = mail.receive(Sent("backward", stage, action.micro_batch))
+            gradient = mail.receive(Sent(*action))
             loss = _Given.apply(made, gradient)
         if last and self._tied and self._ends.tie and stage == 0:
             self._tied.add(mail.receive(TIE))
@@ -195,10 +216,13 @@ class Pipeline:
         collective, and without gradients."""
         mail = self._mail(self._forwards, [batch])
         terms = torch.zeros(len(scales), device=engine.device)
+        keys = KeysUnderWay(self._chunks)
         for action in self._forwards[self._place]:
-            made = engine.take(batch, scales, action.stage, self._entering(action, mail))
+            part, x = keys.part(batch, action), self._entering(action, mail)
+            made = engine.take(part, scales, action.stage, x)
+            keys.forget(action, action.chunk + 1 == self._chunks)
             if action.stage == self._stages.count - 1:
-                terms = made
+                terms = terms + made
             else:
                 mail.send(*self._sent(action), made)
         mail.close()
@@ -212,13 +236,13 @@ class Pipeline:
     def _entering(self, action: Action, mail: Mail) -> Tensor | None:
         if not action.stage:
             return None
-        x = mail.receive(Sent("forward", action.stage, action.micro_batch))
+        x = mail.receive(Sent(*action))
         return x.requires_grad_(torch.is_grad_enabled() and action.stage > self._ends.first)
 
     def _sent(self, action: Action) -> tuple[int, Sent]:
         """Return what an action sends, and to which rank along the pipeline."""
         stage = action.stage + (1 if action.kind == "forward" else -1)
-        return self._stages.rank_of(stage), Sent(action.kind, stage, action.micro_batch)
+        return self._stages.rank_of(stage), Sent(*action._replace(stage=stage))
 
     def _ties(self, action: Action, micro_batches: int) -> bool:
         """Return whether a backward completes the gradient of the last stage's table."""
@@ -230,7 +254,10 @@ class Pipeline:
             if message == TIE:
                 assert self._tied
                 return self._tied.buffer()
-            return self._module.hidden_buffer(batches[message.micro_batch])
+            batch = batches[message.micro_batch]
+            return self._module.hidden_buffer(
+                batch.chunks[message.chunk] if self._chunks > 1 else batch
+            )
 
         def messages(actions: Sequence[Action]) -> Iterator[Sent]:
             for action in actions:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from uspft.model.offload import HostShelf, Item
     from uspft.sequence import Share
+    from uspft.sequence.chunk_attention import RowKeys
     from uspft.sequence.mixing import Convolution
     from uspft.sequence.states import StateRule
     from uspft.world import World
@@ -52,8 +53,11 @@ class Bound:
         recompute: Recompute | None,
         shelf: HostShelf | None = None,
         real: Tensor | None = None,
+        keys: RowKeys | None = None,
     ) -> None:
-        """real [T]: which tokens are no padding; None where nobody asks."""
+        """real [T]: which tokens are no padding; None where nobody asks. keys: of earlier chunks,
+        where the tokens are those of a chunk of rows."""
+        self._keys = keys
         self.real = torch.empty(0) if real is None else real
         self.world, self.share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}
@@ -82,16 +86,17 @@ class Bound:
         """
 
         inputs = qkv if rule.sinks is None else (*qkv, rule.sinks)
+        earlier = None if self._keys is None else self._keys.of_layer(layer)
         if self._runs_once(inputs):
-            return self.world.attend(qkv, self.share, rule)
+            return self.world.attend(qkv, self.share, rule, earlier=earlier)
         remembered = partial(attend_once, self.memory, layer, shelf=self.shelf)
         if self._inside:
-            return self.world.attend(qkv, self.share, rule, remembered)
+            return self.world.attend(qkv, self.share, rule, remembered, earlier)
 
         def run(inputs: tuple[Tensor, ...]) -> Tensor:
             q, k, v, *sinks = inputs
             own = replace(rule, sinks=sinks[0]) if sinks else rule
-            return self.world.attend((q, k, v), self.share, own)
+            return self.world.attend((q, k, v), self.share, own, earlier=earlier)
 
         return remembered(run, inputs)
 

@@ -71,7 +71,13 @@ class CausalModel(nn.Module):
         shelf = HostShelf(batch.input_ids.device) if recompute and self._offload else None
         real = batch.row_of >= 0
         bound = Bound(
-            batch.world, batch.share, batch.tokens, recompute=recompute, shelf=shelf, real=real
+            batch.world,
+            batch.share,
+            batch.tokens,
+            recompute=recompute,
+            shelf=shelf,
+            real=real,
+            keys=batch.keys,
         )
         vocabulary = vocabulary_of(batch.world, self.model.config.vocab_size, self._held)
         if not self._held:

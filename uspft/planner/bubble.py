@@ -34,7 +34,7 @@ class PipelineCosts:
     stages: tuple[float, ...]
     """Forward and backward of each stage."""
     links: tuple[float, ...]
-    """What one stage sends to the next one, or back: one fewer."""
+    """What one stage sends to the next one, or back, of all chunks: one fewer."""
     forward: float
     """The share of a stage's seconds that its forward takes."""
     ranks: int
@@ -56,7 +56,13 @@ class PipelineCosts:
 
 def estimated(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> PipelineWaits:
     """Return what is waited for, in closed form: exact where stages take alike, nothing is under
-    way, and micro-batches fill the groups of virtual stages."""
+    way, and micro-batches fill the groups of virtual stages.
+
+    Of chunks, which take equal time, one goes through all ranks but the slowest.
+    """
+    if (chunks := schedule.chunks) > 1:
+        bubble = _bubble(costs, -(-micro_batches // costs.ranks) * costs.ranks) / chunks
+        return PipelineWaits(bubble, 2 * sum(costs.links) / chunks)
     bubble, exposed = _bubble(costs, micro_batches), _exposed(costs, schedule, micro_batches)
     busy = micro_batches * costs.most + bubble
     on_line = 2 * sum(costs.links) + _on_line(costs, schedule, micro_batches)
@@ -128,13 +134,14 @@ def _end(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> float:
 @lru_cache(maxsize=64)
 def timeline(costs: PipelineCosts, schedule: Schedule, micro_batches: int) -> Timeline:
     """Return when each rank works on what."""
-    lists = forward_and_backward(schedule.scheduler, costs.ranks, micro_batches, schedule.virtual)
-    share = {"forward": costs.forward, "backward": 1 - costs.forward}
+    order, virtual, _, chunks = schedule
+    lists = forward_and_backward(order, costs.ranks, micro_batches, virtual, chunks)
+    share = {"forward": costs.forward / chunks, "backward": (1 - costs.forward) / chunks}
 
     def cost(action: Action) -> float:
         return share[action.kind] * costs.stages[action.stage]
 
     def link(action: Action) -> float:
-        return costs.links[action.stage - (action.kind == "backward")]
+        return costs.links[action.stage - (action.kind == "backward")] / chunks
 
     return simulate(lists, cost, link)

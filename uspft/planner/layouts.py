@@ -55,6 +55,8 @@ class Candidate:
             tensor = f", mesh {self.layout.mesh_rows} × {self.layout.mesh_columns}"
         virtual = self.parallel.pp_interleave_num
         ways = f" × {virtual}" if virtual > 1 else ""
+        if (chunks := self.parallel.seq_split_num) > 1:
+            ways += f" in {chunks} chunks"
         stages = f", stages {self.layout.pipeline}{ways}" if self.layout.pipeline > 1 else ""
         data = f", data {self.layout.data}" if self.layout.data > 1 else ""
         experts = f", experts {self.layout.experts}" if self.layout.experts > 1 else ""
@@ -74,6 +76,7 @@ def candidates(recipe: Recipe, ranks: int, problems: Problems) -> list[Candidate
         pipelines=(1,) if own.strategies else None,
         schedulers={schedule_of(own).scheduler},
         virtual=(1, 2),
+        chunks=own.seq_split_num,
     )
     found_ways = sorted(ways(ranks, space, _beyond).legal, key=lambda way: way.layout.pipeline)
     blocks = [_block(own, way) for way in found_ways]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from uspft.families import ModelShape
 from uspft.layout import Layout
-from uspft.pipeline.schedules import PLAIN, Schedule
+from uspft.pipeline.schedules import PLAIN, Schedule, Scheduler
 from uspft.pipeline.stages import Each, Stages, dealt_out
 from uspft.planner.flops import layer_flops
 from uspft.planner.machine import Hardware
@@ -28,8 +28,10 @@ def schedule_of(parallel: ParallelBlock) -> Schedule:
     them."""
     order, given = parallel.pipeline_scheduler, parallel.layers_per_stage or ()
     sizes = tuple(n for row in given for n in (row if isinstance(row, tuple) else (row,)))
-    scheduler = order if order == "gpipe" else PLAIN.scheduler
-    return Schedule(scheduler, parallel.pp_interleave_num, sizes)
+    chunks = parallel.seq_split_num
+    plain: Scheduler = "seqpipe" if chunks > 1 else PLAIN.scheduler
+    scheduler = order if order == "gpipe" or order == "seqpipe" else plain
+    return Schedule(scheduler, parallel.pp_interleave_num, sizes, chunks)
 
 
 def as_many(each: Each, ranks: int, schedule: Schedule) -> bool:

@@ -51,7 +51,8 @@ class Way:
         tokens = "-tokens" if self.splits_tokens else ""
         name = self.layout.name(self.row.name).replace(given, given + tokens)
         virtual, gpipe = self.schedule.virtual, self.schedule.scheduler == "gpipe"
-        how = f"x{virtual}" * (virtual > 1) + "-gpipe" * gpipe
+        chunks = self.schedule.chunks
+        how = f"x{virtual}" * (virtual > 1) + f"-chunks{chunks}" * (chunks > 1) + "-gpipe" * gpipe
         stages = f"pipeline{self.layout.pipeline}"
         return name.replace(stages, stages + how)
 
@@ -75,6 +76,7 @@ class Way:
                 "pp_interleave_num": self.schedule.virtual,
                 "pipeline_interleave": self.schedule.virtual > 1,
                 "pipeline_scheduler": self.schedule.scheduler,
+                "seq_split_num": self.schedule.chunks,
                 "micro_batch_num": AUTO,
                 "layers_per_stage": self.schedule.by_rank(layout.pipeline) or None,
             }
@@ -133,6 +135,8 @@ class Space:
     schedulers: Collection[Scheduler] = (PLAIN.scheduler,)
     virtual: Collection[int] = (1, 2, 4)
     """Stages of each of these ranks."""
+    chunks: int = 1
+    """Parts of a row that follow one another through them."""
     experts: Collection[int] | None = (1,)
     """Ranks that divide the experts of a layer."""
 
@@ -189,7 +193,8 @@ def _stages_and_sharers(ranks: int, space: Space) -> Iterator[tuple[int, int]]:
 
 
 def _schedules(space: Space) -> list[Schedule]:
-    return [Schedule(*how) for how in product(space.schedulers, space.virtual)]
+    several = product(space.schedulers, space.virtual)
+    return [Schedule(*how, chunks=space.chunks) for how in several]
 
 
 def _matrices(ranks: int, space: Space) -> Iterator[tuple[int, int, bool, bool]]:

@@ -205,6 +205,7 @@ def space_of(recipe: Recipe) -> Space:
         pipelines=fixed("pipeline_stage"),
         schedulers={schedule_of(parallel).scheduler},
         virtual=_virtual(parallel),
+        chunks=parallel.seq_split_num,
         experts=fixed("expert_parallel"),
     )
 

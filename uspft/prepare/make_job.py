@@ -34,7 +34,7 @@ from uspft.prepare.memory_need import exchange_findings
 from uspft.prepare.model import examine_model
 from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
-from uspft.prepare.prices import prices_of
+from uspft.prepare.prices import chunk_prices_of, prices_of
 from uspft.prepare.serving_files import serving_of
 from uspft.prepare.space import last_step, space_needed
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
@@ -86,6 +86,7 @@ def prepare_job(
         command=place.command,
         places=found.known.places,
         prices=prices_of(found, found.known.hosts),
+        chunk_prices=chunk_prices_of(found, found.known.hosts),
         comments=found.decision.comments if found.decision else {},
     )
     return found, job, checkpoint, needed

@@ -83,6 +83,7 @@ def ranking_of(found: Examined, step: StepShape, hardware: Hardware) -> Ranking:
         pipelines=None,
         schedulers={own.schedule.scheduler},
         virtual={1, 2, 4, own.schedule.virtual},
+        chunks=own.schedule.chunks,
     )
 
     why_not = wrong_in(recipe, step.model, hardware, open_keys(asked))

@@ -27,7 +27,7 @@ from uspft.prepare.model import examine_model
 from uspft.prepare.new_tokens import fetched
 from uspft.prepare.output import output_of
 from uspft.prepare.pipelines import with_stages
-from uspft.prepare.prices import prices_of
+from uspft.prepare.prices import chunk_prices_of, prices_of
 from uspft.prepare.weigh_strategies import knowing_memory, lengths_of, weighing
 from uspft.verify.inject import FAULTS
 from uspft.verify.work import FOLDER, GRADIENT_FILES, REPORT, VerifyJob, without_extras
@@ -95,6 +95,7 @@ def prepare_verify(
         command=place.command,
         places=places,
         prices=prices_of(found, found.known.hosts),
+        chunk_prices=chunk_prices_of(found, found.known.hosts),
     )
     every = _candidates(found, None if asked.every else MAX_LAYOUTS)
     work = VerifyJob(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from uspft.config.algorithms import AUTO
+from uspft.config.algorithms import AUTO, CONTEXT, row_of
 from uspft.config.pipeline_rules import as_list
 from uspft.engine.deepspeed_config import micro_batches
 from uspft.families import FAMILIES
 from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, fits, offset, stated
+from uspft.planner.chunks import chunk_multiple
 from uspft.planner.stages import stages_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
     if parallel.micro_batch_num == AUTO:
         settled["micro_batch_num"] = micro_batches(recipe, layout) if several else 1
     if parallel.pipeline_scheduler == AUTO or not several:
-        settled["pipeline_scheduler"] = "1f1b" if several else None
+        order = "seqpipe" if parallel.seq_split_num > 1 else "1f1b"
+        settled["pipeline_scheduler"] = order if several else None
     if parallel.pipeline_interleave == AUTO or not several:
         settled["pipeline_interleave"] = virtual if several else None
     if several and known.shape:
@@ -76,12 +78,16 @@ def stages_sentence(recipe: Recipe, layout: Layout) -> str | None:
     if layout.pipeline == 1 or parallel.layers_per_stage is None:
         return None
     order, virtual = parallel.pipeline_scheduler, parallel.pp_interleave_num
-    assert order == "gpipe" or order == "1f1b"  # the recipe is resolved
-    passes = micro_batches(recipe, layout)
-    lists = forward_and_backward(order, layout.pipeline, passes, virtual)
+    assert order and order != "auto"  # the recipe is resolved
+    passes, chunks = micro_batches(recipe, layout), parallel.seq_split_num
+    lists = forward_and_backward(order, layout.pipeline, passes, virtual, chunks)
     waits = simulate(lists, lambda action: 2.0 if action.kind == "backward" else 1.0).bubble
-    named = f"interleaved {order}" if virtual > 1 and order == "1f1b" else order
+    named = f"interleaved {order}" if virtual > 1 and order != "gpipe" else order
+    if order == "seqpipe" and chunks == 1:
+        named += " of 1 chunk (seq_split_num), which is 1f1b,"
     many = f"{passes} micro-batch{'es' * (passes > 1)}"
+    if chunks > 1:
+        many += f" in {chunks} chunks of equal {parallel.sequence_chunks}"
     return (
         f"{as_list(parallel.layers_per_stage)} layers, {named} over {many}: ranks wait "
         f"{waits:.0%} of a step where stages take equal time"
@@ -105,8 +111,42 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
     found = stages_in(recipe, shape) if shape else None
     if isinstance(found, tuple):
         findings.append(found)
+    if layout.pipeline > 1 and parallel.seq_split_num > 1:
+        findings += _chunk_findings(recipe, layout, shape)
     if shape and layout.pipeline > 1 and shape.raw.get("output_router_logits"):
         beside = f"parallel_config.pipeline_stage {layout.pipeline}"
         what = f"is true, which is not available beside {beside}"
         findings.append(("model.overrides.output_router_logits", what, "write false"))
+    return findings
+
+
+def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> list[Finding]:
+    """Return what speaks against the chunks in which a recipe's rows go through stages."""
+    parallel, row = recipe.parallel_config, recipe.data.sequence_length
+    chunks = parallel.seq_split_num
+    findings: list[Finding] = []
+    beside = f"beside parallel_config.seq_split_num {chunks}"
+    algorithm = row_of(parallel.context_parallel_algo, layout.context)
+    able = ", ".join(one.name for one in CONTEXT.values() if one.chunks)
+    if layout.is_mesh and layout.mesh_rows > 1:
+        what = f"has {layout.mesh_rows} rows, which split tokens, and that is not available {beside}"
+        findings.append(("parallel_config.tensor_mesh", what, f"write [1, {layout.tensor}]"))
+    elif not algorithm.chunks:
+        what = f"is {algorithm.name}, which is not available {beside}"
+        remedy = f"write {able}, or seq_split_num: 1"
+        findings.append(("parallel_config.context_parallel_algo", what, remedy))
+    if shape and FAMILIES[shape.model_type].states:
+        what = f"is {chunks}, and layers with a state of `{shape.model_type}` take rows whole"
+        findings.append(("parallel_config.seq_split_num", what, "write 1"))
+    if row < chunks * (multiple := chunk_multiple(parallel, layout)):
+        what = (
+            f"{row} tokens do not make {chunks} chunks (parallel_config.seq_split_num), each of a "
+            f"multiple of {multiple}"
+        )
+        remedy = f"write at least {chunks * multiple}, or fewer chunks"
+        findings.append(("data.sequence_length", what, remedy))
+    elif row % multiple:
+        what = f"{row} tokens are no multiple of {multiple}, of which chunks have multiples"
+        remedy = f"the next length that is one is {-(-row // multiple) * multiple}"
+        findings.append(("data.sequence_length", what, remedy))
     return findings

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from uspft.config.algorithms import row_of
 from uspft.config.strategies import strategies_of, under
-from uspft.job import Prices
+from uspft.job import ChunkPrices, Prices
 from uspft.layout import Layout, layout_of
+from uspft.planner.chunks import chunk_prices
 from uspft.planner.memory import options_of, row_memory
 from uspft.planner.row_time import micro_step_seconds, row_time
 from uspft.prepare.examine import Examined
@@ -15,6 +16,17 @@ from uspft.prepare.make_plan import hardware_of, step_of
 from uspft.prepare.step import matrices_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
+
+
+def chunk_prices_of(found: Examined, hosts: int) -> ChunkPrices | None:
+    """Return the prices by which a recipe's rows are cut into chunks that take equal time; None
+    where no rows are."""
+    recipe, layout = found.recipe, found.layout
+    parallel = recipe.parallel_config
+    if parallel.seq_split_num == 1 or parallel.sequence_chunks != "time":
+        return None
+    step, algorithm = step_of(found), of_recipe(recipe, layout)
+    return chunk_prices(step, layout, algorithm, hardware_of(found, hosts))
 
 
 def prices_of(found: Examined, hosts: int) -> Prices | None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from uspft.comm import Group
     from uspft.kernels import Kernel
+    from uspft.sequence.chunk_attention import LayerKeys
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Split:
     inside: Inside | None = None
     """How what runs between exchanges of heads is called, where that alone is remembered of a
     layer that is recomputed; None: as any function. An algorithm that exchanges heads heeds it."""
+    earlier: LayerKeys | None = None
+    """The keys of earlier chunks in this layer, where the tokens are those of a chunk of rows."""
 
 
 Tensors: TypeAlias = "tuple[Tensor, Tensor, Tensor]"

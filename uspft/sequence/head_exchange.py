@@ -69,7 +69,7 @@ def blocks_over_heads(
     where it is larger than one rank."""
 
     def inner(qkv: tuple[Tensor, Tensor, Tensor], rule: Rule, kernel: Kernel) -> Tensor:
-        return attend_blocks(qkv, share, rule, split.ring, kernel)
+        return attend_blocks(qkv, share, rule, split.ring, kernel, split.earlier)
 
     return attend_over_heads(qkv, share, rule, split, inner)
 

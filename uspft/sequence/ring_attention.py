@@ -17,15 +17,22 @@ from uspft.comm import Group, Move, shift
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
 from uspft.kernels.sinks import sinks_gradient
-from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.chunk_attention import ChunkPasses, LayerKeys
 from uspft.sequence.passes import attend_by
+from uspft.sequence.rows.chunks import ChunkShare
 from uspft.sequence.rows.share import Share
 from uspft.sequence.rows.spans import Span, tokens_in
 from uspft.sequence.sums import Sum
 
 
 def attend_blocks(
-    qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, ring: Group, kernel: Kernel
+    qkv: tuple[Tensor, Tensor, Tensor],
+    share: Share,
+    rule: Rule,
+    ring: Group,
+    kernel: Kernel,
+    earlier: LayerKeys | None = None,
 ) -> Tensor:
     """Return attention out [t, h, D] of q [t, h, D] over all keys in the share's blocks,
     differentiable.
@@ -33,9 +40,14 @@ def attend_blocks(
     This is ring attention (arXiv 2310.01889): at step s rank i computes with the keys of rank i − s
     while the next ones are on their way. Keys travel again in the backward pass. The partial dK and
     dV of keys that were seen go straight home to the owner, rounded once to the compute type, and
-    are summed there in float32 or wider.
+    are summed there in float32 or wider. earlier: as of Split; a chunk of rows is whole on its
+    ring rank.
     """
-    return attend_by(BlockPasses(share), qkv, rule, ring, kernel)
+    passes: Passes = BlockPasses(share)
+    if earlier is not None:
+        assert isinstance(share, ChunkShare) and ring.size == 1  # else a recipe is refused
+        passes = ChunkPasses(share, earlier)
+    return attend_by(passes, qkv, rule, ring, kernel)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Whole:
     ) -> Tensor:
         from uspft.sequence.ring_attention import attend_blocks
 
-        return attend_blocks(qkv, share, rule, split.ring, split.kernel)
+        return attend_blocks(qkv, share, rule, split.ring, split.kernel, split.earlier)
 
     def passes(self, share: Share) -> Passes:
         from uspft.sequence.ring_attention import BlockPasses

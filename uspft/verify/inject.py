@@ -15,7 +15,6 @@ from torch import Tensor
 from uspft.batch import Batch
 from uspft.data.tokenise import NOT_TRAINED
 from uspft.segments import Segments
-from uspft.sequence import Share
 
 if TYPE_CHECKING:
     from uspft.world import World
@@ -47,8 +46,7 @@ def mask(batch: Batch, world: World, rows: list[Segments]) -> Batch:
     """Let a row's documents see one another; cut a row of one document into two that do not."""
     wrong = [_other_bounds(row) for row in rows]
     orders = [world.algorithm.token_order(row) for row in rows]
-    place = world.layout.ulysses, world.mesh.context.index
-    return replace(batch, share=Share(wrong, orders, place))
+    return replace(batch, share=world.share(wrong, orders))
 
 
 def _other_bounds(row: Segments) -> Segments:

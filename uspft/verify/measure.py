@@ -10,6 +10,7 @@ import torch
 
 from uspft.assemble import Run, assemble
 from uspft.comm import largest
+from uspft.data.loader import in_chunks
 from uspft.engine.step import NotFinite
 from uspft.training.learning_rate import learning_rate
 from uspft.verify.gradients import See, show_gradients
@@ -72,4 +73,5 @@ def _broken(run: Run, batches: list[Batch], fault: str) -> list[Batch]:
     here = [targets] == largest([targets], run.engine.holders.everyone, run.engine.device)
     if not (here or fault in EVERYWHERE):
         return batches
-    return [FAULTS[fault](batch, batch.world, run.loader.documents(batch)) for batch in batches]
+    broken = (FAULTS[fault](one, one.world, run.loader.documents(one)) for one in batches)
+    return [in_chunks(one) for one in broken]

@@ -1,0 +1,291 @@
+"""Rows that go through stages chunk by chunk, in one process, beside plain transformers on each
+document by itself: the loss and every gradient in float64."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from tests.support.models import make_model
+from tests.support.pairwise import pairwise
+from tests.support.wide import widened
+from uspft.batch import Batch
+from uspft.config.algorithms import WHOLE
+from uspft.config.recipe import MemoryBlock
+from uspft.data.loader import EMPTY, StepLoader
+from uspft.data.stream import Row
+from uspft.engine.pipelined import KeysUnderWay
+from uspft.kernels.torch_cpu import TorchCpu
+from uspft.layout import Layout
+from uspft.mesh import Groups
+from uspft.model.attention import NAME
+from uspft.model.causal import CausalModel
+from uspft.model.parallelise import save_memory
+from uspft.model.staged import StagedModel
+from uspft.objective.causal import Causal
+from uspft.pipeline.schedules import Action, forward_alone, forward_and_backward
+from uspft.pipeline.simulator import simulate
+from uspft.pipeline.stages import Stages, dealt_out
+from uspft.segments import Segments
+from uspft.sequence import make_algorithm
+from uspft.sequence.chunk_attention import KeptKeys, LayerKeys
+from uspft.sequence.chunked import Chunked
+from uspft.sequence.rows.chunks import Cut
+from uspft.tensor.megatron import Megatron
+from uspft.world import World, make_world
+
+LAYERS, ROW, EXACT = 8, 48, 1e-10
+DOCUMENTS = [[31, 17], [48], [3, 20, 25], [40, 5]]
+"""Of each row; the last one's end is padding."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"kv_heads": 2}),
+    "qwen2 tied": ("qwen2", {"kv_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"kv_heads": 2, "tie_word_embeddings": False}),
+    "windowed": ("mistral", {"kv_heads": 2, "sliding_window": 9}),
+    "mixed windows": (
+        "gemma3_text",
+        {
+            "kv_heads": 2,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+        },
+    ),
+}
+RECOMPUTED = {
+    "kept": MemoryBlock(gradient_checkpointing=False),
+    "nothing": MemoryBlock(gradient_checkpointing=True, recompute="nothing"),
+    "attention": MemoryBlock(gradient_checkpointing=True, recompute="attention"),
+    "some": MemoryBlock(gradient_checkpointing=1, recompute="attention"),
+}
+TIME = Cut(4, 1, 1.0, ((None, 0.05), (9, 0.01)))
+"""Chunks of unequal tokens, and of other bounds in each row."""
+Found = tuple[float, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: make_model(folder / name, kind, num_hidden_layers=LAYERS, **extra)
+        for name, (kind, extra) in MODELS.items()
+    }
+
+
+def loaded(folder: Path, attention: str) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation=attention
+    )
+    for buffer in model.buffers():
+        buffer.data = buffer.data.double() if buffer.is_floating_point() else buffer.data
+    return model.train()
+
+
+def documents(row: int) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels of a row's documents; the first few of each are no targets."""
+    draw = np.random.default_rng(row)
+    found = []
+    for length in DOCUMENTS[row]:
+        ids = draw.integers(3, 97, length).tolist()
+        found.append((ids, [-100] * (length // 3) + ids[length // 3 :]))
+    return found
+
+
+class Rows:
+    """A stream of the rows above."""
+
+    def row(self, index: int) -> Row:
+        every = documents(index)
+        ids, labels, positions = np.zeros(ROW, int), np.full(ROW, -100), np.zeros(ROW, int)
+        bounds = [0]
+        for tokens, targets in every:
+            a, b = bounds[-1], bounds[-1] + len(tokens)
+            ids[a:b], labels[a : b - 1], positions[a:b] = tokens, targets[1:], range(b - a)
+            bounds.append(b)
+        return Row(ids, labels, positions, Segments(tuple(bounds), ROW), ())
+
+
+def targets(rows: int) -> int:
+    every = chain.from_iterable(map(documents, range(rows)))
+    return sum(label != -100 for _, labels in every for label in labels[1:])
+
+
+def plain(folder: Path, rows: int) -> Found:
+    """What transformers gives for some rows, each document by itself."""
+    model = loaded(folder, "eager")
+    with wide(model):
+        loss = torch.zeros((), dtype=torch.float64)
+        for ids, labels in chain.from_iterable(map(documents, range(rows))):
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+            loss = loss + F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
+        loss = loss / targets(rows)
+        loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
+
+
+def wide(model: Any) -> Any:
+    return widened(sys.modules[type(model).__module__])
+
+
+def world_of(cut: Cut | None) -> World:
+    whole = make_algorithm(WHOLE, 1, 1, keep=False)
+    algorithm = Chunked(whole, cut) if cut else whole
+    named = WHOLE, algorithm, Megatron(1, splits_tokens=False)
+    return make_world(Layout(), named, TorchCpu(), torch.device("cpu"), Groups())
+
+
+def batches_of(world: World, rows: int, each: int = 1) -> list[Batch]:
+    """Micro-batches of `each` rows."""
+    loader = StepLoader(
+        Rows(),  # type: ignore[arg-type]
+        world,
+        row_tokens=ROW,
+        rows_per_step=rows,
+        rows_per_batch=each,
+    )
+    return [
+        loader.batch([n if n < rows else EMPTY for n in range(first, first + each)])
+        for first in range(0, rows, each)
+    ]
+
+
+def staged(
+    folder: Path,
+    batches: Sequence[Batch],
+    lists: Sequence[Sequence[Action]],
+    chunks: int,
+    virtual: int,
+    memory: MemoryBlock,
+    rows: int,
+) -> Found:
+    """What stages of one process give, whose actions are taken in an order that lists allow."""
+    model = loaded(folder, NAME)
+    ranks = len(lists)
+    stages: Stages = dealt_out([1.0] * LAYERS, ranks, virtual)
+    recompute, _ = save_memory(model, memory, stages)
+    parts = CausalModel(model, None, Layout(), recompute)
+    objective, scales = Causal(model.config), (1 / targets(rows),)
+    modules = [StagedModel(parts, objective, stages, place) for place in range(ranks)]
+    order = sorted(
+        chain(*simulate(lists, lambda _: 1).ranks), key=lambda one: (one.end, one.action.stage)
+    )
+    last, keys = stages.count - 1, KeysUnderWay(chunks)
+    made: dict[Action, Any] = {}
+    loss = 0.0
+    with wide(model):
+        for action, *_ in order:
+            kind, stage, index, chunk = action
+            batch = keys.part(batches[index], action)
+            if kind == "forward":
+                x = None
+                if stage:
+                    before = made[action._replace(stage=stage - 1)][1]
+                    x = before.detach().requires_grad_()
+                out = modules[stages.rank_of(stage)](batch, scales, stage, x)
+                made[action] = x, out
+                loss += float(out.detach().sum()) if stage == last else 0.0
+                if not torch.is_grad_enabled():
+                    keys.forget(action, chunk + 1 == chunks)
+                continue
+            x, out = made[action._replace(kind="forward")]
+            if stage == last:
+                out.sum().backward()
+            else:
+                after = made[action._replace(stage=stage + 1, kind="forward")][0]
+                torch.autograd.backward(out, after.grad)
+            keys.forget(action, chunk == 0)
+    assert not torch.is_grad_enabled() or not any(one._layers for one in keys._keys.values())
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+def apart(got: Found, want: Found) -> float:
+    """The largest relative difference of the loss and of any gradient."""
+    assert got[1].keys() == want[1].keys()
+    found = [abs(got[0] / want[0] - 1)]
+    for name, gradient in want[1].items():
+        found.append(float((got[1][name] - gradient).norm() / gradient.norm()))
+    return max(found)
+
+
+CASES = pairwise((*MODELS,), (1, 2, 4), (1, 2), (1, 4), (1, 3, 4), (*RECOMPUTED,))
+
+
+def one_step(folder: Path, p: int, v: int, s: int, m: int, memory: MemoryBlock) -> Found:
+    batches = batches_of(world_of(replace(TIME, chunks=s) if s > 1 else None), m)
+    return staged(folder, batches, forward_and_backward("seqpipe", p, m, v, s), s, v, memory, m)
+
+
+def test_every_case_is_transformers_own(models: dict[str, Path]) -> None:
+    want: dict[tuple[str, int], Found] = {}
+    for name, p, v, s, m, recompute in CASES:
+        if (name, m) not in want:
+            want[name, m] = plain(models[name], m)
+        found = one_step(models[name], p, v, s, m, RECOMPUTED[recompute])
+        assert apart(found, want[name, m]) < EXACT, (name, p, v, s, m, recompute)
+
+
+def test_rows_of_one_micro_batch_and_rows_of_padding_alone(models: dict[str, Path]) -> None:
+    for rows, each in ((4, 2), (3, 2)):
+        batches = batches_of(world_of(TIME), rows, each)
+        lists = forward_and_backward("seqpipe", 2, len(batches), 1, TIME.chunks)
+        found = staged(models["windowed"], batches, lists, TIME.chunks, 1, RECOMPUTED["kept"], rows)
+        assert apart(found, plain(models["windowed"], rows)) < EXACT
+
+
+class Held(dict[int, KeptKeys]):
+    """Of which nothing is let go."""
+
+    def pop(self, key: int, *_: Any) -> KeptKeys:
+        return self[key]
+
+
+def test_chunks_that_go_back_in_forward_order_are_wrong(models: dict[str, Path]) -> None:
+    folder, batches = models["llama"], batches_of(world_of(TIME), 1)
+    lists = forward_alone(1, 1, 1, TIME.chunks)
+    lists[0] += [one._replace(kind="backward") for one in lists[0]]
+    args = batches, lists, TIME.chunks, 1, RECOMPUTED["kept"], 1
+    by_layer: dict[int, LayerKeys] = {}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("uspft.pipeline.simulator.needs", lambda *_: []))
+        with pytest.raises(KeyError):  # what was kept of the first chunk is gone
+            staged(folder, *args)
+        stack.enter_context(
+            mock.patch(
+                "uspft.sequence.chunk_attention.RowKeys.of_layer",
+                lambda _, layer: by_layer.setdefault(layer, Held()),
+            )
+        )
+        found = staged(folder, *args)
+    want = plain(folder, 1)
+    assert found[0] == pytest.approx(want[0], rel=EXACT)
+    assert apart(found, want) > 0.3
+
+
+def test_an_evaluation_gives_the_same_loss_and_keeps_nothing(models: dict[str, Path]) -> None:
+    batches = batches_of(world_of(TIME), 4)
+    lists = forward_alone(4, 4, 2, TIME.chunks)
+    with torch.no_grad():
+        found = staged(models["mixed windows"], batches, lists, 4, 2, RECOMPUTED["nothing"], 4)
+    assert found[0] == pytest.approx(plain(models["mixed windows"], 4)[0], rel=EXACT)
+
+
+def test_what_is_kept_is_what_later_chunks_see() -> None:
+    (batch,) = batches_of(world_of(replace(TIME, pairs=())), 1)
+    assert batch.share.chunks
+    every = batch.share.chunks.every
+    assert [share.held for share in every] == [((0, 12),), ((12, 24),), ((24, 36),), ((36, 48),)]
+    # Documents end at 31 and 48.
+    assert [share.kept.spans for share in every] == [[(0, 12)], [(12, 24)], [(31, 36)], []]
+    near = [share.with_window(3) for share in every]
+    assert [share.kept.spans for share in near] == [[(10, 12)], [(22, 24)], [(34, 36)], []]

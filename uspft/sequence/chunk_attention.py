@@ -1,0 +1,121 @@
+"""Attention of a chunk of a row over its own keys and those of earlier chunks, which are kept.
+
+Chunks go forward in their order and back in the reverse one. What later chunks' queries see of a
+chunk's keys and values is kept, layer by layer and chunk by chunk; their backwards add to its dK
+and dV, which are complete when its own backward comes. That lets go of what was kept.
+
+Shapes, as suffixes: t tokens of the chunk, n of those that are kept of a chunk, h/g query/KV heads
+on this rank, D head dim; 2: keys and values, or their gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from uspft.comm import Group
+from uspft.kernels import Kernel, Partial
+from uspft.kernels.kernel import Gradient
+from uspft.kernels.sinks import sinks_gradient
+from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.rows.chunks import ChunkShare
+from uspft.sequence.rows.spans import Span
+from uspft.sequence.sums import Sum
+
+
+class KeptKeys:
+    """The keys and values of a chunk that later ones see, and the sum of what these find for their
+    gradients, in float32 or wider."""
+
+    def __init__(self, k_ngD: Tensor, v_ngD: Tensor) -> None:
+        self.k, self.v = k_ngD, v_ngD
+        self._sum = Sum((2, *k_ngD.shape), k_ngD)
+
+    def replace(self, k_ngD: Tensor, v_ngD: Tensor) -> None:
+        """Take the same values from a layer's second run."""
+        self.k, self.v = k_ngD, v_ngD
+
+    def add(self, partials: list[Gradient]) -> None:
+        """Add what a later chunk found for dK and dV."""
+        self._sum.add(partials)
+
+    def summed(self) -> Tensor:
+        """Return the sum, [2, n, g, D]."""
+        return self._sum.open()
+
+
+LayerKeys = dict[int, KeptKeys]
+"""By chunk, what is kept in one layer."""
+
+
+class RowKeys:
+    """What one stage keeps of the chunks of a micro-batch, by layer."""
+
+    def __init__(self) -> None:
+        self._layers: defaultdict[int, LayerKeys] = defaultdict(dict)
+
+    def of_layer(self, layer: int) -> LayerKeys:
+        """Return what is kept in a layer. layer: a number that is its own."""
+        return self._layers[layer]
+
+
+@dataclass(frozen=True)
+class ChunkPasses:
+    """The forward and the backward of a chunk's attention."""
+
+    share: ChunkShare
+    keys: LayerKeys
+
+    def forward(self, qkv: Tensors, rule: Rule, ring: Group, kernel: Kernel) -> tuple[Tensor, ...]:
+        q_thD, k_tgD, v_tgD = qkv
+        partial = Partial(q_thD)
+        for chunk, blocks in enumerate(self.share.behind):
+            if blocks:
+                kept = self.keys[chunk]
+                partial.add(kernel.forward((q_thD, kept.k, kept.v), blocks, rule.scale))
+        if self.share.blocks_here:
+            partial.add(kernel.forward(qkv, self.share.blocks_here, rule.scale))
+        if places := self.share.kept_places:
+            seen = _picked(k_tgD, places), _picked(v_tgD, places)
+            if self.share.number in self.keys:
+                self.keys[self.share.number].replace(*seen)
+            else:
+                self.keys[self.share.number] = KeptKeys(*seen)
+        return partial.result(rule.sinks)
+
+    def backward(
+        self, qkv: Tensors, saved: Saved, rule: Rule, ring: Group, kernel: Kernel
+    ) -> QkvGradients:
+        q_thD, k_tgD, _ = qkv
+        found = saved[0], saved[1], saved[-1]
+        dq_thD, dkv_2tgD = Sum(q_thD.shape, q_thD), Sum((2, *k_tgD.shape), k_tgD)
+        for chunk, blocks in enumerate(self.share.behind):
+            if blocks:
+                kept = self.keys[chunk]
+                earlier = q_thD, kept.k, kept.v
+                queries, partials = kernel.backward(earlier, found, blocks, rule.scale)
+                dq_thD.add(queries)
+                kept.add(partials)
+        if self.share.blocks_here:
+            queries, partials = kernel.backward(qkv, found, self.share.blocks_here, rule.scale)
+            dq_thD.add(queries)
+            dkv_2tgD.add(partials)
+        if places := self.share.kept_places:
+            dkv_2tgD.add_rows(places, self.keys.pop(self.share.number).summed())
+        dk_tgD, dv_tgD = dkv_2tgD.result()
+        dsinks = None if rule.sinks is None else sinks_gradient(rule.sinks, *found)
+        return dq_thD.result(), dk_tgD, dv_tgD, dsinks
+
+
+def _picked(x_tgD: Tensor, places: Sequence[Span]) -> Tensor:
+    """Return the tokens of some places, [n, g, D], in memory that nothing else shares, unless that
+    is all of x's own."""
+    x_tgD = x_tgD.detach()
+    own = x_tgD.untyped_storage().nbytes() == x_tgD.numel() * x_tgD.element_size()
+    if [*places] == [(0, len(x_tgD))]:
+        return x_tgD if own else x_tgD.clone(memory_format=torch.contiguous_format)
+    return torch.cat([x_tgD[a:b] for a, b in places])

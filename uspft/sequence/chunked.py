@@ -1,0 +1,78 @@
+"""Another algorithm's rows, cut into chunks that follow one another through a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from uspft.segments import Segments
+from uspft.sequence.algorithm import Algorithm, Passes, Rule, Split
+from uspft.sequence.rows.chunks import ChunkShares, Cut, cut_order
+from uspft.sequence.rows.share import Order, Share
+from uspft.sequence.rows.spans import Span
+from uspft.sequence.rows.traffic import ONCE, Cost, Forwards, Heads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """The ranks that share a row share each of its chunks, as the other algorithm shares a row
+    whose tokens are consecutive on each rank; the keys of earlier chunks are at hand."""
+
+    of: Algorithm
+    cut: Cut
+
+    @property
+    def ulysses(self) -> int:
+        return self.of.ulysses
+
+    @property
+    def ring(self) -> int:
+        return self.of.ring
+
+    def problems(self, row_tokens: int, heads: Heads) -> list[tuple[str, str, str]]:
+        return self.of.problems(row_tokens, heads)
+
+    def token_order(self, segments: Segments) -> list[tuple[Span, ...]]:
+        parts, bounds = self.ulysses, self.cut.bounds(segments)
+
+        def place(a: int, b: int, u: int) -> int:
+            return a + (b - a) * u // parts
+
+        return [
+            tuple((place(a, b, u), place(a, b, u + 1)) for a, b in pairwise(bounds))
+            for u in range(parts)
+        ]
+
+    def shares(
+        self, rows: Sequence[Segments], orders: Sequence[Order], place: tuple[int, int]
+    ) -> ChunkShares:
+        """Return a rank's share of each chunk of rows that `token_order` has dealt out. place: as
+        of Share."""
+        by_row = [
+            cut_order(order, self.cut.bounds(row)) for row, order in zip(rows, orders, strict=True)
+        ]
+        return ChunkShares(rows, [[*chunk] for chunk in zip(*by_row, strict=True)], place)
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], share: Share, rule: Rule, split: Split
+    ) -> Tensor:
+        return self.of.attend(qkv, share, rule, split)
+
+    def passes(self, share: Share) -> Passes:
+        return self.of.passes(share)
+
+    def cost(
+        self,
+        segments: Segments,
+        heads: Heads,
+        element_bytes: int,
+        window: int | None = None,
+        forwards: Forwards = ONCE,
+    ) -> Cost:
+        return self.of.cost(segments, heads, element_bytes, window, forwards)
