@@ -121,9 +121,7 @@ def _peak(actions: Sequence[Action]) -> int:
     return most
 
 
-def _waiting(
-    lists: Lists, ranks: Sequence[Sequence[Timed]], rank_of: dict[Action, int]
-) -> str:
+def _waiting(lists: Lists, ranks: Sequence[Sequence[Timed]], rank_of: dict[Action, int]) -> str:
     """Say which action of each rank waits for which."""
     said, done = [], {one.action for timed in ranks for one in timed}
     last, chunks = _most(rank_of)

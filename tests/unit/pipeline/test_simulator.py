@@ -86,7 +86,7 @@ def test_chunks_backwards_in_forward_order_wait_for_ever() -> None:
         [one._replace(chunk=1 - one.chunk) if one.kind == "backward" else one for one in actions]
         for actions in lists
     ]
-    with pytest.raises(ValueError, match="micro-batch 0, waits for .*chunk 1"):
+    with pytest.raises(ValueError, match=r"micro-batch 0, waits for .*chunk 1"):
         simulate(other, cost)
 
 
