@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from math import comb
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +46,9 @@ from uspft.parameters.shards import Holders
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.segments import Segments
-from uspft.sequence import make_algorithm
+from uspft.sequence import Share, make_algorithm
+from uspft.sequence.chunked import Chunked
+from uspft.sequence.rows.chunks import Cut
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world
 
@@ -139,12 +142,13 @@ def count_stages(
     *,
     trained: Mapping[str, Any] | None = None,
     parallel: Mapping[str, Any] | None = None,
+    cut: Cut | None = None,
 ) -> list[int]:
     """Count by rank along a pipeline the most bytes alive in a step of so many micro-batches, each
     a row of one document, on meta tensors; messages are received as soon as they are waited for.
 
-    Ranks share rows by Ulysses. layout, schedule: of several stages, of the sizes given. The other
-    arguments are those of `count`.
+    Ranks share rows by Ulysses. layout, schedule: of several stages, of the sizes given. cut: how
+    rows are cut into chunks, if they are. The other arguments are those of `count`.
     """
     device, stages = torch.device("meta"), Stages.of_sizes(schedule.sizes, layout.pipeline)
     found, each = [], layout.ranks // layout.pipeline
@@ -152,6 +156,8 @@ def count_stages(
         with one_of(layout.ranks, place * each):
             groups = Groups()
             world = world_of(layout, "ulysses_cp", device, returns(), parallel, groups=groups)
+            if cut:
+                world = replace(world, algorithm=Chunked(world.algorithm, cut))
             with device, _no_messages():
                 whole = module_of(config, memory, world, groups, trained, stages)
                 module = StagedModel(whole.parts, whole.objective, stages, place).train()
@@ -162,13 +168,19 @@ def count_stages(
                 lines, ends = Lines(world.mesh.pipeline), Ends(min(able), tie=False)
                 pipeline = Pipeline(module, stages, schedule, lines, None, ends)
                 share = world.share([Segments.single(tokens)])
-                batches = [_batch(world, share) for _ in range(micro_batches)]
+                batches = [_with_chunks(world, share) for _ in range(micro_batches)]
                 engine: Any = _Engine(module, device)
                 counting = counting_of(module)
                 with patch.object(Copies, "to_host", _apart(counting)), counting:
                     pipeline(engine, batches, (1.0,))
                 found.append(counting.most["all"])
     return found
+
+
+def _with_chunks(world: World, share: Share) -> Batch:
+    """Return a micro-batch, chunk by chunk too where its share has chunks."""
+    every = share.chunks.every if share.chunks else ()
+    return replace(_batch(world, share), chunks=tuple(_batch(world, one) for one in every))
 
 
 @contextmanager
@@ -301,7 +313,7 @@ def _split(model: Any, world: World, holders: Holders) -> None:
     divide_matrices(model, [world], holders)
 
 
-def _batch(world: World, share: Any) -> Batch:
+def _batch(world: World, share: Share) -> Batch:
     held = sum(b - a for a, b in share.held)
     make: Callable[..., Tensor] = torch.zeros
     one, flat = (1, held), (held,)

@@ -38,6 +38,9 @@ class Sharing:
     way: KeyTransfer = RING
     window: Window | None = None
     sinks: bool = False
+    chunked: bool = False
+    """Whether the tokens are a chunk of rows, whose queries meet the keys of one chunk at a time
+    (sequence/chunk_attention.py)."""
 
     @property
     def widest(self) -> tuple[int, int]:
@@ -114,6 +117,8 @@ def attend(tape: Tape, qkv: list[Tensor], how: Sharing) -> Tensor:
     token = BytesPerToken(query, keys, each, 4 // how.element, how.sinks)
     of = how.ulysses, how.ring, token, how.way, how.window
     most = backward_bytes(*of)
+    if how.chunked:  # the sum of dQ over chunks, what two of them give, and what they gave
+        most = max(most, token.wide * query + 2 * (query + keys))
     made = forward_storages(tape, how, lse, out, how.tokens * forward_bytes(*of))
     saved = [*made]
     tensors = [*qkv]
@@ -141,7 +146,7 @@ def forward_storages(
     """Return the log-sum-exp and the output. coming: the bytes of keys and values on their way."""
     large = out * 4 / how.element
     sums = tape.new(lse)
-    if how.ring > 1:
+    if how.ring > 1 or how.chunked:
         hands = tape.new(coming)
         found = tape.new(out)
         part = tape.new(out), tape.new(lse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
@@ -15,6 +15,7 @@ from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
 from uspft.planner.activations import HeadSizes, LayerBytes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
+from uspft.planner.chunks import chunk_keys, cut_by_flops
 from uspft.planner.expert_memory import Experts
 from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.in_flight import RING, KeyTransfer, Window
@@ -34,6 +35,7 @@ from uspft.planner.trained import (
     outside_trains,
     trained_layers,
 )
+from uspft.segments import Segments
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -96,6 +98,8 @@ class Options:
     """Regular expressions over parameter names."""
     schedule: Schedule = PLAIN_SCHEDULE
     """Of a pipeline's ranks."""
+    equal_tokens: bool = False
+    """Whether chunks of a row have equal tokens; else they take equal time."""
     step_rows: int | None = None
     """Rows of a step, over all replicas; None: enough to fill a pipeline."""
 
@@ -176,6 +180,7 @@ def options_of(recipe: Recipe, layout: Layout) -> Options:
         lora=lora_of(model),
         freeze=tuple(model.freeze),
         schedule=schedule_of(parallel),
+        equal_tokens=parallel.sequence_chunks == "tokens",
         step_rows=recipe.training.global_batch_size,
     )
 
@@ -224,8 +229,15 @@ def memory_of_ranks(
     with as many layers all are wanted; else the first, which has most micro-batches under way, and
     the last.
     """
-    of_pass, batch = one or pass_bytes(shape, layout, row_tokens, options)
     windows, schedule = layer_windows(shape), options.schedule
+    chunks = _chunk_tokens(shape, layout, row_tokens, options)
+    largest = max(chunks)
+    whole = len(chunks) == 1
+    of_pass, batch = (whole and one) or pass_bytes(shape, layout, largest, options)
+    if not whole:
+        kinds = _layers(shape, layout, largest, options)
+        of_pass, batch = replace(of_pass, keys=tuple(map(chunk_keys, kinds))), 2 * batch
+        batch *= row_tokens / largest  # whole, and chunk by chunk
     again = options.checkpointing and options.first_layers is None
     stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule, again=again)
     of_passes = options.micro_batch * layout.data
@@ -237,13 +249,29 @@ def memory_of_ranks(
         if sizes in met and not (alike or last):
             continue
         met.add(sizes)
-        taken = rank_bytes(of_pass, stages, schedule, passes, rank)
+        sizes_of_chunks = [tokens / largest for tokens in chunks]
+        taken = rank_bytes(of_pass, stages, schedule, passes, rank, sizes_of_chunks)
         state = state_in(shape, layout, options, stage_layers(stages, rank))
         parts = {"activations": taken.kept, "at work": taken.at_work, "batch": passes * batch}
         device = {name: int(size) for name, size in (state.device | parts).items()}
         host = int(sum(state.host.values()) + taken.on_host)
         found.append(Memory(device, host, unknown, taken.inputs))
     return found
+
+
+def _chunk_tokens(
+    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
+) -> list[int]:
+    """Return the tokens of each chunk of a row of one document, by the FLOPs of what takes time."""
+    chunks, multiple = options.schedule.chunks, layout.context
+    if chunks == 1:
+        return [row_tokens]
+    if options.use_seq_parallel:
+        multiple *= layout.mesh_columns
+    cut = cut_by_flops(shape, layer_windows(shape), chunks, multiple)
+    if options.equal_tokens:
+        cut = replace(cut, pairs=())
+    return [b - a for a, b in pairwise(cut.bounds(Segments.single(row_tokens)))]
 
 
 def state_in(
@@ -453,7 +481,9 @@ def _sharing(
         way = KeyTransfer(options.exchange_stages)
     heads, kv = (-(-each // layout.mesh_columns) for each in (shape.heads, shape.kv_heads))
     degrees = layout.ulysses, layout.ring
-    return Sharing(options.element, tokens, heads, kv, shape.head_dim, *degrees, way, window, sinks)
+    chunked = layout.pipeline > 1 and options.schedule.chunks > 1
+    sizes = options.element, tokens, heads, kv, shape.head_dim
+    return Sharing(*sizes, *degrees, way, window, sinks, chunked)
 
 
 def _full(shape: ModelShape) -> dict[str, Any]:

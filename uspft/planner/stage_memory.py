@@ -4,7 +4,7 @@ under way keep, what one that goes back needs beside, and messages (engine/pipel
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -26,16 +26,33 @@ class Moment(NamedTuple):
 
     stage: int
     """Which of the rank's, from 0."""
-    under_way: tuple[int, ...]
+    under_way: tuple[float, ...]
     """Of each of the rank's stages, micro-batches that have gone forward and not back, this one not
-    counted."""
+    counted; of chunks as many as their tokens are of the largest one's."""
     messages: int
     """Tensors that are to come or have gone."""
+    chunk: int = 0
+    inputs: int = 0
+    """How many have gone forward and not back, this one not counted."""
+    awaited: tuple[float, ...] = ()
+    """Of those under way the chunks that later ones follow."""
+
+
+class ChunkKeys(NamedTuple):
+    """The bytes of a chunk's keys and values in a layer, for later chunks."""
+
+    kept: float
+    """Beside what the layer keeps anyway."""
+    first: float
+    """Of what the next chunk finds for their gradients."""
+    summed: float
+    """Of the sum with what further ones find, in float32."""
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """What one micro-batch takes on a rank that has every layer, by layer."""
+    """What one micro-batch, or its largest chunk, takes on a rank that has every layer, by
+    layer."""
 
     layers: tuple[LayerBytes, ...]
     head: LayerBytes
@@ -56,6 +73,8 @@ class PassBytes:
 
     routers: float = 0.0
     """Of the logits of a layer's router, where their loss is asked for; stages have none."""
+    keys: tuple[ChunkKeys, ...] = ()
+    """Of each layer, where a micro-batch goes through stages in chunks, of which this is one."""
 
     @property
     def first(self) -> int:
@@ -74,6 +93,20 @@ def drawn_out(less: PassBytes, more: PassBytes, far: float) -> PassBytes:
     return replace(more, layers=layers, head=both(less.head, more.head))
 
 
+def _sums(keys: Sequence[ChunkKeys], sizes: Sequence[float], chunk: int) -> list[float]:
+    """Return the bytes of the sums of gradients of keys while each layer of a stage takes a
+    chunk's backward, and before the last one does. sizes: of the chunks."""
+    last, before = len(sizes) - 1, sum(sizes[:chunk])
+    with_this = (before + sizes[chunk]) * (chunk < last)
+    found = []
+    for layer in range(len(keys) + 1):
+        # In layers above there is what this one found for others, else what later ones did.
+        above = sum(one.first if chunk == last else one.summed for one in keys[layer + 1 :])
+        below = sum(one.first if chunk == last - 1 else one.summed for one in keys[: layer + 1])
+        found.append(before * above + with_this * below)
+    return found
+
+
 class RankBytes(NamedTuple):
     """What rows take on a rank at its peak."""
 
@@ -85,15 +118,26 @@ class RankBytes(NamedTuple):
 
 
 def rank_bytes(
-    one: PassBytes, stages: Stages, schedule: Schedule, micro_batches: int, rank: int
+    one: PassBytes,
+    stages: Stages,
+    schedule: Schedule,
+    micro_batches: int,
+    rank: int,
+    sizes: Sequence[float] = (1.0,),
 ) -> RankBytes:
-    """Return what the micro-batches of a step take on a rank along the pipeline."""
+    """Return what the micro-batches of a step take on a rank along the pipeline.
+
+    sizes: the tokens of each chunk as shares of the largest one's.
+    """
     mine = range(rank, stages.count, stages.ranks)
-    kept, peaks, host = [], [], []
+    kept, of_keys, host = list[float](), list[float](), []
+    peaks: dict[tuple[int, int], float] = {}
     trained = [stages.bounds[stage + 1] > one.first for stage in mine]
     for stage, trains in zip(mine, trained, strict=True):
         alone = one.bare if stage or not trains else ()
         layers = [(*alone, *one.layers[len(alone) :])[layer] for layer in stages.layers(stage)]
+        keys = [one.keys[layer] for layer in stages.layers(stage)] if one.keys else []
+        of_keys.append(sum(own.kept for own in keys))
         last = stage == stages.count - 1
         held = one.keeps_input[stages.bounds[stage]]
         entered = one.embedded if stage == 0 else one.hidden * (not held)
@@ -107,64 +151,83 @@ def rank_bytes(
             made + before + layer.most + more
             for before, layer, more in zip(below, layers, came, strict=False)
         ]
-        peaks.append(max([*every, below[-1] + one.head.most] if last else every))
+        every += [below[-1] + one.head.most] if last else []
+        for chunk, size in enumerate(sizes):
+            sums = _sums(keys, sizes, chunk) if keys else [0.0] * len(every)
+            both = zip(every, sums, strict=False)
+            peaks[stage // stages.ranks, chunk] = max(size * a + b for a, b in both)
         host.append(sum(layer.kept for layer in layers) if one.offloads else 0.0)
     few = micro_batches
-    if schedule.scheduler == "1f1b":
+    if schedule.scheduler != "gpipe":
         few = min(micro_batches, ROUNDS * stages.ranks)
     begun = trained.index(True) if any(trained) else len(trained)
-    every_moment = moments(stages.ranks, schedule, few, rank, begun)
+    every_moment = moments(stages.ranks, schedule, few, rank, begun, tuple(sizes))
+    message = one.hidden * sum(sizes) / len(sizes)
 
     def bytes_at(moment: Moment) -> tuple[float, float]:
         others = sum(n * size for n, size in zip(moment.under_way, kept, strict=True))
-        here = peaks[moment.stage] + one.hidden * moment.messages
+        others += sum(n * size for n, size in zip(moment.awaited, of_keys, strict=True))
+        here = peaks[moment.stage, moment.chunk] + message * moment.messages
         return others + here, others
 
     if not every_moment:  # forward alone, while what went in before, and what came out, is there
         beside = (SENT + 2) * one.hidden + 2 * one.angles
-        return RankBytes(0.0, max(peaks) + beside, 0.0, 0)
+        return RankBytes(0.0, max(peaks.values()) + beside, 0.0, 0)
     peak, others = max(map(bytes_at, every_moment))
     waits = max(
         sum(n * size for n, size in zip(m.under_way, host, strict=True)) + host[m.stage]
         for m in every_moment
     )
-    return RankBytes(others, peak - others, waits, max(sum(m.under_way) + 1 for m in every_moment))
+    return RankBytes(others, peak - others, waits, max(m.inputs + 1 for m in every_moment))
 
 
 @lru_cache(maxsize=4096)
 def moments(
-    ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int = 0
+    ranks: int,
+    schedule: Schedule,
+    micro_batches: int,
+    rank: int,
+    begun: int = 0,
+    sizes: tuple[float, ...] = (1.0,),
 ) -> tuple[Moment, ...]:
     """Return the times at which a rank begins a backward, each that differs once. begun: the first
-    of its stages that has one."""
-    every = _moments(ranks, schedule, micro_batches, rank, begun)
+    of its stages that has one. sizes: as of rank_bytes."""
+    every = _moments(ranks, schedule, micro_batches, rank, begun, sizes)
     return tuple(dict.fromkeys(one for one in every if one.stage >= begun))
 
 
 def _moments(
-    ranks: int, schedule: Schedule, micro_batches: int, rank: int, begun: int
+    ranks: int,
+    schedule: Schedule,
+    micro_batches: int,
+    rank: int,
+    begun: int,
+    sizes: tuple[float, ...],
 ) -> Iterator[Moment]:
     virtual = schedule.virtual
-    actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual)
+    actions = actions_of(schedule.scheduler, rank, ranks, micro_batches, virtual, len(sizes))
     last = ranks * virtual - 1
-    under_way = [0] * virtual
+    under_way = [[0] * len(sizes) for _ in range(virtual)]
     # What is received for its stages is posted one ahead for each rank that sends it.
     coming: Counter[int] = Counter()
     for action in actions:
         coming[_source(action.kind, action.stage, last, ranks)] += 1
     lines: dict[int, list[bool]] = {}
     for action in actions:
-        kind, stage, _, _ = action
+        kind, stage, _, chunk = action
         coming[_source(kind, stage, last, ranks)] -= 1
         if kind == "forward":
-            under_way[stage // ranks] += 1
+            under_way[stage // ranks][chunk] += 1
             if stage < last:
                 _send(lines, (stage + 1) % ranks, alone=stage // ranks < begun)
             continue
-        under_way[stage // ranks] -= 1
+        under_way[stage // ranks][chunk] -= 1
         posted = sum(1 for source, left in coming.items() if left and source not in (-1, rank))
         sent = sum(sum(line) for line in lines.values())
-        yield Moment(stage // ranks, tuple(under_way), posted + sent)
+        weighed = [[n * size for n, size in zip(one, sizes, strict=True)] for one in under_way]
+        inputs, awaited = sum(map(sum, under_way)), tuple(sum(one[:-1]) for one in weighed)
+        every = tuple(map(sum, weighed)), posted + sent, chunk, inputs, awaited
+        yield Moment(stage // ranks, *every)
         if stage:
             _send(lines, (stage - 1) % ranks, alone=True)
 

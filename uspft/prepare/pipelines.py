@@ -129,7 +129,9 @@ def _chunk_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     algorithm = row_of(parallel.context_parallel_algo, layout.context)
     able = ", ".join(one.name for one in CONTEXT.values() if one.chunks)
     if layout.is_mesh and layout.mesh_rows > 1:
-        what = f"has {layout.mesh_rows} rows, which split tokens, and that is not available {beside}"
+        what = (
+            f"has {layout.mesh_rows} rows, which split tokens, and that is not available {beside}"
+        )
         findings.append(("parallel_config.tensor_mesh", what, f"write [1, {layout.tensor}]"))
     elif not algorithm.chunks:
         what = f"is {algorithm.name}, which is not available {beside}"

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from uspft.comm import Group
 from uspft.kernels import Kernel, Partial
-from uspft.kernels.kernel import Gradient
 from uspft.kernels.sinks import sinks_gradient
 from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
 from uspft.sequence.rows.chunks import ChunkShare
@@ -33,19 +32,12 @@ class KeptKeys:
 
     def __init__(self, k_ngD: Tensor, v_ngD: Tensor) -> None:
         self.k, self.v = k_ngD, v_ngD
-        self._sum = Sum((2, *k_ngD.shape), k_ngD)
+        self.sum = Sum((2, *k_ngD.shape), k_ngD)
 
-    def replace(self, k_ngD: Tensor, v_ngD: Tensor) -> None:
-        """Take the same values from a layer's second run."""
-        self.k, self.v = k_ngD, v_ngD
+    def forget(self) -> None:
+        """Let go of keys and values, of which no later chunk asks for more, and not of the sum."""
+        self.k = self.v = self.k.new_empty(0)
 
-    def add(self, partials: list[Gradient]) -> None:
-        """Add what a later chunk found for dK and dV."""
-        self._sum.add(partials)
-
-    def summed(self) -> Tensor:
-        """Return the sum, [2, n, g, D]."""
-        return self._sum.open()
 
 
 LayerKeys = dict[int, KeptKeys]
@@ -79,12 +71,11 @@ class ChunkPasses:
                 partial.add(kernel.forward((q_thD, kept.k, kept.v), blocks, rule.scale))
         if self.share.blocks_here:
             partial.add(kernel.forward(qkv, self.share.blocks_here, rule.scale))
-        if places := self.share.kept_places:
-            seen = _picked(k_tgD, places), _picked(v_tgD, places)
-            if self.share.number in self.keys:
-                self.keys[self.share.number].replace(*seen)
-            else:
-                self.keys[self.share.number] = KeptKeys(*seen)
+        number, places = self.share.number, self.share.kept_places
+        if number in self.keys:  # the second run of a layer, in this chunk's own backward
+            self.keys[number].forget()
+        elif places:
+            self.keys[number] = KeptKeys(_picked(k_tgD, places), _picked(v_tgD, places))
         return partial.result(rule.sinks)
 
     def backward(
@@ -92,23 +83,36 @@ class ChunkPasses:
     ) -> QkvGradients:
         q_thD, k_tgD, _ = qkv
         found = saved[0], saved[1], saved[-1]
-        dq_thD, dkv_2tgD = Sum(q_thD.shape, q_thD), Sum((2, *k_tgD.shape), k_tgD)
+        dq_thD = Sum(q_thD.shape, q_thD)
         for chunk, blocks in enumerate(self.share.behind):
             if blocks:
                 kept = self.keys[chunk]
                 earlier = q_thD, kept.k, kept.v
                 queries, partials = kernel.backward(earlier, found, blocks, rule.scale)
                 dq_thD.add(queries)
-                kept.add(partials)
+                kept.sum.add(partials)
+                del queries, partials  # else they would be there beside what is made next
+        dkv_2tgD = self._found_later(k_tgD)
         if self.share.blocks_here:
             queries, partials = kernel.backward(qkv, found, self.share.blocks_here, rule.scale)
             dq_thD.add(queries)
             dkv_2tgD.add(partials)
-        if places := self.share.kept_places:
-            dkv_2tgD.add_rows(places, self.keys.pop(self.share.number).summed())
+            del queries, partials
         dk_tgD, dv_tgD = dkv_2tgD.result()
         dsinks = None if rule.sinks is None else sinks_gradient(rule.sinks, *found)
         return dq_thD.result(), dk_tgD, dv_tgD, dsinks
+
+    def _found_later(self, k_tgD: Tensor) -> Sum:
+        """Return the sum of what later chunks found for this one's dK and dV, and let go of what was
+        kept of it."""
+        places = self.share.kept_places
+        kept = self.keys.pop(self.share.number) if places else None
+        if kept and [*places] == [(0, len(k_tgD))]:
+            return kept.sum
+        found = Sum((2, *k_tgD.shape), k_tgD)
+        if kept:
+            found.add_rows(places, kept.sum.open())
+        return found
 
 
 def _picked(x_tgD: Tensor, places: Sequence[Span]) -> Tensor:

@@ -18,8 +18,12 @@ from uspft.config.recipe import MemoryBlock
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule, warm_up
+from uspft.planner.chunks import cut_by_flops
+from uspft.planner.memory import layer_windows
 from uspft.planner.stage_memory import moments
 from uspft.prepare.invocation import CONFIGS
+from uspft.segments import Segments
+from uspft.sequence.rows.chunks import Cut
 
 
 class Case(NamedTuple):
@@ -71,6 +75,18 @@ FEW = {
         *("llama", "first layers", "all", "bfloat16", Layout(pipeline=3)),
         *(Schedule(sizes=(3, 3, 2)), 5),
     ),
+    "chunks": Case(
+        *("llama", "nothing", "all", "bfloat16", Layout(pipeline=4)),
+        *(Schedule("seqpipe", 1, (3, 2, 2, 3), 4), 6),
+    ),
+    "chunks, nothing made again": Case(
+        *("llama", "none", "all", "float32", Layout(pipeline=2)),
+        *(Schedule("seqpipe", 2, (1, 2, 1, 2), 3), 3),
+    ),
+    "chunks of ranks": Case(
+        *("many heads", "nothing", "all", "bfloat16", Layout(ulysses=2, pipeline=2)),
+        *(Schedule("seqpipe", 1, (2, 2), 2), 3),
+    ),
     "adapters": Case(
         *("qwen3", "nothing", "lora", "bfloat16", Layout(ulysses=2, pipeline=2)),
         *(Schedule(virtual=2, sizes=(2, 2, 2, 1)), 6),
@@ -94,10 +110,23 @@ def counted(rank: int, folder: Path) -> dict[str, list[int]]:
             case.micro_batches,
             trained=TRAINED[case.trained],
             parallel=case.parallel,
+            cut=cut_of(case, folder / name),
         )
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     return found
+
+
+def cut_of(case: Case, folder: Path) -> Cut | None:
+    """How rows are cut into chunks, if they are: the first ones are longest."""
+    shape = read_shape(ModelBlock(config=folder), CONFIGS)
+    assert isinstance(shape, ModelShape)
+    if case.schedule.chunks == 1:
+        return None
+    cut = cut_by_flops(shape, layer_windows(shape), case.schedule.chunks, case.layout.context)
+    _, first, *_ = cut.bounds(Segments.single(TOKENS * case.layout.context))
+    assert first > 1.05 * (TOKENS * case.layout.context / case.schedule.chunks), "unequal"
+    return cut
 
 
 def predicted(case: Case, folder: Path) -> list[int]:
