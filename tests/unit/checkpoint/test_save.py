@@ -46,7 +46,7 @@ def work(rank: int, folder: Path, data: Path) -> str:
 
     told = ""
     try:
-        save_checkpoint(run.engine, folder / "out", 2, 9, loses)
+        save_checkpoint(run.engine, folder / "out", 2, loses)
     except CheckpointError as error:
         told = str(error)
         dist.barrier()  # the last of those in there, which it has not come to
