@@ -1,4 +1,4 @@
-"""What docs/long-runs.md says can go wrong is held by tests that exist, were counted, and passed."""
+"""What can go wrong in a long run, by docs/long-runs.md, is held by tests that exist and passed."""
 
 from __future__ import annotations
 
