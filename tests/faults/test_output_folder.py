@@ -335,3 +335,26 @@ def test_host_0_alone_reads_all_of_a_checkpoint(ground: Ground, host: int) -> No
     else:
         with pytest.raises(Fault, match="a: another checksum than was written"):
             prepare_job(found, place, screen)
+
+
+def test_data_that_has_gone_between_two_runs_is_named_and_nothing_is_touched(
+    ground: Ground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And data that was written anew; put back, the run goes on."""
+    from tests.faults.test_bad_files import checkpoint_of
+    from uspft.__main__ import main
+
+    data = ground.folder.parent / "mine.jsonl"
+    shutil.copy(ground.recipe["data"]["train"], data)
+    text = data.read_text()
+    ground.write({"data.train": str(data)})
+    folder = checkpoint_of(ground)
+    before = sorted(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    data.unlink()
+    ground.call(capsys).about("data.train.path", "mine.jsonl does not exist")
+    data.write_text(text + text)
+    ground.call(capsys).about("data.train", "than the checkpoint was trained on", "put files")
+    assert before == sorted(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    data.write_text(text)
+    assert main([str(ground.path)]) == 1 and ground.started
+    assert f"going on from {folder}" in capsys.readouterr().out
