@@ -19,6 +19,7 @@ def names(config: Any, *, aliases: bool = False) -> set[str]:
 
 
 def test_zero_fields_aliases_and_nested_fields() -> None:
+    from deepspeed.runtime import config
     from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
     from deepspeed.runtime.zero import offload_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -30,6 +31,7 @@ def test_zero_fields_aliases_and_nested_fields() -> None:
     deprecated = {n for n, f in zero.items() if (f.json_schema_extra or {}).get("deprecated")}
     assert deprecated == {*ours.DEPRECATED, "cpu_offload_use_pin_memory"}
     assert len(zero) == 43
+    assert set(ours.REMOVED) == set(config._REMOVED_ZERO_CONFIG_KEYS)
     assert set(ours.OFFLOAD_PARAM) == names(offload_config.DeepSpeedZeroOffloadParamConfig)
     assert set(ours.OFFLOAD_OPTIMIZER) == names(offload_config.DeepSpeedZeroOffloadOptimizerConfig)
     assert set(ours.ZENFLOW) | {"steps_per_epoch"} == names(ZenFlowConfig)
