@@ -41,7 +41,7 @@ def inspect(
     with found.placed():
         found = found.knowing_model(fetched(found.recipe.model, place.cache))
         assert found.shape  # or knowing_model had refused it
-        corpus, _ = prepare_data(found.here, found.shape.vocab_size, place, screen)
+        corpus, _ = prepare_data(found.here, found.shape, place, screen)
         found = _settled(found, corpus)
         if found.why_strategies:
             screen.print(f"strategies: {found.why_strategies}", markup=False)

@@ -59,7 +59,8 @@ def prepare_job(
     base = {BASE: base_digest(found.here.model)}
     checkpoint = _checkpoint(recipe, place.meeting, screen)
     _same(checkpoint, identity_of(recipe) | base)
-    corpus, evaluation = prepare_data(found.here, model.config.vocab_size, place, screen)
+    assert found.shape  # its config is here
+    corpus, evaluation = prepare_data(found.here, found.shape, place, screen)
     rows = first_rows(found.here, corpus)
     formats = formats_of(recipe.data)
     found = found.knowing(rows=rows, formats=formats)

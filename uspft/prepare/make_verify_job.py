@@ -78,7 +78,8 @@ def prepare_verify(
         config = examine_model(found.here).config  # what is to be frozen may all lie beyond them
     if why_not:
         screen.print(f"plain transformers is not run: {why_not}", markup=False)
-    corpus, _ = prepare_data(found.here, config.vocab_size, place, screen)
+    assert found.shape
+    corpus, _ = prepare_data(found.here, found.shape, place, screen)
     found = found.knowing(rows=first_rows(found.here, corpus))
     if found.is_open:
         found = knowing_memory(found, place.meeting)
