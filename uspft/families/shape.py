@@ -203,13 +203,13 @@ def _sizes(raw: dict[str, Any], named: Any, file: str) -> tuple[dict[str, int], 
         filled["head_dim"] = usual or max(hidden // heads, 1)
     sizes: dict[str, int] = {}
     findings: list[Finding] = []
-    for name, field in fields.items():
-        value = filled.get(field)
+    for name, key in fields.items():
+        value = filled.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             sizes[name] = value
-        elif not (name in ("kv_heads", "head_dim") and raw.get(field) is None):
-            what = f"`{field}` of {file} is {value!r}, not a whole number of at least 1"
-            findings.append((named(field), what, f"write model.overrides.{field}"))
+        elif not (name in ("kv_heads", "head_dim") and raw.get(key) is None):
+            what = f"`{key}` of {file} is {value!r}, not a whole number of at least 1"
+            findings.append((named(key), what, f"write model.overrides.{key}"))
     if findings:
         return sizes, findings
     if sizes["heads"] % sizes["kv_heads"]:

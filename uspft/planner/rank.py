@@ -204,9 +204,7 @@ def ranked(
         again = options.checkpointing and options.first_layers is None
         dealt = price.dealt_stages(shape, way.layout, again, memo)
         shape = replace(shape, schedule=way.schedule._replace(sizes=dealt.sizes))
-    asked = replace(
-        options_under(way, options), step_rows=step.step_rows, schedule=shape.schedule
-    )
+    asked = replace(options_under(way, options), step_rows=step.step_rows, schedule=shape.schedule)
     if shape.slices is not None:
         asked = replace(asked, slices=tuple(shape.slices))
     needs = needs_of or Needs(step.model, step.row.length)
