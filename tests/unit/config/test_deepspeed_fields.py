@@ -19,7 +19,6 @@ def names(config: Any, *, aliases: bool = False) -> set[str]:
 
 
 def test_zero_fields_aliases_and_nested_fields() -> None:
-    from deepspeed.runtime import config
     from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
     from deepspeed.runtime.zero import offload_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -31,11 +30,19 @@ def test_zero_fields_aliases_and_nested_fields() -> None:
     deprecated = {n for n, f in zero.items() if (f.json_schema_extra or {}).get("deprecated")}
     assert deprecated == {*ours.DEPRECATED, "cpu_offload_use_pin_memory"}
     assert len(zero) == 43
-    assert set(ours.REMOVED) == set(config._REMOVED_ZERO_CONFIG_KEYS)
     assert set(ours.OFFLOAD_PARAM) == names(offload_config.DeepSpeedZeroOffloadParamConfig)
     assert set(ours.OFFLOAD_OPTIMIZER) == names(offload_config.DeepSpeedZeroOffloadOptimizerConfig)
     assert set(ours.ZENFLOW) | {"steps_per_epoch"} == names(ZenFlowConfig)
     assert set(ours.LEAF_MODULE) == names(DeepSpeedZeroLeafModuleConfig)
+
+
+def test_what_deepspeed_had_it_refuses_itself() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    assert len(ours.REMOVED) == 3 and not set(ours.REMOVED) & set(ours.ZERO)
+    for key in ours.REMOVED:
+        with pytest.raises(DeepSpeedConfigError, match=f"removed; 'zero_optimization.{key}'"):
+            DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {key: 1}})
 
 
 def test_the_other_accepted_blocks() -> None:
