@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from uspft.families import NO_KEYS
 from uspft.job import ChunkPrices
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.flops import layer_flops
 from uspft.planner.operations import WIDE
 from uspft.planner.row_time import row_time
@@ -74,7 +75,7 @@ def cut_by_flops(
     """Return how rows are cut into chunks of equal FLOPs, which is near to equal time on any
     hardware. windows: of each layer."""
     kinds = Counter(windows)
-    one = layer_flops(model, [*kinds], 1)
+    one = layer_flops(model, [*kinds], DrawnRows((Segments.single(1),)))
     heads = 12.0 * model.heads * model.head_dim
     token = one[1] + sum(
         (flops - heads) * count for flops, count in zip(one[0], kinds.values(), strict=True)

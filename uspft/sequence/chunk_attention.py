@@ -39,7 +39,6 @@ class KeptKeys:
         self.k = self.v = self.k.new_empty(0)
 
 
-
 LayerKeys = dict[int, KeptKeys]
 """By chunk, what is kept in one layer."""
 
@@ -103,8 +102,8 @@ class ChunkPasses:
         return dq_thD.result(), dk_tgD, dv_tgD, dsinks
 
     def _found_later(self, k_tgD: Tensor) -> Sum:
-        """Return the sum of what later chunks found for this one's dK and dV, and let go of what was
-        kept of it."""
+        """Return the sum of what later chunks found for this one's dK and dV, and let go of the
+        rest."""
         places = self.share.kept_places
         kept = self.keys.pop(self.share.number) if places else None
         if kept and [*places] == [(0, len(k_tgD))]:

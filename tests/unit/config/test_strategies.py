@@ -154,9 +154,10 @@ OTHER = {
     "pipeline_stage": 2,
     "micro_batch_num": 2,
     "pp_interleave_num": 2,
+    "seq_split_num": 2,
 }
 """Of each degree that is here, another value than its default."""
-LATER = {"seq_split_num", "fine_grain_interleave"}
+LATER = {"fine_grain_interleave"}
 LISTED = "[{max_length: 16}, {max_length: 64, model_parallel: 4, use_seq_parallel: true, "
 LISTED += "context_parallel: 4, context_parallel_algo: planned_cp, ulysses_degree_in_cp: 4}]"
 

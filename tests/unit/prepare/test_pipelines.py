@@ -13,6 +13,7 @@ from tests.support.shapes import TINY
 from uspft.config import RecipeError, dump, load
 from uspft.pipeline.stages import stages_of
 from uspft.prepare.examine import Examined, examine
+from uspft.segments import Segments
 
 MODEL = {**TINY, "model_type": "llama", "num_hidden_layers": 9}
 
@@ -61,6 +62,15 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
         {"deepspeed": zero(stage=3, zero_hpz_partition_size=2)},
         "is 2, which is not available beside parallel_config.pipeline_stage 2",
         "leave it out",
+    ),
+    *(
+        (
+            f"deepspeed.zero_optimization.{key}",
+            {"deepspeed": zero(stage=3, **{key: value})},
+            f"is {str(value).lower()}, and DeepSpeed has no MiCS any more",
+            "leave it out: beside stages ZeRO divides what a stage has over the ranks of that",
+        )
+        for key, value in (("mics_shard_size", 2), ("mics_hierarchical_params_gather", True))
     ),
     (
         "deepspeed.zero_optimization.offload_optimizer",
@@ -121,9 +131,39 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "parallel_config.pipeline_scheduler",
-        {"parallel_config": {"pipeline_scheduler": "seqpipe"}},
-        "unknown value `seqpipe`",
-        "are not available yet: write auto | gpipe | 1f1b",
+        {"parallel_config": {"pipeline_scheduler": "1f1b", "seq_split_num": 2}},
+        "is 1f1b, which takes rows whole, beside parallel_config.seq_split_num 2",
+        "write seqpipe, or seq_split_num: 1",
+    ),
+    (
+        "parallel_config.seq_split_num",
+        {"parallel_config": {"seq_split_num": 2, "pipeline_stage": 1}},
+        "is 2, and parallel_config.pipeline_stage is 1",
+        "write 1, or pipeline_stage above 1",
+    ),
+    (
+        "parallel_config.sequence_chunks",
+        {"parallel_config": {"sequence_chunks": "tokens"}},
+        "is tokens, and parallel_config.seq_split_num is 1",
+        "leave it out",
+    ),
+    (
+        "memory.attention_heads",
+        {"parallel_config": {"seq_split_num": 2}, "memory": {"attention_heads": 1}},
+        "is 1, which is not available beside parallel_config.seq_split_num 2",
+        "write all",
+    ),
+    (
+        "memory.offload_activations",
+        {"parallel_config": {"seq_split_num": 2}, "memory": {"offload_activations": "cpu"}},
+        "is cpu, which is not available beside",
+        "write none",
+    ),
+    (
+        "data.sequence_length",
+        {"parallel_config": {"seq_split_num": 1000}},
+        "tokens do not make 1000 chunks (parallel_config.seq_split_num)",
+        "or fewer chunks",
     ),
     (
         "parallel_config.pipeline_scheduler",
@@ -261,6 +301,86 @@ def test_a_head_that_weighs_as_layers_do_has_fewer_of_them(tmp_path: Path) -> No
         assert again and once
         sizes.append((again.sizes[1], once.sizes[1]))
     assert all(again >= once for again, once in sizes) and any(a > b for a, b in sizes)
+
+
+def test_documents_of_the_data_deal_layers_out_and_check_says_that_it_has_not_seen_them(
+    tmp_path: Path,
+) -> None:
+    data = {"data": {"sequence_length": 4096}}
+    found = examined(tmp_path, {"vocab_size": 2000, "max_position_embeddings": 4096}, **data)
+    short = found.knowing(rows=[Segments(tuple(range(0, 4097, 16)), 4096)])
+    sizes = [one.recipe.parallel_config.layers_per_stage for one in (found, short)]
+    assert sizes == [(5, 4), (6, 3)]
+    doubt = "; layers are dealt out for rows of one document, which the data may change"
+    stated = {"parallel_config": {"layers_per_stage": [5, 4]}}
+    for one, doubtful in (
+        (found, True),
+        (short, False),
+        (examined(tmp_path, {"max_position_embeddings": 4096}, **data, **stated), False),
+        (examined(tmp_path, data={"packing": "none"}), False),
+    ):
+        (line,) = [line for line in one.settled if line.startswith("stages: ")]
+        assert line.endswith(doubt) is doubtful, line
+
+
+CHUNKS = {"seq_split_num": 4}
+
+
+def sentence(found: Examined) -> str:
+    (line,) = [line for line in found.settled if line.startswith("stages: ")]
+    return line
+
+
+def test_chunks_of_rows_are_settled_and_told(tmp_path: Path) -> None:
+    parallel = settled(tmp_path, parallel_config=CHUNKS).parallel_config
+    assert (parallel.pipeline_scheduler, parallel.seq_split_num) == ("seqpipe", 4)
+    assert settled(tmp_path).parallel_config.pipeline_scheduler == "1f1b"
+    found = examined(tmp_path, parallel_config=CHUNKS)
+    assert "seqpipe over 4 micro-batches in 4 chunks of equal time: ranks wait 6%" in sentence(
+        found
+    )
+    assert "with" not in sentence(found)
+    coarse = {**CHUNKS, "model_parallel": 2, "use_seq_parallel": True}
+    one = {"data": {"sequence_length": 8}, "training": {"global_batch_size": 4}}
+    found = examined(tmp_path, {"num_key_value_heads": 2}, parallel_config=coarse, **one)
+    assert "one takes 1." in sentence(found) and "have multiples of 2 tokens" in sentence(found)
+    other = {**CHUNKS, "sequence_chunks": "tokens", "pp_interleave_num": 2}
+    found = examined(tmp_path, parallel_config=other)
+    assert "interleaved seqpipe over 4 micro-batches in 4 chunks of equal tokens" in sentence(found)
+    alone = examined(tmp_path, parallel_config={"pipeline_scheduler": "seqpipe"})
+    assert "seqpipe of 1 chunk (seq_split_num), which is 1f1b, over 4" in sentence(alone)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "key", "what"),
+    [
+        (
+            {},
+            {"context_parallel": 2, "context_parallel_algo": "ring_cp"},
+            "context_parallel_algo",
+            "is ring_cp, which is not available beside parallel_config.seq_split_num 4",
+        ),
+        (
+            {"num_key_value_heads": 2},
+            {"model_parallel": 2, "tensor_parallel_algo": "meshslice", "tensor_mesh": [2, 1]},
+            "tensor_mesh",
+            "has 2 rows that split tokens",
+        ),
+        (
+            {},
+            {"context_parallel": 2, "context_parallel_algo": "ulysses_cp", "seq_split_num": 17},
+            "sequence_length",
+            "32 tokens do not make 17 chunks (parallel_config.seq_split_num), each of a multiple",
+        ),
+    ],
+)
+def test_chunks_beside_what_they_cannot_be_beside(
+    model: dict[str, Any], parallel: dict[str, Any], key: str, what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError) as raised:
+        examined(tmp_path, model, parallel_config={**CHUNKS, **parallel})
+    (problem,) = [one for one in raised.value.problems if one.key.endswith(key)]
+    assert what in problem.what
 
 
 @pytest.mark.parametrize("asked", [True, False, 1, 3, [2, 0], [[2, 0], [1, 1]]])

@@ -61,10 +61,6 @@ def test_the_table_of_derived_keys_names_keys_that_exist() -> None:
 ASKED = {
     "parallel_config": {
         "fine_grain_interleave: 2": "interleaving a layer's work",
-        "seq_split_num: 2": "sending parts of a row through a pipeline",
-        "strategies: [{max_length: 4k, seq_split_num: 2}]": (
-            "sending parts of a row through a pipeline"
-        ),
         "strategies: [{max_length: 4k, fine_grain_interleave: 2}]": "interleaving a layer's work",
     },
     "model": {
@@ -85,10 +81,11 @@ def test_what_is_not_available_is_refused_as_a_whole(tmp_path: Path) -> None:
             assert f": {feature} is not available yet; " in line, line
             features.add(feature)
     assert features == {later.feature for later in LATER}
-    assert len(LATER) == 4
-    both = "seq_split_num: 2, strategies: [{max_length: 4k, seq_split_num: 2}]"
+    assert len(LATER) == 3
+    copies = "fine_grain_interleave: 2"
+    both = f"{copies}, strategies: [{{max_length: 4k, {copies}}}]"
     (line,) = lines(tmp_path, f"parallel_config: {{{both}}}")
-    assert line.endswith("write `seq_split_num: 1` and write `seq_split_num: 1`")
+    assert line.endswith("write `fine_grain_interleave: 1` and write `fine_grain_interleave: 1`")
 
 
 def test_deepspeed_keys_that_the_recipe_rules_are_refused_by_name(tmp_path: Path) -> None:
