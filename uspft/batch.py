@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from uspft.sequence import Share
-    from uspft.sequence.chunk_attention import RowKeys
+    from uspft.sequence.kept_keys import RowKeys
     from uspft.world import World
 
 

@@ -31,7 +31,7 @@ from uspft.tensor import TensorAlgorithm, tensor_algorithm
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
-    from uspft.sequence.chunk_attention import LayerKeys
+    from uspft.sequence.kept_keys import LayerKeys
     from uspft.sequence.rows.chunks import Cut
 
 

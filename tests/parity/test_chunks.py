@@ -40,8 +40,8 @@ from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, dealt_out
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
-from uspft.sequence.chunk_attention import KeptKeys, LayerKeys
 from uspft.sequence.chunked import Chunked
+from uspft.sequence.kept_keys import KeptKeys, LayerKeys
 from uspft.sequence.rows.chunks import Cut
 from uspft.tensor.megatron import Megatron
 from uspft.world import World, make_world
@@ -205,7 +205,7 @@ def staged(
                 after = made[action._replace(stage=stage + 1, kind="forward")][0]
                 torch.autograd.backward(out, after.grad)
             keys.forget(action, chunk == 0)
-    assert not torch.is_grad_enabled() or not any(one._layers for one in keys._keys.values())
+    assert not torch.is_grad_enabled() or not any(one.layers for one in keys.by_pass.values())
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -262,7 +262,7 @@ def test_chunks_that_go_back_in_forward_order_are_wrong(models: dict[str, Path])
             staged(folder, *args)
         stack.enter_context(
             mock.patch(
-                "uspft.sequence.chunk_attention.RowKeys.of_layer",
+                "uspft.sequence.kept_keys.RowKeys.of_layer",
                 lambda _, layer: by_layer.setdefault(layer, Held()),
             )
         )

@@ -203,11 +203,10 @@ def _stages(run: Conversion, stages: int) -> None:
                 run.ignored(key, "pipeline_stage is 1: there are no stages")
         return
     if run.written(chunks):
-        what = "left out: sequence chunks are not here yet; whole rows, the same numbers"
-        run.changed(chunks, what)
+        run.put(f"{block}.seq_split_num", run.whole(chunks), chunks)
     if run.written(scheduler):
         theirs = run.value(scheduler)
-        ours = "gpipe" if theirs == "gpipe" else "auto"
+        ours = theirs if theirs in ("gpipe", "seqpipe") else "auto"
         run.put(f"{block}.pipeline_scheduler", ours, scheduler)
     if named := run.written(*virtual):
         run.put(f"{block}.pp_interleave_num", run.whole(named), named, interleave)

@@ -21,7 +21,7 @@ from uspft.engine.quarantine import begin_accumulation, leaves_out_unreached
 from uspft.engine.tied import TiedTable
 from uspft.model.staged import StagedModel, stage_of
 from uspft.pipeline.schedules import Action, Schedule, forward_alone, forward_and_backward
-from uspft.sequence.chunk_attention import RowKeys
+from uspft.sequence.kept_keys import RowKeys
 
 if TYPE_CHECKING:
     from uspft.batch import Batch
@@ -87,19 +87,19 @@ class KeysUnderWay:
 
     def __init__(self, chunks: int) -> None:
         self._chunks = chunks
-        self._keys: dict[tuple[int, int], RowKeys] = {}
+        self.by_pass: dict[tuple[int, int], RowKeys] = {}
 
     def part(self, batch: Batch, action: Action) -> Batch:
         """Return what of a micro-batch an action takes."""
         if self._chunks == 1:
             return batch
-        keys = self._keys.setdefault((action.stage, action.micro_batch), RowKeys())
+        keys = self.by_pass.setdefault((action.stage, action.micro_batch), RowKeys())
         return replace(batch.chunks[action.chunk], keys=keys)
 
     def forget(self, action: Action, last: bool) -> None:
         """Let go of what an action's stage has kept, if it was the last one of its micro-batch."""
         if last:
-            self._keys.pop((action.stage, action.micro_batch), None)
+            self.by_pass.pop((action.stage, action.micro_batch), None)
 
 
 class Ends(NamedTuple):

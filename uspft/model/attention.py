@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from uspft.model.offload import HostShelf, Item
     from uspft.sequence import Share
-    from uspft.sequence.chunk_attention import RowKeys
+    from uspft.sequence.kept_keys import RowKeys
     from uspft.sequence.mixing import Convolution
     from uspft.sequence.states import StateRule
     from uspft.world import World

@@ -114,6 +114,10 @@ def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known)
     )
 
 
+UNEQUAL = 1.1
+"""How much more than the mean a chunk of equal time may take without a word."""
+
+
 def _unequal(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> str:
     """Say by how much chunks of equal time are unequal, where their multiple makes them so."""
     parallel = recipe.parallel_config

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from uspft.comm import Group
     from uspft.kernels import Kernel
-    from uspft.sequence.chunk_attention import LayerKeys
+    from uspft.sequence.kept_keys import LayerKeys
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ on this rank, D head dim; 2: keys and values, or their gradients.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,37 +20,10 @@ from uspft.comm import Group
 from uspft.kernels import Kernel, Partial
 from uspft.kernels.sinks import sinks_gradient
 from uspft.sequence.algorithm import QkvGradients, Rule, Saved, Tensors
+from uspft.sequence.kept_keys import KeptKeys, LayerKeys
 from uspft.sequence.rows.chunks import ChunkShare
 from uspft.sequence.rows.spans import Span
 from uspft.sequence.sums import Sum
-
-
-class KeptKeys:
-    """The keys and values of a chunk that later ones see, and the sum of what these find for their
-    gradients, in float32 or wider."""
-
-    def __init__(self, k_ngD: Tensor, v_ngD: Tensor) -> None:
-        self.k, self.v = k_ngD, v_ngD
-        self.sum = Sum((2, *k_ngD.shape), k_ngD)
-
-    def forget(self) -> None:
-        """Let go of keys and values, of which no later chunk asks for more, and not of the sum."""
-        self.k = self.v = self.k.new_empty(0)
-
-
-LayerKeys = dict[int, KeptKeys]
-"""By chunk, what is kept in one layer."""
-
-
-class RowKeys:
-    """What one stage keeps of the chunks of a micro-batch, by layer."""
-
-    def __init__(self) -> None:
-        self._layers: defaultdict[int, LayerKeys] = defaultdict(dict)
-
-    def of_layer(self, layer: int) -> LayerKeys:
-        """Return what is kept in a layer. layer: a number that is its own."""
-        return self._layers[layer]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from uspft.kernels import Kernel, Partial
 from uspft.kernels.kernel import Gradient
 from uspft.kernels.sinks import sinks_gradient
 from uspft.sequence.algorithm import Passes, QkvGradients, Rule, Saved, Tensors
-from uspft.sequence.chunk_attention import ChunkPasses, LayerKeys
+from uspft.sequence.chunk_attention import ChunkPasses
+from uspft.sequence.kept_keys import LayerKeys
 from uspft.sequence.passes import attend_by
 from uspft.sequence.rows.chunks import ChunkShare
 from uspft.sequence.rows.share import Share

@@ -136,7 +136,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 105
+    assert len(keys) == len(set(keys)) == 106
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 11,
@@ -144,7 +144,7 @@ def test_the_contract_has_this_many_keys() -> None:
         "data": 15,
         "data.train[]": 8,
         "data.eval[]": 8,
-        "parallel_config": 22,
+        "parallel_config": 23,
         "parallel_config.strategies[]": 16,
         "deepspeed": 5,
         "deepspeed.aio": 6,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -39,7 +41,7 @@ def written_out(cut: Cut, row: Segments) -> list[float]:
         seen = places - first + 1
         cost += price * inside * (seen if window is None else np.minimum(seen, window))
     bounds = cut.bounds(row)
-    return [float(cost[a:b].sum()) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [float(cost[a:b].sum()) for a, b in pairwise(bounds)]
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -341,7 +341,7 @@ def test_chunks_of_rows_are_settled_and_told(tmp_path: Path) -> None:
     )
     assert "with" not in sentence(found)
     coarse = {**CHUNKS, "model_parallel": 2, "use_seq_parallel": True}
-    one = {"data": {"sequence_length": 8}, "training": {"global_batch_size": 4}}
+    one = {"data": {"sequence_length": 10}, "training": {"global_batch_size": 4}}
     found = examined(tmp_path, {"num_key_value_heads": 2}, parallel_config=coarse, **one)
     assert "one takes 1." in sentence(found) and "have multiples of 2 tokens" in sentence(found)
     other = {**CHUNKS, "sequence_chunks": "tokens", "pp_interleave_num": 2}
@@ -364,7 +364,7 @@ def test_chunks_of_rows_are_settled_and_told(tmp_path: Path) -> None:
             {"num_key_value_heads": 2},
             {"model_parallel": 2, "tensor_parallel_algo": "meshslice", "tensor_mesh": [2, 1]},
             "tensor_mesh",
-            "has 2 rows that split tokens",
+            "has 2 rows, which split tokens",
         ),
         (
             {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,6 @@ from uspft.sequence.rows.spans import (
     tokens_in,
     work_of,
 )
-
-if TYPE_CHECKING:
-    from uspft.sequence.rows.chunks import ChunkShares
 
 Order = list[tuple[Span, ...]]
 Made = TypeVar("Made")
@@ -52,8 +49,8 @@ class Share:
         """Lay the rows end to end. place: (Ulysses degree, this rank's place among those that share
         the rows)."""
         self._rows, self._orders, self._place = rows, orders, place
-        self.chunks: ChunkShares | None = None
-        """Of the same rows' chunks, where these follow one another through a pipeline."""
+        self.chunks: Any = None
+        """The `ChunkShares` of the same rows, where chunks of them go through a pipeline."""
         ulysses, context_index = place
         self.ring_index = context_index // ulysses
         self.window = window
