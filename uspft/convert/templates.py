@@ -35,5 +35,5 @@ def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -
     elif name in FILES:
         run.put(ours, FILES[name], name_key)
     else:
-        what = f"is {short(name)}, whose text is not here: null is the tokenizer's own"
+        what = f"the text of {short(name)} is not here; null is the tokenizer's own"
         run.changed(name_key, f"left out: {what}")
