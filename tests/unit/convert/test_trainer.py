@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -352,7 +353,7 @@ def test_an_example_becomes_a_recipe_of_the_same_batch(
     assert recipe["training"]["global_batch_size"] == case.batch
     assert {key: at(recipe, key) for key in case.wanted} == case.wanted
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(EXAMPLES)
+    shutil.copy(EXAMPLES / "talks.jsonl", tmp_path)
     words = ["check", str(tmp_path / "recipe.yaml"), "launch.device=cuda", "logging.wandb=null"]
     assert main([*words, *(["--ranks", str(case.ranks)] if case.ranks else [])]) == 0, (
         capsys.readouterr().err
