@@ -4,81 +4,108 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field, Strict, create_model
 
-from uspft.config import RecipeError, load
-from uspft.config.checks import choice, each, flag, free, path, real, tokens, whole
-from uspft.config.problems import Fault
+from uspft.config import Fault, RecipeError, load
+from uspft.config.deepspeed_fields import Zero
+from uspft.config.messages import LARGEST
+from uspft.config.types import (
+    As,
+    BelowOne,
+    Count,
+    Elsewhere,
+    FilePath,
+    Free,
+    Natural,
+    NotNegative,
+    OneOf,
+    Positive,
+    RecipeBlock,
+    Tokens,
+    validated,
+)
+
+MESH = Annotated[tuple[Count, Count], Strict(False), Field(title="[rows, cols]")]
+DEVICES = Elsewhere({"tpu": "CUDA and CPUs alone are run on"})
+
+
+def read(kind: Any, value: Any) -> Any:
+    """A value as a key of this type has it."""
+    block = create_model("Of", __base__=RecipeBlock, key=(kind, ...))
+    return validated(block, {"key": value}).key  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("check", "value", "message"),
+    ("kind", "value", "message"),
     [
-        (whole(1), "10", 'expected a whole number of at least 1, got the string "10"; '
+        (Count, "10", 'expected a whole number of at least 1, got the string "10"; '
          "write 10 without quotes"),
-        (whole(1), "10k", 'expected a whole number of at least 1, got the string "10k"; '
+        (Count, "10k", 'expected a whole number of at least 1, got the string "10k"; '
          "write 10000 or 10240"),
-        (whole(1), "010", 'expected a whole number of at least 1, got the string "010"; write 10'),
-        (whole(1), True, "expected a whole number of at least 1, got true; "
+        (Count, "010", 'expected a whole number of at least 1, got the string "010"; write 10'),
+        (Count, True, "expected a whole number of at least 1, got true; "
          "write a whole number of at least 1"),
-        (whole(1), 4.0, "expected a whole number, got 4.0; write 4"),
-        (whole(1), 4.5, "expected a whole number of at least 1, got 4.5; "
+        (Count, 4.0, "expected a whole number, got 4.0; write 4"),
+        (Count, 4.5, "expected a whole number of at least 1, got 4.5; "
          "write a whole number of at least 1"),
-        (whole(1), 0, "is 0, out of range; write a whole number of at least 1"),
-        (whole(0, 3), 4, "is 4, out of range; write a whole number from 0 to 3"),
-        (whole(1, also=(None,)), "None",
+        (Count, 0, "is 0, out of range; write a whole number of at least 1"),
+        (Annotated[int, Field(ge=0, le=3)], 4,
+         "is 4, out of range; write a whole number from 0 to 3"),
+        (Count | None, "None",
          'expected a whole number of at least 1 or null, got the string "None"; write null'),
-        (whole(1, also=("auto",)), "Auto",
+        (Count | Literal["auto"], "Auto",
          'expected a whole number of at least 1 or auto, got the string "Auto"; '
          "did you mean `auto`?"),
-        (tokens(1, also=("auto", "none")), "None",
+        (Tokens | Literal["auto", "none"], "None",
          "expected a whole number of tokens (such as 4096 or 128k) of at least 1 or auto or none, "
          'got the string "None"; did you mean `none`?'),
-        (real(above=0), 0, "is 0, out of range; write a number above 0"),
-        (real(0, below=1), 1.0, "is 1, out of range; write a number of at least 0 and below 1"),
-        (real(0), ".nan", 'expected a number of at least 0, got the string ".nan"; '
+        (Positive, 0, "is 0, out of range; write a number above 0"),
+        (BelowOne, 1.0, "is 1, out of range; write a number of at least 0 and below 1"),
+        (NotNegative, ".nan", 'expected a number of at least 0, got the string ".nan"; '
          "write a finite number"),
-        (real(0), False, "expected a number of at least 0, got false; "
+        (NotNegative, False, "expected a number of at least 0, got false; "
          "write a number of at least 0"),
-        (flag(), "on", 'expected true or false, got the string "on"; write true'),
-        (flag(), "No", 'expected true or false, got the string "No"; write false'),
-        (flag(), 1, "expected true or false, got 1; write true"),
-        (choice("ulysses_cp", "ring_cp"), "ulyses_cp",
+        (bool, "on", 'expected true or false, got the string "on"; write true'),
+        (bool, "No", 'expected true or false, got the string "No"; write false'),
+        (bool, 1, "expected true or false, got 1; write true"),
+        (Literal["ulysses_cp", "ring_cp"], "ulyses_cp",
          "unknown value `ulyses_cp`; did you mean `ulysses_cp`? Allowed: ulysses_cp | ring_cp"),
-        (choice("cuda", "cpu", others={"tpu": "CUDA and CPUs alone are run on"}), "TPU",
+        (Annotated[Literal["cuda", "cpu"], DEVICES], "TPU",
          "unknown value `TPU`; CUDA and CPUs alone are run on: write cuda | cpu"),
-        (choice("cuda", "cpu", others={"tpu": "CUDA and CPUs alone are run on"}), "cudo",
+        (Annotated[Literal["cuda", "cpu"], DEVICES], "cudo",
          "unknown value `cudo`; did you mean `cuda`? Allowed: cuda | cpu"),
-        (choice("a", "b"), 3, "expected one of a | b, got 3; write a | b"),
-        (choice("a", also=(None,)), "None", "unknown value `None`; write null"),
-        (path(also=(None,)), "None",
-         'expected a path or null, got the string "None"; write null'),
-        (path(), 12, 'expected a path, got 12; write "12" in quotes'),
-        (path(), " ", "is empty; write a path"),
-        (each(whole(1), "[rows, cols]", size=2), [1],
-         "expected [rows, cols], got 1 items; write [rows, cols]"),
-        (free(), {"a": ["yes"]}, 'the string "yes" is no value here; write true'),
-        (free(), {"a": "128k"}, 'the string "128k" is no value here; write 128000 or 131072'),
+        (Literal["a", "b"], 3, "expected one of a | b, got 3; write a | b"),
+        (Literal["a"] | None, "None", "unknown value `None`; write null"),
+        (FilePath | None, "None", 'expected a path or null, got the string "None"; write null'),
+        (FilePath, 12, 'expected a path, got 12; write "12" in quotes'),
+        (FilePath, " ", "is empty; write a path"),
+        (MESH, [1], "expected [rows, cols], got 1 items; write [rows, cols]"),
+        (MESH, [1, 2, 3], "expected [rows, cols], got 3 items; write [rows, cols]"),
+        (MESH | Literal["auto"] | None, [1, 0],
+         "is 0, out of range; write a whole number of at least 1"),
+        (Free, {"a": ["yes"]}, 'the string "yes" is no value here; write true'),
+        (Free, {"a": "128k"}, 'the string "128k" is no value here; write 128000 or 131072'),
     ],
 )  # fmt: skip
-def test_messages(check: Any, value: Any, message: str) -> None:
+def test_messages(kind: Any, value: Any, message: str) -> None:
     with pytest.raises(Fault) as caught:
-        check(value)
+        read(kind, value)
     ((_, what, remedy),) = caught.value.findings
     assert f"{what}; {remedy}" == message
 
 
 def test_values_that_pass() -> None:
-    assert whole(0)(0) == 0
-    assert tokens(1)("128K") == 131072
-    assert tokens(1)(7) == 7
-    assert whole(1, exponent=True)(5e8) == 500_000_000
-    assert type(real(0)(3)) is float
-    assert real(0, 1)(1) == 1.0
-    assert choice("a", synonyms={"b": "a"})("b") == "a"
-    assert flag()(False) is False
+    assert read(Natural, 0) == 0
+    assert read(Tokens, "128K") == 131072
+    assert read(Tokens, 7) == 7
+    assert read(As(Zero).kind, {"sub_group_size": 5e8}) == {"sub_group_size": 500_000_000}
+    assert type(read(NotNegative, 3)) is float
+    assert read(Natural, LARGEST) == LARGEST
+    assert read(Annotated[str, OneOf(lambda: {"a": "a", "b": "a"})], "b") == "a"
+    assert read(bool, False) is False
 
 
 # Key: what still passes at each end, and the nearest values that do not.

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.problems import BASE
 from uspft.config import Recipe, RecipeError, load
-from uspft.config.keys import blocks, keys
-from uspft.config.problems import Fault
+from uspft.config.messages import choices
+from uspft.config.schema import blocks, keys
 
 SET = """\
 seed: 7
@@ -88,13 +88,8 @@ def test_every_key_takes_null_on_the_command_line(tmp_path: Path) -> None:
             if "[]" in key.path or key.required or key.path == "base" or at == "model.adapter":
                 continue
             word = f"{key.path}=null"
-            try:
-                key.check(None)
-            except Fault:
-                taken_out += 1
-                expected = key.default
-            else:
-                expected = None
+            expected = None if None in choices(key.node) else key.default
+            taken_out += None not in choices(key.node)
             if key.path in ("model.name_or_path", "training.steps", "lr_schedule.warmup_ratio"):
                 continue  # null there asks for another key
             if key.path == "output_dir":
