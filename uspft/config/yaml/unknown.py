@@ -6,7 +6,8 @@ import re
 from functools import cache
 from typing import Any
 
-from uspft.config.messages import Node, choices, inside, meant_key, misspelt, schema_of
+from uspft.config.deepspeed_fields import REMOVED
+from uspft.config.messages import Node, choices, inside, meant_key, misspelt, schema_of, shown
 from uspft.config.other_tools import other_tools
 from uspft.config.problems import COMMAND_LINE, Finding, join
 from uspft.config.recipe import Recipe
@@ -124,6 +125,10 @@ def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
         if pattern == "deepspeed" and key in DERIVED:
             remedy = f"leave it out: `{DERIVED[key]}` rules it"
             findings.append((path, f"uspft derives `{key}`", remedy))
+        elif pattern == _ZERO and key in REMOVED:
+            feature, remedy = REMOVED[key]
+            what = f"is {shown(value)}, and DeepSpeed has no {feature} any more"
+            findings.append((path, what, remedy))
         else:
             findings.append((path, f"unknown key `{key}`", remedy))
     return kept, findings, meant
