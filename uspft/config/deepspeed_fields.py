@@ -19,10 +19,10 @@ from uspft.config.types import (
     STRICT,
     Count,
     FilePath,
+    Fraction,
     Natural,
     NotNegative,
     Open,
-    Share,
     Text,
     or_open,
 )
@@ -65,9 +65,9 @@ class OffloadOptimizer(TypedDict, total=False):
     pipeline_read: bool
     pipeline_write: bool
     fast_init: bool
-    ratio: Share
+    ratio: Fraction
     super_offload: bool
-    cpuadam_cores_perc: Share
+    cpuadam_cores_perc: Fraction
 
 
 @with_config(STRICT)
@@ -78,9 +78,9 @@ class ZenFlow(TypedDict, total=False):
     update_interval: Count | Literal["auto"]
     overlap_step: bool
     offload: bool
-    auto_ratio: Share
+    auto_ratio: Fraction
     full_warm_up_rounds: Natural
-    pt_reserved_cores_perc: Share
+    pt_reserved_cores_perc: Fraction
 
 
 @with_config(STRICT)
@@ -153,7 +153,7 @@ REMOVED: dict[str, tuple[str, str]] = {
 
 
 @with_config(STRICT)
-class Zero(TypedDict, total=False):
+class ZeroKeys(TypedDict, total=False):
     """The fields of ZeRO, the short names that DeepSpeed reads too among them."""
 
     stage: _Stage
@@ -238,7 +238,7 @@ def zero_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-ZeroFields = Annotated[Zero, AfterValidator(zero_fields)]
+ZeroFields = Annotated[ZeroKeys, AfterValidator(zero_fields)]
 
 
 def stages_for(fields: Mapping[str, Any]) -> Sequence[int]:

@@ -13,11 +13,11 @@ from uspft.config.types import (
     CountOrOpen,
     EachStage,
     Elsewhere,
+    Integer,
     NotYet,
     OneOf,
     RecipeBlock,
     Tokens,
-    Whole,
     of_stages,
 )
 
@@ -54,7 +54,7 @@ class Degrees(RecipeBlock):
     context_parallel: CountOrOpen = 1
     """Number of ranks that share one row; `auto` asks the planner."""
     context_parallel_algo: Annotated[str, OneOf(_algorithms)] | None = None
-    """How ranks share a row; required where several do; `colossalai_cp` is `allgather_cp`."""
+    """How ranks share a row; required where several do; `auto` chooses, and the run says why."""
     ulysses_degree_in_cp: CountOpenOrNone = None
     """Ranks that split heads; context_parallel ÷ it split tokens; null: the algorithm's, or 1."""
     exchange_stages: Count | Literal["auto"] | None = "auto"
@@ -139,5 +139,5 @@ class ParallelBlock(Degrees):
     """Whether stages have virtual ones; `auto` follows `pp_interleave_num`, which says how many."""
     layers_per_stage: Annotated[EachStage, of_stages(Count)] | None = None
     """Number of layers of each stage; null deals them out so that stages cost alike."""
-    offset: Whole | Annotated[EachStage, of_stages(Whole)] | None = None
+    offset: Integer | Annotated[EachStage, of_stages(Integer)] | None = None
     """Layers of each stage beyond the whole share, as in MindSpore; null: `layers_per_stage`."""

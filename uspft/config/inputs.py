@@ -46,7 +46,7 @@ _Null = Annotated[None, BeforeValidator(_nothing)]
 
 
 @with_config(STRICT)
-class Fields(TypedDict, total=False):
+class FieldNames(TypedDict, total=False):
     """What records call the fields that have these names here."""
 
     messages: _Other
@@ -106,7 +106,7 @@ class Source(RecipeBlock):
     """Split of a hub data set; null takes `train`."""
     format: Format | None = None
     """What is made of this source's records; null takes `data.format`."""
-    fields: Annotated[dict[str, Any] | None, As(Fields | None)] = None
+    fields: Annotated[dict[str, Any] | None, As(FieldNames | None)] = None
     """What this source names otherwise; its keys win over those of `data.fields`."""
     weight: Positive | None = None
     """Share of an epoch's tokens, relative to the other weights; null: each sample once."""
@@ -242,7 +242,7 @@ class DataBlock(RecipeBlock):
     """Share of the samples, drawn by `seed`, that is evaluated on and not trained on."""
     format: Format = "auto"
     """What is made of records; `auto` tells it from the first record of each file."""
-    fields: Annotated[dict[str, Any], As(Fields)] = Field(default_factory=dict)
+    fields: Annotated[dict[str, Any], As(FieldNames)] = Field(default_factory=dict)
     """What is named otherwise: `{messages: dialog, role: speaker, roles: {human: user}}`."""
     sequence_length: Annotated[int, tokens(2)]
     """Number of tokens in a row, over all ranks that share it."""

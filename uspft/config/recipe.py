@@ -24,6 +24,7 @@ from uspft.config.types import (
     EachStage,
     Elsewhere,
     FilePath,
+    Fraction,
     Free,
     Natural,
     NotNegative,
@@ -31,7 +32,6 @@ from uspft.config.types import (
     OneOf,
     Positive,
     RecipeBlock,
-    Share,
     Text,
     Tokens,
     of_stages,
@@ -95,7 +95,7 @@ class ScheduleBlock(RecipeBlock):
 
     type: Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "wsd"] = "cosine"
     """Shape of the learning rate after the warm-up; `wsd` stays at the peak, then falls."""
-    warmup_ratio: Share | None = 0.03
+    warmup_ratio: Fraction | None = 0.03
     """Length of the warm-up as a share of all steps, rounded up; null beside `warmup_steps`."""
     warmup_steps: Natural | None = None
     """Length of the warm-up in steps, given in place of `warmup_ratio`."""
@@ -107,7 +107,7 @@ class ScheduleBlock(RecipeBlock):
     """`cosine_restarts` alone: how often the rate falls from the peak; null: once."""
     power: Positive | None = None
     """`polynomial` alone: the power of the share of steps left; null: 1.0, a line."""
-    decay_ratio: Share | None = None
+    decay_ratio: Fraction | None = None
     """`wsd` alone: share of all steps, rounded up, in which the rate falls; null: 0.1."""
 
     @model_validator(mode="before")

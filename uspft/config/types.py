@@ -48,10 +48,10 @@ class RecipeBlock(BaseModel):
     )
 
 
-Block = TypeVar("Block", bound=RecipeBlock)
+Kind = TypeVar("Kind", bound=RecipeBlock)
 
 
-def validated(kind: type[Block], given: Any) -> Block:
+def validated(kind: type[Kind], given: Any) -> Kind:
     """Return a block of these values. Raises Fault, whose findings carry the keys inside it."""
     try:
         return kind.model_validate(given)
@@ -116,7 +116,7 @@ def _exponent(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Natural = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 CountOrOpen = Annotated[Count, or_open(Count)]
@@ -125,7 +125,7 @@ EXPONENT = BeforeValidator(_exponent)  # DeepSpeed's own examples write 5e8
 Tokens = Annotated[int, tokens(1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from uspft.config.deepspeed_fields import Aio, Zero
+from uspft.config.deepspeed_fields import Aio, ZeroKeys
 from uspft.convert.conversion import Conversion, short
 from uspft.convert.theirs import with_file
 
@@ -53,7 +53,7 @@ def _shipped(run: Conversion, stage: int, offload: bool) -> None:
 
 def _zero(run: Conversion) -> None:
     """Take `zero_optimization` and `aio` as they stand, but for what is auto there."""
-    for block, known in ((ZERO_BLOCK, Zero), ("deepspeed.aio", Aio)):
+    for block, known in ((ZERO_BLOCK, ZeroKeys), ("deepspeed.aio", Aio)):
         for path, value in run.theirs.block(block).items():
             key, name = f"{block}.{path}", path.partition(".")[0]
             if value == AUTO:

@@ -17,11 +17,11 @@ from pydantic import Field, Strict
 from uspft.config.problems import Fault, Origins, Problem, RecipeError, fault
 from uspft.config.types import (
     Count,
+    Fraction,
     NotNegative,
     OneOf,
     Positive,
     RecipeBlock,
-    Share,
     Text,
     validated,
 )
@@ -116,7 +116,7 @@ class Hardware(RecipeBlock):
     """Links between the ranks of one host."""
     between: Links
     """Links between hosts."""
-    hide: Share = 0.5
+    hide: Fraction = 0.5
     """The share of what keys' transfers and attention could do at the same time in which they do;
     where a file says none, half: published runs show from a quarter to two thirds."""
 

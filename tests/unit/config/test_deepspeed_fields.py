@@ -38,7 +38,7 @@ def test_zero_fields_aliases_and_nested_fields() -> None:
     from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 
     zero = DeepSpeedZeroConfig.model_fields
-    assert keys_of(ours.Zero) == names(DeepSpeedZeroConfig) | names(
+    assert keys_of(ours.ZeroKeys) == names(DeepSpeedZeroConfig) | names(
         DeepSpeedZeroConfig, aliases=True
     )
     assert {name: f.alias for name, f in zero.items() if f.alias} == ours.ALIASES
@@ -56,7 +56,7 @@ def test_zero_fields_aliases_and_nested_fields() -> None:
 def test_what_deepspeed_had_it_refuses_itself() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    assert len(ours.REMOVED) == 3 and not set(ours.REMOVED) & keys_of(ours.Zero)
+    assert len(ours.REMOVED) == 3 and not set(ours.REMOVED) & keys_of(ours.ZeroKeys)
     for key in ours.REMOVED:
         with pytest.raises(DeepSpeedConfigError, match=f"removed; 'zero_optimization.{key}'"):
             DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {key: 1}})
@@ -95,7 +95,7 @@ def test_an_open_stage_may_become_those_that_the_other_fields_can_have(
                 zero_fields({"stage": stage, **more})
 
 
-@pytest.mark.parametrize("key", [key for key in sorted(keys_of(ours.Zero)) if key != "stage"])
+@pytest.mark.parametrize("key", [key for key in sorted(keys_of(ours.ZeroKeys)) if key != "stage"])
 def test_our_check_and_deepspeed_agree_on_types(key: str) -> None:
     """What our check lets through, DeepSpeed takes; its defaults pass ours."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field, Strict, create_model
 
 from uspft.config import Fault, RecipeError, load
-from uspft.config.deepspeed_fields import Zero
+from uspft.config.deepspeed_fields import ZeroKeys
 from uspft.config.messages import LARGEST
 from uspft.config.types import (
     As,
@@ -101,7 +101,7 @@ def test_values_that_pass() -> None:
     assert read(Natural, 0) == 0
     assert read(Tokens, "128K") == 131072
     assert read(Tokens, 7) == 7
-    assert read(As(Zero).kind, {"sub_group_size": 5e8}) == {"sub_group_size": 500_000_000}
+    assert read(As(ZeroKeys).kind, {"sub_group_size": 5e8}) == {"sub_group_size": 500_000_000}
     assert type(read(NotNegative, 3)) is float
     assert read(Natural, LARGEST) == LARGEST
     assert read(Annotated[str, OneOf(lambda: {"a": "a", "b": "a"})], "b") == "a"
