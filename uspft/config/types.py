@@ -48,10 +48,10 @@ class RecipeBlock(BaseModel):
     )
 
 
-Kind = TypeVar("Kind", bound=RecipeBlock)
+OneBlock = TypeVar("OneBlock", bound=RecipeBlock)
 
 
-def validated(kind: type[Kind], given: Any) -> Kind:
+def validated(kind: type[OneBlock], given: Any) -> OneBlock:
     """Return a block of these values. Raises Fault, whose findings carry the keys inside it."""
     try:
         return kind.model_validate(given)
