@@ -3,7 +3,6 @@ document by itself: the loss and every gradient in float64."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,20 +11,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 
+from tests.support.held_rows import Found, apart, batches_of, loaded, plain, targets, wide
 from tests.support.models import make_model
 from tests.support.pairwise import pairwise
-from tests.support.wide import widened
 from uspft.batch import Batch
 from uspft.config.algorithms import WHOLE
 from uspft.config.recipe import MemoryBlock
-from uspft.data.loader import EMPTY, StepLoader
-from uspft.data.stream import Row
 from uspft.engine.pipelined import KeysUnderWay
 from uspft.kernels.torch_cpu import TorchCpu
 from uspft.layout import Layout
@@ -38,7 +32,6 @@ from uspft.objective.causal import Causal
 from uspft.pipeline.schedules import Action, forward_alone, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, dealt_out
-from uspft.segments import Segments
 from uspft.sequence import make_algorithm
 from uspft.sequence.chunked import Chunked
 from uspft.sequence.kept_keys import KeptKeys, LayerKeys
@@ -46,9 +39,7 @@ from uspft.sequence.rows.chunks import Cut
 from uspft.tensor.megatron import Megatron
 from uspft.world import World, make_world
 
-LAYERS, ROW, EXACT = 8, 48, 1e-10
-DOCUMENTS = [[31, 17], [48], [3, 20, 25], [40, 5]]
-"""Of each row; the last one's end is padding."""
+LAYERS, EXACT = 8, 1e-10
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"kv_heads": 2}),
     "qwen2 tied": ("qwen2", {"kv_heads": 1, "tie_word_embeddings": True}),
@@ -71,7 +62,6 @@ RECOMPUTED = {
 }
 TIME = Cut(4, 1, 1.0, ((None, 0.05), (9, 0.01)))
 """Chunks of unequal tokens, and of other bounds in each row."""
-Found = tuple[float, dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -83,81 +73,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def loaded(folder: Path, attention: str) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation=attention
-    )
-    for buffer in model.buffers():
-        buffer.data = buffer.data.double() if buffer.is_floating_point() else buffer.data
-    return model.train()
-
-
-def documents(row: int) -> list[tuple[list[int], list[int]]]:
-    """Tokens and labels of a row's documents; the first few of each are no targets."""
-    draw = np.random.default_rng(row)
-    found = []
-    for length in DOCUMENTS[row]:
-        ids = draw.integers(3, 97, length).tolist()
-        found.append((ids, [-100] * (length // 3) + ids[length // 3 :]))
-    return found
-
-
-class Rows:
-    """A stream of the rows above."""
-
-    def row(self, index: int) -> Row:
-        every = documents(index)
-        ids, labels, positions = np.zeros(ROW, int), np.full(ROW, -100), np.zeros(ROW, int)
-        bounds = [0]
-        for tokens, targets in every:
-            a, b = bounds[-1], bounds[-1] + len(tokens)
-            ids[a:b], labels[a : b - 1], positions[a:b] = tokens, targets[1:], range(b - a)
-            bounds.append(b)
-        return Row(ids, labels, positions, Segments(tuple(bounds), ROW), ())
-
-
-def targets(rows: int) -> int:
-    every = chain.from_iterable(map(documents, range(rows)))
-    return sum(label != -100 for _, labels in every for label in labels[1:])
-
-
-def plain(folder: Path, rows: int) -> Found:
-    """What transformers gives for some rows, each document by itself."""
-    model = loaded(folder, "eager")
-    with wide(model):
-        loss = torch.zeros((), dtype=torch.float64)
-        for ids, labels in chain.from_iterable(map(documents, range(rows))):
-            logits = model(torch.tensor([ids])).logits[0, :-1]
-            loss = loss + F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
-        loss = loss / targets(rows)
-        loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
-
-
-def wide(model: Any) -> Any:
-    return widened(sys.modules[type(model).__module__])
-
-
 def world_of(cut: Cut | None) -> World:
     whole = make_algorithm(WHOLE, 1, 1, keep=False)
     algorithm = Chunked(whole, cut) if cut else whole
     named = WHOLE, algorithm, Megatron(1, splits_tokens=False)
     return make_world(Layout(), named, TorchCpu(), torch.device("cpu"), Groups())
-
-
-def batches_of(world: World, rows: int, each: int = 1) -> list[Batch]:
-    """Micro-batches of `each` rows."""
-    loader = StepLoader(
-        Rows(),  # type: ignore[arg-type]
-        world,
-        row_tokens=ROW,
-        rows_per_step=rows,
-        rows_per_batch=each,
-    )
-    return [
-        loader.batch([n if n < rows else EMPTY for n in range(first, first + each)])
-        for first in range(0, rows, each)
-    ]
 
 
 def staged(
@@ -207,15 +127,6 @@ def staged(
             keys.forget(action, chunk == 0)
     assert not torch.is_grad_enabled() or not any(one.layers for one in keys.by_pass.values())
     return loss, {name: p.grad for name, p in model.named_parameters()}
-
-
-def apart(got: Found, want: Found) -> float:
-    """The largest relative difference of the loss and of any gradient."""
-    assert got[1].keys() == want[1].keys()
-    found = [abs(got[0] / want[0] - 1)]
-    for name, gradient in want[1].items():
-        found.append(float((got[1][name] - gradient).norm() / gradient.norm()))
-    return max(found)
 
 
 CASES = pairwise((*MODELS,), (1, 2, 4), (1, 2), (1, 4), (1, 3, 4), (*RECOMPUTED,))

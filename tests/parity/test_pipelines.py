@@ -61,7 +61,15 @@ CASES = [
     Case("mistral", 2, zero="zero2", rows=2, beside=("chunks", "nothing")),
     Case("qwen2", 2, 2, zero="zero3 whole", rows=3, tied=True, beside=("chunks", "attention")),
     Case("llama", 2, 2, rows=3, context=2, algorithm="ulysses_cp", beside=("chunks", "exchange")),
-    Case("qwen3", 2, zero="zero2", rows=2, tensor=2, tied=True, beside=("by tokens", "tokens")),
+    Case(
+        *("qwen3", 2),
+        zero="zero3 whole",
+        rows=2,
+        tensor=2,
+        tied=True,
+        beside=("by tokens", "tokens", "copies", "attention"),
+    ),
+    Case("llama", 1, zero="zero1", tensor=2, context=2, algorithm="ring_cp", beside=("copies",)),
     Case("gemma3_text", 4, zero="zero1", rows=3, tied=True, beside=("chunks", "tiles")),
 ]
 BESIDE_ONE = [

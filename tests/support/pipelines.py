@@ -86,6 +86,7 @@ class Case:
 BESIDE: dict[str, dict[str, Any]] = {
     "gpipe": {"parallel_config": {"pipeline_scheduler": "gpipe"}},
     "chunks": {"parallel_config": {"seq_split_num": 3}},
+    "copies": {"parallel_config": {"fine_grain_interleave": 2}},
     "by tokens": {"parallel_config": {"seq_split_num": 4, "sequence_chunks": "tokens"}},
     "tokens": {"parallel_config": {"use_seq_parallel": True}},
     "mesh": {"parallel_config": {"tensor_parallel_algo": "meshslice", "tensor_mesh": [1, 2]}},

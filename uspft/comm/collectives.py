@@ -195,6 +195,17 @@ def start_sum_parts(x: Tensor, group: Group, kind: str) -> Waited:
     return partial(_arrived, [Transfer([work], f"{kind}, a reduce-scatter", (x, out), group)], out)
 
 
+def start_sum_over(x: Tensor, group: Group, kind: str) -> Waited:
+    """Start what `sum_over` does, in place, and return the function that waits for it, which must
+    be called."""
+    if group.size == 1:
+        return lambda: x
+    others = group.size - 1
+    group.books.add(kind, 2 * others * x.numel() * x.element_size() // group.size, 2 * others)
+    work = dist.all_reduce(x, group=group.handle, async_op=True)
+    return partial(_arrived, [Transfer([work], f"{kind}, an all-reduce", x, group)], x)
+
+
 def _added(parts: Tensor) -> Tensor:
     """Return the sum of parts, rounded once; of two it takes a quarter of a reduction's time."""
     return parts[0] + parts[1] if len(parts) == 2 else parts.sum(0)

@@ -148,7 +148,7 @@ TENSOR = _table(
         "uspft.tensor.megatron:Megatron",
         Splits.MATRICES,
         megatron="TP",
-        options={"use_seq_parallel": "splits_tokens"},
+        options={"use_seq_parallel": "splits_tokens", "fine_grain_interleave": "copies"},
         what="matrices, by columns and then rows; a sum over ranks after attention and the MLP",
         legal="`model_parallel` divides the query heads, and the KV heads or is a multiple of them",
     ),

@@ -13,7 +13,6 @@ from uspft.config.types import (
     CountOrOpen,
     EachStage,
     Integer,
-    NotYet,
     OneOf,
     RecipeBlock,
     Tokens,
@@ -85,8 +84,8 @@ class Degrees(RecipeBlock):
     """Number of virtual stages that each stage's ranks take in turn; more make a bubble smaller."""
     seq_split_num: Count = 1
     """Number of chunks of a row that follow one another through a pipeline (seqpipe)."""
-    fine_grain_interleave: Annotated[Count, NotYet("interleaving a layer's work", 1)] = 1
-    """Number of parts of a layer's work that alternate, which hides tensor parallel transfers."""
+    fine_grain_interleave: Count = 1
+    """Number of copies of a layer's work that take turns, which hides tensor parallel transfers."""
 
     @property
     def mesh_rows(self) -> int:

@@ -46,6 +46,47 @@ def algorithm(at: str, parallel: Degrees) -> Iterator[Finding]:
         yield f"{at}.context_parallel_algo", what, f"write {names(CONTEXT)}"
 
 
+COPIES = "fine_grain_interleave"
+"""An option with a rule of its own, `copies`."""
+
+
+def copies(recipe: Recipe) -> Iterator[Finding]:
+    """Copies of tokens by turns hide transfers where there are some, and stand beside what takes
+    all of a rank's tokens at once."""
+    parallel, memory = recipe.parallel_config, recipe.memory
+    key, number = f"parallel_config.{COPIES}", parallel.fine_grain_interleave
+    for at, one in enumerate(strategies_of(recipe)):
+        if one.fine_grain_interleave > 1:
+            what = f"is {one.fine_grain_interleave}, which layouts that switch do not have yet"
+            yield f"{KEY}[{at}].{COPIES}", what, "write 1"
+    if number == 1:
+        return
+    tensor, context = parallel.model_parallel, parallel.context_parallel
+    if isinstance(tensor, Open) or isinstance(context, Open):
+        what = f"is {number}, and the planner is to choose what it goes with"
+        yield key, what, "write model_parallel and context_parallel, or leave this out"
+    elif parallel.on_a_mesh:
+        name = parallel.tensor_parallel_algo
+        what = f"is {number}, beside {name}, whose slices hide transfers already"
+        yield key, what, f"write 1 (at tensor_mesh [1, n] {name} hides what this would)"
+    elif tensor == 1:
+        what = f"is {number}, and model_parallel is 1: no matrix is split, and nothing to hide"
+        yield key, what, "write 1, or model_parallel above 1"
+    elif not parallel.use_seq_parallel and context == 1:
+        what = f"is {number}, with neither use_seq_parallel nor context_parallel above 1"
+        yield key, what, "write use_seq_parallel: true, or 1"
+    beside = f"which is not available beside {key} {number}"
+    if memory.attention_heads != "all":
+        what = f"is {memory.attention_heads}, {beside}"
+        yield "memory.attention_heads", what, "write all"
+    if memory.mlp_tile_tokens != "none":
+        what = f"is {memory.mlp_tile_tokens}, {beside}"
+        yield "memory.mlp_tile_tokens", what, "write none"
+    adapter = recipe.model.adapter
+    if adapter and adapter.dropout > 0:
+        yield "model.adapter.dropout", f"is {adapter.dropout}, {beside}", "write 0.0"
+
+
 @of_each_layout
 def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
     """What is said of tensor parallel ranks fits their algorithm and degree."""
@@ -120,7 +161,7 @@ def own_options(at: str, parallel: Degrees) -> Iterator[Finding]:
         (TENSOR, parallel.tensor_parallel_algo),
     ):
         row = table.get(name or "")
-        for option in sorted(every_option(table)):
+        for option in sorted(every_option(table) - {COPIES}):
             value = getattr(parallel, option)
             off = value in (None, AUTO) or isinstance(value, bool)
             if not off and not (row and option in row.options):

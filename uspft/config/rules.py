@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, TENSOR, every_option
 from uspft.config.expert_rules import experts
-from uspft.config.layout_rules import algorithm, own_options, tensor_options, ulysses_degree
+from uspft.config.layout_rules import (
+    algorithm,
+    copies,
+    own_options,
+    tensor_options,
+    ulysses_degree,
+)
 from uspft.config.pipeline_rules import checkpointed, stages
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
@@ -254,6 +260,7 @@ RULES = (
         ),
         ulysses_degree,
     ),
+    KeyRule(("parallel_config", "memory", "model.adapter"), copies),
     KeyRule(("parallel_config.strategies", "data.sequence_length"), rising),
     KeyRule(("parallel_config", "deepspeed.zero_optimization"), stages),
     KeyRule(

@@ -70,10 +70,12 @@ def _checked(run: Conversion) -> None:
     if copies > 1 and not splits and context == 1:
         what = f"is {copies} without use_seq_parallel or context_parallel: an error there too"
         run.refuse(f"{CONFIG}.fine_grain_interleave", what, "write 1")
+    elif copies > 1 and _degrees(run)["tensor"] > 1:
+        copied = f"{CONFIG}.fine_grain_interleave"
+        run.put("parallel_config.fine_grain_interleave", copies, copied)
     elif run.written(f"{CONFIG}.fine_grain_interleave"):
         run.changed(
-            f"{CONFIG}.fine_grain_interleave",
-            "left out: copies that hide transfers are not here yet; the numbers are the same",
+            f"{CONFIG}.fine_grain_interleave", "left out: it acts with model_parallel above 1"
         )
     if context > 1 and run.value(f"{CONFIG}.use_flash_attention") is False:
         what = "is false with context_parallel above 1: an error there too"

@@ -62,6 +62,8 @@ class Bound:
         self.world, self.share, self.tokens, self.shelf = world, share, tokens, shelf
         self.memory: dict[int, Kept] = {}
         self._layer = 0
+        self.begun: set[int] = set()
+        """What has run with it once: a layer that runs again is recomputed."""
         self._outputs: dict[int, list[Tensor | Item]] = {}
         self._forgets = recompute in (None, "attention")
         # Where no heads are exchanged, there is nothing around what is remembered.
@@ -157,6 +159,11 @@ class Bound:
     def leave(self, x: Tensor) -> Tensor:
         """Return what lies between blocks, of what a block's row-split matrix made here."""
         return self.world.tensor.leave(x, self.world.mesh.columns)
+
+    @property
+    def copies(self) -> int:
+        """In how many copies of its tokens the blocks of split matrices work by turns."""
+        return self.world.tensor.copies if self.world.mesh.columns.size > 1 else 1
 
     @property
     def softcap(self) -> float | None:

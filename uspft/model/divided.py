@@ -74,7 +74,7 @@ class Call:
     bound: Bound
 
     def __init__(self, held: Layout | None) -> None:
-        self._held = held
+        self._held, self.again = held, False
         self.dropouts: list[tuple[TokenDropout, MatrixSplit]] = []
         """Those that see features of which each rank has some, with the split of the features."""
 
@@ -91,12 +91,15 @@ class Call:
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Remember it, before the layer runs."""
         self.bound = kwargs["uspft"]
+        self.again = id(self) in self.bound.begun
+        self.bound.begun.add(id(self))
         for dropout, split in self.dropouts:
             dropout.ranges = self.ranges(split) if divides(self.bound, split) else None
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Give a block all tokens, before it runs; on a mesh it takes what lies between blocks."""
-        if self.on_mesh:
+        """Give a block all tokens, before it runs; on a mesh, and in copies, it takes what lies
+        between blocks."""
+        if self.on_mesh or self.bound.copies > 1:
             return None
         if args:
             return (self._entered(args[0]), *args[1:]), kwargs
@@ -107,8 +110,9 @@ class Call:
         return self.bound.enter(x) if x.dim() == 3 else self.bound.enter(x[None])[0]
 
     def leave(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        """Sum what the ranks' row-split projections have made; on a mesh that is done."""
-        if self.on_mesh:
+        """Sum what the ranks' row-split projections have made; on a mesh, and of copies, that is
+        done."""
+        if self.on_mesh or self.bound.copies > 1:
             return out
         return self.bound.leave(out) if out.dim() == 3 else self.bound.leave(out[None])[0]
 

@@ -35,6 +35,7 @@ from uspft.families.projections import (
     Projection,
 )
 from uspft.families.table import FAMILIES
+from uspft.model.copies import interleave
 from uspft.model.divided import Call, FusedHeads, PartLinear, SplitNorm
 from uspft.model.dropout import TokenDropout
 from uspft.model.expert_splits import over_experts, over_tensor_ranks
@@ -178,11 +179,12 @@ def vocabulary_of(world: World, tokens: int, held: Layout | None) -> Vocabulary 
     return Vocabulary(first, stop - first, group, offset)
 
 
-def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
+def split_model(model: Any, holders: Holders, *, moves: bool = False, copies: bool = False) -> None:
     """Make a model that is filled with this rank's parts compute with them.
 
     Its layers and its head must then be called with the world of their rows. moves: whether what is
-    held changes, to be what each call's rows use.
+    held changes, to be what each call's rows use. copies: whether blocks take their tokens in
+    copies by turns, where a call says so.
     """
     shards = holders.shards
     if not shards.splits:
@@ -211,10 +213,28 @@ def split_model(model: Any, holders: Holders, *, moves: bool = False) -> None:
                 owner.uspft_sinks = partial(_used_sinks, call, split)
             else:
                 _divide_module(owner, (block, last), projection, splits, call)
+        if copies:
+            _interleave(layer, table_of(model), call)
         if STATE_LAYER in here:
             state, own = layer.get_submodule(STATE_LAYER), (*STATE_OWN, "conv1d.weight")
             every = {name: shards.splits[f"{names[id(state)]}.{name}"] for name in own}
             divide_states(state, every, call)
+
+
+def _interleave(layer: nn.Module, table: Mapping[str, Projection], call: Call) -> None:
+    """Make the blocks of a layer take their tokens in copies."""
+    named = [(*name.rpartition(".")[::2], found) for name, found in table.items()]
+    for block, last, found in named:
+        owner = _submodule(layer, block) if block else None
+        if owner is None or found.dim != ROWS or not hasattr(owner, last):
+            continue
+        columns = [
+            other
+            for where, other, one in named
+            if where == block and one.dim == COLUMNS and "norm" not in other
+        ]
+        into = [name for name in columns if isinstance(getattr(owner, name, None), nn.Module)]
+        interleave(owner, last, block, into, call)
 
 
 def _divide_module(

@@ -54,7 +54,8 @@ def divide_matrices(
     if any(world.layout.is_mesh for world in worlds):
         grid.split_model(model, holders)
     else:
-        parallel.split_model(model, holders, moves=moves)
+        copies = any(world.tensor.copies > 1 for world in worlds)
+        parallel.split_model(model, holders, moves=moves, copies=copies)
     spread_experts(model, holders, moves=moves)
 
 

@@ -165,6 +165,9 @@ def _block(own: ParallelBlock, way: Way) -> ParallelBlock:
         in_one = next(name for name, row in TENSOR.items() if row.splits is Splits.MATRICES)
         update |= {"tensor_parallel_algo": in_one, **dict.fromkeys(MESH_OPTIONS)}
     options = _options(own, update["context_parallel_algo"])
+    hides = way.splits_tokens or update["context_parallel"] > 1
+    if way.layout.is_mesh or way.layout.tensor == 1 or not hides:
+        update["fine_grain_interleave"] = 1
     return own.model_copy(update={**WITHOUT_STAGES, **update, **options})
 
 
@@ -178,6 +181,8 @@ def _whole(own: ParallelBlock, data: int) -> ParallelBlock:
     """Return a block whose rows are whole, which is `own` in all else."""
     none = {"context_parallel_algo": None, "ulysses_degree_in_cp": None}
     update = {"data_parallel": data, "context_parallel": 1, **none, **_options(own, None)}
+    if not own.use_seq_parallel:
+        update["fine_grain_interleave"] = 1
     return own.model_copy(update=update)
 
 

@@ -50,6 +50,8 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
         return wrong
     if wrong := group_findings(recipe, shape, layout):
         return wrong
+    if wrong := _copies(recipe, shape):
+        return wrong
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     if shape and heads and layout.tensor > 1:
         if wrong := _tensor(recipe, layout, shape):
@@ -60,6 +62,19 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     problems = of_recipe(recipe, layout).problems(recipe.data.sequence_length, wide)
     problems = problems + stage_findings(recipe, layout, shape) + _experts(layout, shape)
     return problems + _accumulation(recipe, layout)
+
+
+def _copies(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
+    """Return why a model's blocks cannot take copies of their tokens by turns."""
+    number = recipe.parallel_config.fine_grain_interleave
+    if number == 1 or shape is None:
+        return []
+    family = FAMILIES[shape.model_type]
+    if not (family.states or shape.experts > 1):
+        return []
+    kind = "a state" if family.states else "experts"
+    what = f"is {number}, and layers with {kind} of `{shape.model_type}` take their tokens at once"
+    return [("parallel_config.fine_grain_interleave", what, "write 1")]
 
 
 def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:

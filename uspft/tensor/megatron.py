@@ -31,6 +31,8 @@ class Megatron:
     splits_tokens: bool = False
     """Whether norms and residuals between blocks see a rank's own tokens alone: an all-reduce is
     then an all-gather into a block and a reduce-scatter out of it."""
+    copies: int = 1
+    """Of a rank's tokens, which blocks take by turns, while transfers of others are under way."""
 
     def problems(self, query_heads: int, kv_heads: int, hidden: int) -> list[Finding]:
         """Return why heads cannot be split: (recipe key, what is wrong, remedy) each."""

@@ -48,6 +48,11 @@ class MeshSlice:
         """Whether a rank sees its own tokens alone between blocks: no more than inside of them."""
         return False
 
+    @property
+    def copies(self) -> int:
+        """One: products in slices hide transfers themselves."""
+        return 1
+
     def problems(self, query_heads: int, kv_heads: int, hidden: int) -> list[Finding]:
         """Return why a model cannot be split: (recipe key, what is wrong, remedy) each.
 

@@ -41,6 +41,11 @@ class TensorAlgorithm(Protocol):
         """Whether a rank sees its own tokens alone between the blocks of split matrices."""
         ...
 
+    @property
+    def copies(self) -> int:
+        """In how many copies of a rank's tokens blocks work by turns."""
+        ...
+
     def problems(self, query_heads: int, kv_heads: int, hidden: int) -> list[Finding]:
         """Return why a model cannot be split: (recipe key, what is wrong, remedy) each.
 

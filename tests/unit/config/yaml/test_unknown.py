@@ -63,10 +63,6 @@ def test_the_table_of_derived_keys_names_keys_that_exist() -> None:
 
 
 ASKED = {
-    "parallel_config": {
-        "fine_grain_interleave: 2": "interleaving a layer's work",
-        "strategies: [{max_length: 4k, fine_grain_interleave: 2}]": "interleaving a layer's work",
-    },
     "model": {
         "trust_remote_code: true": "code from the hub",
     },
@@ -84,13 +80,7 @@ def test_what_is_not_available_is_refused_as_a_whole(tmp_path: Path) -> None:
             assert line.startswith(f"r.yaml:2: {block}."), line
             assert f": {feature} is not available yet; " in line, line
             features.add(feature)
-    assert len(features) == 3
-    copies = "fine_grain_interleave: 2"
-    both = f"{copies}, strategies: [{{max_length: 4k, {copies}}}]"
-    for line in lines(tmp_path, f"parallel_config: {{{both}}}"):
-        assert line.endswith(
-            "fine_grain_interleave: interleaving a layer's work is not available yet; write 1"
-        )
+    assert len(features) == 2
 
 
 def test_deepspeed_keys_that_the_recipe_rules_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""Blocks of split matrices that take copies of their tokens by turns, beside those that take all at
+once: gradients in float64, bytes, and the order in which transfers begin and are awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from tests.support.held_rows import apart, batches_of, targets, wide
+from tests.support.models import make_model
+from tests.support.ranks import spawn
+from tests.support.runs import GROUPS
+from uspft.checkpoint.weights_of import weights_of
+from uspft.config.algorithms import WHOLE
+from uspft.config.inputs import ModelBlock
+from uspft.config.recipe import MemoryBlock
+from uspft.kernels.torch_cpu import TorchCpu
+from uspft.layout import Layout
+from uspft.model.build import empty_model
+from uspft.model.causal import CausalModel
+from uspft.model.divided import PartLinear
+from uspft.model.parallelise import divide_matrices, save_memory, shards_under
+from uspft.objective.causal import Causal
+from uspft.parameters.fill import fill, shapes_of
+from uspft.parameters.shards import Holders
+from uspft.sequence import make_algorithm
+from uspft.tensor.interleaved import Crossing
+from uspft.tensor.megatron import Megatron
+from uspft.world import make_world
+
+EXACT, TENSOR = 1e-12, 2
+MODELS = {
+    "llama": {"kind": "llama", "kv_heads": 2},
+    "phi3": {"kind": "phi3", "kv_heads": 1},
+    "gemma3": {"kind": "gemma3_text", "kv_heads": 2},
+}
+"""With biases, with one matrix for q, k and v whose rows ranks share, with norms behind blocks."""
+KEPT = MemoryBlock(gradient_checkpointing=False)
+AGAIN = MemoryBlock(gradient_checkpointing=True, recompute="attention")
+CASES = [
+    *(("llama", tokens, copies, KEPT) for tokens in (True, False) for copies in (2, 3, 100)),
+    ("llama", True, 2, AGAIN),
+    ("llama", False, 3, AGAIN),
+    ("phi3", True, 3, KEPT),
+    ("gemma3", True, 2, AGAIN),
+]
+"""Model, whether tokens are split, copies, memory; 48 tokens, of which ranks have 24, are no
+multiple of 5 and fewer than 100."""
+
+
+def step(
+    folder: Path, tokens: bool, copies: int, memory: MemoryBlock
+) -> tuple[Any, int, list[tuple[str, int]]]:
+    """Loss with gradients, bytes of tensor parallelism, and what came when."""
+    with logged() as log:
+        return *_step(folder, tokens, copies, memory, log), log
+
+
+def _step(
+    folder: Path, tokens: bool, copies: int, memory: MemoryBlock, log: list[tuple[str, int]]
+) -> tuple[Any, int]:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = empty_model(config, torch.float64)
+    named = WHOLE, make_algorithm(WHOLE, 1, 1), Megatron(TENSOR, tokens, copies)
+    world = make_world(Layout(TENSOR), named, TorchCpu(), torch.device("cpu"), GROUPS)
+    shards = shards_under(model, world, tensor_of_rows=1)
+    holders = Holders.of(shards, dist.get_rank(), GROUPS, shapes_of(model))
+    source = weights_of(ModelBlock(name_or_path=str(folder)), 0, model)
+    fill(model, torch.float64, source, holders)
+    divide_matrices(model, [world], holders)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.double() if buffer.is_floating_point() else buffer.data
+    recompute, _ = save_memory(model.train(), memory)
+    parts, objective = CausalModel(model, None, world.layout, recompute), Causal(config)
+    (batch,) = batches_of(world, 1)
+    log.clear()
+    with wide(model):
+        loss = objective(parts, batch, (1 / targets(1),)).sum()
+        log.append(("back", 0))
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    sent = world.books.bytes["tensor"]
+    world.books.close()  # which nothing that is not awaited lets pass
+    return (float(loss.detach()), gradients), sent
+
+
+@contextmanager
+def logged() -> Iterator[list[tuple[str, int]]]:
+    """A log of transfers of copies, begun and awaited, and of products forward and backward."""
+    log: list[tuple[str, int]] = []
+    numbers: dict[int, int] = {}
+    start, finish, product = Crossing.start, Crossing.finish, PartLinear.forward
+
+    def started(self: Crossing, x: Any, *, backward: bool) -> None:
+        log.append(("begin", numbers.setdefault(id(self), len(numbers))))
+        keep.append(self)
+        start(self, x, backward=backward)
+
+    def finished(self: Crossing) -> Any:
+        log.append(("await", numbers[id(self)]))
+        return finish(self)
+
+    def computed(self: PartLinear, x: Any) -> Any:
+        out = product(self, x)
+        log.append(("compute", 0))
+        if out.requires_grad:
+            out.register_hook(lambda _: log.append(("compute", 0)))
+        return out
+
+    keep: list[Any] = []
+    with (
+        mock.patch.object(PartLinear, "forward", computed),
+        mock.patch.object(Crossing, "start", started),
+        mock.patch.object(Crossing, "finish", finished),
+    ):
+        yield log
+
+
+def work(rank: int, folder: Path) -> list[Any]:
+    """Of each case how far gradients are from those of one copy, the bytes of both, and the log."""
+    found = []
+    for name, tokens, copies, memory in CASES:
+        want, plain_bytes, none = step(folder / name, tokens, 1, memory)
+        got, sent, log = step(folder / name, tokens, copies, memory)
+        assert not [one for one in none if one[0] in ("begin", "await")]
+        found.append((apart(got, want), (sent, plain_bytes), log))
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    folder = tmp_path_factory.mktemp("copies")
+    for name, how in MODELS.items():
+        make_model(folder / name, **how)
+    return spawn(TENSOR, work, folder)
+
+
+def test_gradients_and_bytes_are_those_of_one_copy(answers: list[list[Any]]) -> None:
+    for rank in answers:
+        for case, (far, (sent, plain), _) in zip(CASES, rank, strict=True):
+            assert far < EXACT, case
+            assert sent == plain > 0, case
+
+
+def hidden(log: list[tuple[str, int]]) -> tuple[int, int]:
+    """How many transfers had products between their begin and their await, and how many there
+    were."""
+    begun: dict[int, int] = {}
+    over = count = 0
+    for at, (what, number) in enumerate(log):
+        if what == "begin":
+            begun[number] = at
+        elif what == "await":
+            count += 1
+            over += ("compute", 0) in log[begun.pop(number) : at]
+    assert not begun, "all that begins is awaited"
+    return over, count
+
+
+def test_transfers_of_a_copy_pass_while_another_is_computed_with(answers: list[list[Any]]) -> None:
+    log = answers[0][0][2]
+    assert log == answers[1][0][2], "ranks go in step"
+    cut = log.index(("back", 0))
+    for way in (log[:cut], log[cut + 1 :]):
+        over, count = hidden(way)
+        # 2 layers × 2 blocks × in and out × 2 copies, of which the first in and the last out wait.
+        assert (over, count) == (8, 16)
+    # Into the first attention both begin before anything is computed.
+    assert log[:4] == [("begin", 0), ("begin", 1), ("await", 0), ("compute", 0)]
