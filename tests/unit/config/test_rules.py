@@ -221,7 +221,7 @@ def test_a_rule_that_reads_a_faulty_key_is_not_asked() -> None:
         "training.eval_every_steps",
     ]
     assert broken(recipe, {"parallel_config.ulysses_degree_in_cp", "data"}) == []
-    assert len(RULES) == 26
+    assert len(RULES) == 27
 
 
 DEEPSPEED = {
