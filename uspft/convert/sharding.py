@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from uspft.config.deepspeed_fields import AIO, ZERO
+from uspft.config.deepspeed_fields import Aio, ZeroKeys
 from uspft.convert.conversion import Conversion, short
 from uspft.convert.theirs import with_file
 
@@ -56,12 +56,12 @@ def _shipped(run: Conversion, key: str, stage: int, offload: bool) -> None:
 
 def _zero(run: Conversion) -> None:
     """Take `zero_optimization` and `aio` as they stand, but for what is auto there."""
-    for block, known in ((ZERO_BLOCK, ZERO), ("deepspeed.aio", AIO)):
+    for block, known in ((ZERO_BLOCK, ZeroKeys), ("deepspeed.aio", Aio)):
         for path, value in run.theirs.block(block).items():
             key, name = f"{block}.{path}", path.partition(".")[0]
             if value == AUTO:
                 run.ignored(key, "auto: DeepSpeed's own figure stands")
-            elif name in known:
+            elif name in known.__annotations__:
                 run.outcome.values[key] = value
                 run.outcome.sources[key] = run.theirs.values[key].where, key
                 run.taken(key)
