@@ -65,6 +65,14 @@ class Case(NamedTuple):
     model: str
 
 
+def memory_of(case: Case) -> dict[str, Any]:
+    """What saves memory in a run: layers run again, those on no mesh with groups of heads."""
+    groups = case.checkpointing and "mesh" not in case.layout
+    return {"gradient_checkpointing": case.checkpointing} | (
+        {"attention_heads": 1} if groups else {}
+    )
+
+
 def recipe(case: Case, folder: Path, **blocks: Any) -> dict[str, Any]:
     paths = [str(folder / f"{name}.jsonl") for name in case.sets]
     base: dict[str, Any] = {
@@ -77,7 +85,7 @@ def recipe(case: Case, folder: Path, **blocks: Any) -> dict[str, Any]:
             "eval_every_steps": 1,
             "eval_micro_batch_size": case.rows,
         },
-        "memory": {"gradient_checkpointing": case.checkpointing},
+        "memory": memory_of(case),
     }
     merged = {key: {**base.get(key, {}), **blocks.get(key, {})} for key in {**base, **blocks}}
     return small_recipe(folder / case.model, folder / "train.jsonl", ROW, **merged)
