@@ -201,7 +201,7 @@ def saved(run: Any, folder: Path) -> None:
         return found
 
     folder.mkdir(exist_ok=True)
-    save_checkpoint(run.engine, folder, 1, 2, describe)
+    save_checkpoint(run.engine, folder, 1, describe)
 
 
 def trained(
