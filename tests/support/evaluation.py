@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
 def memory_of(case: Case) -> dict[str, Any]:
     """What saves memory in a run: layers run again, those that can with groups of heads."""
-    groups = case.checkpointing and "mesh" not in case.layout and case.model in MODELS
+    groups = case.checkpointing and "mesh" not in case.layout and case.model in KINDS
     return {"gradient_checkpointing": case.checkpointing} | (
         {"attention_heads": 1} if groups else {}
     )
