@@ -255,7 +255,7 @@ def test_a_checkpoint_goes_on_under_other_stages_and_without(
     setting: tuple[Path, Documents], answers: dict[int, Any]
 ) -> None:
     folder, data = setting
-    assert len(GOES_ON) == 3
+    assert len(GOES_ON) == 4
     for before in GOES_ON:
         loss, norm, end = answers[before.world][0]["resumed", before]
         want = plain(before, folder, data)
