@@ -55,8 +55,9 @@ def timeline_of(one: Ranked, hardware: Hardware) -> PipelineTimeline:
     few = min(passes, DRAWN * layout.pipeline)
     found = timeline(costs, way.schedule, few)
     held = memory_of_ranks(step.model, layout, step.row.length, options=one.options)
+    tokens = step.tokens(layout) / way.schedule.chunks
     ranks = tuple(
-        RankTimeline(timed, busy, int(memory.stage_inputs * step.tokens(layout)), memory)
+        RankTimeline(timed, busy, int(memory.stage_inputs * tokens), memory)
         for timed, busy, memory in zip(found.ranks, found.busy, held, strict=True)
     )
     return PipelineTimeline(ranks, found.end, few, passes, way.schedule.virtual)

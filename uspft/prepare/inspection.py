@@ -14,8 +14,12 @@ import numpy as np
 from uspft.config.strategies import layouts_of, row_lengths, strategies_of
 from uspft.data import Corpus, Row, RowStream, training_rows
 from uspft.layout import Layout, layout_of
+from uspft.planner.chunks import cut_of
+from uspft.prepare.prices import chunk_prices_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
+from uspft.sequence.chunked import Chunked
+from uspft.sequence.rows.chunks import Cut
 from uspft.sequence.rows.spans import Span, tokens_in
 
 if TYPE_CHECKING:
@@ -127,7 +131,7 @@ def inspected(found: Examined, corpus: Path, count: int) -> Inspection:
     switches = bool(strategies_of(recipe))
     stream = training_rows(recipe.data, corpus, recipe.seed, one_document=switches)
     filling = None if switches else _filling(stream, recipe.data.sequence_length)
-    ways = _ways(recipe, found.layout)
+    ways = _ways(found)
     shown = min(count, stream.rows_in_epoch(0))
     rows = [_seen(recipe, ways, whole, stream, index) for index in range(shown)]
     return Inspection(bins(whole.lengths), filling, rows)
@@ -155,11 +159,25 @@ class _Way(NamedTuple):
     length: int
     recipe: Recipe
     layout: Layout
+    cut: Cut | None = None
+    """How rows are cut into chunks, where they go through stages in several."""
+
+    def order(self, row: Segments) -> list[tuple[Span, ...]]:
+        """Return the positions that each context rank holds."""
+        algorithm = of_recipe(self.recipe, self.layout)
+        return (Chunked(algorithm, self.cut) if self.cut else algorithm).token_order(row)
 
 
-def _ways(recipe: Recipe, layout: Layout) -> list[_Way]:
+def _ways(found: Examined) -> list[_Way]:
+    recipe, layout = found.recipe, found.layout
     if not strategies_of(recipe):
-        return [_Way(recipe.data.sequence_length, recipe, layout)]
+        prices = chunk_prices_of(found, found.known.hosts) if found.shape else None
+        cut = cut_of(recipe.parallel_config, layout, prices)
+        return [_Way(recipe.data.sequence_length, recipe, layout, cut)]
+    return _strategies(recipe, layout)
+
+
+def _strategies(recipe: Recipe, layout: Layout) -> list[_Way]:
     found = []
     for length, alone in zip(row_lengths(recipe), layouts_of(recipe), strict=False):
         own = layout_of(alone.parallel_config, layout.ranks)
@@ -208,7 +226,7 @@ def _holders(way: _Way, row: Row, replica: int) -> list[HeldPart]:
     layout = way.layout
     places = [layout.coordinates(rank) for rank in range(layout.ranks)]
     found = []
-    for number, spans in enumerate(of_recipe(way.recipe, layout).token_order(row.segments)):
+    for number, spans in enumerate(way.order(row.segments)):
         ring, ulysses = divmod(number, layout.ulysses)
         mine = {"ring": ring, "ulysses": ulysses, "data": replica}
         ranks = [rank for rank, at in enumerate(places) if mine.items() <= at.items()]

@@ -95,7 +95,7 @@ def memory_sentence(
         options = replace(options, at_once=1)
     longest = longest_row(shape, layout, card, options=options)
     said.append(f"the longest row that fits is {_tokens(longest)}")
-    if options.checkpointing and not options.offload_activations:
+    if options.checkpointing and not options.offload_activations and options.schedule.chunks == 1:
         away = replace(options, offload_activations=True)
         more = longest_row(shape, layout, card, options=away)
         if more != longest:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.known import recipe
+from uspft.config.degrees import Strategy
+from uspft.config.layout_rules import copies
 from uspft.config.pipeline_rules import beside_stages, checkpointed, stages
 from uspft.config.recipe import Recipe
 from uspft.config.types import OPEN
@@ -69,3 +71,52 @@ def test_lists_of_checkpointed_layers_need_a_number_of_stages() -> None:
     memory = plain.memory.model_copy(update={"gradient_checkpointing": (2,)})
     ((key, what, _),) = checkpointed(plain.model_copy(update={"memory": memory}))
     assert key == "memory.gradient_checkpointing" and "pipeline_stage is auto" in what
+
+
+@pytest.mark.parametrize(
+    ("degrees", "key", "what", "remedy"),
+    [
+        ({}, "fine_grain_interleave", "with neither use_seq_parallel nor", "or 1"),
+        ({"model_parallel": 1}, "fine_grain_interleave", "model_parallel is 1", "above 1"),
+        ({"model_parallel": OPEN}, "fine_grain_interleave", "the planner is to choose", "write"),
+        (
+            {"tensor_parallel_algo": "meshslice", "tensor_mesh": (1, 2)},
+            "fine_grain_interleave",
+            "is 2, beside meshslice, whose slices hide transfers already",
+            "write 1 (at tensor_mesh [1, n] meshslice hides what this would)",
+        ),
+        ({"use_seq_parallel": True}, "", "", ""),
+        ({"context_parallel": 2}, "", "", ""),
+        ({"fine_grain_interleave": 1}, "", "", ""),
+    ],
+)
+def test_copies_by_turns_hide_transfers_that_are_there(
+    degrees: dict[str, Any], key: str, what: str, remedy: str
+) -> None:
+    several = {"model_parallel": 2, "fine_grain_interleave": 2, **degrees}
+    found = list(copies(asked({}, pipeline_stage=1, **several)))
+    assert len(found) == bool(key)
+    for at, said, instead in found:
+        assert at == f"parallel_config.{key}" and what in said and remedy in instead
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "value"),
+    [("memory", "attention_heads", 1), ("memory", "mlp_tile_tokens", "auto")],
+)
+def test_copies_by_turns_are_not_beside_what_takes_all_tokens_at_once(
+    block: str, key: str, value: Any
+) -> None:
+    plain = asked({}, model_parallel=2, use_seq_parallel=True, fine_grain_interleave=2)
+    assert list(copies(plain)) == []
+    other = getattr(plain, block).model_copy(update={key: value})
+    ((at, what, remedy),) = copies(plain.model_copy(update={block: other}))
+    assert at == f"{block}.{key}" and "beside parallel_config.fine_grain_interleave 2" in what
+    assert remedy
+
+
+def test_copies_by_turns_and_layouts_that_switch() -> None:
+    one = Strategy(max_length=8, fine_grain_interleave=2)
+    plain = asked({}, pipeline_stage=1, strategies=(one,))
+    ((at, what, _),) = copies(plain)
+    assert at == "parallel_config.strategies[0].fine_grain_interleave" and "switch" in what
