@@ -80,7 +80,7 @@ BESIDE_ONE = [
 ZeRO-3 bfloat16 rounds otherwise: they come first."""
 GOES_ON = {
     CASES[5]: ALONE,
-    ALONE: Case("llama", 2, zero="zero1", rows=4, tied=True),
+    ALONE: Case("llama", 2, zero="zero1", rows=4, tied=True, beside=("chunks",)),
     CASES[10]: Case("llama", 4, zero="zero1", tied=True),
     CASES[17]: Case("qwen2", 2, zero="zero1", rows=3, tied=True),
 }

@@ -491,8 +491,8 @@ def least_seconds(
         spread = Spread.of(layout, COPIES, hardware.ranks_per_host)
         fetched = hardware.collective_seconds("all_gather", step.element_bytes * layer, spread)
         whole += 2 * step.model.layers * fetched
-    mean, virtual = whole / layout.pipeline, step.schedule.virtual
-    return (step.passes(layout) * mean + (whole - mean) / virtual) * (1 - ROUNDING)
+    mean, parts = whole / layout.pipeline, step.schedule.virtual * step.schedule.chunks
+    return (step.passes(layout) * mean + (whole - mean) / parts) * (1 - ROUNDING)
 
 
 def _parts_apart(

@@ -29,6 +29,14 @@ def test_equal_stages_wait_as_the_papers_say(schedule: Schedule) -> None:
             assert how(costs, schedule, many).messages == pytest.approx(0)
 
 
+def test_of_chunks_one_goes_through_all_ranks_but_the_slowest() -> None:
+    for ranks, virtual, chunks, rounds in product((2, 4, 8), (1, 2), (2, 4), (1, 2, 6)):
+        costs, schedule = alike(ranks, virtual), Schedule("seqpipe", virtual, chunks=chunks)
+        for how in (estimated, simulated):
+            found = how(costs, schedule, ranks * rounds)
+            assert found.bubble == pytest.approx((ranks - 1) / (virtual * chunks))
+
+
 def test_few_micro_batches_go_through_every_stage() -> None:
     for ranks, virtual in product((2, 4, 8), (2, 4)):
         for many in range(1, ranks):
