@@ -17,9 +17,11 @@ from uspft.config.rope import scaling
 _is = PlainValidator  # a check takes the place of the type in validation
 _NONE = (None,)
 
-FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
+FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized", "megatron")
 
 
+PROMPTS = ("alpaca", "alpaca_mindspore")
+"""The sentences that are written around an instruction."""
 RECORD = (
     "messages",
     "tools",
@@ -101,6 +103,8 @@ class Source(RecipeBlock):
     """What is made of this source's records; null takes `data.format`."""
     fields: Annotated[dict[str, Any] | None, _is(table(FIELDS, also=_NONE))] = None
     """What this source names otherwise; its keys win over those of `data.fields`."""
+    eod: Annotated[int | None, _is(whole(0, also=_NONE))] = None
+    """Token id that ends documents inside those of Megatron's index too; null: the index alone."""
     weight: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
     """Share of an epoch's tokens, relative to the other weights; null: each sample once."""
     max_samples: CountOrNone = None
@@ -206,12 +210,14 @@ class DataBlock(RecipeBlock):
     eval_fraction: Annotated[float | None, _is(real(above=0, below=1, also=_NONE))] = None
     """Share of the samples, drawn by `seed`, that is evaluated on and not trained on."""
     format: Annotated[
-        Literal["auto", "messages", "prompt_completion", "text", "tokenized"],
+        Literal["auto", "messages", "prompt_completion", "text", "tokenized", "megatron"],
         _is(choice(*FORMATS)),
     ] = "auto"
     """What is made of records; `auto` tells it from the first record of each file."""
     fields: Annotated[dict[str, Any], _is(table(FIELDS))] = Field(default_factory=dict)
     """What is named otherwise: `{messages: dialog, role: speaker, roles: {human: user}}`."""
+    prompt_template: Annotated[str | None, _is(choice(*PROMPTS, also=_NONE))] = None
+    """Sentences around each `instruction` and `input`: Alpaca's own, or MindSpore's of them."""
     sequence_length: Annotated[int, _is(tokens(2))]
     """Number of tokens in a row, over all ranks that share it."""
     packing: Annotated[Literal["none", "best_fit"], _is(choice("none", "best_fit"))] = "best_fit"
