@@ -27,9 +27,10 @@ usage: $USPFT_PROGRAM RECIPE.yaml [key.path=value ...]        train
   chat       talks to the model of an output folder, in the template it was trained in
   calibrate  this cluster's links and products -> hardware file (to=FILE)
   recipes    the shipped recipes; recipes NAME [FILE] copies one
+  convert    configuration of MindSpore Transformers, axolotl and others -> recipe
+             (-o FILE; --ranks N; --from TOOL)
 
 to come, refused until then:
-  convert    MindSpore Transformers YAML -> recipe
   report     output folder -> one HTML page
 
 environment: USPFT_PYTHON=/path/to/python   use that environment, install nothing

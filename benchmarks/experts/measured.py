@@ -15,7 +15,7 @@ import yaml
 from benchmarks.lab.cluster import hosts_of
 from benchmarks.lab.rows import write_rows
 from benchmarks.planning.hosts.runs import on_all, predicted
-from uspft.written import ENVIRONMENT, METRICS
+from uspft.written import METRICS
 
 HOSTS, HERE = 2, 2
 DEGREES = {"local": 1, "2, inside hosts": 2, "4, over both": 4}
@@ -127,6 +127,6 @@ def measured(case: HostsCase) -> dict[str, Any]:
 
 def _run(recipe: Path, hosts: Sequence[Sequence[str]], folder: Path) -> list[float]:
     output = folder / recipe.stem
-    on_all(hosts, ["train", str(recipe)], folder / f"{recipe.stem}-log", output / ENVIRONMENT)
+    on_all(hosts, ["train", str(recipe)], folder / f"{recipe.stem}-log", output)
     lines = [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
     return [one["step_seconds"] for one in lines if "loss" in one][WARM_UP:]

@@ -47,11 +47,13 @@ def sooner(case: tuple[Any, ...]) -> bool:
 
 
 SOONER = ("zero0", "zero2", "zero3 whole")
-FACTORS = CHOICES, (True, False), ROWS, (True, False), MODELS
+FACTORS = CHOICES, (True, False), ROWS, (True, False), tuple(MODELS)
 TURNS = pairwise(SOONER, *FACTORS, legal=sooner)
+IN_TURN = [Case(layout, *one) for layout, one in zip(cycle(LAYOUTS), TURNS, strict=False)]
+EVERY = pairwise(tuple(LAYOUTS), tuple(ZERO), *FACTORS, legal=lambda one: Case(*one).is_legal)
 CASES = {
-    False: [Case(layout, *one) for layout, one in zip(cycle(LAYOUTS), TURNS, strict=False)],
-    True: [Case(*one) for one in pairwise(tuple(LAYOUTS), tuple(ZERO), *FACTORS)],
+    False: [one if one.is_legal else one._replace(model="llama-8-2") for one in IN_TURN],
+    True: [Case(*one) for one in EVERY],
 }
 """By whether all layouts meet all stages, and all the rest."""
 
@@ -135,6 +137,7 @@ def test_every_algorithm_and_stage_is_tried(full: bool) -> None:
     cases = CASES[full]
     algorithms = {LAYOUTS[case.layout].get("context_parallel_algo", "whole") for case in cases}
     assert algorithms == set(ALGORITHMS) and {case.layout for case in cases} == set(LAYOUTS)
+    assert {case.model for case in cases} == set(MODELS)
     met = {(case.zero, case.sets) for case in cases}
     assert len(met) == (len(ZERO) * 3 if full else len(SOONER) * 2)
     assert {(case.sets, case.rows) for case in cases} == set(product(CHOICES, ROWS))

@@ -75,7 +75,7 @@ def in_stages(folder: Path, data: Documents) -> str | None:
 def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
     said = in_stages(folder, data)
     recipe = small_recipe(
-        folder / "model",
+        folder / "states",
         data.path,
         64,
         parallel_config=RING,
@@ -109,6 +109,7 @@ def work(rank: int, folder: Path, data: Documents) -> dict[str, Any]:
 
 def test_every_fault_is_seen_on_every_rank(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "llama")
+    make_model(tmp_path / "states", "qwen3_5_text", kv_heads=2)
     data = make_documents(tmp_path / "d.jsonl", [64, 60, 31], masked=[0.0, 0.4])
     for rank, found in enumerate(spawn(2, work, tmp_path, data)):
         assert f"read different rows (rank {rank} (stage {rank}): " in found["in stages"]

@@ -62,6 +62,7 @@ CASES = [
     Case("qwen3_5_moe", "zero3 whole", context("ring_cp"), {}),
     Case("qwen3_vl", "zero2", {"model_parallel": 2}, {}),
     Case("qwen3_5", "zero2", {"model_parallel": 2, "use_seq_parallel": True}, {}),
+    Case("qwen3_5_moe", "zero1", {"model_parallel": 2}, {}),
     Case("gemma3", "zero1", {"pipeline_stage": 2}, {}),
     Case("mistral3", "zero3 whole", context("ulysses_cp"), {}),
     Case("gemma3", "zero3 whole", {}, {"adapter": LORA}),

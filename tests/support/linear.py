@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"kind": "qwen3_5_moe_text", "kv_heads": 2},
 }
 ROUTED = ("next", "experts")
-"""Their matrices are not divided, and in bfloat16 a router may choose otherwise."""
+"""In bfloat16 a router may choose otherwise."""
 TARGETS = {
     "uneven": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"],
     "olmo": ["q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "o_proj"],
@@ -79,7 +79,7 @@ class Case:
         context, tensor, _ = self.layout
         if context > 1 and context not in ULYSSES[self.algorithm]:
             return False
-        if self.model in ROUTED and (tensor > 1 or self.dtype == "bfloat16"):
+        if self.model in ROUTED and self.dtype == "bfloat16":
             return False
         if self.option == "tokens" and tensor == 1:
             return False
@@ -112,6 +112,7 @@ FEW = {
         Case("uneven", (2, 2, 1), "ring_cp", "zero3 whole", True, "adapter"),
         Case("next", (2, 1, 2), "ring_cp", "zero1", True, "host"),
         Case("experts", (2, 1, 1), "allgather_cp", "zero2", False, "attention"),
+        Case("next", (2, 2, 1), "planned_cp", "zero3 whole", True, "tokens"),
         Case("uneven", (2, 2, 1), "ulysses_cp", "zero2", True, "kept", "bfloat16"),
     ],
     6: [Case("olmo", (3, 2, 1), "planned_cp", "zero1", True, "attention")],

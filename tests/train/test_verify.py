@@ -43,7 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """What else the model of a case has."""
 FOLDERS = {"adapter": "multimodal", "experts": "experts"}
-"""The model of a case; that of the last is divided by experts."""
+"""The model of a case: one with a state inside a multimodal checkpoint, and one that is divided by
+experts."""
 
 
 def verify_job(case: str, folder: Path, fault: str | None) -> Any:
@@ -106,7 +107,7 @@ def together(rank: int, folder: Path) -> dict[tuple[str, str | None], tuple[bool
 
 def test_each_fault_is_caught_in_every_layout_and_nothing_without_one(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen2", heads=4, kv_heads=2)
-    make_checkpoint(tmp_path / "multimodal", "qwen3_vl")
+    make_checkpoint(tmp_path / "multimodal", "qwen3_5")
     make_model(tmp_path / "experts", "mixtral", kv_heads=2)
     make_documents(tmp_path / "d.jsonl", LENGTHS, masked=[0.0, 0.9, 0.4])
     spawn(1, alone, tmp_path)

@@ -46,7 +46,8 @@ USAGE = """usage: {0} [train] RECIPE.yaml [key.path=value ...]
        {0} chat OUTPUT [system=TEXT] [max_new_tokens=N] [base=FOLDER]
        {0} calibrate RECIPE.yaml [to=FILE] [key.path=value ...]
        {0} recipes [NAME [FILE]]
-       {0} convert THEIRS.yaml [-o FILE] [--force] [--ranks N] [key.path=value ...]
+       {0} convert THEIRS.yaml [ACCELERATE.yaml] [-o FILE] [--force] [--ranks N] [--from TOOL]
+            [key.path=value ...]
 train, verify and calibrate run on the hosts of --hostfile FILE
 to come: report"""
 """What every command takes, with a place for how uspft is started."""
@@ -95,8 +96,8 @@ def command_of(
         from uspft.commands.convert import convert
 
         to, there = _file("-o", options), _whole("--ranks", options)
-        program, force = to_type(os.environ), "--force" in options
-        return lambda: convert(target, overrides, to, there, program, force=force)
+        program, tool, force = to_type(os.environ), options.get("--from"), "--force" in options
+        return lambda: convert(target, overrides, to, there, tool, program, force=force)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uspft"
     from uspft.commands.versions import require_versions
     from uspft.prepare.invocation import Invocation
@@ -164,7 +165,7 @@ OPTIONS = {
     "preprocess": ("--ranks", "--clean"),
     "inspect": ("--ranks", "--rows", "--html"),
     "verify": ("--steps", "--inject", "--all"),
-    "convert": ("-o", "--force", "--ranks"),
+    "convert": ("-o", "--force", "--ranks", "--from"),
 }
 FLAGS = ("--all", "--clean", "--json", "--force")
 HOSTFILE = "--hostfile"

@@ -11,43 +11,43 @@ from typing import Any
 from uspft.config import InputError, RecipeError, load
 from uspft.config.problems import COMMAND_LINE, UsageError
 from uspft.config.yaml.document import bare, parse
-from uspft.convert import convert_mindspore, read_theirs
+from uspft.convert import CONVERTERS, Outcome, convert_theirs, read_theirs
 
 
 def convert(
     target: Path,
-    overrides: Sequence[str],
+    words: Sequence[str],
     to: Path | None,
     ranks: int | None,
+    tool: str | None,
     program: str,
     *,
     force: bool,
 ) -> int:
-    """Write the recipe that a MindSpore Transformers configuration becomes; return the exit code.
+    """Write the recipe that another tool's configuration becomes; return the exit code.
 
-    to: the recipe; None: beside the caller, by the configuration's name. program: how uspft was
-    started. force: whether an existing file is replaced. Prints a line for each key that is not
-    taken as it is. Raises InputError where nothing can be read or written, and where what comes out
-    is no recipe.
+    words: keys of ours as key.path=value, and files of accelerate's beside the target. to: the
+    recipe; None: beside the caller, by the configuration's name. tool: whose configuration it is;
+    None: by its keys. program: how uspft was started. force: whether an existing file is replaced.
+    Prints a line for each key that is not taken as it is. Raises InputError where nothing can be
+    read or written, and where what comes out is no recipe.
     """
     to = to or Path(f"{target.stem}-uspft.yaml")
     if to.exists() and not force:
         what = "is there already, and nothing is overwritten"
         raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another with -o, or add --force")
-    given = dict(_given(text) for text in overrides)
-    outcome = convert_mindspore(read_theirs(target), given, ranks)
+    if tool is not None and tool not in CONVERTERS:
+        what = f"`{tool}` is no tool whose configurations are read"
+        raise UsageError("--from", what, f"write one of {', '.join(CONVERTERS)}")
+    more = [Path(word) for word in words if "=" not in word]
+    given = dict(_given(word) for word in words if "=" in word)
+    outcome = convert_theirs(read_theirs(target, tool, *more), given, ranks)
     print("\n".join(outcome.lines()))
     if outcome.refused:
         print(f"not written: settle what is refused, there or behind {target} as key.path=value")
         return 2
     text = outcome.recipe(target)
-    with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
-        aside = Path(folder) / to.name
-        aside.write_text(text, encoding="utf-8")
-        try:
-            load(aside)
-        except RecipeError as error:
-            raise InputError(str(error).replace(str(aside), str(to))) from error
+    _require_recipe(outcome, text, to)
     try:
         to.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -55,6 +55,19 @@ def convert(
         raise InputError(f"{COMMAND_LINE}: {to}: {what}; name another with -o") from error
     print(f"written: {to}\nnext: {program} check {shlex.quote(str(to))}")
     return 0
+
+
+def _require_recipe(outcome: Outcome, text: str, to: Path) -> None:
+    """Raise RecipeError where a text is no recipe, with the places of theirs that made it so."""
+    with tempfile.TemporaryDirectory(prefix="uspft-") as folder:
+        aside = Path(folder) / "recipe.yaml"
+        aside.write_text(text, encoding="utf-8")
+        try:
+            load(aside)
+        except RecipeError as error:
+            problems = [outcome.theirs(problem) for problem in error.problems]
+            said = str(RecipeError(problems)).replace(str(aside), str(to))
+            raise InputError(said) from error
 
 
 def _given(text: str) -> tuple[str, Any]:

@@ -15,13 +15,10 @@ from uspft.data import formats_of, load_tokeniser, read_report
 from uspft.data.tokenizer_files import holds_tokenizer
 from uspft.durable import write_text
 from uspft.launcher import planned_hosts
-from uspft.model.hf_config import layer_windows
-from uspft.planner.auto import Work
 from uspft.prepare.data import first_rows, prepare_data, tokenizer_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.inspection import Decode, inspected
 from uspft.prepare.invocation import Invocation
-from uspft.prepare.model import examine_model
 from uspft.prepare.new_tokens import fetched
 from uspft.prepare.weigh_strategies import lengths_of, weighing
 
@@ -44,7 +41,7 @@ def inspect(
     with found.placed():
         found = found.knowing_model(fetched(found.recipe.model, place.cache))
         assert found.shape  # or knowing_model had refused it
-        corpus, _ = prepare_data(found.here, found.shape.vocab_size, place, screen)
+        corpus, _ = prepare_data(found.here, found.shape, place, screen)
         found = _settled(found, corpus)
         if found.why_strategies:
             screen.print(f"strategies: {found.why_strategies}", markup=False)
@@ -69,9 +66,8 @@ def inspect(
 def _settled(found: Examined, corpus: Path) -> Examined:
     """Return the examination with every algorithm and layout that `auto` stands for, chosen by the
     data as a run does."""
-    windows = layer_windows(examine_model(found.here).config)
-    work = Work(first_rows(found.here, corpus), windows)
-    found = found.knowing(work=work, formats=formats_of(found.recipe.data))
+    rows = first_rows(found.here, corpus)
+    found = found.knowing(rows=rows, formats=formats_of(found.recipe.data))
     return weighing(found, lengths_of(found.here, corpus)) if found.is_open else found
 
 

@@ -37,7 +37,7 @@ def preprocess(target: Path, overrides: Sequence[str], place: Invocation, *, cle
         cache = cache_of(recipe, place)
         before = corpora_in(cache)
         assert found.shape  # or knowing_model had refused it
-        corpus, evaluation = prepare_data(recipe, found.shape.vocab_size, place, screen)
+        corpus, evaluation = prepare_data(recipe, found.shape, place, screen)
     made = [folder for folder in corpora_in(cache) if folder not in before]
     reports = [report for folder in made if (report := read_report(folder)).get("seconds")]
     seconds = sum(report["seconds"] for report in reports)

@@ -107,6 +107,15 @@ DEPRECATED: dict[str, tuple[str, Any]] = {
     ),
 }
 
+_INSIDE_A_HOST = "leave it out: beside stages ZeRO divides what a stage has over the ranks of that "
+_INSIDE_A_HOST += "stage alone, and without them zero_hpz_partition_size keeps weights in a host"
+REMOVED: dict[str, tuple[str, str]] = {
+    "mics_shard_size": ("MiCS", _INSIDE_A_HOST),
+    "mics_hierarchical_params_gather": ("MiCS", _INSIDE_A_HOST),
+    "zeropp_loco_param": ("LoCo", "leave it out: zero_quantized_gradients stands without it"),
+}
+"""ZeRO's fields that DeepSpeed had: what each belonged to, and what to write instead."""
+
 
 def _ignored_by_deepspeed(value: object) -> object:
     if value is None:

@@ -1,13 +1,16 @@
-"""One configuration of MindSpore Transformers on its way: what is read, written and said."""
+"""One configuration of another tool on its way: what is read, written and said."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from uspft.config.others import table_of
 from uspft.convert.outcome import Outcome, Remark
-from uspft.convert.table import mindspore_table
 from uspft.convert.theirs import Theirs
+
+ACCELERATE = "accelerate"
+"""The block in which the keys of accelerate's file stand, which are said without it."""
 
 
 class Conversion:
@@ -18,6 +21,7 @@ class Conversion:
 
     def __init__(self, theirs: Theirs, given: Mapping[str, Any]) -> None:
         self.theirs, self.given = theirs, given
+        self.table = table_of(theirs.tool.name)
         self.outcome = Outcome()
         self._spoken: set[str] = set()
 
@@ -47,23 +51,35 @@ class Conversion:
         found = default if key is None else self.value(key)
         if isinstance(found, int | float) and not isinstance(found, bool):
             return float(found)
-        self.refuse(str(key), f"is {_short(found)}, no number", "write a number")
+        self.refuse(str(key), f"is {short(found)}, no number", "write a number")
         return default
 
     def flag(self, *keys: str, default: bool = False) -> bool:
         """Return whether the first of these keys that is written is true."""
         key = self.written(*keys)
-        return default if key is None else bool(self.value(key))
+        found = default if key is None else self.value(key)
+        if isinstance(found, bool):
+            return found
+        self.refuse(str(key), f"is {short(found)}", "write true or false")
+        return default
 
     def put(self, ours: str, value: Any, *keys: str, say: str = "") -> None:
         """Write a key of ours; keys: theirs that it is from. say: what differs."""
         self.outcome.values[ours] = value
         there = [key for key in keys if key in self.theirs.values]
         if there:
-            texts = (f"{key}: {_short(self.theirs.values[key].value)}" for key in there)
+            self.outcome.sources[ours] = self.theirs.values[there[0]].where, there[0]
+            texts = (f"{key}: {short(self.theirs.values[key].value)}" for key in there)
             self.outcome.comments[ours] = ", ".join(texts)
         for key in there:
-            name = f"here `{ours}: {_short(value)}`"
+            if ours in self.given:
+                self.changed(key, f"`{ours}` of the command line stands in its place")
+                continue
+            row, same = self.table.of(key), self.theirs.values[key].value == value
+            if row is not None and row.becomes == "same" and row.to == ours and same and not say:
+                self.taken(key)
+                continue
+            name = f"here `{ours}: {short(value)}`"
             self.changed(key, f"{name}; {say}" if say else name)
 
     def changed(self, key: str, what: str) -> None:
@@ -79,27 +95,52 @@ class Conversion:
         found = self.theirs.values.get(key)
         where = found.where if found else f"{self.theirs.file}:1"
         self._spoken.add(key)
-        self.outcome.remarks.append(Remark(weight, where, key, what, remedy))
+        shown = key.removeprefix(f"{ACCELERATE}.")
+        self.outcome.remarks.append(Remark(weight, where, shown, what, remedy))
 
-    def finish(self, settled: Collection[str]) -> Outcome:
+    def taken(self, key: str) -> None:
+        """Note that a key of theirs stands in the recipe as it is, so that it needs no line."""
+        self._spoken.add(key)
+
+    def spoken(self, key: str) -> bool:
+        """Tell whether something was said of a key of theirs, or nothing has to be."""
+        return key in self._spoken
+
+    def ended(self, batch: int, settled: Collection[str] = ()) -> Outcome:
+        """Return the outcome under the keys of the command line.
+
+        batch: the rows of one update by their formula, which the recipe has.
+        """
+        outcome = self.finish(settled)
+        if not outcome.refused:
+            assert outcome.values["training.global_batch_size"] == batch, "the batch has changed"
+        for key, value in self.given.items():
+            near = [one for one in outcome.values if f"{one}.".startswith(f"{key}.")]
+            near += [one for one in outcome.values if key.startswith(f"{one}.")]
+            for one in near:
+                del outcome.values[one]
+            outcome.comments.pop(key, None)
+            outcome.sources.pop(key, None)
+            outcome.values[key] = value
+        return outcome
+
+    def finish(self, settled: Collection[str] = ()) -> Outcome:
         """Take what is the same, speak of all that nothing was said of, and return the outcome.
 
         settled: keys of ours that must not be taken from a `same` row.
         """
         for path, found in self.theirs.values.items():
-            key = path.partition("#")[0]
-            row = mindspore_table().of(key)
+            row = self.table.of(path.partition("#")[0])
             if path in self._spoken:
                 continue
             if row is None:
-                block = key.rpartition(".")[0]
-                inside = f"the block `{block}`" if block else "the top"
-                what = f"is no key of {inside} that MindSpore Transformers documents"
-                self.refuse(path, what, "leave it out")
+                self._unknown(path)
             elif row.becomes == "same":
                 self._take(path, row.to, found.value, settled)
+            elif found.value is None and not self.theirs.tool.strict:
+                self.ignored(path, "is null: asks for nothing")
             elif row.becomes == "translate":
-                self.changed(path, f"left out: {row.say}")
+                self.changed(path, f"left out: {row.say}" if row.say else "left out")
             elif row.becomes == "ignore":
                 self.ignored(path, row.say)
             elif any(type(one) is type(found.value) and one == found.value for one in row.but):
@@ -107,20 +148,37 @@ class Conversion:
             elif row.unless and row.unless in self.given:
                 self.changed(path, f"`{row.unless}` of the command line stands in its place")
             else:
-                self.refuse(path, f"is {_short(found.value)}", row.say)
+                self.refuse(path, f"is {short(found.value)}", row.say)
         return self.outcome
+
+    def _unknown(self, path: str) -> None:
+        """Speak of a key that the tool's table lacks."""
+        key, above = path.partition("#")[0], path
+        while above := above.rpartition(".")[0]:
+            if above in self.table.rows:
+                what = f"stands in a block, and `{above}` takes one value"
+                self.refuse(path, what, f"write {above}: VALUE")
+                return
+        if not self.theirs.tool.strict:
+            self.changed(path, "not taken: nothing here is known to mean the same")
+            return
+        block = key.rpartition(".")[0]
+        inside = f"the block `{block}`" if block else "the top"
+        what = f"is no key of {inside} that {self.theirs.tool.title} documents"
+        self.refuse(path, what, "leave it out")
 
     def _take(self, path: str, ours: str, value: Any, settled: Collection[str]) -> None:
         if value is None:
             self.ignored(path, "is null: the default stands")
         elif ours in self.outcome.values or ours in settled:
             if self.outcome.values.get(ours) != value:
-                self.changed(path, f"here `{ours}: {_short(self.outcome.values.get(ours))}`")
+                self.changed(path, f"here `{ours}: {short(self.outcome.values.get(ours))}`")
         else:
             self.outcome.values[ours] = value
+            self.outcome.sources[ours] = self.theirs.values[path].where, path
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """Return a value as YAML writes it, cut off where it is long."""
     words = {True: "true", False: "false", None: "null"}
     text = words[value] if value is None or isinstance(value, bool) else str(value)

@@ -39,6 +39,8 @@ class Outcome:
     values: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     """What of theirs a key of ours is from."""
+    sources: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Of a key of ours, the place and the key of theirs that it is from."""
     remarks: list[Remark] = field(default_factory=list)
 
     @property
@@ -55,6 +57,16 @@ class Outcome:
                 found.append(f"{weight}: {len(some)} key{'s' * (len(some) > 1)}")
                 found += [f"  {remark}" for remark in some]
         return found
+
+    def theirs(self, problem: Problem) -> Problem:
+        """Return a problem of the recipe as one of the key of theirs that the value is from."""
+        key = problem.key
+        while key and key not in self.sources:
+            key = key[: max(key.rfind("."), key.rfind("["), 0)]
+        if not key:
+            return problem
+        where, name = self.sources[key]
+        return Problem(where, name, f"as `{problem.key}`: {problem.what}", problem.remedy)
 
     def recipe(self, source: Path) -> str:
         """Return the recipe as YAML, with a comment behind each value that was translated."""

@@ -1,32 +1,57 @@
-"""Make the table of docs/coming-from-mindspore.md that says what becomes of each key.
+"""Make the tables of docs/coming-from-TOOL.md that say what becomes of each key.
 
     .venv/bin/python -m uspft.convert.reference [--check]
 
-With --check it writes nothing, and ends with 1 where the page has another table.
+With --check it writes nothing, and ends with 1 where a page has another table.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from uspft.config.others import TOOLS, KeyRow, table_of
 from uspft.config.reference import remake
-from uspft.convert.table import KeyRow, mindspore_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from-mindspore.md"
+DOCS = Path(__file__).parents[2] / "docs"
 HEAD = "| there | here |\n| --- | --- |\n"
+SHARED = ("trainer", "deepspeed")
+"""Tables below those of several tools, which the page of the Trainer has."""
 
 
-def table() -> str:
+def page_of(tool: str) -> Path:
+    """Return the page of a tool."""
+    return DOCS / f"coming-from-{tool}.md"
+
+
+def parts() -> dict[str, tuple[Path, str]]:
+    """Return each generated table by its name, with the page where it stands."""
+    found = {}
+    for name, tool in TOOLS.items():
+        of_tool = table_of(name)
+        if tool.converts:
+            own = [row for path, row in of_tool.rows.items() if path in of_tool.own]
+            found[name] = page_of(name), table(own)
+        if name == "trl":
+            for below in SHARED:
+                found[below] = page_of(name), table(table_of(below).rows.values())
+    return found
+
+
+def table(rows: Iterable[KeyRow]) -> str:
     """Return a heading and a table for each block of theirs, in the table's order."""
     blocks: dict[str, list[KeyRow]] = {}
-    for row in mindspore_table().rows.values():
+    for row in rows:
         blocks.setdefault(row.key.rpartition(".")[0], []).append(row)
-    return "\n".join(
-        f"### {f'`{block}`' if block else 'At the top'}\n\n{HEAD}{''.join(map(_line, rows))}"
-        for block, rows in blocks.items()
-    )
+    seen: dict[str, str] = {}
+    found = []
+    for block, inside in blocks.items():
+        text = f"{HEAD}{''.join(map(_line, inside))}"
+        first = seen.setdefault(text, block)
+        text = text if first == block else f"As `{first}`.\n"
+        found.append(f"### {f'`{block}`' if block else 'At the top'}\n\n{text}")
+    return "\n".join(found)
 
 
 def _line(row: KeyRow) -> str:
@@ -48,8 +73,8 @@ def _line(row: KeyRow) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Make the table, or compare it; return 1 where the page has another."""
-    return remake(PAGE, "mindspore", table(), words)
+    """Make the tables, or compare them; return 1 where a page has another."""
+    return max(remake(page, name, made, words) for name, (page, made) in parts().items())
 
 
 if __name__ == "__main__":

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from uspft.config.others import TOOLS, Tool, tool_of
 from uspft.config.problems import InputError, Problem, RecipeError, join
+from uspft.config.recipe import Recipe
 from uspft.config.yaml.document import Tree, bare, parse
 from uspft.config.yaml.merging import Unreadable, merge, text_of
 
 MAX_BYTES = 1 << 20
-LISTED = ("callbacks", "eval_callbacks", "train_dataset.data_loader.handler")
-"""Lists of mappings whose `type` says what they are, so that it takes the place of an index."""
+BESIDE = "accelerate"
+"""The tool whose file may stand beside another's."""
+_ABOVE = 4
+"""Folders above a configuration in which what it names is looked for: tools run in one of them."""
 
 
 @dataclass(frozen=True)
@@ -30,27 +36,87 @@ class Theirs:
 
     file: Path
     values: dict[str, TheirValue]
+    tool: Tool
 
     def has_block(self, path: str) -> bool:
         """Return whether a block with this path is written."""
-        return any(key == path or key.startswith(f"{path}.") for key in self.values)
+        return any(key == path or key.startswith((f"{path}.", f"{path}[")) for key in self.values)
+
+    def block(self, path: str) -> dict[str, Any]:
+        """Return what stands in the block with this path, by the paths below it."""
+        start = f"{path}."
+        return {k[len(start) :]: v.value for k, v in self.values.items() if k.startswith(start)}
+
+    def items(self, path: str) -> list[str]:
+        """Return the paths of a list's items that are written."""
+        found = (re.match(rf"{re.escape(path)}\[\d+\]", key) for key in self.values)
+        return list(dict.fromkeys(match[0] for match in found if match))
+
+    def place(self, name: str) -> Path | None:
+        """Return the file or folder that the configuration means by a name, where it exists here.
+
+        It is looked for from where the command runs, beside the configuration, and above that.
+        """
+        if not name or "\0" in name or len(name) > 4096:
+            return None
+        folders = (Path(), self.file.parent, *self.file.resolve().parents[1 : _ABOVE + 1])
+        return next((one / name for one in folders if (one / name).exists()), None)
 
 
-def read_theirs(file: Path) -> Theirs:
+def read_theirs(file: Path, tool: str | None = None, *more: Path) -> Theirs:
     """Return what a file says, over the file that its `base_config` names.
 
-    Raises InputError with every problem, a line each.
+    tool: the one whose configuration it is; None: by its keys. more: files of accelerate's beside
+    it. Raises InputError with every problem, a line each.
     """
-    tree = _read(file, ())
+    tree = read_tree(file)
+    known = TOOLS[tool] if tool else which_tool(file, tree)
     values: dict[str, TheirValue] = {}
-    for path, value, where in _flat(tree, ""):
+    for path, value, where in _flat(tree, known.at, known):
         if path in values:  # two callbacks of one type
             path = f"{path}#{sum(key.partition('#')[0] == path for key in values)}"
         values[path] = TheirValue(value, where)
-    return Theirs(file, values)
+    for other in more:
+        if BESIDE not in known.below:
+            what = f"stands beside a configuration of {known.title}"
+            raise _wrong(other, what, "name one file")
+        found = read_tree(other)
+        if which_tool(other, found).name != BESIDE:
+            raise _wrong(other, "is no configuration of accelerate", "name one file")
+        at = TOOLS[BESIDE].at
+        values |= {p: TheirValue(v, w) for p, v, w in _flat(found, at, known)}
+    return Theirs(file, values, known)
 
 
-def _read(file: Path, above: tuple[Path, ...]) -> Tree:
+def which_tool(file: Path, tree: Tree) -> Tool:
+    """Return the tool whose configuration a file is, by its keys. Raises InputError."""
+    keys = tree.value if isinstance(tree.value, dict) else {}
+    tool = tool_of(keys, Recipe.model_fields)
+    if tool is None:
+        names = ", ".join(name for name, one in TOOLS.items() if one.converts)
+        what = "has the keys of no tool that is known here"
+        raise _wrong(file, what, f"add --from and one of {names}")
+    return tool
+
+
+def with_file(theirs: Theirs, key: str) -> bool:
+    """Put what the JSON or YAML file that a key names says in its place; return whether it did.
+
+    Raises InputError where the file is there and cannot be read.
+    """
+    found = theirs.values.get(key)
+    place = theirs.place(found.value) if found and isinstance(found.value, str) else None
+    if place is None or not place.is_file():
+        return False
+    tree = read_tree(place)
+    theirs.values.pop(key)
+    values = {p: TheirValue(v, w) for p, v, w in _flat(tree, key, theirs.tool)}
+    theirs.values.update({k: v for k, v in values.items() if k not in theirs.values})
+    return True
+
+
+def read_tree(file: Path, above: tuple[Path, ...] = ()) -> Tree:
+    """Return the mapping in a file, over those that its `base_config` names. Raises InputError."""
     here = file.resolve()
     if here in above:
         raise _wrong(file, "names itself as base_config", "leave it out")
@@ -58,30 +124,45 @@ def _read(file: Path, above: tuple[Path, ...]) -> Tree:
         text = text_of(file, MAX_BYTES)
     except Unreadable as error:
         raise _wrong(file, error.what, error.remedy, error.line) from error
+    if file.suffix == ".json":
+        text = _as_yaml(file, text)
     tree, problems = parse(text, lambda line: f"{file}:{line}")
     if problems or tree is None:
         raise RecipeError(problems)
     if not isinstance(tree.value, dict):
         raise _wrong(file, "is not a mapping of keys", "name a configuration in YAML")
     base = tree.value.get("base_config")
-    if base is None or not isinstance(base.value, str):
+    if base is None or not isinstance(base.value, str) or not base.value:
         return tree
-    return merge(_read(file.parent / base.value, (*above, here)), tree)
+    return merge(read_tree(file.parent / base.value, (*above, here)), tree)
+
+
+def _as_yaml(file: Path, text: str) -> str:
+    """Return JSON as YAML reads it: without tabs between its tokens. Raises InputError."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise _wrong(file, "is not JSON", "write what json.loads reads", line) from error
+    return text.replace("\t", "  ")
 
 
 def _wrong(file: Path, what: str, remedy: str, line: int | None = None) -> InputError:
     return RecipeError([Problem(f"{file}:{line or 1}", "", what, remedy)])
 
 
-def _flat(tree: Tree, at: str) -> Iterator[tuple[str, Any, str]]:
+def _flat(tree: Tree, at: str, tool: Tool) -> Iterator[tuple[str, Any, str]]:
     if isinstance(tree.value, dict) and (tree.value or not at):
         for key, child in tree.value.items():
-            yield from _flat(child, join(at, key))
-    elif isinstance(tree.value, list) and at in LISTED:
+            yield from _flat(child, join(at, key), tool)
+    elif isinstance(tree.value, list) and at in tool.by_type:
         for item in tree.value:
             kind = item.value.get("type") if isinstance(item.value, dict) else None
             name = str(kind.value) if kind else "an item without type"
-            yield from _flat(item, join(at, name))
+            yield from _flat(item, join(at, name), tool)
+    elif isinstance(tree.value, list) and tree.value and at in tool.by_index:
+        for number, item in enumerate(tree.value):
+            yield from _flat(item, f"{at}[{number}]", tool)
     else:
         yield at, _without_none(bare(tree)), tree.where
 

@@ -17,6 +17,8 @@ _PREFIXES = {
 _AXES = ("mrope_section", "mrope_interleaved")
 """Which share of a head each axis of an image's positions turns: of text all axes are equal."""
 
+_QWEN_MEDIA = {"image_token_id": 248056, "video_token_id": 248057}
+
 
 @dataclass(frozen=True)
 class Multimodal:
@@ -30,11 +32,14 @@ class Multimodal:
     """The type that trains in its place: the same model, but for positions of images."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What transformers takes where `text_config` has no such field, and `trained_as` does not."""
+    media: Mapping[str, int] = field(default_factory=dict)
+    """Tokens at whose places the whole model has what it makes of an image or a video, by their
+    fields of the config, where this does not say."""
 
 
 MULTIMODAL: dict[str, Multimodal] = {
-    "gemma3": Multimodal("gemma3_text", tied=True),
-    "mistral3": Multimodal("mistral", tied=True),
+    "gemma3": Multimodal("gemma3_text", tied=True, media={"image_token_index": 262144}),
+    "mistral3": Multimodal("mistral", tied=True, media={"image_token_index": 10}),
     "qwen3_vl": Multimodal(
         "qwen3_vl_text",
         tied=False,
@@ -45,15 +50,28 @@ MULTIMODAL: dict[str, Multimodal] = {
             "max_position_embeddings": 128000,
             "rope_theta": 500000.0,
         },
+        media={"image_token_id": 151655, "video_token_id": 151656},
     ),
-    "qwen3_5": Multimodal("qwen3_5_text", tied=False),
-    "qwen3_5_moe": Multimodal("qwen3_5_moe_text", tied=False),
+    "qwen3_5": Multimodal("qwen3_5_text", tied=False, media=_QWEN_MEDIA),
+    "qwen3_5_moe": Multimodal("qwen3_5_moe_text", tied=False, media=_QWEN_MEDIA),
 }
 
 
 def is_multimodal(raw: Mapping[str, Any]) -> bool:
     """Tell whether a config is that of a multimodal model whose language model can be trained."""
     return raw.get("model_type") in MULTIMODAL and isinstance(raw.get("text_config"), dict)
+
+
+def media_tokens(raw: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens at whose places a multimodal model has no text, by their fields of its
+    config; none of another model."""
+    if not is_multimodal(raw):
+        return {}
+    usual = MULTIMODAL[raw["model_type"]].media
+    # Of a field transformers reads both names.
+    other = {key: key.replace("_index", "_id") for key in usual}
+    found = {key: raw.get(key, raw.get(other[key], token)) for key, token in usual.items()}
+    return {key: token for key, token in found.items() if isinstance(token, int)}
 
 
 def loading_class(raw: Mapping[str, Any]) -> str:

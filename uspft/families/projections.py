@@ -117,8 +117,11 @@ HYBRID: Mapping[str, Projection] = {
     "linear_attn.in_proj_a": Projection(COLUMNS, (STATE_GATE,)),
 }
 """Qwen3.5's: attention with gated heads, and gated delta nets."""
-GROUPED_HYBRID: Mapping[str, Projection] = {
+ROUTED_HYBRID: Mapping[str, Projection] = {**HYBRID, **_ROUTED}
+"""Qwen3.5's with experts."""
+ROUTED_GROUPED_HYBRID: Mapping[str, Projection] = {
     **_GATED,
+    **_ROUTED,
     "linear_attn.in_proj_qkvz": Projection(COLUMNS, (STATE_GROUP,)),
     "linear_attn.in_proj_ba": Projection(COLUMNS, (STATE_GATES,)),
 }

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from uspft.config.problems import Finding
 from uspft.config.recipe import ModelBlock
-from uspft.families.multimodal import is_multimodal, language_model
+from uspft.families.multimodal import is_multimodal, language_model, media_tokens
 from uspft.families.table import FAMILIES, rope_of, unsupported
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -41,6 +42,8 @@ class ModelShape:
     raw: dict[str, Any]
     whole_type: str = ""
     """The model_type of the multimodal model whose language model it is; empty for another."""
+    media: Mapping[str, int] = field(default_factory=dict)
+    """Tokens at whose places that model has no text, by their fields of its config."""
 
     @property
     def experts(self) -> int:
@@ -71,7 +74,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
     raw = _json(file, key) if isinstance(file, Path) else dict(file)
     if isinstance(raw, list):
         return raw
-    whole = raw["model_type"] if is_multimodal(raw) else ""
+    whole, media = raw["model_type"] if is_multimodal(raw) else "", media_tokens(raw)
     raw = {**language_model(raw), **model.overrides}
 
     def named(field: str) -> str:
@@ -94,6 +97,7 @@ def read_shape(model: ModelBlock, repo_configs: Path) -> ModelShape | list[Findi
         attention_bias=family.qkv_bias or bool(full.get("attention_bias", False)),
         raw=raw,
         whole_type=whole,
+        media=media,
     )
 
 
@@ -199,13 +203,13 @@ def _sizes(raw: dict[str, Any], named: Any, file: str) -> tuple[dict[str, int], 
         filled["head_dim"] = usual or max(hidden // heads, 1)
     sizes: dict[str, int] = {}
     findings: list[Finding] = []
-    for name, field in fields.items():
-        value = filled.get(field)
+    for name, key in fields.items():
+        value = filled.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             sizes[name] = value
-        elif not (name in ("kv_heads", "head_dim") and raw.get(field) is None):
-            what = f"`{field}` of {file} is {value!r}, not a whole number of at least 1"
-            findings.append((named(field), what, f"write model.overrides.{field}"))
+        elif not (name in ("kv_heads", "head_dim") and raw.get(key) is None):
+            what = f"`{key}` of {file} is {value!r}, not a whole number of at least 1"
+            findings.append((named(key), what, f"write model.overrides.{key}"))
     if findings:
         return sizes, findings
     if sizes["heads"] % sizes["kv_heads"]:

@@ -15,12 +15,13 @@ from uspft.config.problems import Finding
 from uspft.families.mixers import MIXERS, UNSPLIT, is_mixed, mixer_of, other_layers
 from uspft.families.projections import (
     FUSED,
-    GROUPED_HYBRID,
     HYBRID,
     NORMED_HEADS,
     NORMED_TOGETHER,
     OLMO_HYBRID,
     ROUTED,
+    ROUTED_GROUPED_HYBRID,
+    ROUTED_HYBRID,
     ROUTED_NORMED_HEADS,
     ROUTED_NORMED_TOGETHER,
     ROUTED_SPARSELY,
@@ -99,7 +100,6 @@ _SWITCHED = {"head_dim": 128, "sliding_window": 4096}
 _GATED_HEADS: dict[str, Any] = {"head_dim": 256}
 _STATES: dict[str, Any] = {"states": True, "norm_start": 0.0, "cut": _TYPED_CUT}
 _STATES |= {"why_all_heads": "has gates behind attention, and layers with a state"}
-_HYBRID: dict[str, Any] = _STATES | {"projections": HYBRID}
 _NORMED = "norms queries over all heads together"
 
 FAMILIES: dict[str, Family] = {
@@ -188,7 +188,9 @@ FAMILIES: dict[str, Family] = {
         rope=_GPT_OSS_ROPE,
         cut=_TYPED_CUT,
     ),
-    "qwen3_5_text": Family(defaults=_GATED_HEADS | {"num_key_value_heads": 4}, **_HYBRID),
+    "qwen3_5_text": Family(
+        defaults=_GATED_HEADS | {"num_key_value_heads": 4}, projections=HYBRID, **_STATES
+    ),
     "qwen3_5_moe_text": Family(
         defaults={
             **_GATED_HEADS,
@@ -198,7 +200,8 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 512,
         },
         routed=True,
-        **_HYBRID,
+        projections=ROUTED_HYBRID,
+        **_STATES,
     ),
     "olmoe": Family(
         defaults={"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01},
@@ -218,7 +221,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         defaults=_GATED_HEADS | {"num_key_value_heads": 2},
         routed=True,
-        projections=GROUPED_HYBRID,
+        projections=ROUTED_GROUPED_HYBRID,
         **_STATES,
     ),
 }

@@ -7,9 +7,15 @@ backwards that are left:
     GPipe              w = m·v, all of them
     1F1B               w = p − 1 − r                          (arXiv:2006.09503)
     interleaved 1F1B   w = 2·(p − 1 − r) + (v − 1)·p, where v > 1 (arXiv:2104.04473)
+    seqpipe            w = p − 1 − r + s − 1
+    interleaved        w = 2·(p − 1 − r) + (v − 1)·s·⌈p/s⌉ + s − 1, where v > 1
 
-Where v > 1, micro-batches go in groups of p, one virtual stage after another. A last group that is
-not full is the full one's list with what is missing left out: a shorter group would deadlock.
+Under seqpipe a micro-batch goes through the stages in s chunks of its rows, one after another: a
+forward needs those of the chunks before it, and a backward those of the chunks behind it. With one
+chunk it is 1F1B.
+
+Where v > 1, micro-batches go in groups of ⌈p/s⌉, one virtual stage after another. A last group that
+is not full is the full one's list with what is missing left out: a shorter group would deadlock.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "backward"]
-Scheduler = Literal["gpipe", "1f1b"]
+Scheduler = Literal["gpipe", "1f1b", "seqpipe"]
 
 
 class Action(NamedTuple):
@@ -27,10 +33,11 @@ class Action(NamedTuple):
     stage: int
     micro_batch: int
     chunk: int = 0
-    """Which part of the row, where it goes through the pipeline in several."""
+    """Which part of its rows, where they go through the pipeline in several."""
 
     def __str__(self) -> str:
-        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}"
+        chunk = f", chunk {self.chunk}" if self.chunk else ""
+        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro_batch}{chunk}"
 
 
 class Schedule(NamedTuple):
@@ -41,6 +48,8 @@ class Schedule(NamedTuple):
     """Stages that each rank has."""
     sizes: tuple[int, ...] = ()
     """The layers of each stage; () where they are dealt out by what they cost."""
+    chunks: int = 1
+    """Parts of a row that follow one another: more than 1 under seqpipe alone."""
 
     def by_rank(self, ranks: int) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
         """Return the sizes as a recipe says them: [p], or [v][p] where ranks have several."""
@@ -52,32 +61,46 @@ PLAIN = Schedule()
 """1F1B, a stage a rank."""
 
 
-def warm_up(rank: int, ranks: int, virtual: int) -> int:
-    """Return with how many forwards a rank starts under 1F1B, where there are as many."""
+def warm_up(rank: int, ranks: int, virtual: int, chunks: int = 1) -> int:
+    """Return with how many forwards a rank starts, where there are as many and it is not GPipe."""
     after = ranks - 1 - rank
-    return after if virtual == 1 else 2 * after + (virtual - 1) * ranks
+    if virtual == 1:
+        return after + chunks - 1
+    return 2 * after + (virtual - 1) * chunks * _group(ranks, virtual, chunks) + chunks - 1
+
+
+def _group(ranks: int, virtual: int, chunks: int) -> int:
+    """Return how many micro-batches go through one virtual stage before any through the next."""
+    return 1 if virtual == 1 else -(-ranks // chunks)
 
 
 def forward_and_backward(
-    scheduler: Scheduler, ranks: int, micro_batches: int, virtual: int = 1
+    scheduler: Scheduler, ranks: int, micro_batches: int, virtual: int = 1, chunks: int = 1
 ) -> list[list[Action]]:
     """Return each rank's actions in a step.
 
-    scheduler: 1f1b is interleaved where there are several virtual stages a rank.
+    scheduler: 1f1b and seqpipe are interleaved where there are several virtual stages a rank.
     """
-    return [actions_of(scheduler, rank, ranks, micro_batches, virtual) for rank in range(ranks)]
+    of_rank = range(ranks)
+    return [actions_of(scheduler, rank, ranks, micro_batches, virtual, chunks) for rank in of_rank]
 
 
 def actions_of(
-    scheduler: Scheduler, rank: int, ranks: int, micro_batches: int, virtual: int = 1
+    scheduler: Scheduler,
+    rank: int,
+    ranks: int,
+    micro_batches: int,
+    virtual: int = 1,
+    chunks: int = 1,
 ) -> list[Action]:
     """Return one rank's actions in a step."""
     forwards, backwards = (
-        _in_groups(kind, rank, ranks, micro_batches, virtual) for kind in ("forward", "backward")
+        _in_groups(kind, rank, ranks, micro_batches, virtual, chunks)
+        for kind in ("forward", "backward")
     )
     first = len(forwards)
-    if scheduler == "1f1b":
-        first = min(first, warm_up(rank, ranks, virtual))
+    if scheduler != "gpipe":
+        first = min(first, warm_up(rank, ranks, virtual, chunks))
     actions = forwards[:first]
     for both in zip(forwards[first:], backwards, strict=False):
         actions += both
@@ -85,20 +108,28 @@ def actions_of(
     return [one for one in actions if one.micro_batch < micro_batches]
 
 
-def forward_alone(ranks: int, micro_batches: int, virtual: int = 1) -> list[list[Action]]:
+def forward_alone(
+    ranks: int, micro_batches: int, virtual: int = 1, chunks: int = 1
+) -> list[list[Action]]:
     """Return each rank's actions where nothing is trained, as in an evaluation."""
-    every = (_in_groups("forward", rank, ranks, micro_batches, virtual) for rank in range(ranks))
+    every = (
+        _in_groups("forward", rank, ranks, micro_batches, virtual, chunks) for rank in range(ranks)
+    )
     return [[one for one in actions if one.micro_batch < micro_batches] for actions in every]
 
 
-def _in_groups(kind: Kind, rank: int, ranks: int, micro_batches: int, virtual: int) -> list[Action]:
+def _in_groups(
+    kind: Kind, rank: int, ranks: int, micro_batches: int, virtual: int, chunks: int
+) -> list[Action]:
     """Return a rank's forwards or backwards of full groups, as many as hold the micro-batches."""
-    size = 1 if virtual == 1 else ranks
-    turns = range(virtual) if kind == "forward" else reversed(range(virtual))
-    stages = [turn * ranks + rank for turn in turns]
+    size = _group(ranks, virtual, chunks)
+    turns, parts = range(virtual), range(chunks)
+    if kind == "backward":
+        turns, parts = turns[::-1], parts[::-1]
     return [
-        Action(kind, stage, micro_batch)
+        Action(kind, turn * ranks + rank, micro_batch, chunk)
         for first in range(0, micro_batches, size)
-        for stage in stages
+        for turn in turns
         for micro_batch in range(first, first + size)
+        for chunk in parts
     ]

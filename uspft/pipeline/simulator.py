@@ -3,7 +3,7 @@ there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class Timeline:
 
     ranks: tuple[tuple[Timed, ...], ...]
     peaks: tuple[int, ...]
-    """By rank, the most stage inputs that it keeps for backwards at a time."""
+    """By rank, the most stage inputs, of chunks, that it keeps for backwards at a time."""
 
     @property
     def end(self) -> float:
@@ -56,7 +56,7 @@ def simulate(
     one another, or for what no rank does.
     """
     rank_of = {one: rank for rank, actions in enumerate(lists) for one in actions}
-    last = max((one.stage for one in rank_of), default=0)
+    last, chunks = _most(rank_of)
     ends: dict[Action, float] = {}
     arrives: dict[Action, float] = {}
     lines: dict[tuple[int, int], float] = {}
@@ -66,13 +66,13 @@ def simulate(
         rank = able.pop()
         timed, now = ranks[rank], ranks[rank][-1].end if ranks[rank] else 0
         for action in lists[rank][len(timed) :]:
-            needed = needs(action, last)
+            needed = needs(action, last, chunks)
             if missing := [one for one in needed if one not in ends]:
                 waiting[missing[0]] = rank
                 break
             begin = now
             for one in needed:
-                begin = max(begin, arrives[one] if one in arrives else ends[one])
+                begin = max(begin, ends[one] if rank_of[one] == rank else arrives[one])
             ends[action] = now = begin + cost(action)
             timed.append(Timed(action, begin, now))
             taker = _taker(action)
@@ -83,17 +83,26 @@ def simulate(
             if action in waiting:
                 able.append(waiting.pop(action))
     if len(ends) < len(rank_of):
-        raise ValueError(_waiting(lists, ranks, rank_of, last))
+        raise ValueError(_waiting(lists, ranks, rank_of))
     return Timeline(tuple(map(tuple, ranks)), tuple(map(_peak, lists)))
 
 
-def needs(action: Action, last: int) -> list[Action]:
+def needs(action: Action, last: int, chunks: int = 1) -> list[Action]:
     """Return the actions that must be done before another one. last: the last stage."""
-    kind, stage, micro_batch, chunk = action
+    kind, stage, _, chunk = action
     if kind == "forward":
-        return [Action("forward", stage - 1, micro_batch, chunk)] if stage else []
-    own = Action("forward", stage, micro_batch, chunk)
-    return [own, Action("backward", stage + 1, micro_batch, chunk)] if stage < last else [own]
+        found = [action._replace(stage=stage - 1)] if stage else []
+        return found + ([action._replace(chunk=chunk - 1)] if chunk else [])
+    found = [action._replace(kind="forward")]
+    if stage < last:
+        found.append(action._replace(stage=stage + 1))
+    return found + ([action._replace(chunk=chunk + 1)] if chunk + 1 < chunks else [])
+
+
+def _most(actions: Iterable[Action]) -> tuple[int, int]:
+    """Return (the last stage of some actions, the number of chunks)."""
+    every = [(one.stage, one.chunk) for one in actions] or [(0, 0)]
+    return max(stage for stage, _ in every), max(chunk for _, chunk in every) + 1
 
 
 def _taker(action: Action) -> Action:
@@ -112,15 +121,14 @@ def _peak(actions: Sequence[Action]) -> int:
     return most
 
 
-def _waiting(
-    lists: Lists, ranks: Sequence[Sequence[Timed]], rank_of: dict[Action, int], last: int
-) -> str:
+def _waiting(lists: Lists, ranks: Sequence[Sequence[Timed]], rank_of: dict[Action, int]) -> str:
     """Say which action of each rank waits for which."""
     said, done = [], {one.action for timed in ranks for one in timed}
+    last, chunks = _most(rank_of)
     for rank, (actions, timed) in enumerate(zip(lists, ranks, strict=True)):
         if len(timed) < len(actions):
             waits = actions[len(timed)]
-            needed = next(one for one in needs(waits, last) if one not in done)
+            needed = next(one for one in needs(waits, last, chunks) if one not in done)
             whose = f"of rank {rank_of[needed]}" if needed in rank_of else "which no rank has"
             said.append(f"rank {rank}: {waits}, waits for {needed}, {whose}")
     return "the schedule waits for ever: " + "; ".join(said)

@@ -66,6 +66,11 @@ class DrawnRows:
     source: str = ""
     """Of what they are, for a person."""
 
+    @classmethod
+    def whole(cls, length: int) -> DrawnRows:
+        """Return the row that one document of so many tokens fills."""
+        return cls((Segments.single(length),))
+
     @cached_property
     def longest_share(self) -> float:
         """The share of its row that the longest document has, the mean over rows."""

@@ -23,15 +23,6 @@ ROWS = "training.micro_batch_size"
 RECOMPUTE = "memory.recompute"
 
 
-class Work(NamedTuple):
-    """The facts of a run's rows on which the price of attention depends."""
-
-    rows: Sequence[Segments]
-    """The documents of some rows of the run."""
-    windows: Sequence[int | None] = ()
-    """The sliding window of each attention layer; None where the layer sees all keys."""
-
-
 class Choice(NamedTuple):
     """The first way of an order, and the reason for it."""
 

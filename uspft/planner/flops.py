@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from uspft.families import NO_KEYS, ModelShape
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.products import head_projection, projections_of_layers
-from uspft.sequence.rows.spans import pairs
 
 PEAK_BF16 = {
     "GB200": 2.5e15,
@@ -79,18 +79,18 @@ def step_flops(
 
 
 def layer_flops(
-    model: ModelShape, windows: Sequence[int | None], length_tokens: int
+    model: ModelShape, windows: Sequence[int | None], rows: DrawnRows
 ) -> tuple[list[float], float]:
-    """Return the FLOPs of a row of one document in each layer, and in the head.
+    """Return the FLOPs of a row in each layer, and in the head: the mean over rows.
 
     windows: the sliding window of each layer, or None where it sees all. The embedding is looked
     up, and costs none; so is the rule of a layer with a state left out, a hundredth of its layer.
     """
-    heads, tokens = (1, model.heads, model.head_dim), length_tokens
+    heads, tokens = (1, model.heads, model.head_dim), rows.rows[0].length
     kinds = (projections_of_layers(model, n)[-1][0] for n in (0, len(windows)))
     met, of_state = (sum(one.met for one in projections) for projections in kinds)
     layers = [
-        step_flops(of_state if one == NO_KEYS else met, tokens, int(pairs(tokens, one)), heads)
+        step_flops(of_state if one == NO_KEYS else met, tokens, int(rows.pairs(one)), heads)
         for one in windows
     ]
     return layers, step_flops(head_projection(model).met, tokens, 0, heads)

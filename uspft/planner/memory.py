@@ -15,6 +15,7 @@ from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
 from uspft.planner.activations import HeadSizes, LayerBytes, LayerSizes, head_bytes, layer_bytes
 from uspft.planner.attention_memory import Sharing
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.expert_memory import Experts
 from uspft.planner.expert_traffic import ranks_met
 from uspft.planner.in_flight import RING, KeyTransfer, Window
@@ -227,7 +228,8 @@ def memory_of_ranks(
     of_pass, batch = one or pass_bytes(shape, layout, row_tokens, options)
     windows, schedule = layer_windows(shape), options.schedule
     again = options.checkpointing and options.first_layers is None
-    stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule, again=again)
+    rows = DrawnRows.whole(row_tokens)
+    stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=again)
     of_passes = options.micro_batch * layout.data
     passes = -(-(options.step_rows or ROUNDS * stages.ranks * of_passes) // of_passes)
     unknown = unpredicted(shape, layout, row_tokens, options=options)
@@ -432,7 +434,8 @@ def _checkpointed(
     if not options.checkpointing or options.first_layers is None:
         return range(shape.layers) if options.checkpointing else ()
     windows, schedule = layer_windows(shape), options.schedule
-    stages = stages_of(shape, windows, row_tokens, layout.pipeline, schedule, again=False)
+    rows = DrawnRows.whole(row_tokens)
+    stages = stages_of(shape, windows, rows, layout.pipeline, schedule, again=False)
     return first_layers(options.first_layers, stages)
 
 

@@ -199,12 +199,16 @@ def ranked(
     shape = way.step(step)
     if way.layout.is_mesh and shape.slices is None:
         shape = replace(shape, slices=slices_on(replace(shape, slices=None), way.layout, hardware))
-    asked = replace(options_under(way, options), step_rows=step.step_rows)
+    memo = {} if memo is None else memo
+    if way.layout.pipeline > 1:  # once, by the documents of rows: time and memory are of the same
+        again = options.checkpointing and options.first_layers is None
+        dealt = price.dealt_stages(shape, way.layout, again, memo)
+        shape = replace(shape, schedule=way.schedule._replace(sizes=dealt.sizes))
+    asked = replace(options_under(way, options), step_rows=step.step_rows, schedule=shape.schedule)
     if shape.slices is not None:
         asked = replace(asked, slices=tuple(shape.slices))
     needs = needs_of or Needs(step.model, step.row.length)
     algorithm = way.algorithm(step, hardware.ranks_per_host)
-    memo = {} if memo is None else memo
     return Ranked(way, shape, hardware, needs, asked, own, closely, algorithm, memo)
 
 

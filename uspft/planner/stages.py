@@ -10,6 +10,7 @@ from uspft.families import ModelShape
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Each, Stages, dealt_out
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.flops import layer_flops
 from uspft.planner.machine import Hardware
 from uspft.planner.spread import Spread
@@ -43,21 +44,22 @@ def as_many(each: Each, ranks: int, schedule: Schedule) -> bool:
 def stages_of(
     model: ModelShape,
     windows: Sequence[int | None],
-    row_tokens: int,
+    rows: DrawnRows,
     ranks: int,
     schedule: Schedule,
     *,
     again: bool,
 ) -> Stages:
-    """Return the layers of each stage: as a schedule says, or dealt out by their FLOPs for a row of
-    one document, the last stage's with the head's.
+    """Return the layers of each stage: as a schedule says, or dealt out by their FLOPs, the last
+    stage's with the head's.
 
-    windows: of each layer. again: whether layers run forward once more in the backward.
+    windows: of each layer. rows: whose documents attention stays in; FLOPs are their mean. again:
+    whether layers run forward once more in the backward.
     """
     if schedule.sizes:
         return Stages.of_sizes(schedule.sizes, ranks)
     kinds = list(dict.fromkeys(windows))
-    costs, head = layer_flops(model, kinds, row_tokens)
+    costs, head = layer_flops(model, kinds, rows)
     more = AGAIN if again else 1.0
     of_kind = {kind: more * cost for kind, cost in zip(kinds, costs, strict=True)}
     return _dealt(tuple(of_kind[one] for one in windows), head, ranks, schedule.virtual)

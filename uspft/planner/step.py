@@ -388,18 +388,7 @@ def pipeline_costs(
     as of step_time.
     """
     windows, memo = tuple(step.windows), {} if memo is None else memo
-    stages = _once(
-        memo,
-        ("stages", layout.pipeline, step.schedule, step.recompute),
-        lambda: stages_of(
-            step.model,
-            windows,
-            step.row.length,
-            layout.pipeline,
-            step.schedule,
-            again=step.recompute,
-        ),
-    )
+    stages = dealt_stages(step, layout, step.recompute, memo)
     one_of, outside = _parts_apart(step, layout, algorithm, hardware, memo)
     by_rank, by_stage = _once(memo, ("layers", stages), lambda: _layers_of(stages, windows))
     ranks = dict[_LayersOfRank, tuple[list[StepPart], HeldBytes]]()
@@ -441,6 +430,18 @@ def pipeline_costs(
     )
     most = ranks[by_rank[whole.index(max(whole))]][0]
     return costs, most, max((held for _, held in ranks.values()), key=lambda one: one.gradients)
+
+
+def dealt_stages(step: StepShape, layout: Layout, again: bool, memo: Memo) -> Stages:
+    """Return the layers of each stage of a step's schedule, dealt out by its rows where that says
+    nothing. again: whether layers run forward once more. memo: as of step_time."""
+    rows = step.sample or DrawnRows((step.row,))
+    asked = step.windows, rows, layout.pipeline, step.schedule
+    return _once(
+        memo,
+        ("stages", layout.pipeline, step.schedule, again),
+        lambda: stages_of(step.model, *asked, again=again),
+    )
 
 
 _Layers = tuple[tuple[int | None, int], ...]

@@ -9,31 +9,47 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from uspft.config import Recipe
 from uspft.config.strategies import strategies_of
-from uspft.data import HELD_OUT, hold_out, prepare, prepare_sets, read_report, training_rows
+from uspft.data import (
+    HELD_OUT,
+    Corpus,
+    DataError,
+    hold_out,
+    prepare,
+    prepare_sets,
+    read_report,
+    training_rows,
+)
+from uspft.data.faults import SHOWN_LINES
+from uspft.families import ModelShape
 from uspft.launcher import Waiting
 from uspft.launcher.waiting import TOLD_SECONDS
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.new_tokens import with_tokens
 from uspft.segments import Segments
 
+PIECE = 1 << 24
+"""Tokens that are looked at together."""
 FIRST_ROWS = 4
 """How many of the first rows `auto` looks at before it picks one split for the run."""
 
 
 def prepare_data(
-    recipe: Recipe, vocabulary: int, place: Invocation, screen: Console
+    recipe: Recipe, shape: ModelShape, place: Invocation, screen: Console
 ) -> tuple[Path, dict[str, Path]]:
     """Tokenise the training data and each evaluation set, where that has not been done before.
 
     Without an evaluation set, data.eval_fraction holds one out of the training data.
 
-    Returns the folder of the training data, and the folders of the evaluation sets by title.
+    Returns the folder of the training data, and the folders of the evaluation sets by title. Raises
+    DataError where a sample holds a token that stands for an image.
     """
+    vocabulary = shape.vocab_size
     cache = cache_of(recipe, place)
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
     with Progress(
@@ -59,6 +75,8 @@ def prepare_data(
         with waiting.on("the evaluation data"):
             evaluation = prepare_sets(recipe.data, tokenizer, vocabulary, cache, tick)
     whole = corpus
+    for folder in (corpus, *evaluation.values()):
+        require_text(Corpus.open(folder), shape)
     if recipe.data.eval_fraction:
         corpus, held = hold_out(corpus, recipe)
         evaluation = {HELD_OUT: held}
@@ -66,6 +84,23 @@ def prepare_data(
     for title, folder in evaluation.items():
         _tell(f"evaluation data {title}", folder, screen)
     return corpus, evaluation
+
+
+def require_text(corpus: Corpus, shape: ModelShape) -> None:
+    """Check that no sample has a token in whose place the multimodal model, of which the language
+    model alone is trained, has what it makes of an image. Raises DataError, which names them."""
+    lines = dict[str, None]()
+    for key, token in shape.media.items():
+        for start in range(0, len(corpus.tokens), PIECE):
+            places = start + np.flatnonzero(corpus.tokens[start : start + PIECE] == token)
+            for sample in np.unique(np.searchsorted(corpus.offsets, places, "right") - 1):
+                what = f"holds the token {token}, {key} of {shape.whole_type}, and text alone is"
+                remedy = "trained: leave the record out, or name a model without images"
+                lines[f"{corpus.origin(int(sample))}: {what} {remedy}"] = None
+            if len(lines) >= SHOWN_LINES:
+                break
+    if lines:
+        raise DataError([*lines][:SHOWN_LINES])
 
 
 def cache_of(recipe: Recipe, place: Invocation) -> Path:

@@ -138,7 +138,8 @@ class Examined:
     @property
     def settled(self) -> list[str]:
         """How the run is split, by which hardware file, and why; a line each, for a person."""
-        found, stages = [f"layout: {self.sentence}"], stages_sentence(self.recipe, self.layout)
+        found = [f"layout: {self.sentence}"]
+        stages = stages_sentence(self.recipe, self.layout, self.loaded.recipe, self.known)
         found += [f"stages: {how}" for how in [stages] if how]
         found += [f"strategies: {why}" for why in [self.why_strategies] if why]
         found += [f"strategy: {line}" for line in self.strategies]

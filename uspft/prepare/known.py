@@ -9,8 +9,8 @@ from typing import NamedTuple
 from uspft.config import Recipe
 from uspft.families import ModelShape
 from uspft.job import placed
-from uspft.planner.auto import Work
 from uspft.prepare.cluster import Cluster
+from uspft.segments import Segments
 from uspft.switching.choice import SwitchingChoice
 from uspft.switching.drawn_steps import DrawnSteps
 
@@ -36,8 +36,8 @@ class Known:
     """How many processes all hosts have together, where the command says so."""
     shape: ModelShape | None = None
     """The sizes of the model."""
-    work: Work | None = None
-    """The documents of the run's first rows, and the attention windows of the model's layers."""
+    rows: Sequence[Segments] = ()
+    """The documents of the run's first rows; none where the data is not read yet."""
     memory_bytes: int | None = None
     """Memory of the host that has least, where the run has several."""
     cluster: Cluster | None = None

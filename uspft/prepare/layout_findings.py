@@ -82,11 +82,7 @@ def _experts(layout: Layout, shape: ModelShape | None) -> list[Finding]:
 
 def _tensor(recipe: Recipe, layout: Layout, shape: ModelShape) -> list[Finding]:
     """Return why a model's matrices cannot be split over tensor ranks."""
-    key, kind = "parallel_config.model_parallel", shape.model_type
-    if FAMILIES[kind].routed and FAMILIES[kind].states:
-        able = [name for name, one in FAMILIES.items() if not (one.routed and one.states)]
-        what = f"splits matrices {layout.tensor} ways, which is not available for `{kind}` yet"
-        return [(key, what, f"write 1, or name a model of type {', '.join(able)}")]
+    kind = shape.model_type
     if FAMILIES[kind].routed and layout.is_mesh:
         able = [name for name, one in FAMILIES.items() if not (one.routed or one.states)]
         what = f"is meshslice, and experts, which `{kind}` has, do not lie on a mesh yet"

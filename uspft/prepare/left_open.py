@@ -319,9 +319,9 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         return _likely(alone, ranks, space, asked, why)
     if model.experts == 1:
         space = replace(space, experts={1})
-    work, hardware = known.work, cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
+    hardware = cluster.hardware.on_hosts_of(-(-ranks // known.hosts))
     step = step_shape(alone, model)
-    rows = work.rows if work and alone is recipe else [step.row]
+    seen = known.rows if alone is recipe else ()
     tiled = settled_memory(alone, model)
     if _on_a_mesh(alone.parallel_config):  # in one slice every mesh is legal that is in others
         tiled = with_values(tiled, {SLICES: slices_of(alone.parallel_config) or (1,) * 4})
@@ -331,11 +331,12 @@ def decided(recipe: Recipe, known: Known) -> Decision | None:
         return other(way) or wrong(way)
 
     options = options_of(tiled, Layout())
+    rows = seen or [step.row]
     found = recommend(step, ranks, space, hardware, rows, options, why_not=why_not, asked=asked)
     if found is None:
         return _likely(alone, ranks, space, asked, "no way that is left open is legal")
-    by = BY_ROWS if work and alone is recipe else BY_MODEL
-    if work is None and recipe.data.packing != "none":
+    by = BY_ROWS if seen else BY_MODEL
+    if not known.rows and recipe.data.packing != "none":
         by += ", for rows of one document (the documents' lengths, not known yet, may change this)"
     values = _values(alone, found.way, asked)
     if SLICES in asked and found.way.layout.is_mesh:

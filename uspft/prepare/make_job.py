@@ -22,9 +22,7 @@ from uspft.data import Corpus, formats_of
 from uspft.data.tokenizer_files import holds_tokenizer
 from uspft.job import Job
 from uspft.launcher import Meeting, Waiting
-from uspft.model.hf_config import layer_windows
 from uspft.parameters.digest import base_digest
-from uspft.planner.auto import Work
 from uspft.prepare.data import first_rows, prepare_data, steps_of, tokenizer_of
 from uspft.prepare.examine import Examined
 from uspft.prepare.files import not_whole
@@ -61,10 +59,11 @@ def prepare_job(
     base = {BASE: base_digest(found.here.model)}
     checkpoint = _checkpoint(recipe, place.meeting, screen)
     _same(checkpoint, identity_of(recipe) | base)
-    corpus, evaluation = prepare_data(found.here, model.config.vocab_size, place, screen)
-    work = Work(first_rows(found.here, corpus), layer_windows(model.config))
+    assert found.shape  # its config is here
+    corpus, evaluation = prepare_data(found.here, found.shape, place, screen)
+    rows = first_rows(found.here, corpus)
     formats = formats_of(recipe.data)
-    found = found.knowing(work=work, formats=formats)
+    found = found.knowing(rows=rows, formats=formats)
     if found.is_open:
         keeps = counts_samples(checkpoint.state["identity"]) if checkpoint else None
         found = knowing_memory(found, place.meeting)

@@ -17,6 +17,7 @@ from uspft.prepare.cluster import cluster_of
 from uspft.prepare.examine import Examined, examine
 from uspft.prepare.left_open import open_keys, space_of, wrong_in
 from uspft.prepare.paths import find_paths
+from uspft.prepare.pipelines import says_layers
 from uspft.prepare.step import stage_of, step_shape
 
 
@@ -55,6 +56,9 @@ def step_of(found: Examined) -> StepShape:
 def own_way(found: Examined) -> Way:
     """Return the recipe's own layout and algorithm, and how its step runs."""
     parallel, again = found.recipe.parallel_config, found.recipe.memory.recompute
+    schedule = schedule_of(parallel)
+    if not says_layers(found.loaded.recipe):  # the rows that a step is priced by deal them out
+        schedule = schedule._replace(sizes=())
     row = row_of(parallel.context_parallel_algo, found.layout.context)
     asked = {name: getattr(parallel, key) for key, name in row.options.items()}
     return Way(
@@ -64,7 +68,7 @@ def own_way(found: Examined) -> Way:
         stage_of(found.recipe),
         found.recipe.training.micro_batch_size,
         again if again in RECOMPUTES else RECOMPUTES[0],
-        schedule=schedule_of(parallel),
+        schedule=schedule,
         options=tuple((name, value) for name, value in asked.items() if value not in (None, AUTO)),
     )
 

@@ -13,8 +13,6 @@ from uspft.config.pipeline_rules import beside_stages
 from uspft.config.problems import COMMAND_LINE
 from uspft.job import Job
 from uspft.layout import Layout
-from uspft.model.hf_config import layer_windows
-from uspft.planner.auto import Work
 from uspft.planner.layouts import MAX_LAYOUTS, Candidate, candidates, chosen
 from uspft.prepare.data import first_rows, prepare_data, steps_of
 from uspft.prepare.depth import fitting_depth, memory_here, sizes_of, why_not_plain, with_depth
@@ -80,8 +78,9 @@ def prepare_verify(
         config = examine_model(found.here).config  # what is to be frozen may all lie beyond them
     if why_not:
         screen.print(f"plain transformers is not run: {why_not}", markup=False)
-    corpus, _ = prepare_data(found.here, config.vocab_size, place, screen)
-    found = found.knowing(work=Work(first_rows(found.here, corpus), layer_windows(config)))
+    assert found.shape
+    corpus, _ = prepare_data(found.here, found.shape, place, screen)
+    found = found.knowing(rows=first_rows(found.here, corpus))
     if found.is_open:
         found = knowing_memory(found, place.meeting)
         found = weighing(found, lengths_of(found.here, corpus))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import AUTO
@@ -12,6 +13,8 @@ from uspft.families import FAMILIES
 from uspft.pipeline.schedules import Schedule, forward_and_backward
 from uspft.pipeline.simulator import simulate
 from uspft.pipeline.stages import Stages, fits, offset, stated
+from uspft.planner.attention_work import DrawnRows
+from uspft.planner.memory import layer_windows
 from uspft.planner.stages import stages_of
 
 if TYPE_CHECKING:
@@ -19,16 +22,12 @@ if TYPE_CHECKING:
     from uspft.families import ModelShape
     from uspft.layout import Layout
     from uspft.prepare.known import Known
+    from uspft.segments import Segments
 
 
-def stages_in(
-    recipe: Recipe, shape: ModelShape, windows: Sequence[int | None] = ()
-) -> Stages | Finding | None:
-    """Return a recipe's stages, or what is wrong with what it says of them; None where it has one.
-
-    Layers that the recipe does not deal out are dealt out by their FLOPs and the head's, in rows of
-    one document. windows: of each layer; () where they are not known: all have the model's.
-    """
+def stages_said(recipe: Recipe, shape: ModelShape) -> Stages | Finding | None:
+    """Return what a recipe says of its stages, or what is wrong with that; None where it has one,
+    or leaves open which layers each has."""
     parallel, place = recipe.parallel_config, "parallel_config"
     ranks, virtual = parallel.pipeline_stage, parallel.pp_interleave_num
     if ranks == 1:
@@ -44,9 +43,19 @@ def stages_in(
         return stated(f"{place}.layers_per_stage", given, shape.layers, ranks, virtual)
     if parallel.offset is not None:
         return offset(f"{place}.offset", parallel.offset, shape.layers, ranks, virtual)
-    seen = tuple(windows) or (shape.window,) * shape.layers
-    again, row = recipe.memory.gradient_checkpointing is True, recipe.data.sequence_length
-    return stages_of(shape, seen, row, ranks, Schedule(virtual=virtual), again=again)
+    return None
+
+
+def _dealt(recipe: Recipe, shape: ModelShape, rows: Sequence[Segments]) -> Stages:
+    """Return stages with the layers that a recipe leaves open, by their FLOPs and the head's.
+
+    rows: the run's first; none where they are not known, and stand as one document each.
+    """
+    parallel, again = recipe.parallel_config, recipe.memory.gradient_checkpointing is True
+    whole = replace(shape, raw={**FAMILIES[shape.model_type].defaults, **shape.raw})
+    seen = DrawnRows(tuple(rows)) if rows else DrawnRows.whole(recipe.data.sequence_length)
+    ranks, schedule = parallel.pipeline_stage, Schedule(virtual=parallel.pp_interleave_num)
+    return stages_of(whole, layer_windows(whole), seen, ranks, schedule, again=again)
 
 
 def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
@@ -62,16 +71,23 @@ def with_stages(recipe: Recipe, layout: Layout, known: Known) -> Recipe:
     if parallel.pipeline_interleave == AUTO or not several:
         settled["pipeline_interleave"] = virtual if several else None
     if several and known.shape:
-        found = stages_in(recipe, known.shape, known.work.windows if known.work else ())
+        found = stages_said(recipe, known.shape) or _dealt(recipe, known.shape, known.rows)
         if isinstance(found, Stages):
             dealt = Schedule(sizes=found.sizes).by_rank(found.ranks)
             settled |= {"layers_per_stage": dealt, "offset": None}
     return recipe.model_copy(update={"parallel_config": parallel.model_copy(update=settled)})
 
 
-def stages_sentence(recipe: Recipe, layout: Layout) -> str | None:
+def says_layers(asked: Recipe) -> bool:
+    """Return whether a user's recipe says which layers each stage has."""
+    parallel = asked.parallel_config
+    return (parallel.layers_per_stage, parallel.offset) != (None, None)
+
+
+def stages_sentence(recipe: Recipe, layout: Layout, asked: Recipe, known: Known) -> str | None:
     """Return which layers the stages of a resolved recipe have, and how long ranks wait, for a
-    person; None where it has one stage, or the model's layers are not known."""
+    person; None where it has one stage, or the model's layers are not known. asked: as the user
+    wrote it."""
     parallel = recipe.parallel_config
     if layout.pipeline == 1 or parallel.layers_per_stage is None:
         return None
@@ -82,9 +98,12 @@ def stages_sentence(recipe: Recipe, layout: Layout) -> str | None:
     waits = simulate(lists, lambda action: 2.0 if action.kind == "backward" else 1.0).bubble
     named = f"interleaved {order}" if virtual > 1 and order == "1f1b" else order
     many = f"{passes} micro-batch{'es' * (passes > 1)}"
+    later = ""
+    if recipe.data.packing != "none" and not (known.rows or says_layers(asked)):
+        later = "; layers are dealt out for rows of one document, which the data may change"
     return (
         f"{as_list(parallel.layers_per_stage)} layers, {named} over {many}: ranks wait "
-        f"{waits:.0%} of a step where stages take equal time"
+        f"{waits:.0%} of a step where stages take equal time{later}"
     )
 
 
@@ -102,7 +121,7 @@ def stage_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) -> 
         one = "" if layout.pipeline > 1 else ", or 1"
         remedy = f"write {AUTO} or {passes}{one}, or change the batch"
         findings.append(("parallel_config.micro_batch_num", what, remedy))
-    found = stages_in(recipe, shape) if shape else None
+    found = stages_said(recipe, shape) if shape else None
     if isinstance(found, tuple):
         findings.append(found)
     if shape and layout.pipeline > 1 and shape.raw.get("output_router_logits"):

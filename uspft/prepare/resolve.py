@@ -70,11 +70,10 @@ def _strategies(recipe: Recipe, known: Known) -> Recipe:
     ranks = ranks_of(recipe, known)
     if ranks is None and isinstance(layout := layout_of(longest.parallel_config, None), Layout):
         ranks = layout.ranks
-    work = known.work
     for number, strategy in enumerate(every):
         alone = under(recipe, number)
         row = Segments.single(alone.data.sequence_length)
-        here = replace(known, ranks=ranks, work=work and work._replace(rows=[row]))
+        here = replace(known, ranks=ranks, rows=[row] if known.rows else ())
         decision = decided(alone, here)
         alone = with_values(alone, decision.values if decision else {})
         for key in keys:

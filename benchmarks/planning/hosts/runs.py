@@ -15,7 +15,7 @@ from benchmarks.lab.cluster import address_of
 from benchmarks.lab.results import ROOT
 from benchmarks.planning.hosts.case import WARM_UP, Case
 from uspft.prepare.make_plan import examine_for_plan, hardware_of, own_layout, step_of
-from uspft.written import ENVIRONMENT, METRICS
+from uspft.written import METRICS
 
 PORT = 29577
 POLL_SECONDS, GRACE_SECONDS = 0.1, 10.0
@@ -25,7 +25,7 @@ def on_all(hosts: Sequence[Sequence[str]], words: Sequence[str], log: Path, firs
     """This runs `launch.sh WORDS` on every host to its end.
 
     hosts: for each, the words to put before a command. log: a folder for what they print. first:
-    the file that host 0 writes before the others are started. Raises RuntimeError with the end of a
+    what host 0 writes before the others are started. Raises RuntimeError with the end of a
     failed host's log.
     """
     log.mkdir(parents=True)
@@ -92,6 +92,6 @@ def predicted(recipe: Path, hardware: Path, hosts: int) -> dict[str, Any]:
 def measured(recipe: Path, hosts: Sequence[Sequence[str]], folder: Path) -> list[float]:
     """This trains, and returns the seconds of each timed step."""
     output = folder / recipe.stem
-    on_all(hosts, ["train", str(recipe)], folder / f"{recipe.stem}-log", output / ENVIRONMENT)
+    on_all(hosts, ["train", str(recipe)], folder / f"{recipe.stem}-log", output)
     lines = (output / METRICS).read_text().splitlines()
     return [json.loads(line)["step_seconds"] for line in lines[WARM_UP:]]

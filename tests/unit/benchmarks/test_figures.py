@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.lab.results import RESULTS, ROOT
 from benchmarks.pages import ELSEWHERE, FIGURE, MAKERS, PROGRAM, figures, main, pages, remade
+from uspft.config.others import TOOLS
 
 BY_CODE = ROOT / "docs" / "keys.md"
 """This page is made of the code, as tests/unit/config/test_reference.py holds it."""
@@ -19,7 +20,11 @@ TABLES = {
     ("README.md", "page"): "models' names",
     ("docs/choosing.md", "you have"): "cards and sizes that a reader has; recipes of these names",
     ("docs/coming-from.md", "field"): "values of fields, of a table that a test compares",
-    ("docs/coming-from-mindspore.md", "there"): "their values, of a table that a test compares",
+    **{
+        (f"docs/coming-from-{tool}.md", "there"): "their values, of a table that a test compares"
+        for tool, found in TOOLS.items()
+        if found.converts
+    },
     ("docs/coming-from.md", "there"): "ZeRO's stages, of a table that a test compares",
     ("docs/hosts.md", "NVIDIA driver"): "versions, of install.py's table",
     ("docs/hosts.md", "compute capability"): "NVIDIA's names, and versions of flash-attn",

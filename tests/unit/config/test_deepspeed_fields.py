@@ -36,6 +36,15 @@ def test_zero_fields_aliases_and_nested_fields() -> None:
     assert set(ours.LEAF_MODULE) == names(DeepSpeedZeroLeafModuleConfig)
 
 
+def test_what_deepspeed_had_it_refuses_itself() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    assert len(ours.REMOVED) == 3 and not set(ours.REMOVED) & set(ours.ZERO)
+    for key in ours.REMOVED:
+        with pytest.raises(DeepSpeedConfigError, match=f"removed; 'zero_optimization.{key}'"):
+            DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {key: 1}})
+
+
 def test_the_other_accepted_blocks() -> None:
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from uspft.config import load
+from uspft.config.others import table_of
 from uspft.config.problems import InputError
-from uspft.convert import Outcome, convert_mindspore, mindspore_table, read_theirs
+from uspft.convert import Outcome, convert_theirs, read_theirs
 
 NAMES = Path(__file__).with_name("mindspore_keys.txt")
 LISTED = ("callbacks", "train_dataset.data_loader.handler")
@@ -67,7 +68,7 @@ def converted(
     file = folder / "theirs.yaml"
     file.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False))
     found = {key.replace("__", "."): value for key, value in given.items()}
-    outcome = convert_mindspore(read_theirs(file), found, ranks)
+    outcome = convert_theirs(read_theirs(file, "mindspore"), found, ranks)
     if outcome.refused:
         return outcome, {}
     (folder / "recipe.yaml").write_text(outcome.recipe(file))
@@ -81,7 +82,7 @@ KEYS = tuple(documented())
 
 def test_the_documentation_has_this_many_keys() -> None:
     assert len(KEYS) == len(set(KEYS)) == 344
-    assert [key for key in KEYS if mindspore_table().of(key) is None] == []
+    assert [key for key in KEYS if table_of("mindspore").of(key) is None] == []
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -90,7 +91,7 @@ def test_no_key_is_dropped_silently(key: str, tmp_path: Path) -> None:
     tree = written(SMALL, key, 2)
     outcome, _ = converted(tmp_path, tree, loads=False)
     spoken = {remark.key.partition("#")[0] for remark in outcome.remarks}
-    row = mindspore_table().of(key)
+    row = table_of("mindspore").of(key)
     assert row is not None
     taken = row.becomes == "same" and outcome.values.get(row.to) is not None
     assert key in spoken or taken, outcome.lines()
@@ -98,7 +99,7 @@ def test_no_key_is_dropped_silently(key: str, tmp_path: Path) -> None:
 
 def test_rows_of_the_table_are_documented_or_more() -> None:
     """No row but those of whole blocks stands for a key that nobody names."""
-    beyond = {key for key in mindspore_table().rows if "*" not in key} - set(KEYS)
+    beyond = {key for key in table_of("mindspore").rows if "*" not in key} - set(KEYS)
     assert len(beyond) == 14, sorted(beyond)
 
 

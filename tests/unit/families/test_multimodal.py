@@ -15,6 +15,7 @@ from uspft.families.multimodal import (
     is_multimodal,
     language_model,
     loading_class,
+    media_tokens,
     module_name,
     own_name,
     written_config,
@@ -53,6 +54,9 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str, tmp_path
     assert ours.tied == theirs.tie_word_embeddings
     trained = {"qwen3_vl_text": "qwen3"}.get(text.model_type, text.model_type)
     assert (ours.model_type, ours.layers, ours.whole_type) == (trained, 2, kind)
+    assert ours.media == {key: getattr(theirs, key) for key in MULTIMODAL[kind].media}
+    said = {"model_type": kind, "text_config": least, "image_token_id": 7, "video_token_id": 8}
+    assert [*media_tokens(said).values()] == [7, 8][: len(ours.media)]
     rope = text.rope_parameters.get("full_attention", text.rope_parameters)
     assert ours.rope is None or ours.rope["rope_theta"] == rope["rope_theta"]
 

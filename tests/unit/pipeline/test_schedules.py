@@ -126,5 +126,28 @@ def test_forward_alone_is_the_forwards_in_their_order() -> None:
         assert forward_alone(p, m, v) == forwards
 
 
+def test_one_chunk_is_1f1b_and_several_are_their_own_list() -> None:
+    for p, v, m in CASES:
+        assert forward_and_backward("seqpipe", p, m, v) == forward_and_backward("1f1b", p, m, v)
+    first, second = forward_and_backward("seqpipe", 2, 1, 1, 2)
+    assert [(one.kind[0], one.chunk) for one in first] == [
+        *(("f", 0), ("f", 1), ("b", 1), ("b", 0)),
+    ]
+    assert [(one.kind[0], one.chunk) for one in second] == [
+        *(("f", 0), ("f", 1), ("b", 1), ("b", 0)),
+    ]
+    for p, v, m in CASES:
+        for rank, actions in enumerate(forward_and_backward("seqpipe", p, m, v, 3)):
+            want = {
+                Action(kind, turn * p + rank, micro_batch, chunk)
+                for kind in ("forward", "backward")
+                for turn in range(v)
+                for micro_batch in range(m)
+                for chunk in range(3)
+            }
+            assert len(actions) == len(want) and set(actions) == want, (p, v, m, rank)
+
+
 def test_an_action_says_what_it_is() -> None:
+    assert str(Action("forward", 0, 2, 3)) == "forward of stage 0, micro-batch 2, chunk 3"
     assert str(Action("backward", 3, 1)) == "backward of stage 3, micro-batch 1"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import product
 
 import pytest
 
@@ -54,6 +56,48 @@ def test_the_peak_is_the_warm_up_and_one() -> None:
         gpipe = simulate(forward_and_backward("gpipe", p, m, v), cost)
         assert gpipe.peaks == (m * v,) * p
         assert simulate(forward_alone(p, m, v), cost).peaks == (0,) * p
+
+
+FEW = [case for case in CASES if case[2] in (1, 4, 7)], (1, 2, 3, 8)
+"""Of those with chunks."""
+
+
+@pytest.mark.parametrize("among", [FEW, pytest.param((CASES, range(1, 9)), marks=pytest.mark.full)])
+def test_chunks_wait_as_long_and_keep_as_much_as_the_formulas_say(
+    among: tuple[Iterable[tuple[int, int, int]], Iterable[int]],
+) -> None:
+    """None waits for ever."""
+    exact = 0
+    for (p, v, m), s in product(*among):
+        found = simulate(forward_and_backward("seqpipe", p, m, v, s), cost)
+        most = [min(m * s * v, warm_up(rank, p, v, s) + 1) for rank in range(p)]
+        assert found.busy == (m * s * v * (FORWARD + BACKWARD),) * p
+        if v == 1 or m % -(-p // s) == 0:
+            exact += 1
+            assert found.end == expected_end(p, s * v, m), (p, v, s, m)
+            assert list(found.peaks) == most, (p, v, s, m)
+        assert all(peak <= limit for peak, limit in zip(found.peaks, most, strict=True))
+    assert exact == sum(v == 1 or m % -(-p // s) == 0 for (p, v, m), s in product(*among)) >= 200
+
+
+def test_chunks_backwards_in_forward_order_wait_for_ever() -> None:
+    lists = forward_and_backward("seqpipe", 2, 2, 1, 2)
+    other = [
+        [one._replace(chunk=1 - one.chunk) if one.kind == "backward" else one for one in actions]
+        for actions in lists
+    ]
+    with pytest.raises(ValueError, match=r"micro-batch 0, waits for .*chunk 1"):
+        simulate(other, cost)
+
+
+def test_a_chunk_waits_for_the_one_before_it_and_not_for_its_message() -> None:
+    first, second = [Action("forward", 0, 0), Action("forward", 0, 0, 1)], list[Action]()
+    second = [Action("forward", 1, 0), Action("forward", 1, 0, 1)]
+    found = simulate([first, second], cost, lambda _: 7)
+    assert [one.begin for one in found.ranks[0]] == [0, 3]
+    assert [one.begin for one in found.ranks[1]] == [10, 17], "the line carries one at a time"
+    with pytest.raises(ValueError, match="chunk 1, waits for forward of stage 1, micro-batch 0"):
+        simulate([first, second[::-1]], cost)
 
 
 def test_a_link_costs_what_is_under_way_and_keeps_no_rank_from_working() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.hardware import H100
 from tests.support.shapes import hub
 from uspft.families import ModelShape
-from uspft.planner.auto import Choice, Work, recommend
+from uspft.planner.auto import Choice, recommend
 from uspft.planner.links import Link
 from uspft.planner.machine import Hardware
 from uspft.planner.rank import ranking
@@ -116,13 +116,13 @@ def test_a_run_chooses_again_when_it_knows_its_documents(tmp_path: Path) -> None
     )
     before = examine(recipe, [], 1, None)
     assert before.decision and "lengths, not known yet" in before.decision.why
-    after = before.knowing(work=Work(SHORT))
+    after = before.knowing(rows=SHORT)
     parallel = after.recipe.parallel_config
     assert (parallel.context_parallel_algo, parallel.ulysses_degree_in_cp) == ("planned_cp", 1)
     assert (after.layout.ulysses, after.layout.ring) == (1, 8)
     assert after.decision and after.decision.why.startswith(f"{BY_ROWS}, planned8 takes ")
     named = examine(recipe, ["parallel_config.context_parallel_algo=ring_cp"], 1, None)
-    assert named.knowing(work=Work(WHOLE)).recipe == named.recipe
+    assert named.knowing(rows=WHOLE).recipe == named.recipe
     assert named.decision is None, "nothing was left open"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.hardware import H100, made
 from tests.support.shapes import hub
-from uspft.config.algorithms import CONTEXT
+from uspft.config.algorithms import CONTEXT, WHOLE
 from uspft.layout import Layout
 from uspft.pipeline.schedules import Schedule
 from uspft.planner import attention_work, rank
@@ -251,6 +251,25 @@ def test_packed_rows_are_dealt_out_for_a_shortlist(counted: Counted) -> None:
     assert first[0].seconds < whole.layouts[0].seconds, "documents see less than a row"
     assert first[0].seconds == ranked(step, first[0].way, H100).seconds
     assert len(counted.rings) < 64
+
+
+def test_stages_are_dealt_out_once_by_the_documents_for_time_and_memory() -> None:
+    few = Segments(tuple(range(0, (1 << 17) + 1, 1 << 13)), 1 << 17)
+    step, way = replace(STEP, row=Segments.single(1 << 17)), Way(Layout(pipeline=4), WHOLE)
+    packed_step = replace(step, sample=attention_work.DrawnRows((few,)))
+    whole, short = ranked(step, way, H100), ranked(packed_step, way, H100)
+    sizes = [one.step.schedule.sizes for one in (whole, short)]
+    assert sizes == [(8, 8, 8, 8), (8, 8, 9, 7)]
+    for one, each in zip((whole, short), sizes, strict=True):
+        assert one.options.schedule.sizes == each and one.way.schedule.sizes == ()
+        said = replace(way, schedule=Schedule(sizes=each))
+        assert ranked(one.step, said, H100).time == one.time
+        assert ranked(one.step, said, H100).memory == one.memory
+    weights = [
+        memory_of_ranks(LLAMA, way.layout, 1 << 17, options=one.options)[2].parts["weights"]
+        for one in (whole, short)
+    ]
+    assert weights[1] / weights[0] == pytest.approx(9 / 8), "of the third rank"
 
 
 def test_the_first_pipelines_are_run_action_by_action() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
 from uspft.pipeline.stages import Stages
+from uspft.planner.attention_work import DrawnRows
 from uspft.planner.bubble import simulated
 from uspft.planner.machine import Hardware
 from uspft.planner.stages import links_of, message_bytes, stages_of
@@ -40,12 +42,24 @@ def timed(layout: Layout, hardware: Hardware = H100, **changes: Any) -> StepTime
 def test_layers_are_dealt_out_with_the_head_unless_a_schedule_says_how() -> None:
     def of(schedule: Schedule, *, again: bool = True, tokens: int = 1 << 13) -> tuple[int, ...]:
         windows = (None,) * 32
-        return stages_of(LLAMA, windows, tokens, 4, schedule, again=again).sizes
+        rows = DrawnRows.whole(tokens)
+        return stages_of(LLAMA, windows, rows, 4, schedule, again=again).sizes
 
     assert of(PLAIN) == (8, 8, 9, 7) and of(PLAIN, tokens=1 << 20) == (8, 8, 8, 8)
     assert of(PLAIN, again=False) == (8, 9, 9, 6)
     assert of(Schedule(sizes=(10, 10, 10, 2))) == (10, 10, 10, 2)
     assert sum(of(Schedule(virtual=2))) == 32 and len(of(Schedule(virtual=2))) == 8
+
+
+def test_layers_are_dealt_out_by_the_documents_of_rows() -> None:
+    """Of rows of as many tokens, those of short documents have less attention beside the head."""
+
+    def of(*documents: int) -> tuple[int, ...]:
+        bounds = (0, *accumulate(documents))
+        rows = DrawnRows((Segments(bounds, bounds[-1]),) * 3)
+        return stages_of(LLAMA, (None,) * 32, rows, 4, PLAIN, again=True).sizes
+
+    assert of(1 << 20) == (8, 8, 8, 8) and of(*[1 << 13] * 128) == (8, 8, 9, 7)
 
 
 def test_stages_take_together_what_the_whole_model_takes() -> None:

@@ -13,6 +13,7 @@ from tests.support.shapes import TINY
 from uspft.config import RecipeError, dump, load
 from uspft.pipeline.stages import stages_of
 from uspft.prepare.examine import Examined, examine
+from uspft.segments import Segments
 
 MODEL = {**TINY, "model_type": "llama", "num_hidden_layers": 9}
 
@@ -61,6 +62,15 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
         {"deepspeed": zero(stage=3, zero_hpz_partition_size=2)},
         "is 2, which is not available beside parallel_config.pipeline_stage 2",
         "leave it out",
+    ),
+    *(
+        (
+            f"deepspeed.zero_optimization.{key}",
+            {"deepspeed": zero(stage=3, **{key: value})},
+            f"is {str(value).lower()}, and DeepSpeed has no MiCS any more",
+            "leave it out: beside stages ZeRO divides what a stage has over the ranks of that",
+        )
+        for key, value in (("mics_shard_size", 2), ("mics_hierarchical_params_gather", True))
     ),
     (
         "deepspeed.zero_optimization.offload_optimizer",
@@ -261,6 +271,26 @@ def test_a_head_that_weighs_as_layers_do_has_fewer_of_them(tmp_path: Path) -> No
         assert again and once
         sizes.append((again.sizes[1], once.sizes[1]))
     assert all(again >= once for again, once in sizes) and any(a > b for a, b in sizes)
+
+
+def test_documents_of_the_data_deal_layers_out_and_check_says_that_it_has_not_seen_them(
+    tmp_path: Path,
+) -> None:
+    data = {"data": {"sequence_length": 4096}}
+    found = examined(tmp_path, {"vocab_size": 2000, "max_position_embeddings": 4096}, **data)
+    short = found.knowing(rows=[Segments(tuple(range(0, 4097, 16)), 4096)])
+    sizes = [one.recipe.parallel_config.layers_per_stage for one in (found, short)]
+    assert sizes == [(5, 4), (6, 3)]
+    doubt = "; layers are dealt out for rows of one document, which the data may change"
+    stated = {"parallel_config": {"layers_per_stage": [5, 4]}}
+    for one, doubtful in (
+        (found, True),
+        (short, False),
+        (examined(tmp_path, {"max_position_embeddings": 4096}, **data, **stated), False),
+        (examined(tmp_path, data={"packing": "none"}), False),
+    ):
+        (line,) = [line for line in one.settled if line.startswith("stages: ")]
+        assert line.endswith(doubt) is doubtful, line
 
 
 @pytest.mark.parametrize("asked", [True, False, 1, 3, [2, 0], [[2, 0], [1, 1]]])

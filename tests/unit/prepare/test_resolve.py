@@ -18,7 +18,6 @@ from uspft.config.available import LATER
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
-from uspft.planner.auto import Work
 from uspft.prepare.cluster import cluster_of
 from uspft.prepare.known import Known
 from uspft.prepare.memory_need import memory_sentence
@@ -82,12 +81,12 @@ def test_more_is_settled_as_more_is_known(folder: Path) -> None:
     assert isinstance(settled.memory.loss_tile_tokens, int)
     assert (settled.data.format, settled.model.attention) == ("text", "flash_attn_3")
     assert settled.parallel_config.context_parallel_algo == "planned_cp"
-    whole = Work([Segments.single(4096)] * 4)
-    links_unknown = resolve(asked, Known(gpus=8, shape=shape, work=whole))
+    whole = [Segments.single(4096)] * 4
+    links_unknown = resolve(asked, Known(gpus=8, shape=shape, rows=whole))
     assert links_unknown.parallel_config.context_parallel_algo == "planned_cp"
     cluster, _ = cluster_of("auto", "cuda", "NVIDIA H100 80GB HBM3")
     assert cluster and settled.launch.hardware == "auto"
-    last = resolve(asked, Known(gpus=8, shape=shape, work=whole, cluster=cluster))
+    last = resolve(asked, Known(gpus=8, shape=shape, rows=whole, cluster=cluster))
     assert last.launch.hardware == "h100"
     assert last.parallel_config.context_parallel_algo == "ulysses_cp"
     assert last.parallel_config.exchange_stages is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 from uspft.config.available import refused, settled, without_later
 from uspft.config.checks import Open
 from uspft.config.fields import findings_of
-from uspft.config.problems import Finding, Origins, Problem, RecipeError
+from uspft.config.others import tool_of
+from uspft.config.problems import COMMAND_LINE, Finding, Origins, Problem, RecipeError
 from uspft.config.recipe import Recipe
 from uspft.config.rules import broken, touches
 from uspft.config.scalars import plain
@@ -86,6 +88,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Read:
     tree = without_nulls(tree)
     origins = Origins(str(path), dict(places(tree)))
     raw = bare(tree)
+    _require_ours(path, raw, origins)
     findings, asking = refused(raw)
     raw, more, meant = unknown_keys(_without(raw, asking))
     misnamed = {key for key in meant if key not in origins.places}
@@ -98,6 +101,18 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Read:
         recipe = recipe.model_copy(update={"output_dir": Path("outputs") / path.stem})
     faulty = frozenset({problem.key for problem in problems} | misnamed | asking)
     return Read(Loaded(recipe, origins), problems, faulty)
+
+
+def _require_ours(path: Path, raw: dict[str, Any], origins: Origins) -> None:
+    """Raise RecipeError, in one line, where the file is a configuration of another tool."""
+    written = {key for key in raw if origins.places.get(key) != COMMAND_LINE}
+    if written & {"data", "training"} or written <= set(Recipe.model_fields):
+        return
+    tool = tool_of(written, Recipe.model_fields)
+    if tool is not None:
+        what = f"is a configuration of {tool.title}, and no recipe"
+        remedy = f"write ./launch.sh convert {shlex.quote(str(path))} -o RECIPE.yaml"
+        raise RecipeError([Problem(f"{path}:1", "", what, remedy)])
 
 
 def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Finding]]:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from uspft.config.allowed import shown
 from uspft.config.checks import misspelt
 from uspft.config.deepspeed_fields import (
     AIO,
@@ -16,6 +17,7 @@ from uspft.config.deepspeed_fields import (
     LEAF_MODULE,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
+    REMOVED,
     ZENFLOW,
     ZERO,
 )
@@ -122,6 +124,10 @@ def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
         if pattern == "deepspeed" and key in DERIVED:
             remedy = f"leave it out: `{DERIVED[key]}` rules it"
             findings.append((path, f"uspft derives `{key}`", remedy))
+        elif pattern == _ZERO and key in REMOVED:
+            feature, remedy = REMOVED[key]
+            what = f"is {shown(value)}, and DeepSpeed has no {feature} any more"
+            findings.append((path, what, remedy))
         else:
             findings.append((path, f"unknown key `{key}`", remedy))
     return kept, findings, meant

@@ -1,0 +1,439 @@
+"""axolotl's configuration as a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from uspft.convert.conversion import Conversion, short
+from uspft.convert.outcome import Outcome
+from uspft.convert.sharding import sharding
+from uspft.convert.templates import chat_template
+from uspft.convert.theirs import Theirs
+from uspft.convert.trainer import (
+    Dialect,
+    adapter,
+    again,
+    context,
+    evaluating,
+    global_batch,
+    leave_adapter,
+    length,
+    logs,
+    optimizer,
+    precision,
+    saving,
+    schedule,
+)
+
+SAY = Dialect(
+    names={
+        "per_device_train_batch_size": "micro_batch_size",
+        "num_train_epochs": "num_epochs",
+        "lr_scheduler_type": "lr_scheduler",
+        "optim": "optimizer",
+    },
+    defaults={
+        "per_device_train_batch_size": 1,
+        "num_train_epochs": 1.0,
+        "lr_scheduler_type": "cosine",
+        "save_strategy": "epoch",
+        "warmup_ratio": 0.03,
+    },
+)
+LORA = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"),
+    *("lora_target_parameters", "load_in_4bit", "load_in_8bit"),
+)
+CHATS = ("chat_template", "sharegpt", "chatml.sharegpt")
+PAIRS = ("alpaca", "alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
+MARKS = ("weight", "loss", "train", "training")
+"""What a turn's own mark of training is called here."""
+
+
+def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
+    """Return the recipe that a configuration becomes, and what became of each key.
+
+    given: keys of ours that the command line writes. ranks: how many devices it runs on.
+    """
+    run = Conversion(theirs, given)
+    rows = _degree(run)
+    tensor = run.whole("tensor_parallel_size")
+    batch = _batch(run, rows * tensor, ranks)
+    _layout(run, rows)
+    length(run, SAY)
+    optimizer(run, SAY)
+    schedule(run, SAY)
+    _warmup(run)
+    _least(run)
+    precision(run, default="bfloat16" if run.value("bfloat16") else _full(run))
+    _model(run)
+    _adapter(run)
+    _rows(run)
+    _data(run)
+    again(run, SAY)
+    _memory(run)
+    sharding(run)
+    _outputs(run)
+    return run.ended(batch)
+
+
+def _degree(run: Conversion) -> int:
+    return run.whole("context_parallel_size", "sequence_parallel_degree")
+
+
+def _batch(run: Conversion, split: int, ranks: int | None) -> int:
+    """Write the batch; the degrees of data parallelism say how many devices there are."""
+    degrees = ("dp_shard_size", "dp_replicate_size")
+    world = None
+    if run.written(*degrees):
+        world = split
+        for key in degrees:
+            world *= max(run.whole(key), 1)
+    total, steps = run.written("batch_size"), "gradient_accumulation_steps"
+    if total and not run.written(steps):
+        micro = max(run.whole("micro_batch_size"), 1)
+        accumulation = max(run.whole("batch_size") // micro, 1)
+        where = run.theirs.values["batch_size"].where
+        run.theirs.values[steps] = type(run.theirs.values["batch_size"])(accumulation, where)
+    batch = global_batch(run, SAY, split, world, ranks)
+    for key in degrees:
+        if run.written(key):
+            run.changed(key, "here `parallel_config.data_parallel: auto`: what the ranks leave")
+    if total:
+        run.changed(total, f"here `training.global_batch_size: {batch}`")
+    return batch
+
+
+def _layout(run: Conversion, rows: int) -> None:
+    """Write the algorithm with which ranks share a row, by their ring."""
+    func = str(run.value("ring_attn_func", ""))
+    gathers = func == "varlen_llama3" or (not func and run.value("sample_packing") is True)
+    key = run.written("context_parallel_size", "sequence_parallel_degree")
+    name = key or "context_parallel_size"
+    context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
+
+
+def _warmup(run: Conversion) -> None:
+    """Round a warm-up down, as they do, where the steps are known."""
+    values, block = run.outcome.values, "lr_schedule"
+    share, total = values.get(f"{block}.warmup_ratio"), values.get("training.steps")
+    if values.get(f"{block}.warmup_steps") == 1:
+        values[f"{block}.warmup_steps"] = 2
+        run.outcome.comments[f"{block}.warmup_steps"] = "1 is 2, as there"
+    if share is None:
+        return
+    if isinstance(total, int):
+        del values[f"{block}.warmup_ratio"]
+        steps = int(share * total)
+        if not run.written("warmup_ratio"):
+            steps = min(steps, 100)
+        run.put(f"{block}.warmup_steps", 2 if steps == 1 else steps, "warmup_ratio")
+    elif run.written("warmup_ratio"):
+        run.changed("warmup_ratio", f"{short(share)}: rounded up here, down there")
+
+
+def _least(run: Conversion) -> None:
+    """Write the rate at which a cosine ends."""
+    key = "cosine_min_lr_ratio"
+    if not run.written(key):
+        return
+    values = run.outcome.values
+    if values.get("lr_schedule.type") != "cosine":
+        run.ignored(key, "it acts under cosine alone")
+        return
+    least = values["optimizer.learning_rate"] * run.number(key, default=0.0)
+    run.put("lr_schedule.min_learning_rate", least, key)
+
+
+def _full(run: Conversion) -> str:
+    """Return the compute type where bf16 says nothing: it is auto there."""
+    off = run.value("bf16") is False or run.value("float32") is True
+    return "float32" if off else "bfloat16"
+
+
+def _model(run: Conversion) -> None:
+    if not run.written("base_model") and not {"model.name_or_path", "model.config"} & set(
+        run.given
+    ):
+        run.refuse("base_model", "is missing", "add model.name_or_path=FOLDER")
+    for key in ("bfloat16", "float32"):
+        if run.written(key):
+            run.changed(key, f"here `model.dtype: {run.outcome.values.get('model.dtype')}`")
+    block = "overrides_of_model_config"
+    scaling = run.theirs.block("rope_scaling") or run.theirs.block(f"{block}.rope_scaling")
+    if scaling:
+        start = "rope_scaling" if run.theirs.has_block("rope_scaling") else f"{block}.rope_scaling"
+        found = {("rope_type" if key == "type" else key): v for key, v in scaling.items()}
+        run.put("model.rope_scaling", found, *(f"{start}.{key}" for key in scaling))
+    fields = run.theirs.block(block)
+    fields = {key: value for key, value in fields.items() if not key.startswith("rope_scaling")}
+    if fields:
+        run.put("model.overrides", fields, *(f"{block}.{key}" for key in fields))
+    flash = ("flash_attention", "attn_implementation", "xformers_attention", "flex_attention")
+    for key in (*flash, "sdp_attention", "eager_attention", "sage_attention"):
+        if run.written(key):
+            run.ignored(key, "`model.attention: auto` takes the fastest kernel that is exact")
+
+
+def _adapter(run: Conversion) -> None:
+    kind = run.value("adapter")
+    if kind is None:
+        if "adapter" in run.theirs.values:
+            run.ignored("adapter", "is null: all weights train")
+        leave_adapter(run, *LORA)
+        return
+    if kind not in ("lora", "qlora"):
+        run.refuse("adapter", f"is {short(kind)}", "write lora")
+        return
+    whole = "weights are not quantised: LoRA beside whole weights" if kind == "qlora" else ""
+    run.put("model.adapter.type", "lora", "adapter", say=whole)
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if run.value(key):
+            run.changed(key, "left out: weights are not quantised")
+        elif run.written(key):
+            run.ignored(key, "asks for nothing at this value")
+    for name, key, default in (("rank", "lora_r", 8), ("alpha", "lora_alpha", 8)):
+        if not run.written(key):
+            run.outcome.values[f"model.adapter.{name}"] = default
+    if run.flag("lora_target_linear"):
+        run.put("model.adapter.target_modules", None, "lora_target_linear", "lora_target_modules")
+    elif run.written("lora_target_modules"):
+        adapter(run, "lora_target_modules")
+    elif "model.adapter.target_modules" not in run.given:
+        what = "is missing, and which projections are adapted there depends on the model"
+        remedy = "add model.adapter.target_modules=[q_proj, v_proj], or lora_target_linear: true"
+        run.refuse("lora_target_modules", what, remedy)
+    if run.value("lora_target_linear") is False:
+        run.ignored("lora_target_linear", "asks for nothing at this value")
+
+
+def _rows(run: Conversion) -> None:
+    """Write how rows are filled, and what becomes of longer samples."""
+    if not run.written("sequence_len"):
+        run.outcome.values["data.sequence_length"] = 512
+        run.outcome.comments["data.sequence_length"] = "sequence_len, 512 where it is left out"
+    packs = run.flag("sample_packing")
+    say = "documents of a row never see one another" if packs else "each sample is a row"
+    run.put("data.packing", "best_fit" if packs else "none", "sample_packing", say=say)
+    key = "excess_length_strategy"
+    theirs = str(run.value(key, "drop"))
+    ours = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+    if theirs not in ours:
+        run.refuse(key, f"is {short(theirs)}", "write drop, truncate or raise")
+        return
+    run.put("data.overlong", ours[theirs], key)
+    inputs = run.flag("train_on_inputs")
+    run.put("data.train_on", "all" if inputs else "assistant", "train_on_inputs")
+    if run.value("curriculum_sampling") is True:
+        run.put("data.shuffle", False, "curriculum_sampling")
+    elif run.written("curriculum_sampling"):
+        run.ignored("curriculum_sampling", "asks for nothing at this value")
+    chat_template(run, run.written("chat_template"), run.written("chat_template_jinja"))
+
+
+def _data(run: Conversion) -> None:
+    """Write the samples: a source for each of theirs, or for each of its files."""
+    for ours, lists in (
+        ("data.train", ("datasets", "pretraining_dataset")),
+        ("data.eval", ("test_datasets",)),
+    ):
+        items = [item for name in lists for item in run.theirs.items(name)]
+        sources: list[dict[str, Any]] = []
+        for item in items:
+            if ours in run.given:
+                for key in run.theirs.block(item):
+                    say = f"`{ours}` of the command line stands in its place"
+                    run.changed(f"{item}.{key}", say)
+            else:
+                sources += _source(run, item)
+        if sources:
+            run.outcome.values[ours] = sources
+        for name in lists:
+            if run.written(name):
+                run.refuse(name, "is no list of mappings", "write a list of {path: …, type: …}")
+        if ours == "data.train" and not sources and ours not in run.given:
+            what = "names no samples that are read"
+            run.refuse("datasets", what, "add data.train=FILE")
+    share = "val_set_size"
+    found = run.number(share, default=0.0) if run.written(share) else 0.0
+    if found >= 1 and "data.eval_fraction" not in run.given:
+        run.refuse(share, f"is {short(found)} samples", "add data.eval_fraction=0.01, a share")
+    elif found > 0 and "data.eval" not in run.outcome.values:
+        run.put("data.eval_fraction", found, share)
+    elif run.written(share):
+        run.ignored(share, "nothing is kept apart")
+
+
+def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
+    """Return the sources of one item of their data."""
+
+    def at(name: str) -> Any:
+        return run.value(f"{item}.{name}")
+
+    kind = at("type") or ("completion" if item.startswith("pretraining") else None)
+    form = _form(run, item, kind)
+    if form is None:
+        return []
+    source: dict[str, Any] = {"format": form}
+    for name in ("name", "split"):
+        if at(name):
+            source[name] = str(at(name))
+            run.changed(f"{item}.{name}", f"here in `data.train`: {name}")
+    if fields := _fields(run, item, form, str(kind)):
+        source["fields"] = fields
+    files = at("data_files")
+    names = files if isinstance(files, list) else [files or at("path")]
+    if run.written(f"{item}.data_files") and at("path"):
+        local = run.theirs.place(str(at("path"))) or at("path") in ("json", "csv", "parquet")
+        what = "its files, from where the command runs" if local else "files of that data set"
+        run.changed(f"{item}.path", f"here in `data.train`: {what}")
+        if not local:
+            names = [at("path")]
+            remedy = "download them, and add data.train=FILE"
+            run.refuse(f"{item}.data_files", "names files of a data set on the hub", remedy)
+    elif at("path"):
+        run.changed(f"{item}.path", "here in `data.train`: path")
+    if not all(isinstance(name, str) and name for name in names):
+        run.refuse(f"{item}.path", "names no samples", "write a path, or add data.train=FILE")
+        return []
+    if run.written(f"{item}.data_files"):
+        run.changed(f"{item}.data_files", "here in `data.train`: path")
+    return [{"path": name, **source} for name in names]
+
+
+def _form(run: Conversion, item: str, kind: Any) -> str | None:
+    """Return the format of a data set of theirs, or None where it is refused."""
+    key = f"{item}.type"
+    if not isinstance(kind, str | None) or (run.theirs.has_block(key) and not run.written(key)):
+        return None  # a form of its own, which the table refuses
+    name = (kind or "input_ids").partition(":")[0]
+    if name in CHATS or name.startswith("sharegpt"):
+        run.changed(key, "here `format: messages`")
+        return "messages"
+    if name in PAIRS or name.startswith("alpaca"):
+        what = "instruction and answer, an empty line apart, no sentences around them"
+        run.changed(key, f"here `format: prompt_completion`: {what}")
+        return "prompt_completion"
+    if name in ("completion", "pretrain"):
+        run.changed(key, "here `format: text`") if run.written(key) else None
+        say = "longer texts are split into rows, as there"
+        run.put("data.overlong", "split", "excess_length_strategy", say=say)
+        if any(run.value(f"{other}.type", kind) != kind for other in run.theirs.items("datasets")):
+            what = "longer samples of the others are split too, dropped there"
+            run.changed(key, f"here `data.overlong: split`: {what}")
+        return "text"
+    if kind is None:
+        run.changed(key, "here `format: tokenized`")
+        return "tokenized"
+    what = f"is {short(kind)}, whose prompts are not made here"
+    run.refuse(key, what, "add data.train=FILE of messages, or prompt and completion")
+    return None
+
+
+def _fields(run: Conversion, item: str, form: str, kind: str) -> dict[str, Any]:
+    """Return what the records' fields are called, by our names."""
+    found: dict[str, Any] = {}
+    of_turns = form == "messages"
+    shares = of_turns and kind.startswith(("sharegpt", "chatml.sharegpt"))
+    for ours, *names in (
+        ("messages", "field_messages"),
+        ("tools", "field_tools"),
+        ("system", "field_system"),
+        ("text", "field", "text_column"),
+        ("role", "message_property_mappings.role", "message_field_role"),
+        ("content", "message_property_mappings.content", "message_field_content"),
+    ):
+        key = run.written(*(f"{item}.{name}" for name in names))
+        if key is None:
+            continue
+        value = run.value(key)
+        run.changed(key, f"here in `data.train`: fields: {{{ours}: {short(value)}}}")
+        if value != ours:
+            found[ours] = value
+    if shares:
+        found.setdefault("messages", "conversations")
+    mark = f"{item}.message_field_training"
+    if run.written(mark) and run.value(mark) not in MARKS:
+        what = f"is {short(run.value(mark))}"
+        run.refuse(mark, what, f"call it {', '.join(MARKS[:-1])} or {MARKS[-1]} in the records")
+    elif run.written(mark):
+        run.ignored(mark, "a turn's own mark is read")
+    trained = f"{item}.roles_to_train"
+    if run.written(trained) and run.value(trained) not in (["assistant"], ["gpt"]):
+        what = f"is {short(run.value(trained))}, and only answers train"
+        run.refuse(trained, what, "write [assistant], or train_on_inputs: true")
+    elif run.written(trained):
+        run.ignored(trained, "answers train")
+    roles = {}
+    for target, sources in run.theirs.block(f"{item}.roles").items():
+        for name in sources if isinstance(sources, list) else [sources]:
+            if name != target:
+                roles[str(name)] = target
+        run.changed(f"{item}.roles.{target}", "here in `data.train`: fields: {roles: …}")
+    if roles:
+        found["roles"] = roles
+    for name in ("chat_template", "chat_template_jinja"):
+        if run.written(f"{item}.{name}"):
+            own = name == "chat_template"
+            at = f"{item}.{name}"
+            chat_template(run, at if own else None, None if own else at)
+    return found
+
+
+def _memory(run: Conversion) -> None:
+    """Write what waits on the host, and tiles."""
+    if str(run.value("gradient_checkpointing")).startswith("offload"):
+        run.put("memory.offload_activations", "cpu", "gradient_checkpointing")
+    if run.value("tiled_mlp") is True:
+        run.put("memory.mlp_tile_tokens", "auto", "tiled_mlp")
+    elif run.written("tiled_mlp"):
+        run.ignored("tiled_mlp", "asks for nothing at this value")
+
+
+def _outputs(run: Conversion) -> None:
+    """Write checkpoints, evaluations and logs."""
+    saving(run, SAY, steps_win=True)
+    if not run.written("save_total_limit"):
+        run.outcome.values["checkpoint.keep_last"] = 4
+    something = bool(run.outcome.values.keys() & {"data.eval", "data.eval_fraction"})
+    evaluating(run, SAY, something=something)
+    for key, ours in (
+        ("saves_per_epoch", "checkpoint.every_steps"),
+        ("evals_per_epoch", "training.eval_every_steps"),
+    ):
+        if run.written(key):
+            what = f"left out: `{ours}` counts steps; how many an epoch has shows in the run"
+            run.changed(key, what)
+    resume = "auto_resume_from_checkpoints"
+    if run.value(resume) is True:
+        run.put("checkpoint.resume", "auto", resume)
+    elif run.written(resume):
+        run.put("checkpoint.resume", "never", resume)
+    logs(run, SAY)
+    _boards(run)
+    if run.written("plugins"):
+        names = run.value("plugins")
+        for name in names if isinstance(names, list) else [names]:
+            kernels = any(part in str(name) for part in ("liger", "cut_cross_entropy"))
+            what = "changes no number" if kernels else "not taken: nothing like it is known here"
+            say = run.ignored if kernels else run.changed
+            say("plugins", f"{short(name)}: {what}")
+
+
+def _boards(run: Conversion) -> None:
+    """Write wandb's and MLflow's settings where they are asked for."""
+    for name, parts in (
+        ("wandb", ("project", "name", "entity", "run_id", "mode")),
+        ("mlflow", ("tracking_uri", "experiment_name", "run_name")),
+    ):
+        keys = {part: f"{name}_{part}" for part in parts if run.written(f"{name}_{part}")}
+        asked = run.value(f"use_{name}", "project" in keys or "tracking_uri" in keys)
+        if asked:
+            called = {"run_id": "id", "experiment_name": "experiment", "run_name": "name"}
+            found = {called.get(part, part): run.value(key) for part, key in keys.items()}
+            run.put(f"logging.{name}", found, f"use_{name}", *keys.values())
+            continue
+        for key in (f"use_{name}", *keys.values()):
+            if run.written(key):
+                run.ignored(key, f"{name} is not asked for")

@@ -1,0 +1,142 @@
+"""A DeepSpeed or FSDP configuration beside another tool's arguments, as ZeRO's settings."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from uspft.config.deepspeed_fields import AIO, ZERO
+from uspft.convert.conversion import Conversion, short
+from uspft.convert.theirs import with_file
+
+ZERO_BLOCK = "deepspeed.zero_optimization"
+AUTO = "auto"
+
+
+def sharding(run: Conversion) -> None:
+    """Write ZeRO's settings, from `deepspeed` or from `fsdp` and `fsdp_config`."""
+    if isinstance(run.value("deepspeed"), str):
+        _file(run)
+    with_file(run.theirs, "fsdp_config")
+    if run.theirs.has_block("deepspeed") and not run.written("deepspeed"):
+        _zero(run)
+        _beside(run)
+    elif run.theirs.has_block("fsdp_config") or run.written("fsdp"):
+        _fully(run)
+
+
+def _file(run: Conversion) -> None:
+    """Read the file that `deepspeed` names, or take the stage of a shipped one by its name."""
+    name = str(run.value("deepspeed"))
+    if with_file(run.theirs, "deepspeed"):
+        return
+    stage = re.search(r"(?:zero|z)_?([0-3])", name.lower().replace("-", "_"))
+    if "deepspeed.zero_optimization.stage" in run.given:
+        run.changed("deepspeed", "the stage of the command line stands in its place")
+    elif stage and not name.endswith(".json"):
+        _shipped(run, int(stage[1]), "offload" in name)
+    else:
+        what = f"is {short(name)}, which is not found here"
+        hint = stage[1] if stage else "3"
+        remedy = f"put it there, or add deepspeed.zero_optimization.stage={hint}"
+        run.refuse("deepspeed", what, remedy)
+
+
+def _shipped(run: Conversion, stage: int, offload: bool) -> None:
+    """Write what a configuration that their tool ships by a word holds."""
+    run.put(f"{ZERO_BLOCK}.stage", stage, "deepspeed")
+    if offload and stage:
+        run.put(f"{ZERO_BLOCK}.offload_optimizer", {"device": "cpu"}, "deepspeed")
+    if offload and stage == 3:
+        run.put(f"{ZERO_BLOCK}.offload_param", {"device": "cpu"}, "deepspeed")
+
+
+def _zero(run: Conversion) -> None:
+    """Take `zero_optimization` and `aio` as they stand, but for what is auto there."""
+    for block, known in ((ZERO_BLOCK, ZERO), ("deepspeed.aio", AIO)):
+        for path, value in run.theirs.block(block).items():
+            key, name = f"{block}.{path}", path.partition(".")[0]
+            if value == AUTO:
+                run.ignored(key, "auto: DeepSpeed's own figure stands")
+            elif name in known:
+                run.outcome.values[key] = value
+                run.outcome.sources[key] = run.theirs.values[key].where, key
+                run.taken(key)
+            else:
+                run.changed(key, "left out: DeepSpeed here has no such setting")
+    if f"{ZERO_BLOCK}.stage" not in run.outcome.values:
+        run.outcome.values[f"{ZERO_BLOCK}.stage"] = 0
+
+
+def _beside(run: Conversion) -> None:
+    """Compare what DeepSpeed's file repeats of the arguments with them, as they do."""
+    ours = run.outcome.values
+    micro, batch = ours["training.micro_batch_size"], ours["training.global_batch_size"]
+    for key, wanted in (
+        ("train_micro_batch_size_per_gpu", micro),
+        ("train_batch_size", batch),
+    ):
+        found = run.value(f"deepspeed.{key}")
+        if found not in (None, AUTO, wanted):
+            what = f"is {short(found)}, and the arguments make it {wanted}: an error there too"
+            run.refuse(f"deepspeed.{key}", what, "write auto")
+    clip = run.value("deepspeed.gradient_clipping")
+    if clip is None:
+        ours["training.max_grad_norm"] = None
+        run.outcome.comments["training.max_grad_norm"] = "their DeepSpeed configuration clips none"
+    elif clip != AUTO:
+        run.put(
+            "training.max_grad_norm",
+            run.number("deepspeed.gradient_clipping", default=1.0) or None,
+            "deepspeed.gradient_clipping",
+        )
+    kind = run.value("deepspeed.optimizer.type")
+    if kind is not None and str(kind).lower() not in ("adamw", "adam"):
+        what = f"is {short(kind)}, and AdamW is the only one here"
+        run.refuse("deepspeed.optimizer.type", what, "write AdamW")
+    kind = run.value("deepspeed.scheduler.type")
+    if kind is not None and kind not in ("WarmupLR", "WarmupDecayLR"):
+        what = f"is {short(kind)}, which has no like here"
+        run.refuse("deepspeed.scheduler.type", what, "leave it out: the arguments' rules")
+    elif kind is not None:
+        ours["lr_schedule.type"] = "constant" if kind == "WarmupLR" else "linear"
+        run.outcome.comments["lr_schedule.type"] = f"deepspeed.scheduler.type: {kind}"
+        run.outcome.values.pop("lr_schedule.min_learning_rate", None)
+    for key, found in run.theirs.block("deepspeed").items():
+        path = f"deepspeed.{key}"
+        if run.spoken(path):
+            continue
+        if key.startswith(("optimizer.params", "scheduler.params")) and found != AUTO:
+            what = f"is {short(found)}, and the arguments say it too"
+            run.changed(path, f"left out: {what}")
+        elif found == AUTO:
+            run.ignored(path, "auto: the arguments rule")
+
+
+def _fully(run: Conversion) -> None:
+    """Write the stage that shards what FSDP shards."""
+    block = run.theirs.block("fsdp_config")
+    found: dict[str, Any] = {key.removeprefix("fsdp_"): value for key, value in block.items()}
+    words = run.value("fsdp", "")
+    said = " ".join(map(str, words)) if isinstance(words, list) else str(words)
+    strategy = str(found.get("sharding_strategy", "")).upper()
+    again = found.get("reshard_after_forward")
+    stage = 3
+    if again is False or "SHARD_GRAD_OP" in (strategy, str(again).upper()):
+        stage = 2
+    elif strategy == "NO_SHARD" or "shard_grad_op" in said:
+        stage = 2 if "shard_grad_op" in said else 1
+    keys = [f"fsdp_config.{key}" for key in block] + ["fsdp"]
+    names = ("sharding_strategy", "reshard_after_forward")
+    run.put(f"{ZERO_BLOCK}.stage", stage, *(k for k in keys if k.endswith((*names, "fsdp"))))
+    if found.get("offload_params") is True or "offload" in said:
+        at = [key for key in keys if key.endswith(("offload_params", "fsdp"))]
+        run.put(f"{ZERO_BLOCK}.offload_optimizer", {"device": "cpu"}, *at)
+        if stage == 3:
+            run.put(f"{ZERO_BLOCK}.offload_param", {"device": "cpu"}, *at)
+    if found.get("activation_checkpointing") is True:
+        at = [key for key in keys if key.endswith("activation_checkpointing")]
+        run.put("memory.gradient_checkpointing", True, *at)
+    for key in keys:
+        if key.endswith(("offload_params", "activation_checkpointing")) and not run.value(key):
+            run.ignored(key, "asks for nothing at this value")

@@ -1,0 +1,407 @@
+"""The arguments of transformers' Trainer as a recipe: what axolotl, LLaMA-Factory, ms-swift and TRL
+share.
+
+A tool has its own names for some of them, and its own defaults: a Dialect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from uspft.config.algorithms import CONTEXT
+from uspft.convert.conversion import Conversion, short
+
+DEFAULTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0,
+    "learning_rate": 5e-5,
+    "weight_decay": 0.0,
+    "lr_scheduler_type": "linear",
+    "optim": "adamw_torch_fused",
+    "warmup_ratio": 0.0,
+    "max_grad_norm": 1.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "gradient_checkpointing": False,
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "report_to": (),
+}
+"""What holds there where a key is left out, as transformers 5 has it."""
+SMALLER = ("8bit", "4bit", "fp8", "apex", "anyprecision")
+"""Parts of names of AdamW whose states are not float32 there."""
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine_restarts",
+    "polynomial": "polynomial",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+}
+MINUTES = 24 * 60
+"""The longest that a collective waits: theirs are often months, which say for ever."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a tool calls the Trainer's arguments, and what holds there where they are left out."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def key(self, name: str) -> str:
+        """Return the tool's name of an argument."""
+        return self.names.get(name, name)
+
+    def default(self, name: str) -> Any:
+        """Return what holds where the argument is left out."""
+        return self.defaults[name] if name in self.defaults else DEFAULTS[name]
+
+
+def global_batch(
+    run: Conversion, say: Dialect, split: int, world: int | None, ranks: int | None
+) -> int:
+    """Write the batch, and return the rows of one update by their formula.
+
+    split: how many devices share a row. world: how many devices the file says there are. ranks: how
+    many there are here, which are those there where the file says nothing.
+    """
+    micro_key, steps_key = (
+        say.key(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    micro = run.whole(micro_key, default=say.default("per_device_train_batch_size"))
+    steps = run.whole(steps_key, default=say.default("gradient_accumulation_steps"))
+    devices, ours = world or ranks, "training.global_batch_size"
+    given = run.given.get(ours)
+    if devices is None:
+        batch = given if isinstance(given, int) and not isinstance(given, bool) else micro * steps
+        if ours not in run.given:
+            what = "counts rows of one device, and the file does not say how many there are"
+            run.refuse(micro_key, what, f"add --ranks N, or {ours}=N")
+    else:
+        replicas, left = divmod(devices, split)
+        if left or not replicas:
+            what = f"{split} devices share a row, which does not divide {devices}"
+            run.refuse(micro_key, what, f"add --ranks {split * max(replicas, 1)}")
+        batch = micro * steps * max(replicas, 1)
+        if world and ranks and world != ranks:
+            what = f"{world} devices there, {ranks} ranks here; the batch stays"
+            run.changed(steps_key, what)
+    for key, value in (("training.micro_batch_size", micro), (ours, batch)):
+        run.put(key, value, micro_key if value is micro else steps_key)
+    run.outcome.comments[ours] = f"{micro_key} {micro} × {steps_key} {steps} × replicas" + (
+        f" {devices // split}" if devices and devices % split == 0 else ""
+    )
+    return batch
+
+
+def context(run: Conversion, key: str, degree: int, megatron: str, *keys: str) -> None:
+    """Write that ranks share a row, by the algorithm with Megatron's name."""
+    if degree > 1:
+        row = next(row for row in CONTEXT.values() if row.megatron == megatron)
+        run.put("parallel_config.context_parallel", degree, key)
+        run.put("parallel_config.context_parallel_algo", row.name, *keys)
+        return
+    for idle in (key, *keys):
+        if run.written(idle):
+            run.ignored(idle, "rows are whole: one device has all of a row")
+
+
+def length(run: Conversion, say: Dialect) -> None:
+    """Write how long the run is."""
+    steps_key, epochs_key = say.key("max_steps"), say.key("num_train_epochs")
+    steps = run.whole(steps_key, default=-1)
+    given = next((k for k in ("training.steps", "training.epochs") if k in run.given), None)
+    if given:
+        for key in (steps_key, epochs_key):
+            if run.written(key):
+                run.changed(key, f"`{given}` of the command line stands in its place")
+        return
+    if steps > 0:
+        run.put("training.steps", steps, steps_key)
+        if run.written(epochs_key):
+            run.changed(epochs_key, f"{steps_key} wins, as there")
+        return
+    if run.written(steps_key):
+        run.ignored(steps_key, f"is {steps}: the epochs say the length")
+    epochs = run.number(epochs_key, default=say.default("num_train_epochs"))
+    if epochs != int(epochs) or epochs < 1:
+        what = f"is {short(epochs)}, and a recipe counts whole epochs"
+        run.refuse(epochs_key, what, "add training.steps=N")
+        return
+    run.put("training.epochs", int(epochs), epochs_key)
+
+
+def optimizer(run: Conversion, say: Dialect) -> None:
+    """Write AdamW with its settings, and the clipping."""
+    key = say.key("optim")
+    kind = str(run.value(key, say.default("optim"))).lower()
+    if "adamw" not in kind or kind == "adamw_mini":
+        run.refuse(key, f"is {kind}, and AdamW is the only one here", "write adamw_torch")
+    else:
+        smaller = any(part in kind for part in SMALLER)
+        states = "its states are float32 here, 8 bytes a parameter" if smaller else ""
+        run.put("optimizer.type", "adamw", key, say=states)
+    for name in ("learning_rate", "weight_decay"):
+        theirs = say.key(name)
+        value = run.number(theirs, default=say.default(name))
+        run.put(f"optimizer.{name}", value, theirs)
+    betas = [
+        run.number(say.key(name), default=say.default(name))
+        for name in ("adam_beta1", "adam_beta2")
+    ]
+    run.put("optimizer.betas", betas, say.key("adam_beta1"), say.key("adam_beta2"))
+    epsilon = say.key("adam_epsilon")
+    run.put("optimizer.eps", run.number(epsilon, default=say.default("adam_epsilon")), epsilon)
+    norm = run.number(say.key("max_grad_norm"), default=say.default("max_grad_norm"))
+    run.put("training.max_grad_norm", norm if norm > 0 else None, say.key("max_grad_norm"))
+
+
+def schedule(run: Conversion, say: Dialect) -> None:
+    """Write the learning rate's schedule; theirs begins at rate 0, a step before ours."""
+    key = say.key("lr_scheduler_type")
+    kind = str(run.value(key, say.default("lr_scheduler_type")))
+    kind = kind.removeprefix("SchedulerType.").lower()
+    if kind not in SCHEDULES:
+        what = f"is {short(kind)}, which has no like here"
+        run.refuse(key, what, f"write one of {', '.join(SCHEDULES)}")
+        return
+    run.put("lr_schedule.type", SCHEDULES[kind], key, say="our step i has the rate of theirs i + 1")
+    _shape(run, kind, say.key("lr_scheduler_kwargs"))
+    if kind == "constant":
+        for name in ("warmup_ratio", "warmup_steps"):
+            if run.value(say.key(name)):
+                run.changed(say.key(name), "constant has no warm-up there, and none here")
+        run.outcome.values["lr_schedule.warmup_steps"] = 0
+        return
+    warmup(run, say)
+
+
+def _shape(run: Conversion, kind: str, block: str) -> None:
+    """Write what the scheduler's own arguments say."""
+    written = {key: f"{block}.{key}" for key in run.theirs.block(block)}
+    peak = run.outcome.values["optimizer.learning_rate"]
+    if kind == "polynomial":
+        end = run.number(f"{block}.lr_end", default=1e-7)
+        run.put("lr_schedule.min_learning_rate", end, f"{block}.lr_end")
+        if "power" in written:
+            power = run.number(written.pop("power"), default=1.0)
+            run.put("lr_schedule.power", power, f"{block}.power")
+        written.pop("lr_end", None)
+    if kind == "cosine_with_restarts" and "num_cycles" in written:
+        key = written.pop("num_cycles")
+        run.put("lr_schedule.cycles", run.whole(key), key)
+    if kind == "cosine_with_min_lr":
+        share, least = f"{block}.min_lr_rate", f"{block}.min_lr"
+        if run.written(share):
+            run.put("lr_schedule.min_learning_rate", peak * run.number(share, default=0.0), share)
+        else:
+            run.put("lr_schedule.min_learning_rate", run.number(least, default=0.0), least)
+        written.pop("min_lr_rate", None), written.pop("min_lr", None)
+    if kind == "warmup_stable_decay":
+        _stable(run, block, peak, written)
+    half = written.get("num_cycles")
+    if half and kind in ("cosine", "cosine_with_min_lr") and run.value(half) == 0.5:
+        run.ignored(written.pop("num_cycles"), "half a cycle: the cosine falls once, as here")
+    for name, key in written.items():
+        if run.value(key) is not None:
+            what = f"is {short(run.value(key))}, and {kind} here has no {name}"
+            run.refuse(key, what, "leave it out")
+
+
+def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -> None:
+    """Write a rate that stays and then falls along a line."""
+    for name, default in (("decay_type", "cosine"), ("warmup_type", "linear")):
+        key = written.pop(name, f"{block}.{name}")
+        if run.value(key, default) != "linear":
+            what = f"is {run.value(key, default)}, and the rate moves along a line here"
+            run.refuse(key, what, "write linear")
+        elif run.written(key):
+            run.ignored(key, "the rate moves along a line")
+    share = f"{block}.min_lr_ratio"
+    run.put("lr_schedule.min_learning_rate", peak * run.number(share, default=0.0), share)
+    if run.value(share):
+        run.changed(share, "the warm-up begins at rate 0 here, at the least rate there")
+    total = run.outcome.values.get("training.steps") or run.given.get("training.steps")
+    falls, stays = written.pop("num_decay_steps", None), written.get("num_stable_steps")
+    if falls and isinstance(total, int) and not stays:
+        share_of_all = round(run.whole(falls) / total, 6)
+        run.put("lr_schedule.decay_ratio", share_of_all, falls)
+    else:
+        what = "counts steps, and here the fall is a share of all steps"
+        remedy = "add lr_schedule.decay_ratio=0.1 and training.steps=N"
+        if "lr_schedule.decay_ratio" not in run.given:
+            run.refuse(falls or f"{block}.num_decay_steps", what, remedy)
+        elif falls:
+            run.changed(falls, "`lr_schedule.decay_ratio` of the command line stands in its place")
+    written.pop("min_lr_ratio", None)
+
+
+def warmup(run: Conversion, say: Dialect) -> None:
+    """Write the warm-up: steps where there are some, else a share of all, rounded up as here."""
+    steps_key, share_key = say.key("warmup_steps"), say.key("warmup_ratio")
+    steps = run.number(steps_key, default=0.0)
+    if steps >= 1:
+        run.put("lr_schedule.warmup_steps", int(steps), steps_key)
+        if run.written(share_key):
+            run.changed(share_key, f"{steps_key} wins, as there")
+        return
+    share = steps or run.number(share_key, default=say.default("warmup_ratio"))
+    run.put("lr_schedule.warmup_ratio", share, share_key, steps_key)
+
+
+def precision(run: Conversion, half: str = "bf16", default: str = "float32") -> None:
+    """Write the compute type. default: what holds where nothing asks for another."""
+    if "model.dtype" in run.given:
+        return
+    asks = run.value(half)
+    if run.value("fp16") is True or run.value("float16") is True:
+        key = "fp16" if run.value("fp16") is True else "float16"
+        remedy = "add model.dtype=bfloat16, which has its range and needs no scaling"
+        run.refuse(key, "asks for float16", remedy)
+    elif asks in (True, "auto", "full"):
+        run.put("model.dtype", "bfloat16", half, say="master weights and Adam are float32")
+    else:
+        run.put("model.dtype", "float32" if asks is False else default, half)
+    for key in ("fp16", "float16"):
+        if run.value(key) is False:
+            run.ignored(key, "asks for nothing at this value")
+
+
+def again(run: Conversion, say: Dialect, *keys: str) -> None:
+    """Write which layers are computed again."""
+    names = (say.key("gradient_checkpointing"), *keys)
+    asks = any(run.value(name) for name in names)
+    written = run.written(*names)
+    asks = asks if written else say.default("gradient_checkpointing")
+    run.put("memory.gradient_checkpointing", asks, *names)
+    if run.value("activation_offloading") and asks:
+        run.put("memory.offload_activations", "cpu", "activation_offloading")
+    elif run.value("activation_offloading"):
+        what = "left out: only layers that are computed again are offloaded here"
+        run.changed("activation_offloading", what)
+    elif run.written("activation_offloading"):
+        run.ignored("activation_offloading", "asks for nothing at this value")
+
+
+def saving(run: Conversion, say: Dialect, *, steps_win: bool = False) -> None:
+    """Write when checkpoints come, and which one the run goes on from.
+
+    steps_win: whether a number of steps holds whatever the strategy says.
+    """
+    strategy, every = say.key("save_strategy"), say.key("save_steps")
+    kind = run.value(strategy, say.default("save_strategy"))
+    if steps_win and run.value(every):
+        kind = "steps"
+    ours = "checkpoint.every_steps"
+    if kind in ("no", False):
+        run.put(ours, None, strategy)
+        if run.written(every):
+            run.changed(every, f"{strategy} is no")
+    elif kind == "steps":
+        _every(run, ours, every, say.default("save_steps"))
+        if run.written(strategy):
+            run.ignored(strategy, "checkpoints come every so many steps")
+    elif kind in ("epoch", "best"):
+        left = f"left out: `{ours}` counts steps: every 500 and at the end"
+        run.changed(strategy, left) if run.written(strategy) else None
+        if run.written(every):
+            run.changed(every, f"{strategy} is {kind}")
+    else:
+        run.refuse(strategy, f"is {short(kind)}", "write steps, epoch or no")
+    resume = run.value("resume_from_checkpoint")
+    if resume is True or resume == "auto":
+        run.put("checkpoint.resume", "auto", "resume_from_checkpoint")
+    elif resume not in (None, False):
+        what = f"is {short(resume)}, a checkpoint of theirs"
+        remedy = "write null, and name the weights to start from as the model"
+        run.refuse("resume_from_checkpoint", what, remedy)
+    elif resume is False:
+        run.ignored("resume_from_checkpoint", "asks for nothing at this value")
+
+
+def _every(run: Conversion, ours: str, key: str, default: Any) -> None:
+    """Write a number of steps, which may be a share of all of them."""
+    found = run.number(key, default=float(default)) if default or run.written(key) else None
+    total = run.outcome.values.get("training.steps")
+    if found is None:
+        return
+    if found >= 1:
+        run.put(ours, int(found), key)
+    elif isinstance(total, int) and found > 0:
+        run.put(ours, math.ceil(found * total), key, say="a share of all steps")
+    else:
+        run.changed(key, f"left out: how many steps that share is shows in the run: write {ours}")
+
+
+def evaluating(run: Conversion, say: Dialect, *, something: bool) -> None:
+    """Write when evaluations come. something: whether there are samples for them."""
+    strategy = run.written(say.key("eval_strategy"), say.key("evaluation_strategy"))
+    every, kind = say.key("eval_steps"), run.value(strategy) if strategy else None
+    something |= "data.eval" in run.given or "data.eval_fraction" in run.given
+    if not something:
+        for key in (strategy, every):
+            if key and run.written(key):
+                run.ignored(key, "there is nothing to evaluate on")
+        return
+    if kind in ("no", False, "epoch"):
+        run.changed(str(strategy), "left out: the end of a run evaluates anyway")
+        if run.written(every):
+            run.changed(every, f"{strategy} is {kind}")
+    else:
+        _every(run, "training.eval_every_steps", every, 0)
+        if strategy:
+            run.ignored(strategy, "evaluations come every so many steps")
+
+
+def logs(run: Conversion, say: Dialect) -> None:
+    """Write where the numbers go."""
+    asked = run.value("report_to", say.default("report_to"))
+    names = [str(one).lower() for one in (asked if isinstance(asked, list | tuple) else [asked])]
+    known = {"tensorboard": True, "wandb": {}, "mlflow": {}}
+    for name in names:
+        if name in known:
+            run.put(f"logging.{name}", known[name], "report_to")
+        elif name not in ("none", "no"):
+            what = f"{short(name)} is left out: metrics.jsonl has every number"
+            run.changed("report_to", what)
+    if run.written("report_to") and set(names) <= {"none", "no"}:
+        run.ignored("report_to", "metrics.jsonl has every number")
+    if run.written("run_name") and "logging.wandb" in run.outcome.values:
+        run.put("logging.wandb", {"name": run.value("run_name")}, "run_name")
+    elif run.written("run_name"):
+        run.ignored("run_name", "the run is called by its `output_dir`")
+    if run.written("ddp_timeout"):
+        minutes = min(run.number("ddp_timeout", default=1800.0) / 60, MINUTES)
+        run.put("launch.timeout_minutes", max(minutes, 1.0), "ddp_timeout", say="in minutes")
+    cpu = run.written("use_cpu", "no_cuda")
+    if cpu and run.flag(cpu):
+        run.put("launch.device", "cpu", cpu)
+    elif cpu:
+        run.ignored(cpu, "asks for nothing at this value")
+
+
+def adapter(run: Conversion, targets: str, *, default: Any = None) -> None:
+    """Write which projections LoRA adapts; a word for all linear ones is null.
+
+    targets: their key. default: what holds where it is left out.
+    """
+    found = run.value(targets, default)
+    if isinstance(found, str):
+        found = [part.strip() for part in found.split(",") if part.strip()]
+    everything = found in (["all"], ["all-linear"], ["all_linear"])
+    run.put("model.adapter.target_modules", None if everything else found, targets)
+
+
+def leave_adapter(run: Conversion, *keys: str) -> None:
+    """Say that what belongs to an adapter does nothing without one."""
+    for key in keys:
+        if key in run.theirs.values:
+            run.ignored(key, "there is no adapter: all weights train")
