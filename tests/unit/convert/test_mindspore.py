@@ -184,7 +184,11 @@ def test_other_ranks_keep_the_batch(tmp_path: Path) -> None:
     outcome, recipe = converted(tmp_path, tree, ranks=4)
     assert recipe["parallel_config"]["data_parallel"] == 2
     assert outcome.values["training.global_batch_size"] == 8
-    assert any("16 devices there, 4 ranks here" in line for line in outcome.lines())
+    (line,) = [line for line in outcome.lines() if "parallel_config.data_parallel: here" in line]
+    assert line.endswith(
+        "16 devices there (data 8 × tensor 2, 1 micro-batch of 1 row each), "
+        "4 ranks here (data 2 × tensor 2, 4 micro-batches of 1 row each); the batch stays 8 rows"
+    )
     outcome, _ = converted(tmp_path, tree, ranks=3)
     assert outcome.refused
 
