@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kills, predictions
+from benchmarks import faults, predictions
 from benchmarks.attention import overview as attention
 from benchmarks.convergence import comparison as convergence
 from benchmarks.data import figures as data
@@ -41,9 +41,11 @@ PROGRAM = "program"
 MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     "attention": attention.figures,
     "convergence": convergence.figures,
+    "cut_off": faults.cut_off,
     "data": data.figures,
     "experts": experts.figures,
-    "kills": kills.figures,
+    "held": faults.held,
+    "kills": faults.kills,
     "memory": memory.figures,
     "meshslice": meshslice.figures,
     "meshslice-hosts": meshslice_hosts.figures,
@@ -59,7 +61,7 @@ MAKERS: Mapping[str, Callable[[Any], dict[str, str]]] = {
     PROGRAM: predictions.figures,
 }
 """What makes the figures of each file."""
-ELSEWHERE = {"kills": kills.FOLDER}
+ELSEWHERE = dict.fromkeys(("cut_off", "held", "kills"), faults.FOLDER)
 """The folders of files that are no benchmark's."""
 FIGURE = re.compile(r"^<!-- figures: (.+?), (.+?) -->\n(.*?)^<!-- end -->$", re.M | re.S)
 

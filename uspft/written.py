@@ -18,7 +18,7 @@ from uspft.metrics.trackers import EVENTS, RUNS, WANDB
 
 RECIPE, METRICS, ENVIRONMENT = "recipe.yaml", "metrics.jsonl", "environment.json"
 INCIDENTS = "incidents.jsonl"
-"""The steps that were bad: a line for each."""
+"""A line for each step that was bad, new start of a lost run, and damaged checkpoint."""
 MODEL, ADAPTER = "hf", "adapter"
 EXPORTS = (MODEL, ADAPTER)
 """The folders that a run writes at its end, beside checkpoints/."""

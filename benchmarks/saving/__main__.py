@@ -4,7 +4,8 @@
         [--out DIR]
 
 The files are written to the disk of --folder and synced, as a run does. The exit code is 1 where
-checksums take more than a twentieth of a save. The file keeps the part that is not run again.
+checksums take more than a twentieth of a save. The file keeps the parts and sizes that are not run
+again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.lab.machine import circumstances
 from benchmarks.lab.results import RESULTS, read, write
@@ -28,14 +30,24 @@ def main() -> int:
         folder = Path(name)
         if "checksums" in asked.parts:
             result["checksums_on"] = circumstances()
-            result["checksums"] = [checksums.measured(size, asked.rounds, folder) for size in sizes]
+            for size in sizes:
+                one = checksums.measured(size, asked.rounds, folder)
+                result["checksums"] = _with(result.get("checksums", []), size, one)
             print(checksum_table(result["checksums"]), flush=True)
         if "overlap" in asked.parts:
             result["overlap_on"] = circumstances()
-            result["overlap"] = [overlap.measured(size, asked.rounds, folder) for size in sizes]
+            for size in sizes:
+                one = overlap.measured(size, asked.rounds, folder)
+                result["overlap"] = _with(result.get("overlap", []), size, one)
             print(overlap_table(result["overlap"]), flush=True)
     print(write(asked.out, "saving", result))
     return int(any(case["cost"] > checksums.MOST_COST for case in result["checksums"]))
+
+
+def _with(cases: list[dict[str, Any]], size: float, one: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the cases of a part with one in the place of that of the same size."""
+    others = [case for case in cases if case["gb"] != size]
+    return sorted([*others, {"gb": size, **one}], key=lambda case: case["gb"])
 
 
 def _words() -> argparse.Namespace:

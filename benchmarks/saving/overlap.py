@@ -16,22 +16,26 @@ import yaml
 
 from benchmarks.lab.results import ROOT
 
-WIDTH, MLP, VOCABULARY, ROW = 1024, 2816, 1024, 128
+WIDTH, MLP, VOCABULARY, ROW = 1024, 2816, 1024, 64
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * MLP
 STATE_BYTES = 12
 """Of a parameter in a checkpoint."""
-STEPS, SAVES, WARM_UP = 9, 2, 1
-"""Steps of a run, saves in it, and steps that are not counted."""
+STEPS, EVERY, WARM_UP = 8, 4, 1
+"""Steps of a run, of which the last is saved too; after how many of them the save comes that is
+looked at; and how many of the first are not counted."""
 WAYS: dict[str, dict[str, Any]] = {
     "none": {"every_steps": None},
-    "in turn": {"every_steps": 4, "overlap": False},
-    "beside": {"every_steps": 4, "overlap": True},
+    "in turn": {"every_steps": EVERY, "overlap": False},
+    "beside": {"every_steps": EVERY, "overlap": True},
 }
 
 
 def measured(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
     """Return what runs of one process took without saves and with them, taking turns: the medians
-    of rounds."""
+    of rounds.
+
+    What steps lose to a save in their middle is what they wait for it and what they take longer.
+    """
     layers = max(1, round((gigabytes * 1e9 / STATE_BYTES - 2 * VOCABULARY * WIDTH) / LAYER))
     _make(folder, layers)
     found: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in WAYS}
@@ -41,13 +45,12 @@ def measured(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
     plain = median(step for run in found["none"] for step in _seconds(run))
     result: dict[str, Any] = {"layers": layers, "rounds": rounds, "step_seconds": plain}
     for way in ("in turn", "beside"):
-        saves = [one for run in found[way] for one in run if "save_bytes" in one][: SAVES * rounds]
-        lost = []
-        for run in found[way]:
-            waited = sum(one["save_waited_seconds"] for one in run if "save_bytes" in one)
-            count = sum("save_bytes" in one for one in run)
-            longer = sum(_seconds(run)) - plain * len(_seconds(run))
-            lost.append((waited + longer) / count)
+        saves = [next(one for one in run if "save_bytes" in one) for run in found[way]]
+        lost = [
+            save["save_waited_seconds"] + sum(after) - plain * len(after)
+            for save, run in zip(saves, found[way], strict=True)
+            if (after := _seconds(run)[EVERY - WARM_UP :])
+        ]
         result[way] = {
             "save_seconds": median(one["save_seconds"] for one in saves),
             "waited_seconds": median(one["save_waited_seconds"] for one in saves),

@@ -1,17 +1,19 @@
 """A host whose network is cut in the middle of a run: how the others end, and go on without it.
 
-    sudo .venv/bin/python -m tests.faults.cut_off [--mbit 1000]
+    sudo .venv/bin/python -m tests.faults.cut_off [--mbit 1000] [--out FILE]
 
 Two hosts are network namespaces of this machine (benchmarks/lab/cluster.py), which needs root and
 iproute2. Once without `launch.restarts`: both hosts must end, with what is wrong, and the same
 command goes on when the link is back. Once with restarts and `min_hosts: 1`: host 0 goes on alone.
 Both must give the losses of a run on one host to which nothing happens, but for float32's rounding
-in another order. The exit code is 1 where one does not.
+in another order. What was found is kept in tests/faults/cut_off.json, from which docs/long-runs.md
+has it. The exit code is 1 where one was not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -26,6 +28,11 @@ from tests.support.launch import ROOT, records, write_recipe
 from tests.support.models import make_documents, make_model
 from tests.support.runs import small_recipe
 
+FOUND = Path(__file__).with_suffix(".json")
+CASES: dict[str, dict[str, Any]] = {
+    "ended on both, and went on together": {},
+    "went on alone": {"restarts": 1, "min_hosts": 1},
+}
 STEPS, AT_STEP, END_SECONDS, APART = 400, 20, 60.0, 1e-3
 """The link is cut after a step; all hosts must have ended so long after it. Losses of a step may be
 as far apart, relatively."""
@@ -68,7 +75,7 @@ def start(path: Path, hosts: Sequence[Sequence[str]]) -> list[subprocess.Popen[b
     return started
 
 
-def cut(path: Path, host: Sequence[str], state: str) -> None:
+def cut(host: Sequence[str], state: str) -> None:
     """Set the link of a host down or up."""
     subprocess.run([*host, "ip", "link", "set", "eth0", state], check=True)
 
@@ -98,8 +105,10 @@ def ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
     return codes
 
 
-def run(folder: Path, data: Path, hosts: Sequence[Sequence[str]], **launch: Any) -> list[str]:
-    """Cut the second host off in a run, and return what happened otherwise than it should."""
+def run(
+    folder: Path, data: Path, hosts: Sequence[Sequence[str]], launch: dict[str, Any]
+) -> dict[str, Any]:
+    """Cut the second host off in a run, and return what happened, `wrong` what should not have."""
     folder.mkdir()
     for name in ("model", "d.jsonl"):
         (folder / name).symlink_to(data / name)
@@ -107,29 +116,31 @@ def run(folder: Path, data: Path, hosts: Sequence[Sequence[str]], **launch: Any)
     processes = start(path, hosts)
     while steps_of(folder) < AT_STEP and all(one.poll() is None for one in processes):
         time.sleep(0.2)
-    cut(path, hosts[1], "down")
-    print(f"{folder.name}: cut off after step {steps_of(folder)}", flush=True)
-    alone = bool(launch)
-    wrong = []
+    cut(hosts[1], "down")
+    began, after_step, alone, wrong = time.monotonic(), steps_of(folder), bool(launch), []
     codes = ended(processes[1:], END_SECONDS) if alone else ended(processes, END_SECONDS)
+    seconds = time.monotonic() - began
     if any(code in (None, 0) for code in codes):
         wrong.append(f"exit codes after {END_SECONDS:.0f} s: {codes}")
     if alone:
         codes = ended(processes[:1], 600)
-    cut(path, hosts[1], "up")
+    cut(hosts[1], "up")
     if not alone:
         codes = ended(start(path, hosts), 600)
     if any(codes):
         wrong.append(f"the next start: exit codes {codes}")
-    return wrong
+    if (restarts := sum("restart" in one for one in records(folder))) != alone:
+        wrong.append(f"{restarts} restarts in the journal")
+    return {"after_step": after_step, "ended_after_seconds": round(seconds, 1), "wrong": wrong}
 
 
 def main() -> int:
     """Run both, print what was found, and return 1 where something was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.cut_off")
     parser.add_argument("--mbit", type=int, default=1000)
+    parser.add_argument("--out", type=Path, default=FOUND, metavar="FILE")
     asked = parser.parse_args()
-    wrong: list[str] = []
+    found: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="uspft-cut-") as name,
         hosts_of(2, asked.mbit) as hosts,
@@ -145,19 +156,20 @@ def main() -> int:
             print((ground / "plain/host-0.log").read_text(errors="replace")[-3000:])
             return 1
         wanted = losses_of(ground / "plain")
-        cases = {"together": {}, "alone": {"restarts": 1, "min_hosts": 1}}
-        for title, launch in cases.items():
-            found = run(ground / title, ground, hosts, **launch)
-            logs = sorted((ground / title).glob("host-*.log"))
-            for log in logs if found else ():
-                print(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}")
-            losses = losses_of(ground / title)
+        for number, (case, launch) in enumerate(CASES.items()):
+            folder = ground / str(number)
+            one = {"case": case, **run(folder, ground, hosts, launch)}
+            losses = losses_of(folder)
             off = [n for n, loss in wanted.items() if abs(losses.get(n, 0) - loss) > APART * loss]
             if off or losses.keys() != wanted.keys():
-                found.append(f"{len(losses)} steps, of which {len(off)} have other losses")
-            print(f"{title}: {'; '.join(found) or 'as it should be'}", flush=True)
-            wrong += found
-    return int(bool(wrong))
+                one["wrong"].append(f"{len(losses)} steps, of which {len(off)} have other losses")
+            for log in sorted(folder.glob("host-*.log")) if one["wrong"] else ():
+                print(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}")
+            print(one, flush=True)
+            found.append(one)
+    lines = ",\n".join(map(json.dumps, found))
+    asked.out.write_text(f'{{"cases": [\n{lines}\n]}}\n')
+    return int(any(one["wrong"] for one in found))
 
 
 if __name__ == "__main__":

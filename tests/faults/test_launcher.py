@@ -260,12 +260,13 @@ def test_who_waits_too_long_is_told_with_the_collective(tmp_path: Path) -> None:
     except RuntimeError as error:
         report(error)
     """
-    code, shown = launch(tmp_path, 3, script).end()
-    first, *_ = shown.splitlines()
+    code, shown = launch(tmp_path, 3, script, LEAST_HOSTS="").end()
+    first, *_, last = shown.splitlines()
     told = "waited 0.05 min in all_reduce for other ranks (launch.timeout_minutes)"
     assert code == 1 and told in first, shown
     assert first.startswith(("rank 0 on host 0 (", "rank 1 on host 0 ("))
     assert first.endswith("; of this host, rank 2 did not join it")
+    assert last.startswith("again: Hosts(count=1, index=0")
 
 
 WATCHDOG = (
@@ -282,7 +283,7 @@ def test_a_collective_that_nccl_gave_up_is_told(tmp_path: Path) -> None:
         os.abort()
     time.sleep(600)
     """
-    code, shown = launch(tmp_path, 2, script).end()
-    assert code == 1
+    code, shown = launch(tmp_path, 2, script, LEAST_HOSTS="").end()
+    assert code == 1 and shown.splitlines()[-1].startswith("again: Hosts(count=1, index=0")
     told = "waited 10 min in _allgather_base for other ranks (launch.timeout_minutes)"
     assert told in shown.splitlines()[0] and WATCHDOG in shown

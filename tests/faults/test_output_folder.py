@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -281,8 +282,59 @@ def test_a_damaged_checkpoint_is_named_and_stays(
     assert f"going on from {first}" in said.out and "Traceback" not in said.out + said.err
     (aside,) = (ground.folder / "out").glob("earlier-*")
     assert (aside / "checkpoints/step-00000002/state.json").exists() and not second.exists()
+    (told,) = map(json.loads, (ground.folder / "out/incidents.jsonl").open())
+    assert told["damaged"].startswith(f"{second}/state.json is not JSON")
     identity = json.loads((first / "state.json").read_text())["identity"]
     assert identity["seed"] == 42
+
+
+def test_a_run_that_was_lost_after_its_last_step_says_that_it_started_again(
+    ground: Ground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.faults.test_bad_files import checkpoint_of
+    from uspft.commands.train import train
+    from uspft.launcher import Hosts, Loss
+    from uspft.prepare.invocation import Invocation
+
+    folder = checkpoint_of(ground)
+    metrics = ground.folder / "out/metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    cache = ground.folder.parent / "cache/uspft"
+    losses = (Loss("rank 1 was killed", 1, Hosts(), "auto"),)
+    place = Invocation("train", cache=cache, losses=losses)
+    words = ["training.steps=1", "export.huggingface=false"]
+    assert train(ground.path, words, place) == 0 and not ground.started
+    assert f"all 1 steps are done: checkpoint {folder}" in capsys.readouterr().out
+    told = {"restart": 1, "after_step": 1, "why": "rank 1 was killed"}
+    for file in (metrics, metrics.with_name("incidents.jsonl")):
+        assert [one for one in map(json.loads, file.open()) if "restart" in one] == [told]
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_host_0_alone_reads_all_of_a_checkpoint(ground: Ground, host: int) -> None:
+    from rich.console import Console
+
+    from tests.faults.test_bad_files import checkpoint_of
+    from uspft.checkpoint.checksums import sealed
+    from uspft.config import Fault
+    from uspft.launcher import Hosts
+    from uspft.prepare.examine import examine
+    from uspft.prepare.invocation import Invocation
+    from uspft.prepare.make_job import prepare_job
+
+    folder = checkpoint_of(ground)
+    (folder / "a").write_text("a")
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(sealed({**state, "checksums": {"a": "of another file"}}))
+    cache = ground.folder.parent / "cache/uspft"
+    found = examine(ground.path, [f"checkpoint.resume={folder}"], 1, None)
+    meeting: Any = SimpleNamespace(hosts=Hosts(2, host))
+    place, screen = Invocation("train", cache=cache, meeting=meeting), Console(quiet=True)
+    if host:
+        assert prepare_job(found, place, screen).checkpoint
+    else:
+        with pytest.raises(Fault, match="a: another checksum than was written"):
+            prepare_job(found, place, screen)
 
 
 def test_data_that_has_gone_between_two_runs_is_named_and_nothing_is_touched(

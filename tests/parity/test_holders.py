@@ -90,7 +90,7 @@ def saved(engine: Any, folder: Path) -> None:
         write_config(at / "model")
         return {}
 
-    save_checkpoint(engine, folder, STEPS, 1, describe)
+    save_checkpoint(engine, folder, STEPS, describe)
 
 
 def write_config(folder: Path) -> None:

@@ -185,7 +185,7 @@ def in_turn(rank: int, folder: Path, data: Documents) -> Any:
         one = started(case, folder, data, output, resume=number > 0)
         assert one.first_step == 2 * number
         records.append(one.step(one.first_step))
-        save_checkpoint(one.engine, output, one.first_step + 1, 1, partial(describe, one))
+        save_checkpoint(one.engine, output, one.first_step + 1, partial(describe, one))
         one.engine.close()
         layout = {"model_parallel": 2} if number else {}
         blocks = recipe(case, folder, data, steps=2 * number + 2) | {

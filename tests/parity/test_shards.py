@@ -67,7 +67,7 @@ def on_four(rank: int, folder: Path) -> dict[str, Any]:
             results += [one.step(number) for number in range(2, STEPS + 1)]
         moved: list[int] = []
         with largest, moves_counted(moved):
-            save_checkpoint(one.engine, folder / zero, STEPS, 1, lambda at: describe(at / "model"))
+            save_checkpoint(one.engine, folder / zero, STEPS, lambda at: describe(at / "model"))
         whole = set(largest.found)
         weights, moments = everything(one.engine, "weight"), everything(one.engine, "exp_avg_sq")
         with largest, on_first_rank(one.engine, list(SHAPES)) as values_of:

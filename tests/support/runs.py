@@ -140,11 +140,11 @@ def close(run: Any) -> None:
 
 
 def save_checkpoint(
-    engine: Any, output: Path, step: int, keep_last: int, describe: Callable[[Path], dict[str, Any]]
+    engine: Any, output: Path, step: int, describe: Callable[[Path], dict[str, Any]]
 ) -> Path:
     """Write the checkpoint of a step, and return its folder; collective."""
     from uspft.checkpoint.folder import folder_of
     from uspft.checkpoint.save import Save
 
-    Save(engine, output, step).finish(keep_last, describe)
+    Save(engine, output, step).finish(describe)
     return folder_of(output, step)

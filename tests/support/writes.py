@@ -33,12 +33,15 @@ def record(log: Path) -> None:
         def noted(source: Any, target: Any, **more: Any) -> None:
             before = times(Path(source).resolve())
             how(source, target, **more)
-            note(kind="name", source=str(Path(source).resolve()), path=str(target), tree=before)
+            if str(target).endswith(".partial"):  # it has lost its name
+                note(kind="gone", path=str(source))
+            else:
+                note(kind="name", source=str(Path(source).resolve()), path=str(target), tree=before)
 
         return noted
 
     def noted_rmtree(path: Any, *args: Any, **more: Any) -> None:
-        if os.path.exists(path):
+        if os.path.exists(path) and not str(path).endswith(".partial"):
             note(kind="gone", path=str(path))
         rmtree(path, *args, **more)
 

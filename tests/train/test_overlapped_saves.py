@@ -1,4 +1,4 @@
-"""A save beside the steps that follow: the same bytes, one at a time, and counted memory."""
+"""A save beside the steps that follow: the same bytes, one at a time, whole or not there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.support.runs import run_recipe, small_recipe
 from uspft.checkpoint.folder import Checkpoint, folder_of
 
 RANKS, ROW, STEPS, SLOW_SECONDS = 2, 32, 4, 0.3
+BAD_STEP = 2
 
 
 def recipe(folder: Path, data: Path, *, overlap: bool, **training: Any) -> dict[str, Any]:
@@ -30,8 +31,10 @@ def recipe(folder: Path, data: Path, *, overlap: bool, **training: Any) -> dict[
 
 def work(rank: int, folder: Path, data: Path) -> dict[str, list[str]]:
     """Two runs whose files take long to be written, and what happened in the order in which it did:
-    steps that begin, saves that begin, and saves that are named."""
+    steps that begin, saves that begin, and saves that are named. And two that end while a save is
+    written beside their steps: at a bad step, and by an error of what writes."""
     from uspft.checkpoint import save
+    from uspft.engine.step import NotFinite
     from uspft.engine.zero import ZeroEngine
 
     plain, step, begin, finish = (
@@ -58,6 +61,16 @@ def work(rank: int, folder: Path, data: Path) -> dict[str, list[str]]:
         events.append("named")
         return size
 
+    def is_bad(self: Any, *given: Any, **more: Any) -> Any:
+        result = step(self, *given, **more)
+        self.taken = getattr(self, "taken", 0) + 1
+        if self.taken == BAD_STEP:
+            raise NotFinite("the loss is nan", result)
+        return result
+
+    def fails(*given: Any) -> Any:
+        raise ValueError("of the thread that writes")
+
     found = {}
     save.write_part = slowly
     ZeroEngine.step = noted("step", step)  # type: ignore[method-assign]
@@ -68,6 +81,13 @@ def work(rank: int, folder: Path, data: Path) -> dict[str, list[str]]:
             events.clear()
             run_recipe(recipe(folder, data, overlap=name == "beside"), folder / name)
             found[name] = list(events)
+        for name, part, taken, error in (
+            ("bad step", slowly, is_bad, NotFinite),
+            ("fails", fails, step, ValueError),
+        ):
+            save.write_part, ZeroEngine.step = part, taken  # type: ignore[method-assign]
+            with pytest.raises(error):
+                run_recipe(recipe(folder, data, overlap=True), folder / name)
     finally:
         save.write_part, ZeroEngine.step = plain, step  # type: ignore[method-assign]
         save.Save.__init__, save.Save.finish = begin, finish  # type: ignore[method-assign]
@@ -105,6 +125,17 @@ def test_the_same_bytes_are_on_the_disk(ran: tuple[Path, dict[str, list[str]]]) 
         parts = sorted(set(states[0]["files"].values()))
         assert len(parts) == RANKS
         assert all((one / name).read_bytes() == (other / name).read_bytes() for name in parts)
+
+
+def test_a_save_under_way_is_finished_where_a_bad_step_ends_the_run(
+    ran: tuple[Path, dict[str, list[str]]],
+) -> None:
+    assert Checkpoint.open(folder_of(ran[0] / "bad step", BAD_STEP - 1)).step == BAD_STEP - 1
+
+
+def test_what_could_not_be_written_gets_no_name(ran: tuple[Path, dict[str, list[str]]]) -> None:
+    checkpoints = ran[0] / "fails/checkpoints"
+    assert [at.name for at in checkpoints.iterdir()] == [".step-00000001.partial"]
 
 
 @pytest.mark.parametrize("name", ["in turn", "beside"])

@@ -17,7 +17,8 @@ from tests.support.writes import events, record, unsafe
 def work(rank: int, folder: Path, data: Documents, careless: bool) -> None:
     """Three checkpoints of which one stays, and both exports; careless: nothing is synced."""
     if careless:
-        import_module("uspft.durable").sync = lambda path: None  # type: ignore[attr-defined]
+        for name in ("uspft.durable", "uspft.metrics.journal"):
+            import_module(name).sync = lambda path: None  # type: ignore[attr-defined]
     record(folder / "log")
     recipe = small_recipe(
         folder / "model",
@@ -46,6 +47,10 @@ def test_names_come_after_contents_and_old_ones_go_last(tmp_path: Path, careless
         wanted += [f"name {after}", f"name {latest}", f"gone {before}"]
     wanted += [f"name {out / 'adapter'}", f"name {out / 'hf'}"]
     told = [f"{event['kind']} {event['path']}" for event in found if event["kind"] != "sync"]
+    order = [f"{event['kind']} {event['path']}" for event in found]
+    named = [order.index(f"name {step}") for step in steps]
+    for start, stop in pairwise([0, *named]):  # no checkpoint outlives its records
+        assert (f"sync {out / 'metrics.jsonl'}" in order[start:stop]) == (not careless)
     assert [line for line in told if str(out) in line] == wanted
     (corpus,) = [line.split()[1] for line in told if line.startswith(f"name {tmp_path}/cache/")]
     problems = list(unsafe(found))

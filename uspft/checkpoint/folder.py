@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from uspft.checkpoint.checksums import checksums_of, is_sealed
 from uspft.config.problems import InputError, said
+from uspft.durable import partial_of, sync
 from uspft.parameters.part import Part, as_slices, flat_boxes, read_boxes
 
 if TYPE_CHECKING:
@@ -307,8 +308,24 @@ def named(place: Path, *, contents: bool = True) -> Checkpoint:
         raise CheckpointError(f"{error}{before}") from error
 
 
-def delete_older(output: Path, keep: int, best: int | None = None) -> None:
-    """Delete all but the newest `keep` checkpoints of an output folder, and that of step `best`."""
-    for folder in step_folders(output / CHECKPOINTS)[:-keep]:
-        if best is None or folder != folder_of(output, best):
-            shutil.rmtree(folder)
+def delete_older(output: Path, keep: int, best: int | None = None, good: int | None = None) -> None:
+    """Delete all but the newest `keep` checkpoints of an output folder, and some that stay.
+
+    best: the step of one that stays; while it is still to be saved, nothing is deleted. good: the
+    newest of those up to this step stays; None: of all. Each loses its name first, so that what is
+    half deleted is no checkpoint; what cannot be deleted lies there hidden until `clear_partial`.
+    Raises OSError.
+    """
+    folders = step_folders(output / CHECKPOINTS)
+    if best is not None and folders and folder_of(output, best) > folders[-1]:
+        return
+    stay = {folder_of(output, best)} if best is not None else set()
+    if good is not None:
+        stay |= {max((f for f in folders if f <= folder_of(output, good)), default=output)}
+    for folder in folders[:-keep]:
+        if folder not in stay:
+            aside = partial_of(folder)
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
+            sync(aside.parent)
+            shutil.rmtree(aside, ignore_errors=True)

@@ -17,7 +17,6 @@ from uspft.checkpoint.folder import (
     LATEST,
     STATE,
     CheckpointError,
-    delete_older,
     folder_of,
 )
 from uspft.durable import partial_of, publish, start_partial, sync, write_text
@@ -98,7 +97,7 @@ class Save:
         self._parts = _Parts(self._aside, rank, later=beside)
         self._wanted, self._split = _dealt_out(engine)
         self._adam_steps, self._course = adam_steps(engine), dict(course or {})
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         for one, value in gather(engine, self._wanted):
             self._parts.add(_key(one, self._split), value)
         self._parts.flush()
@@ -108,21 +107,20 @@ class Save:
     def _write(self) -> None:
         try:
             self._parts.write()
-        except OSError as error:
+        except Exception as error:  # what a thread raises would be lost, and the checkpoint named
             self._error = error
 
     def is_written(self) -> bool:
         """Return whether this rank's files are on the disk, or one of them cannot be."""
         return not self._thread.is_alive()
 
-    def finish(self, keep_last: int, describe: Describe, *, best: int | None = None) -> int:
+    def finish(self, describe: Describe) -> int:
         """Wait for the files of all ranks, and give the checkpoint its name; collective.
 
-        keep_last: how many checkpoints stay, besides that of the step `best`. describe: called on
-        rank 0 with the folder; writes the model's own files there and returns what a resumed run
-        must agree with. Returns on rank 0 how many bytes were written, 0 on the others. Raises
-        CheckpointError where a host's files cannot be seen from rank 0's, and OSError where one
-        cannot be written: the checkpoints before are then as they were.
+        describe: called on rank 0 with the folder; writes the model's own files there and returns
+        what a resumed run must agree with. Returns on rank 0 how many bytes were written, 0 on the
+        others. Raises CheckpointError where a host's files cannot be seen from rank 0's, and
+        OSError where one cannot be written: the checkpoints before are then as they were.
         """
         self._thread.join()
         if self._error:
@@ -147,7 +145,6 @@ class Save:
                 "files": files,
             }
             size = _publish(self._aside, self._final, state, written)
-            delete_older(self._output, keep_last, best)
         dist.barrier()
         return size
 
@@ -176,6 +173,13 @@ def _key(one: Wanted, split: Mapping[str, list[Part]]) -> str:
     return f"{one.kind}/{one.name}{number}"
 
 
+def _size_of(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
 def _publish(
     aside: Path, final: Path, state: dict[str, Any], written: Mapping[str, Written]
 ) -> int:
@@ -184,11 +188,11 @@ def _publish(
     Raises CheckpointError. written: the files that ranks have written; this host wrote what else is
     there.
     """
-    missing = [name for name in written if not (aside / name).exists()]
+    missing = [name for name, one in written.items() if _size_of(aside / name) != one.size]
     if missing:
         raise CheckpointError(
-            f"{aside} lacks {', '.join(sorted(missing))}: output_dir must lie on a file system "
-            "that all hosts share"
+            f"{aside} lacks {', '.join(sorted(missing))}, or some of it: output_dir must lie on a "
+            "file system that all hosts share"
         )
     beside = {
         str(file.relative_to(aside)): Written(file.stat().st_size, checksum_of(file))

@@ -23,10 +23,10 @@ from uspft.prepare.course import course_of, rate_after
 from uspft.prepare.examine import examine
 from uspft.prepare.invocation import Invocation
 from uspft.prepare.make_job import prepare_job
-from uspft.prepare.output import held_output, open_output, output_of
+from uspft.prepare.output import held_output, not_written, open_output, output_of
 from uspft.prepare.space import require_space
 from uspft.prepare.waste import wasted
-from uspft.written import LOGS, METRICS, is_of_a_run
+from uspft.written import INCIDENTS, LOGS, METRICS, is_of_a_run
 
 
 def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
@@ -50,12 +50,13 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
     screen = Console(highlight=False, soft_wrap=True, quiet=hosts.index > 0)
     place.meeting.says("making model and data ready")
     with found.placed(), _held(found.recipe, hosts, screen) as lease:
-        found, job, checkpoint, needed = prepare_job(found, place, screen)
+        found, job, checkpoint, damaged, needed = prepare_job(found, place, screen)
         recipe = found.recipe
         if checkpoint and (why := reason_to_end(recipe, job.steps, checkpoint)):
             if lease:
                 if not is_of_a_run(output_of(recipe)):  # it goes on from another folder
                     open_output(recipe, checkpoint, hosts, place, job.comments)
+                _note(recipe, place, damaged)
                 export_missing(recipe, checkpoint)
             screen.print(all_done(recipe, why, checkpoint), markup=False)
             return 0
@@ -65,7 +66,7 @@ def train(target: Path, overrides: Sequence[str], place: Invocation) -> int:
             if moved:
                 screen.print(f"what an earlier run left is now in {moved}", markup=False)
             job = replace(job, lease=lease)
-            _note_losses(recipe, place)
+            _note(recipe, place, damaged)
         for line in found.settled:
             screen.print(line, markup=False)
         for line in wasted(found):
@@ -123,11 +124,19 @@ def _loss(recipe: Recipe, why: str, hosts: Hosts) -> Loss:
     return Loss(why, Journal(output / METRICS).last_step(), hosts, AUTO if own else wish)
 
 
-def _note_losses(recipe: Recipe, place: Invocation) -> None:
-    """Write into the journal why the run starts again, where it does."""
-    for loss in place.losses[-1:]:
-        record = {"restart": len(place.losses), "after_step": loss.step, "why": loss.why}
-        Journal(output_of(recipe) / METRICS).write(record)
+def _note(recipe: Recipe, place: Invocation, damaged: Sequence[str]) -> None:
+    """Write down which checkpoints are damaged, and, in the journal too, why the run starts again,
+    where it does. Raises Fault."""
+    output = output_of(recipe)
+    try:
+        for line in damaged:
+            Journal(output / INCIDENTS).write({"damaged": line})
+        for loss in place.losses[-1:]:
+            record = {"restart": len(place.losses), "after_step": loss.step, "why": loss.why}
+            for name in (INCIDENTS, METRICS):
+                Journal(output / name).write(record)
+    except OSError as error:
+        raise not_written(output, error) from error
 
 
 @contextmanager

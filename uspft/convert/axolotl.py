@@ -20,6 +20,7 @@ from uspft.convert.trainer import (
     leave_adapter,
     length,
     logs,
+    of_peak,
     optimizer,
     precision,
     saving,
@@ -90,13 +91,10 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
         world = split
         for key in degrees:
             world *= max(run.whole(key), 1)
-    total, steps = run.written("batch_size"), "gradient_accumulation_steps"
-    if total and not run.written(steps):
-        micro = max(run.whole("micro_batch_size"), 1)
-        accumulation = max(run.whole("batch_size") // micro, 1)
-        where = run.theirs.values["batch_size"].where
-        run.theirs.values[steps] = type(run.theirs.values["batch_size"])(accumulation, where)
-    batch = global_batch(run, SAY, split, world, ranks)
+    total, steps = run.written("batch_size"), None
+    if total:
+        steps = max(run.whole(total) // max(run.whole("micro_batch_size"), 1), 1)
+    batch = global_batch(run, SAY, split, world, ranks, steps)
     for key in degrees:
         if run.written(key):
             run.changed(key, "here `parallel_config.data_parallel: auto`: what the ranks leave")
@@ -142,7 +140,7 @@ def _least(run: Conversion) -> None:
     if values.get("lr_schedule.type") != "cosine":
         run.ignored(key, "it acts under cosine alone")
         return
-    least = values["optimizer.learning_rate"] * run.number(key, default=0.0)
+    least = of_peak(values["optimizer.learning_rate"], run, key)
     run.put("lr_schedule.min_learning_rate", least, key)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import yaml
+
 from uspft.config.others import table_of
 from uspft.convert.outcome import Outcome, Remark
 from uspft.convert.theirs import Theirs
@@ -68,8 +70,8 @@ class Conversion:
         self.outcome.values[ours] = value
         there = [key for key in keys if key in self.theirs.values]
         if there:
-            self.outcome.sources[ours] = self.theirs.values[there[0]].where, there[0]
-            texts = (f"{key}: {short(self.theirs.values[key].value)}" for key in there)
+            self.outcome.sources[ours] = self.theirs.values[there[0]].where, shown(there[0])
+            texts = (f"{shown(key)}: {short(self.theirs.values[key].value)}" for key in there)
             self.outcome.comments[ours] = ", ".join(texts)
         for key in there:
             if ours in self.given:
@@ -95,8 +97,7 @@ class Conversion:
         found = self.theirs.values.get(key)
         where = found.where if found else f"{self.theirs.file}:1"
         self._spoken.add(key)
-        shown = key.removeprefix(f"{ACCELERATE}.")
-        self.outcome.remarks.append(Remark(weight, where, shown, what, remedy))
+        self.outcome.remarks.append(Remark(weight, where, shown(key), what, remedy))
 
     def taken(self, key: str) -> None:
         """Note that a key of theirs stands in the recipe as it is, so that it needs no line."""
@@ -175,11 +176,23 @@ class Conversion:
                 self.changed(path, f"here `{ours}: {short(self.outcome.values.get(ours))}`")
         else:
             self.outcome.values[ours] = value
-            self.outcome.sources[ours] = self.theirs.values[path].where, path
+            self.outcome.sources[ours] = self.theirs.values[path].where, shown(path)
+
+
+def shown(key: str) -> str:
+    """Return a key as its file has it, without the block in which accelerate's stand here."""
+    return key.removeprefix(f"{ACCELERATE}.")
 
 
 def short(value: Any) -> str:
-    """Return a value as YAML writes it, cut off where it is long."""
+    """Return a value as YAML writes it, in a line that is cut off where it is long."""
     words = {True: "true", False: "false", None: "null"}
-    text = words[value] if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return words[value]
+    if isinstance(value, list | dict):
+        try:
+            value = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
+        except (yaml.YAMLError, RecursionError):
+            value = type(value).__name__
+    text = str(value)
     return text if len(text) <= 60 else f"{text[:59]}…"

@@ -99,8 +99,8 @@ def which_tool(file: Path, tree: Tree) -> Tool:
     return tool
 
 
-def with_file(theirs: Theirs, key: str) -> bool:
-    """Put what the JSON or YAML file that a key names says in its place; return whether it did.
+def with_file(theirs: Theirs, key: str, at: str) -> bool:
+    """Put what the JSON or YAML file that a key names says at a block; return whether it did.
 
     Raises InputError where the file is there and cannot be read.
     """
@@ -110,7 +110,7 @@ def with_file(theirs: Theirs, key: str) -> bool:
         return False
     tree = read_tree(place)
     theirs.values.pop(key)
-    values = {p: TheirValue(v, w) for p, v, w in _flat(tree, key, theirs.tool)}
+    values = {p: TheirValue(v, w) for p, v, w in _flat(tree, at, theirs.tool)}
     theirs.values.update({k: v for k, v in values.items() if k not in theirs.values})
     return True
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from uspft.config.inputs import PROMPTS
-
 _TASK = "Below is an instruction that describes a task"
 _WRITE = "Write a response that appropriately completes the request."
 _PLAIN = f"{_TASK}. {_WRITE}\n\n### Instruction:\n{{instruction}}\n\n### Response:"
@@ -38,9 +36,8 @@ class Prompt:
         return chosen.format(instruction=instruction, input=more)
 
 
-_SHIPPED = (
-    Prompt(_PLAIN, _PAIRED),
-    Prompt(f"{_CHAT}{_PLAIN}{_ANSWER}", f"{_CHAT}{_PAIRED}{_ANSWER}"),
-)
-SENTENCES = dict(zip(PROMPTS, _SHIPPED, strict=True))
+SENTENCES = {
+    "alpaca": Prompt(_PLAIN, _PAIRED),
+    "alpaca_mindspore": Prompt(f"{_CHAT}{_PLAIN}{_ANSWER}", f"{_CHAT}{_PAIRED}{_ANSWER}"),
+}
 """The shipped prompts, by the names that `data.prompt_template` knows."""

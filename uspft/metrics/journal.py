@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from uspft.durable import write_text
+from uspft.durable import sync, write_text
 
 
 class Journal:
@@ -48,6 +48,14 @@ class Journal:
                 yield json.loads(line)
             except json.JSONDecodeError:
                 continue  # the torn last line of a killed run
+
+    def sync(self) -> None:
+        """Bring what has been written to the disk, so that no checkpoint outlives its records.
+
+        Raises OSError.
+        """
+        if self._path.exists():
+            sync(self._path)
 
     def write(self, record: dict[str, Any]) -> None:
         with self._path.open("a") as file:

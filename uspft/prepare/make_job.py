@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -41,14 +42,22 @@ STEP = "step of the checkpoint"
 """The name under which host 0 tells the others which checkpoint is whole."""
 
 
-def prepare_job(
-    found: Examined, place: Invocation, screen: Console
-) -> tuple[Examined, Job, Checkpoint | None, int]:
-    """Make model and data ready, and return what ranks are given to run.
+class Prepared(NamedTuple):
+    """What ranks are given to run, and what is known of the run before they start."""
 
-    Returns the recipe, resolved as far as it can be before ranks start; the job; the checkpoint
-    that the run goes on from, or None; and how many bytes the run will write.
-    """
+    found: Examined
+    """The recipe, resolved as far as it can be."""
+    job: Job
+    checkpoint: Checkpoint | None
+    """What the run goes on from."""
+    damaged: list[str]
+    """A line for each newer checkpoint, which is damaged."""
+    needed: int
+    """How many bytes the run will write."""
+
+
+def prepare_job(found: Examined, place: Invocation, screen: Console) -> Prepared:
+    """Make model and data ready, and return what ranks are given to run."""
     require_here(found.recipe, found.loaded.recipe.launch.device, place.environment)
     found = found.knowing_model(fetched(found.recipe.model, place.cache))
     recipe = found.recipe
@@ -57,7 +66,7 @@ def prepare_job(
         screen.print(f"trains: {model.trains}", markup=False)
     needed = space_needed(recipe, model.trained, model.parameters, last_step(recipe))
     base = {BASE: base_digest(found.here.model)}
-    checkpoint = _checkpoint(recipe, place.meeting, screen)
+    checkpoint, damaged = _checkpoint(recipe, place.meeting, screen)
     _same(checkpoint, identity_of(recipe) | base)
     assert found.shape  # its config is here
     corpus, evaluation = prepare_data(found.here, found.shape, place, screen)
@@ -87,7 +96,7 @@ def prepare_job(
         prices=prices_of(found, found.known.hosts),
         comments=found.decision.comments if found.decision else {},
     )
-    return found, job, checkpoint, needed
+    return Prepared(found, job, checkpoint, damaged, needed)
 
 
 def _with_tokenizer(recipe: Recipe) -> str | None:
@@ -97,30 +106,33 @@ def _with_tokenizer(recipe: Recipe) -> str | None:
     return str(Path(folder).resolve()) if folder and has_one else None
 
 
-def _checkpoint(recipe: Recipe, meeting: Meeting, screen: Console) -> Checkpoint | None:
-    """Return the checkpoint to go on from, or None where the run starts anew.
+def _checkpoint(recipe: Recipe, meeting: Meeting, screen: Console) -> Newest:
+    """Return the checkpoint to go on from, None where the run starts anew.
 
-    Raises Fault where the named one, or every one in the output folder, is not whole.
+    Host 0 alone compares the files with their checksums. Raises Fault where the named one, or every
+    one in the output folder, is not whole.
     """
     wish = recipe.checkpoint.resume
     if wish == "never":
-        return None
-    waiting = Waiting(screen)
+        return Newest(None, [])
+    waiting, reads = Waiting(screen), meeting.hosts.index == 0
     waiting.view.start()
     try:
         with waiting.on("the files of the checkpoint to be compared with their checksums"):
-            found = named(Path(wish)) if wish != AUTO else None
-            checkpoint, damaged = (found, []) if found else _newest(recipe, meeting)
+            if wish == AUTO:
+                found = _newest(recipe, meeting)
+            else:
+                found = Newest(named(Path(wish), contents=reads), [])
     except CheckpointError as error:
         raise not_whole(error) from error
     finally:
         waiting.close()
-    for line in damaged:
+    for line in found.damaged:
         screen.print(f"{line}; the one before it is taken", markup=False)
-    if checkpoint and not checkpoint.has_checksums:
+    if found.checkpoint and not found.checkpoint.has_checksums:
         what = "was written without checksums, so that flipped bits would not be found"
-        screen.print(f"{checkpoint.folder} {what}", markup=False)
-    return checkpoint
+        screen.print(f"{found.checkpoint.folder} {what}", markup=False)
+    return found
 
 
 def _newest(recipe: Recipe, meeting: Meeting) -> Newest:

@@ -43,7 +43,8 @@ class BadSteps:
         self.in_row: int = known.get("bad_steps", 0)
         """How many steps have been skipped since the last good one."""
         assert recipe.output_dir is not None
-        self._journal = Journal(recipe.output_dir / INCIDENTS)
+        self.journal = Journal(recipe.output_dir / INCIDENTS)
+        """Where the steps that were refused are written down."""
 
     def most(self) -> float:
         """Return the largest gradient norm that the next step may have."""
@@ -68,7 +69,7 @@ class BadSteps:
         self.in_row += 1
         skipped = self.in_row <= self._most
         if speaks:
-            self._journal.write(
+            self.journal.write(
                 {
                     "step": step,
                     loader.counts: [rows.start, rows.stop - 1],

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from uspft.checkpoint.folder import delete_older
 from uspft.comm import largest
 from uspft.metrics import Best, Journal, RunDisplay
 from uspft.training.evaluate import evaluate, record_of
@@ -77,12 +76,6 @@ class Evaluation:
         Else those of the best checkpoint are, by the command when its ranks have ended.
         """
         return self.best_step in (None, step)
-
-    def delete_older(self) -> None:
-        """Delete the checkpoints that need not stay, now that another one is the best."""
-        output, keep = self._run.job.recipe.output_dir, self._run.job.recipe.checkpoint.keep_last
-        if self._speaks and output and self.best_step is not None:
-            delete_older(output, keep, self.best_step)
 
     def _conclude(self) -> None:
         """Find out on all ranks what follows from the evaluations so far."""

@@ -71,7 +71,8 @@ def train(run: Run, stop: Callable[[], bool]) -> None:
             guards.rows(step, batches)
             peak, schedule = recipe.optimizer.learning_rate, recipe.lr_schedule
             rate = learning_rate(step, run.job.steps, peak, schedule)
-            result = _step(run, step, batches, rate, bad_steps, display.say, stop=stop())
+            with saving.kept():
+                result = _step(run, step, batches, rate, bad_steps, display.say, stop=stop())
             if not result.skipped:
                 guards.first_loss(step, result.loss)
             if step == run.first_step + 1:
@@ -101,9 +102,9 @@ def _begin(run: Run, journal: Journal) -> None:
     """Make the journal ready: cut back to where the run goes on, or begun with what was read."""
     assert run.job.recipe.output_dir is not None
     incidents = run.job.recipe.output_dir / INCIDENTS
-    if incidents.exists():
-        Journal(incidents).cut_back(run.first_step)
     if run.first_step:
+        if incidents.exists():
+            Journal(incidents).cut_back(run.first_step)
         journal.cut_back(run.first_step)
     elif found := fates(read_report(run.job.corpus)):
         journal.write({"data": found})
@@ -149,7 +150,8 @@ def _finish(
         saving.save(step)
     if stopped or last:
         saving.finish()
-    evaluation.delete_older()
+    if evaluation.best_step is not None:
+        saving.delete_older()  # another one may be the best now
     return stopped
 
 

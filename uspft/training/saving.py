@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from uspft.checkpoint.folder import delete_older
 from uspft.checkpoint.model_files import write_model_files
 from uspft.checkpoint.save import Save
 from uspft.comm import largest
 from uspft.config.problems import RunFailed, said
+from uspft.engine.step import BadStep
 from uspft.metrics import Journal, RunDisplay
 
 if TYPE_CHECKING:
@@ -34,7 +36,10 @@ class Saving:
         """journal: gets a record of each save. display: where is said what is waited for."""
         self._run, self._evaluation, self._bad_steps = run, evaluation, bad_steps
         self._journal, self._display = journal, display
+        self._speaks = run.world.mesh.rank == 0
         self._under_way: Save | None = None
+        self._good = run.first_step - bad_steps.in_row
+        """The last step that was no bad one, of those that are saved or being saved."""
         self._began = self._waited = 0.0
 
     def save(self, step: int) -> None:
@@ -52,6 +57,7 @@ class Saving:
                 course=self._bad_steps.state(),
                 beside=overlap,
             )
+        self._good = step - self._bad_steps.in_row
         self._waited = time.perf_counter() - self._began
         if not overlap:
             self.finish()
@@ -69,15 +75,15 @@ class Saving:
         save, self._under_way = self._under_way, None
         if save is None:
             return
-        recipe, what, began = self._run.job.recipe, _name(save.step), time.perf_counter()
+        what, began = _name(save.step), time.perf_counter()
         with self._display.waits(f"{what} to be saved"), writing(what):
-            size = save.finish(
-                recipe.checkpoint.keep_last,
-                lambda at: model_beside(self._run, save.step, at / "model"),
-                best=self._evaluation.best_step,
-            )
+            if self._speaks:
+                self._journal.sync()
+                self._bad_steps.journal.sync()
+            size = save.finish(lambda at: model_beside(self._run, save.step, at / "model"))
+            self.delete_older()
         self._waited += time.perf_counter() - began
-        if self._run.world.mesh.rank == 0:
+        if self._speaks:
             with writing(f"the record of {what}"):
                 self._journal.write(
                     {
@@ -87,6 +93,22 @@ class Saving:
                         "save_bytes": size,
                     }
                 )
+
+    def delete_older(self) -> None:
+        """Delete the checkpoints that need not stay; the best and the last good one do."""
+        recipe = self._run.job.recipe
+        if self._speaks and recipe.output_dir and not self._under_way:
+            keep, best = recipe.checkpoint.keep_last, self._evaluation.best_step
+            delete_older(recipe.output_dir, keep, best, self._good)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Finish the save under way where all ranks refuse to go on after a bad step."""
+        try:
+            yield
+        except BadStep:
+            self.finish()
+            raise
 
 
 def _name(step: int) -> str:

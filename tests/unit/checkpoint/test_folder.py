@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +25,7 @@ from uspft.checkpoint.folder import (
     newest,
     step_folders,
 )
+from uspft.written import clear_partial
 
 PART = "part-00000-00000.safetensors"
 
@@ -73,6 +76,48 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     made(tmp_path, 10, 12)
     delete_older(tmp_path, 2, best=2)  # gone long since
     assert steps(tmp_path) == [10, 12]
+
+
+def test_the_best_goes_when_its_follower_is_there(tmp_path: Path) -> None:
+    """While the one of the new best step is written beside steps, the best before it stays."""
+    made(tmp_path, 2, 4, 6)
+    delete_older(tmp_path, 1, best=8)
+    assert steps(tmp_path) == [2, 4, 6]
+    made(tmp_path, 8)
+    delete_older(tmp_path, 1, best=8)
+    assert steps(tmp_path) == [8]
+
+
+def test_the_last_good_one_stays_through_bad_steps(tmp_path: Path) -> None:
+    made(tmp_path, 2, 4, 6, 8)
+    delete_older(tmp_path, 1, best=2, good=5)
+    assert steps(tmp_path) == [2, 4, 8]
+    delete_older(tmp_path, 1, good=8)
+    assert steps(tmp_path) == [8]
+    delete_older(tmp_path, 1, good=1)  # gone long since
+    assert steps(tmp_path) == [8]
+
+
+def test_one_that_is_half_deleted_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kill in the middle leaves it, or a file that another process keeps open on NFS."""
+    made(tmp_path, 1, 2)
+    unlink = os.unlink
+
+    def fails(path: Any, **more: Any) -> None:
+        if str(path).endswith(PART):
+            raise OSError(errno.EBUSY, "busy", str(path))
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", fails)
+    delete_older(tmp_path, 1)
+    monkeypatch.undo()
+    assert steps(tmp_path) == [2] and newest(tmp_path).damaged == []
+    left = tmp_path / "checkpoints/.step-00000001.partial"
+    assert [file.name for file in left.iterdir()] == [PART]
+    clear_partial(tmp_path)
+    assert not left.exists()
 
 
 def test_what_a_user_copied_beside_them_is_not_touched(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def work(rank: int, folder: Path, data: Path) -> str:
 
     told = ""
     try:
-        save_checkpoint(run.engine, folder / "out", 2, 9, loses)
+        save_checkpoint(run.engine, folder / "out", 2, loses)
     except CheckpointError as error:
         told = str(error)
         dist.barrier()  # the last of those in there, which it has not come to
@@ -67,7 +67,7 @@ def test_a_part_that_is_not_there_is_an_error_and_latest_stays(
 ) -> None:
     folder, told = saved
     checkpoints = folder / "out/checkpoints"
-    assert "lacks part-00001-00000.safetensors: output_dir must lie on a file system" in told[0]
+    assert "lacks part-00001-00000.safetensors, or some of it: output_dir must lie on" in told[0]
     assert told[1] == ""
     assert (checkpoints / "latest").read_text() == "step-00000001\n"
     assert not (checkpoints / "step-00000002").exists()

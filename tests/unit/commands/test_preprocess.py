@@ -57,7 +57,7 @@ def test_a_run_uses_what_it_left(
     assert len(list(folder.iterdir())) == 2
     assert f"cache: {folder} holds " in said and f" of 2 data sets; {again} empties it" in said
     monkeypatch.setattr(cache, "build", None)  # nothing may be made again
-    _, job, _, _ = prepare_job(examine(path, [], 1, None), place, Console(quiet=True))
+    job = prepare_job(examine(path, [], 1, None), place, Console(quiet=True)).job
     for prepared in (job.corpus, *job.evaluation.values()):
         assert f"prepared: {prepared} (" in said
     assert main(["preprocess", str(path)]) == 0

@@ -11,7 +11,9 @@ from tests.support.problems import lines
 from uspft.config.other_tools import TABLE, OtherTools, TheirKey, other_tools
 from uspft.config.reference import keys_of_others, put
 from uspft.config.scalars import plain
-from uspft.config.yaml.unknown import KEYS
+from uspft.config.yaml.unknown import known_keys
+
+KEYS = known_keys()
 
 PREFERENCES = (
     "leave it out: uspft trains on texts and answers by cross-entropy; "

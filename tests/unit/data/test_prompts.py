@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from transformers import AutoTokenizer
 
 from tests.support.data_cases import CHAT, TOKENIZER, block, faults_of, write_lines
-from uspft.config.inputs import PROMPTS
+from uspft.config.inputs import Sentences
 from uspft.config.recipe import DataBlock
 from uspft.data import Corpus, DataError, first_look, prepare, read_report
+from uspft.data.prompts import SENTENCES
 
 WITH = {"instruction": "Add {these}.", "input": "2 + 2", "output": "4"}
 WITHOUT = {"instruction": "Say hello.", "input": "", "output": "Hello."}
@@ -44,7 +45,7 @@ def texts(tmp_path: Path, data: Any) -> list[tuple[str, str]]:
     return made
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("name", get_args(Sentences))
 def test_the_sentences_stand_before_the_answer(name: str, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [WITH, WITHOUT])
     want = [
@@ -53,7 +54,7 @@ def test_the_sentences_stand_before_the_answer(name: str, tmp_path: Path) -> Non
     ]
     assert texts(tmp_path, block(path, prompt_template=name)) == want
     assert texts(tmp_path, block(path)) != want, "another name in the cache, too"
-    assert set(WRITTEN) == set(PROMPTS)
+    assert set(WRITTEN) == set(SENTENCES) == set(get_args(Sentences))
 
 
 def test_in_the_chat_template_they_are_the_question(tmp_path: Path) -> None:

@@ -108,6 +108,15 @@ TOOLS: Mapping[str, Tool] = {
             below=("trainer", "deepspeed"),
             by_index=("datasets", "test_datasets", "pretraining_dataset"),
         ),
+        Tool("llamafactory", "LLaMA-Factory", below=("trainer", "deepspeed")),
+        Tool("swift", "ms-swift", below=("trainer", "deepspeed")),
+        Tool(
+            "trl",
+            "TRL and transformers' Trainer",
+            below=("trainer", "deepspeed", "accelerate"),
+            by_index=("datasets",),
+        ),
+        Tool("accelerate", "accelerate", below=("deepspeed",), at="accelerate"),
         Tool(
             "mindspore",
             "MindSpore Transformers",

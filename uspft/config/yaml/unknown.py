@@ -3,63 +3,64 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, get_args
+from functools import cache
+from typing import Any
 
-from pydantic import BaseModel
-
-from uspft.config.allowed import shown
-from uspft.config.checks import misspelt
-from uspft.config.deepspeed_fields import (
-    AIO,
-    COMMS_LOGGER,
-    FLOPS_PROFILER,
-    LEAF_MODULE,
-    OFFLOAD_OPTIMIZER,
-    OFFLOAD_PARAM,
-    REMOVED,
-    ZENFLOW,
-    ZERO,
-)
+from uspft.config.deepspeed_fields import REMOVED
+from uspft.config.messages import Node, choices, inside, meant_key, misspelt, schema_of, shown
 from uspft.config.other_tools import other_tools
-from uspft.config.problems import Finding, join
+from uspft.config.problems import COMMAND_LINE, Finding, join
 from uspft.config.recipe import Recipe
+from uspft.config.yaml.document import Tree
 
-
-def _nested(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
-    """Yield the blocks that a field may hold, and whether they stand in a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation, False
-    for part in get_args(annotation):
-        for kind, listed in _nested(part):
-            yield kind, listed or getattr(annotation, "__origin__", None) is tuple
-
-
-def _fields(kind: type[BaseModel], at: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield at, tuple(kind.model_fields)
-    for name, field in kind.model_fields.items():
-        for nested, listed in _nested(field.annotation):
-            yield from _fields(nested, join(at, name) + ("[]" if listed else ""))
-
-
+_BY_THEMSELVES = (".fields", ".rope_scaling")  # their types say more of an unknown key
 _ADAPTER = "model.adapter"
 _ZERO = "deepspeed.zero_optimization"
-# The path of a mapping that goes to DeepSpeed as it is → its keys, each with its check.
-DEEPSPEED = {
-    "deepspeed.aio": AIO,
-    "deepspeed.comms_logger": COMMS_LOGGER,
-    "deepspeed.flops_profiler": FLOPS_PROFILER,
-    _ZERO: ZERO,
-    f"{_ZERO}.offload_param": OFFLOAD_PARAM,
-    f"{_ZERO}.offload_optimizer": OFFLOAD_OPTIMIZER,
-    f"{_ZERO}.zenflow": ZENFLOW,
-    f"{_ZERO}.leaf_module": LEAF_MODULE,
-}
-# The path of a mapping ("" is the top, [] any item of a list) → the keys it may hold.
-KEYS: dict[str, tuple[str, ...]] = {
-    **dict(_fields(Recipe, "")),
-    **{at: tuple(checks) for at, checks in DEEPSPEED.items()},
-}
+
+
+@cache
+def mappings() -> dict[str, Node]:
+    """Return the keys of each mapping of a recipe with their JSON Schemas, by its path, where ""
+    is the top and [] any item of a list; what a key of the model or the data may name is not there.
+    """
+    top, found = schema_of(Recipe), dict[str, Node]()
+
+    def take(node: Node, at: str) -> None:
+        for part in inside(node, top):
+            if "items" in part:
+                take(part["items"], f"{at}[]")
+            elif "additionalProperties" in part and not at.endswith(_BY_THEMSELVES):
+                found.setdefault(at, part["properties"])
+                for key, below in part["properties"].items():
+                    take(below, join(at, key))
+
+    take(top, "")
+    return found
+
+
+def known_keys() -> dict[str, tuple[str, ...]]:
+    """Return the names of the keys of each of these mappings."""
+    return {at: tuple(keys) for at, keys in mappings().items()}
+
+
+def without_nulls(tree: Tree, at: str = "") -> Tree:
+    """Return the tree without the keys that the command line sets to null and that may not be.
+
+    So a key of the recipe or of a fragment gives way to its default.
+    """
+    if not isinstance(tree.value, dict):
+        return tree
+    keys = mappings().get(at, {})
+    kept = {
+        key: without_nulls(child, join(at, key))
+        for key, child in tree.value.items()
+        if key not in keys
+        or child.value is not None
+        or child.where != COMMAND_LINE
+        or None in choices(keys[key])
+    }
+    return Tree(kept, tree.where)
+
 
 # DeepSpeed's own keys that follow from the recipe → the key that rules them.
 DERIVED = {
@@ -109,12 +110,12 @@ def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
             findings += more
             meant |= names
         return [item for item, _, _ in parts], findings, meant
-    if not isinstance(raw, dict) or pattern not in KEYS:
+    if not isinstance(raw, dict) or pattern not in mappings():
         return raw, findings, meant
     kept: dict[str, Any] = {}
     for key, value in raw.items():
         path = join(at, key)
-        if key in KEYS[pattern]:
+        if key in mappings()[pattern]:
             kept[key], more, names = unknown_keys(value, path)
             findings += more
             meant |= names
@@ -135,7 +136,7 @@ def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
 
 def _meant(key: str, value: Any, at: str, pattern: str) -> tuple[str, set[str]]:
     """Return what to write instead of an unknown key, and the keys that it stands for."""
-    siblings = KEYS[pattern]
+    siblings = tuple(mappings()[pattern])
     theirs = other_tools().meaning(key, pattern, value)
     if theirs is not None:
         return theirs.here, {theirs.to} - {""}
@@ -145,7 +146,7 @@ def _meant(key: str, value: Any, at: str, pattern: str) -> tuple[str, set[str]]:
         return f"it belongs to {' or '.join(f'`{home}`' for home in homes)}", set(homes)
     if near is not None:
         return f"did you mean `{near}`?", {join(at, near)}
-    return f"known here: {', '.join(siblings)}", set()
+    return meant_key(key, siblings), set()
 
 
 def _homes(key: str) -> list[str]:
@@ -155,6 +156,6 @@ def _homes(key: str) -> list[str]:
     """
     return [
         join(at, key)
-        for at, names in KEYS.items()
+        for at, names in mappings().items()
         if key in names and "[]" not in at and (at in (*Recipe.model_fields, "", _ZERO, _ADAPTER))
     ]
