@@ -59,7 +59,7 @@ def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None)
     """
     run = Conversion(theirs, given)
     rows = _degree(run)
-    tensor = run.whole("tensor_parallel_size")
+    tensor = run.whole("tensor_parallel_size", least=1)
     batch = _batch(run, rows * tensor, ranks)
     _layout(run, rows)
     length(run, SAY)
@@ -80,7 +80,7 @@ def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None)
 
 
 def _degree(run: Conversion) -> int:
-    return run.whole("context_parallel_size", "sequence_parallel_degree")
+    return run.whole("context_parallel_size", "sequence_parallel_degree", least=1)
 
 
 def _batch(run: Conversion, split: int, ranks: int | None) -> int:
@@ -90,10 +90,11 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
     if run.written(*degrees):
         world = split
         for key in degrees:
-            world *= max(run.whole(key), 1)
+            world *= run.whole(key, least=1)
     total, steps = run.written("batch_size"), None
     if total:
-        steps = max(run.whole(total) // max(run.whole("micro_batch_size"), 1), 1)
+        micro = run.whole("micro_batch_size", least=1)
+        steps = max(run.whole(total, least=1) // micro, 1)
     batch = global_batch(run, SAY, split, world, ranks, steps)
     for key in degrees:
         if run.written(key):

@@ -74,7 +74,7 @@ def _optimizer(run: Conversion) -> None:
 def _schedule(run: Conversion) -> None:
     """Write the learning rate's schedule; theirs begins at rate 0, a step before ours."""
     block = "lr_schedule"
-    kind = run.value(f"{block}.type", "CosineWithWarmUpLR")
+    kind = run.word(f"{block}.type", default="CosineWithWarmUpLR")
     if kind not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         run.refuse(f"{block}.type", f"is {kind}, which has no like here", f"write one of {known}")

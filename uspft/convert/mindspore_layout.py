@@ -62,16 +62,15 @@ def degrees_of(run: Conversion) -> Degrees:
         return Degrees(given if isinstance(given, int) else 1, alone=True)
     if mode in (2, "auto_parallel"):
         run.refuse("parallel.parallel_mode", "is automatic there", "write 1, or take plan's advice")
-    found = [
-        run.whole(*_REPLICAS),
-        run.whole(f"{BLOCK}.model_parallel", f"{BLOCK}.tensor_model_parallel_size"),
-        run.whole(f"{BLOCK}.context_parallel", f"{BLOCK}.context_parallel_size"),
-        run.whole(f"{BLOCK}.pipeline_stage", f"{BLOCK}.pipeline_model_parallel_size"),
-    ]
-    if min(found) < 1:
-        run.refuse(run.written(*_REPLICAS) or _REPLICAS[0], "is no degree", "write 1 or more")
-    data, tensor, context, stages = (max(1, degree) for degree in found)
-    return Degrees(data, tensor, context, stages)
+    names = (
+        ("model_parallel", "tensor_model_parallel_size"),
+        ("context_parallel", "context_parallel_size"),
+        ("pipeline_stage", "pipeline_model_parallel_size"),
+    )
+    tensor, context, stages = (
+        run.whole(*(f"{BLOCK}.{key}" for key in keys), least=1) for keys in names
+    )
+    return Degrees(run.whole(*_REPLICAS, least=1), tensor, context, stages)
 
 
 def layout(run: Conversion, degrees: Degrees, batch: int, ranks: int | None) -> int:
@@ -92,12 +91,12 @@ def _replicas(run: Conversion, degrees: Degrees, batch: int, ranks: int | None) 
     rest, key = degrees.product // degrees.data, run.written(*_REPLICAS) or _REPLICAS[0]
     if ranks is not None and ranks != degrees.product:
         replicas, left = divmod(ranks, rest)
-        if left or not replicas or batch % replicas:
+        if left or not _divides(replicas, batch):
             what = f"the other degrees take {rest} ranks, not of {ranks}"
             if not left and replicas:
                 what = f"{batch} rows do not go into {replicas} replicas"
-            fits = [n for n in range(1, batch + 1) if batch % n == 0]
-            near = min(fits, key=lambda n: abs(n - replicas), default=1)
+            far = range(max(2, replicas + 1))
+            near = next(n for d in far for n in (replicas - d, replicas + d) if _divides(n, batch))
             run.refuse(key, what, f"write --ranks {rest * near}")
             return degrees.data
         ours = Degrees(replicas, degrees.tensor, degrees.context, degrees.stages)
@@ -114,6 +113,10 @@ def _replicas(run: Conversion, degrees: Degrees, batch: int, ranks: int | None) 
         if run.written(name) and not run.spoken(name):
             run.changed(name, "the degrees are those written")
     return degrees.data
+
+
+def _divides(replicas: int, batch: int) -> bool:
+    return replicas > 0 and batch % replicas == 0
 
 
 def micro_batch(run: Conversion, batch: int, replicas: int) -> int:

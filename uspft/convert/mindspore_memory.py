@@ -71,10 +71,8 @@ def memory(run: Conversion, stages: int) -> None:
     if whole is None or selected is None:
         return
     layers = whole or selected
-    if isinstance(whole, list) and isinstance(selected, list):
-        layers = [max(pair) for pair in zip_longest(whole, selected, fillvalue=0)]
-        if any(isinstance(item, list) for item in (*whole, *selected)):
-            layers = whole
+    if _is_flat(whole) and _is_flat(selected):
+        layers = _most(whole, selected)
     run.put("memory.gradient_checkpointing", layers, full)
     keys = [key for key in run.theirs.values if f"{key}.".startswith(f"{some}.")]
     for key in keys:
@@ -119,11 +117,20 @@ def _layers(run: Conversion, key: str, stages: int) -> Any:
             value = bool(value)  # patterns
         if value is True or found is True:
             found = True
-        elif isinstance(value, list) and isinstance(found, list) and not isinstance(value[0], list):
-            found = [max(pair) for pair in zip_longest(found, value, fillvalue=0)]
+        elif _is_flat(value) and _is_flat(found):
+            found = _most(found, value)
         else:
             found = value or found
     return found if isinstance(found, bool | list | int) else bool(found)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, list) and not any(isinstance(item, list) for item in value)
+
+
+def _most(one: list[int], other: list[int]) -> list[int]:
+    """Return the larger number of each stage."""
+    return [max(pair) for pair in zip_longest(one, other, fillvalue=0)]
 
 
 def _is_count(value: Any) -> bool:
