@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support.converted import EXAMPLES, converted
+from uspft.__main__ import main
 from uspft.commands.convert import convert
 from uspft.config.others import TOOLS, table_of
 from uspft.config.problems import InputError
@@ -48,6 +49,8 @@ def trees() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 TREES = tuple(trees())
+CHECKED = 3
+"""Recipes of a tool that go on to `check`."""
 GIVEN: dict[str, Any] = {
     "data__train": "org/talks",
     "model__name_or_path": "org/model",
@@ -89,8 +92,15 @@ def mutated(draw: random.Random, tool: str, tree: dict[str, Any]) -> dict[str, A
 
 
 @pytest.mark.parametrize("tool", TOOLS_READ)
-def test_a_mutated_example_is_a_recipe_or_a_list_of_problems(tool: str, tmp_path: Path) -> None:
-    """What comes out loads, or every line of it names the file: never a traceback."""
+def test_a_mutated_example_is_a_recipe_or_a_list_of_problems(
+    tool: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What comes out loads, and `check` accepts the first ones or says what is wrong; the rest are
+    lines: never a traceback."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
     draw = random.Random(tool)
     mine = [tree for name, tree in TREES if name == tool]
@@ -107,6 +117,12 @@ def test_a_mutated_example_is_a_recipe_or_a_list_of_problems(tool: str, tmp_path
             outcomes["no recipe"] += 1
             continue
         outcomes["recipe" if recipe else "refused"] += 1
+        if recipe and outcomes["recipe"] <= CHECKED:
+            given_ranks = ["--ranks", str(ranks)] if ranks else []
+            words = ["check", str(tmp_path / "recipe.yaml"), "logging.wandb=null", *given_ranks]
+            code, said = main(words), capsys.readouterr()
+            assert code == 0 or (code == 2 and said.err.count("\n") >= 1), said
+            assert "Traceback" not in said.err + said.out
         lines = [str(remark) for remark in outcome.remarks]
         assert all(line.isprintable() for line in lines)
         assert recipe or any(remark.weight == "refused" for remark in outcome.remarks)
