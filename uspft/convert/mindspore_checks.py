@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from uspft.config.algorithms import Splits
 from uspft.convert.conversion import Conversion, short
 from uspft.convert.mindspore_layout import (
     ALGORITHM,
@@ -17,6 +18,7 @@ from uspft.convert.mindspore_layout import (
     SEQUENCE,
     VIRTUAL,
     Degrees,
+    algorithm_of,
     all_of,
 )
 
@@ -73,15 +75,15 @@ def _flash(run: Conversion, degrees: Degrees) -> Wrong:
 
 
 def _heads(run: Conversion, degrees: Degrees) -> Wrong:
-    word = str(run.value(run.written(*ALGORITHM) or ALGORITHM[0]))
-    if degrees.context == 1 or not run.written(_HEADS):
+    row = algorithm_of(run)
+    if row is None or degrees.context == 1 or not run.written(_HEADS):
         return
     heads = run.whole(_HEADS)
     keys = run.whole(f"{CONFIG}.n_kv_heads", default=heads)
-    if word in ("ulysses_cp", "a2a") and degrees.context * degrees.tensor > keys:
+    if row.splits is Splits.HEADS and degrees.context * degrees.tensor > keys:
         what = f"over {degrees.context} × {degrees.tensor} ranks splits {keys} KV heads"
-        yield run.written(*ALGORITHM) or "", what, "write hybrid_cp, or smaller degrees"
-    if word in ("hybrid_cp", "hybird_cp"):
+        yield run.written(*ALGORITHM) or "", what, "write the hybrid, or smaller degrees"
+    if row.splits is Splits.BOTH:
         degree = run.whole(f"{BLOCK}.ulysses_degree_in_cp")
         parts = max(1, degrees.tensor * degree)
         if degree < 1 or degrees.context % degree:
@@ -156,8 +158,9 @@ def _mesh(run: Conversion, degrees: Degrees) -> Wrong:
         yield MESH, what, "write sides whose product it is"
     if not run.flag(*SEQUENCE):
         yield MESH, "is true without use_seq_parallel", "write use_seq_parallel: true"
-    if str(run.value(ALGORITHM[0])) == "ulysses_cp" and degrees.context > 1:
-        yield MESH, "is true beside ulysses_cp", "write colossalai_cp"
+    row = algorithm_of(run)
+    if row is not None and row.splits is Splits.HEADS and degrees.context > 1:
+        yield MESH, f"is true beside {row.name}", "write colossalai_cp"
     if run.whole(f"{CONFIG}.fine_grain_interleave") > 1:
         yield MESH, "is true beside fine_grain_interleave", "write fine_grain_interleave: 1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from uspft.config.algorithms import CONTEXT, Splits
+from uspft.config.algorithms import CONTEXT, AlgorithmRow, Splits
 from uspft.convert.conversion import Conversion
 
 CONFIG, BLOCK = "model.model_config", "parallel_config"
@@ -152,6 +152,15 @@ def _tensor(run: Conversion, degrees: Degrees) -> None:
         run.ignored(copies, "there is one copy, or no tensor degree whose transfers it hides")
 
 
+def algorithm_of(run: Conversion) -> AlgorithmRow | None:
+    """Return the algorithm that a word of either vocabulary names; None where none is called so."""
+    key = run.written(*ALGORITHM)
+    word = str(run.value(key)) if key else GATHER
+    for old, new in OLD.items():
+        word = word.replace(old, new)
+    return THEIRS.get(word)
+
+
 def _context(run: Conversion, context: int) -> None:
     """Write the algorithm of context parallelism."""
     key, ring = run.written(*ALGORITHM), f"{CONFIG}.use_ring_attention"
@@ -161,15 +170,12 @@ def _context(run: Conversion, context: int) -> None:
             if idle and run.written(idle) and not run.spoken(idle):
                 run.ignored(idle, "context_parallel is 1: rows are whole")
         return
-    word = str(run.value(key)) if key else GATHER
-    for old, new in OLD.items():
-        word = word.replace(old, new)
-    if word not in THEIRS:
+    row, asked = algorithm_of(run), run.flag(ring)
+    if row is None:
         known = ", ".join(name for name in THEIRS if name != "–")
         remedy = f"one algorithm is for all layers: write one of {known}"
         run.refuse(str(key), f"is {run.value(str(key))}", remedy)
         return
-    row, asked = THEIRS[word], run.flag(ring)
     if row.megatron == GATHER and asked:
         row = THEIRS[RING]
     both = row.splits is Splits.BOTH
