@@ -12,7 +12,7 @@ from uspft.convert.conversion import Conversion
 from uspft.convert.mindspore_checks import their_errors
 from uspft.convert.mindspore_course import course, outputs
 from uspft.convert.mindspore_data import data
-from uspft.convert.mindspore_layout import Degrees, degrees_of, layout, micro_batch
+from uspft.convert.mindspore_layout import TheirDegrees, degrees_of, layout, micro_batch
 from uspft.convert.mindspore_memory import memory, sharding
 from uspft.convert.mindspore_model import model
 from uspft.convert.outcome import Outcome
@@ -41,7 +41,7 @@ def convert_mindspore(theirs: Theirs, given: Mapping[str, Any], ranks: int | Non
     return run.ended(batch)
 
 
-def _global_batch(run: Conversion, degrees: Degrees) -> int:
+def _global_batch(run: Conversion, degrees: TheirDegrees) -> int:
     """Return the rows of one update, by their formulas."""
     micro = run.whole("runner_config.batch_size")
     copies = run.whole("micro_batch_interleave_num")

@@ -17,7 +17,7 @@ from uspft.convert.mindspore_layout import (
     SCHEDULER,
     SEQUENCE,
     VIRTUAL,
-    Degrees,
+    TheirDegrees,
     algorithm_of,
     all_of,
 )
@@ -34,7 +34,7 @@ Wrong = Iterator[tuple[str, str, str]]
 """Of each error the key, what is wrong, and the remedy."""
 
 
-def their_errors(run: Conversion, degrees: Degrees) -> None:
+def their_errors(run: Conversion, degrees: TheirDegrees) -> None:
     """Refuse what their own checks refuse; other modes than training too."""
     mode = run.value("run_mode", "train")
     if mode not in ("train", "finetune"):
@@ -46,20 +46,20 @@ def their_errors(run: Conversion, degrees: Degrees) -> None:
             run.refuse(key, f"{what}: {_TOO}", remedy)
 
 
-def _depth(run: Conversion, degrees: Degrees) -> Wrong:
+def _depth(run: Conversion, degrees: TheirDegrees) -> Wrong:
     for key in run.theirs.values:
         if len(re.split(r"(?<!\\)\.", key)) > DEEPEST:
             yield key, f"stands deeper than {DEEPEST} blocks", "write it further out"
 
 
-def _devices(run: Conversion, degrees: Degrees) -> Wrong:
+def _devices(run: Conversion, degrees: TheirDegrees) -> Wrong:
     key = "parallel.device_num"
     if run.written(key) and not degrees.alone and run.whole(key) != degrees.product:
         what = f"is {run.value(key)}, and the degrees multiply to {degrees.product}"
         yield key, what, f"write {degrees.product}, or other degrees"
 
 
-def _flash(run: Conversion, degrees: Degrees) -> Wrong:
+def _flash(run: Conversion, degrees: TheirDegrees) -> Wrong:
     """What needs flash attention, which is off where an old configuration leaves it out."""
     default = run.value(f"{CONFIG}.type") != "LlamaConfig"
     if run.flag(_FLASH, default=default):
@@ -74,7 +74,7 @@ def _flash(run: Conversion, degrees: Degrees) -> Wrong:
             yield _FLASH, f"is false, or left out, beside {name}", "write true"
 
 
-def _heads(run: Conversion, degrees: Degrees) -> Wrong:
+def _heads(run: Conversion, degrees: TheirDegrees) -> Wrong:
     row = algorithm_of(run)
     if row is None or degrees.context == 1 or not run.written(_HEADS):
         return
@@ -94,7 +94,7 @@ def _heads(run: Conversion, degrees: Degrees) -> Wrong:
             yield f"{BLOCK}.ulysses_degree_in_cp", what, "write one that divides both"
 
 
-def _copies(run: Conversion, degrees: Degrees) -> Wrong:
+def _copies(run: Conversion, degrees: TheirDegrees) -> Wrong:
     key = f"{CONFIG}.fine_grain_interleave"
     split = run.flag(*SEQUENCE) or degrees.context > 1
     if run.whole(key) > 1 and not split:
@@ -102,7 +102,7 @@ def _copies(run: Conversion, degrees: Degrees) -> Wrong:
         yield key, what, "write 1"
 
 
-def _chunks(run: Conversion, degrees: Degrees) -> Wrong:
+def _chunks(run: Conversion, degrees: TheirDegrees) -> Wrong:
     chunks, scheduler = run.whole(CHUNKS), str(run.value(SCHEDULER))
     if chunks == 1 and scheduler == "seqvpp":
         yield SCHEDULER, "is seqvpp, and seq_split_num is 1", "write seq_split_num above 1, or 1f1b"
@@ -119,7 +119,7 @@ def _chunks(run: Conversion, degrees: Degrees) -> Wrong:
         yield CHUNKS, f"is {chunks}, which does not divide seq_length {length}", "write a divisor"
 
 
-def _masks(run: Conversion, degrees: Degrees) -> Wrong:
+def _masks(run: Conversion, degrees: TheirDegrees) -> Wrong:
     length = run.whole(f"{CONFIG}.seq_length", default=2048)
     if run.flag(_MASKS) and length <= LEAST_MASKED:
         what = f"is true on rows of {length} tokens, not more than {LEAST_MASKED}"
@@ -128,14 +128,14 @@ def _masks(run: Conversion, degrees: Degrees) -> Wrong:
         yield _EOD, "is true beside use_ring_attention", "write one of them false"
 
 
-def _micro_batches(run: Conversion, degrees: Degrees) -> Wrong:
+def _micro_batches(run: Conversion, degrees: TheirDegrees) -> Wrong:
     key = f"{BLOCK}.micro_batch_num"
     if degrees.stages > 1 and run.whole(key) < degrees.stages:
         what = f"is {run.whole(key)}, fewer than the {degrees.stages} stages"
         yield key, what, f"write {degrees.stages} or more"
 
 
-def _offsets(run: Conversion, degrees: Degrees) -> Wrong:
+def _offsets(run: Conversion, degrees: TheirDegrees) -> Wrong:
     key, layers = f"{CONFIG}.offset", f"{CONFIG}.num_layers"
     found = run.value(key)
     if degrees.stages == 1 or not isinstance(found, list) or not run.written(layers):
@@ -149,7 +149,7 @@ def _offsets(run: Conversion, degrees: Degrees) -> Wrong:
         yield key, f"{what} {run.whole(layers) % parts} over {parts}", "write offsets of that sum"
 
 
-def _mesh(run: Conversion, degrees: Degrees) -> Wrong:
+def _mesh(run: Conversion, degrees: TheirDegrees) -> Wrong:
     if not run.flag(MESH):
         return
     sides = [run.whole(f"{CONFIG}.tp_{name}") for name in "xyz"]
@@ -165,7 +165,7 @@ def _mesh(run: Conversion, degrees: Degrees) -> Wrong:
         yield MESH, "is true beside fine_grain_interleave", "write fine_grain_interleave: 1"
 
 
-def _experts(run: Conversion, degrees: Degrees) -> Wrong:
+def _experts(run: Conversion, degrees: TheirDegrees) -> Wrong:
     experts, key = run.whole(_EXPERTS), run.written(*EXPERTS)
     spread = run.whole(*EXPERTS)
     if experts > 1 and degrees.tensor > 1 and not run.flag(*SEQUENCE):
@@ -178,7 +178,7 @@ def _experts(run: Conversion, degrees: Degrees) -> Wrong:
         yield key, what, f"write a divisor of {degrees.data * degrees.context}"
 
 
-def _shards(run: Conversion, degrees: Degrees) -> Wrong:
+def _shards(run: Conversion, degrees: TheirDegrees) -> Wrong:
     key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
     size = run.whole(key, default=-1)
     if size not in (-1, 0) and (size < 0 or degrees.data % size):
@@ -186,7 +186,7 @@ def _shards(run: Conversion, degrees: Degrees) -> Wrong:
         yield key, what, "write -1, or a divisor"
 
 
-def _strategy(run: Conversion, degrees: Degrees) -> Wrong:
+def _strategy(run: Conversion, degrees: TheirDegrees) -> Wrong:
     key, whole = "parallel.dataset_strategy", "parallel.full_batch"
     if run.flag(whole, default=True) or degrees.alone:
         return
@@ -200,7 +200,7 @@ def _strategy(run: Conversion, degrees: Degrees) -> Wrong:
         yield key, what, f"begin each column with {degrees.data}"
 
 
-_RULES: tuple[Callable[[Conversion, Degrees], Wrong], ...] = (
+_RULES: tuple[Callable[[Conversion, TheirDegrees], Wrong], ...] = (
     _depth,
     _devices,
     _flash,

@@ -25,7 +25,7 @@ _REPLICAS = (f"{BLOCK}.data_parallel", f"{BLOCK}.data_parallel_size")
 
 
 @dataclass(frozen=True)
-class Degrees:
+class TheirDegrees:
     """Their degrees as they are in effect."""
 
     data: int
@@ -50,7 +50,7 @@ class Degrees:
         return f"{' × '.join(shown) or 'one device'}, {rows} each"
 
 
-def degrees_of(run: Conversion) -> Degrees:
+def degrees_of(run: Conversion) -> TheirDegrees:
     """Return the degrees as they are in effect; where the file counts devices, those given."""
     mode = run.value("parallel.parallel_mode", 1)
     parallel = run.flag("use_parallel", default=True)
@@ -59,7 +59,7 @@ def degrees_of(run: Conversion) -> Degrees:
         if parallel and not given:
             what = "0 counts devices, which the file does not say"
             run.refuse("parallel.parallel_mode", what, f"add {_REPLICAS[0]}=N")
-        return Degrees(given if isinstance(given, int) else 1, alone=True)
+        return TheirDegrees(given if isinstance(given, int) else 1, alone=True)
     if mode in (2, "auto_parallel"):
         run.refuse("parallel.parallel_mode", "is automatic there", "write 1, or take plan's advice")
     names = (
@@ -70,10 +70,10 @@ def degrees_of(run: Conversion) -> Degrees:
     tensor, context, stages = (
         run.whole(*(f"{BLOCK}.{key}" for key in keys), least=1) for keys in names
     )
-    return Degrees(run.whole(*_REPLICAS, least=1), tensor, context, stages)
+    return TheirDegrees(run.whole(*_REPLICAS, least=1), tensor, context, stages)
 
 
-def layout(run: Conversion, degrees: Degrees, batch: int, ranks: int | None) -> int:
+def layout(run: Conversion, degrees: TheirDegrees, batch: int, ranks: int | None) -> int:
     """Write the layout, and return its data parallel degree: what other ranks leave for it.
 
     batch: the rows of an update, which stays. ranks: how many processes there are; None: as many as
@@ -87,7 +87,7 @@ def layout(run: Conversion, degrees: Degrees, batch: int, ranks: int | None) -> 
     return replicas
 
 
-def _replicas(run: Conversion, degrees: Degrees, batch: int, ranks: int | None) -> int:
+def _replicas(run: Conversion, degrees: TheirDegrees, batch: int, ranks: int | None) -> int:
     rest, key = degrees.product // degrees.data, run.written(*_REPLICAS) or _REPLICAS[0]
     if ranks is not None and ranks != degrees.product:
         replicas, left = divmod(ranks, rest)
@@ -99,7 +99,7 @@ def _replicas(run: Conversion, degrees: Degrees, batch: int, ranks: int | None) 
             near = next(n for d in far for n in (replicas - d, replicas + d) if _divides(n, batch))
             run.refuse(key, what, f"write --ranks {rest * near}")
             return degrees.data
-        ours = Degrees(replicas, degrees.tensor, degrees.context, degrees.stages)
+        ours = TheirDegrees(replicas, degrees.tensor, degrees.context, degrees.stages)
         there = degrees.told(batch, micro_batch(run, batch, degrees.data))
         here = ours.told(batch, micro_batch(run, batch, replicas))
         what = f"{degrees.product} devices there ({there}), {ranks} ranks here ({here})"
@@ -126,7 +126,7 @@ def micro_batch(run: Conversion, batch: int, replicas: int) -> int:
     return next(micro for micro in range(most, 0, -1) if rows % micro == 0)
 
 
-def _tensor(run: Conversion, degrees: Degrees) -> None:
+def _tensor(run: Conversion, degrees: TheirDegrees) -> None:
     """Write how activations are split between matrices, and matrices over a mesh."""
     if degrees.alone:
         for key in run.theirs.values:

@@ -6,14 +6,14 @@ from itertools import zip_longest
 from typing import Any
 
 from uspft.convert.conversion import Conversion, short
-from uspft.convert.mindspore_layout import CONFIG, Degrees
+from uspft.convert.mindspore_layout import CONFIG, TheirDegrees
 
 OPTIMIZER = "parallel.parallel_optimizer_config"
 RECOMPUTE = "recompute_config"
 ZERO = "deepspeed.zero_optimization"
 
 
-def sharding(run: Conversion, degrees: Degrees, micro_batches: int) -> None:
+def sharding(run: Conversion, degrees: TheirDegrees, micro_batches: int) -> None:
     """Write the ZeRO stage that shards what their optimizer parallelism does.
 
     Off is 0, which stages, divided experts and several micro-batches in bfloat16 cannot have, on is
