@@ -30,6 +30,7 @@ from uspft.convert.trainer import (
 SAY = Dialect(
     names={
         "per_device_train_batch_size": "micro_batch_size",
+        "per_device_eval_batch_size": "eval_batch_size",
         "num_train_epochs": "num_epochs",
         "lr_scheduler_type": "lr_scheduler",
         "optim": "optimizer",
@@ -46,7 +47,7 @@ LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"),
     *("lora_target_parameters", "load_in_4bit", "load_in_8bit"),
 )
-CHATS = ("chat_template", "sharegpt", "chatml.sharegpt")
+CHATS = ("chat_template", "chat_template.default", "sharegpt", "chatml.sharegpt")
 PAIRS = ("alpaca", "alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
 MARKS = ("weight", "loss", "train", "training")
 """What a turn's own mark of training is called here."""
@@ -251,7 +252,7 @@ def _data(run: Conversion) -> None:
         for name in lists:
             if run.written(name):
                 run.refuse(name, "is no list of mappings", "write a list of {path: …, type: …}")
-        if ours == "data.train" and not sources and ours not in run.given:
+        if ours == "data.train" and not items and ours not in run.given:
             what = "names no samples that are read"
             run.refuse("datasets", what, "add data.train=FILE")
     share = "val_set_size"
@@ -304,7 +305,7 @@ def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
 def _form(run: Conversion, item: str, kind: Any) -> str | None:
     """Return the format of a data set of theirs, or None where it is refused."""
     key = f"{item}.type"
-    if not isinstance(kind, str | None) or (run.theirs.has_block(key) and not run.written(key)):
+    if not isinstance(kind, str | None) or run.theirs.block(key):
         return None  # a form of its own, which the table refuses
     name = (kind or "input_ids").partition(":")[0]
     if name in CHATS or name.startswith("sharegpt"):

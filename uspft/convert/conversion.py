@@ -175,7 +175,8 @@ class Conversion:
         """Speak of a key that the tool's table lacks."""
         key, above = path.partition("#")[0], path
         while above := above.rpartition(".")[0]:
-            if above in self.table.rows:
+            holds = any(row.startswith(f"{above}.") for row in self.table.rows)
+            if above in self.table.rows and not holds:
                 what = f"stands in a block, and `{above}` takes one value"
                 self.refuse(path, what, f"write {above}: VALUE")
                 return

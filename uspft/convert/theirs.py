@@ -92,6 +92,8 @@ def which_tool(file: Path, tree: Tree) -> Tool:
     """Return the tool whose configuration a file is, by its keys. Raises InputError."""
     keys = tree.value if isinstance(tree.value, dict) else {}
     tool = tool_of(keys, Recipe.model_fields)
+    if tool is None and {"data", "training"} <= set(keys) <= {*Recipe.model_fields, "base"}:
+        raise _wrong(file, "is a recipe already", "write check in place of convert")
     if tool is None:
         names = ", ".join(name for name, one in TOOLS.items() if one.converts)
         what = "has the keys of no tool that is known here"

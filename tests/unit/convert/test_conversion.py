@@ -178,6 +178,8 @@ def test_a_tool_that_is_not_known_is_a_line(tmp_path: Path) -> None:
     assert said.endswith(f"add --from and one of {', '.join(TOOLS_READ)}")
     (tmp_path / "theirs.yaml").write_text("seed: 1\nmodel: {}\n")
     assert "has the keys of no tool" in refused_whole(tmp_path, None)
+    (tmp_path / "theirs.yaml").write_text("model: {}\ndata: {}\ntraining: {}\n")
+    assert "is a recipe already; write check" in refused_whole(tmp_path, None)
 
 
 def test_a_scalar_where_a_block_is_wanted_is_a_line(tmp_path: Path) -> None:
