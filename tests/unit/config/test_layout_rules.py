@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.known import recipe
-from uspft.config.expert_rules import experts
+from uspft.config.layout_rules import experts
 from uspft.config.recipe import Recipe
 from uspft.config.strategies import ranks_go_together
 
