@@ -11,7 +11,7 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
 from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.comm import said_by_all
-from uspft.data.eval_rows import EvalSet, evaluation_sets
+from uspft.data.evaluation import EvalSet, evaluation_sets
 from uspft.data.loader import RowLoader
 from uspft.data.orders import Orders
 from uspft.engine.deepspeed_config import most_passes
@@ -31,8 +31,8 @@ from uspft.objective import TrainedModel, make_objective
 from uspft.parameters.fill import fill, shapes_of
 from uspft.parameters.shards import Holders
 from uspft.pipeline.stages import stages_of
-from uspft.switching.dealing import training_loader
-from uspft.switching.moving import MovingEngine, hosts_of_ranks
+from uspft.switching.deal.dealing import training_loader
+from uspft.switching.move.moving import MovingEngine, hosts_of_ranks
 from uspft.world import World, live_worlds
 
 

@@ -29,7 +29,7 @@ def row_lengths(recipe: Recipe) -> tuple[int, ...]:
     return tuple(min(one.max_length, most) for one in strategies_of(recipe))
 
 
-def ranks_go_together(recipe: Recipe) -> bool:
+def ranks_in_lockstep(recipe: Recipe) -> bool:
     """Return whether all ranks run as many micro-batches, since each is a collective of all that
     divide weights (ZeRO-2, 3) or experts."""
     stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)

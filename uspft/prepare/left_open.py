@@ -38,7 +38,7 @@ from uspft.planner.stages import schedule_of
 from uspft.planner.ways import Space, Way, WhyNot
 from uspft.prepare.known import Known
 from uspft.prepare.layout_findings import layout_findings
-from uspft.prepare.memory_need import settled_memory
+from uspft.prepare.memory import settled_memory
 from uspft.prepare.step import recomputes_of, slices_of, stage_of, step_shape
 
 BLOCK = "parallel_config"

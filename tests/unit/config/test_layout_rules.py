@@ -9,7 +9,7 @@ import pytest
 from tests.support.known import recipe
 from uspft.config.layout_rules import experts
 from uspft.config.recipe import Recipe
-from uspft.config.strategies import ranks_go_together
+from uspft.config.strategies import ranks_in_lockstep
 
 
 def asked(zero: dict[str, Any], degree: int = 2, **parallel: Any) -> Recipe:
@@ -48,5 +48,5 @@ def test_what_is_right_beside_divided_experts_passes(zero: dict[str, Any]) -> No
 
 
 def test_ranks_that_divide_experts_run_as_many_micro_batches() -> None:
-    assert ranks_go_together(asked({})) and not ranks_go_together(asked({}, 1))
-    assert ranks_go_together(asked({"stage": 2}, 1))
+    assert ranks_in_lockstep(asked({})) and not ranks_in_lockstep(asked({}, 1))
+    assert ranks_in_lockstep(asked({"stage": 2}, 1))
