@@ -16,7 +16,7 @@ import pytest
 from tests.support.chat_templates import CONVERSATIONS, ENDS, render
 from tests.support.originals import DOWNLOADED, original
 from tests.support.shapes_of_chat import SHAPES
-from uspft.data import chat_template as twins
+from uspft.data import chat_template
 from uspft.data.chat_template import ChatTemplate
 from uspft.data.faults import SampleFault
 from uspft.data.samples import Rendered
@@ -202,13 +202,13 @@ def test_each_edit_of_a_twin_is_seen(name: str) -> None:
     """Without any one of them there is no twin, or one that writes or encloses something else."""
     known = template(name)
     assert known.marked_copy
-    edits = twins.models()[twins.digest(known.source)]["edits"]
+    edits = chat_template.models()[chat_template.digest(known.source)]["edits"]
     right = {shape: marked(known.marked_copy, known, shape) for shape in SHAPES}
     for left_out in range(len(edits)):
         source = known.source
         try:
             for edit in [*edits[:left_out], *edits[left_out + 1 :]]:
-                source = twins.edited(source, edit)
+                source = chat_template.edited(source, edit)
         except ValueError:
             continue  # what another edit is made at is there twice
         wrong = ChatTemplate(source, SPECIAL, TOKENS)
@@ -218,15 +218,15 @@ def test_each_edit_of_a_twin_is_seen(name: str) -> None:
 
 def test_every_known_template_is_compared() -> None:
     here = [name for name in TWINS if name not in DOWNLOADED]
-    known = {twins.digest(template(name).source) for name in here}
-    assert known <= twins.models().keys() and len(known) == len(here) == 13
-    assert len(twins.models()) == len(TWINS) == len(here) + len(DOWNLOADED)
+    known = {chat_template.digest(template(name).source) for name in here}
+    assert known <= chat_template.models().keys() and len(known) == len(here) == 13
+    assert len(chat_template.models()) == len(TWINS) == len(here) + len(DOWNLOADED)
 
 
 @pytest.mark.full
 def test_every_known_template_that_is_downloaded_is_compared() -> None:
-    known = {twins.digest(template(name).source) for name in TWINS}
-    assert known == twins.models().keys()
+    known = {chat_template.digest(template(name).source) for name in TWINS}
+    assert known == chat_template.models().keys()
 
 
 @pytest.mark.parametrize("name", EACH)

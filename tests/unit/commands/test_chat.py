@@ -227,7 +227,7 @@ def played(
     """A conversation: what is typed, or as many questions as there are answers."""
     model = Played(tokenizer, list(answers))
     (folder / "config.json").write_text("{}")
-    monkeypatch.setattr("uspft.commands.talk.load_talker", lambda *_: Talker(model, tokenizer))
+    monkeypatch.setattr("uspft.commands.chat.load_talker", lambda *_: Talker(model, tokenizer))
     monkeypatch.setattr("sys.stdin", io.StringIO(typed or "What is 2 + 2?\n" * len(answers)))
     assert main(["chat", str(folder), *words]) == 0
     return model

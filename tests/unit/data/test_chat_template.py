@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from tests.support.chat_templates import CONVERSATIONS, ENDS, MARKED, UNMARKED, render, turn
 from tests.support.data_cases import TOKENIZER, block, faults_of, write_lines
 from tests.support.originals import original
-from uspft.data import Corpus, prepare, twins
+from uspft.data import Corpus, chat_template, prepare
 from uspft.data.chat_template import ChatTemplate, digest, edited, marked_copy_of, models
 from uspft.data.faults import SampleFault
 from uspft.data.known_fields import ROLES
@@ -196,7 +196,7 @@ class Once(ChatTemplate):
 def known(monkeypatch: pytest.MonkeyPatch, *edits: dict[str, str]) -> None:
     """SOURCE is a template whose twin has these edits."""
     table = {digest(SOURCE): {"model": "a", "edits": edits}}
-    monkeypatch.setattr(twins, "models", lambda: table)
+    monkeypatch.setattr(chat_template, "models", lambda: table)
 
 
 def test_a_template_is_known_by_its_text_but_for_a_newline_at_its_end() -> None:

@@ -14,7 +14,7 @@ class RowWork(NamedTuple):
     seconds: float
     """Seconds of its forward and backward alone, as the cost model predicts them."""
     memory: float
-    """What it takes of the memory of its group's fullest rank, in the unit of `Limits.most_memory`."""
+    """What it takes of its group's fullest rank, in the unit of `Limits.most_memory`."""
 
 
 @dataclass(frozen=True)
