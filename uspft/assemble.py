@@ -11,7 +11,7 @@ from uspft.checkpoint.folder import Checkpoint
 from uspft.checkpoint.load import load_state
 from uspft.checkpoint.weights_of import WeightsOf, weights_of
 from uspft.comm import said_by_all
-from uspft.data.evaluation import EvalSet, evaluation_sets
+from uspft.data.eval_rows import EvalSet, evaluation_sets
 from uspft.data.loader import RowLoader
 from uspft.data.orders import Orders
 from uspft.engine.deepspeed_config import most_passes

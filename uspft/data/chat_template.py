@@ -17,7 +17,7 @@ from uspft.data.faults import SampleFault
 from uspft.data.known_fields import ROLES
 from uspft.data.turns import STAND_IN, Manner, Spans, Turn, between
 
-TABLE = Path(__file__).with_suffix(".yaml")
+TABLE = Path(__file__).with_name("marked_templates.yaml")
 
 
 def marked_copy_of(source: str) -> str | None:

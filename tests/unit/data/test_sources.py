@@ -216,7 +216,7 @@ def test_two_splits_in_one_folder_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "README.md", "data/train-00000.jsonl", "data/test.jsonl")
     ((key, what, remedy),) = source_problems(block(tmp_path))
     assert key == "data.train.path" and what.startswith(f"{tmp_path} holds data/train-00000.jsonl")
-    assert "and data/test.jsonl, which are two splits by their listed" in what
+    assert "and data/test.jsonl, which are two splits by their names" in what
     assert remedy == "name the files that are meant, by their paths or by globs"
     both = block(tmp_path / "data/train-00000.jsonl", tmp_path / "data/test.jsonl")
     assert not source_problems(both) and not source_problems(block(tmp_path / "**/*.jsonl"))
