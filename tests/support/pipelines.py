@@ -91,6 +91,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "adapter": {"model": {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}},
     "dropout": {"model": {"adapter": {"type": "lora", "rank": 4, "alpha": 8, "dropout": 0.3}}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "groups": {"memory": {"attention_heads": 1, "mlp_tile_tokens": 7}},
     "recompute": {"memory": {"gradient_checkpointing": True}},
     "nothing": {"memory": {"gradient_checkpointing": True, "recompute": "nothing"}},
     "exchange": {"memory": {"gradient_checkpointing": True, "recompute": "exchange"}},

@@ -1,10 +1,10 @@
-"""Make docs/keys.md, docs/recipe.schema.json and the keys of docs/coming-from.md.
+"""Make docs/keys.md and docs/recipe.schema.json.
 
     .venv/bin/python -m uspft.config.reference [--check] [FOLDER]
 
-They are made of the recipe's blocks with their checks, and of the table of other tools' keys. The
-command writes the files into FOLDER, or into docs/ where no folder is named. With --check it writes
-nothing, and ends with 1 where a file differs from what it would write.
+They are made of the recipe's blocks with their checks. The command writes the files into FOLDER, or
+into docs/ where no folder is named. With --check it writes nothing, and ends with 1 where a file
+differs from what it would write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from uspft.config.messages import Node, inside, schema_of, words
-from uspft.config.other_tools import TheirKey, other_tools
 from uspft.config.recipe import DeepSpeedBlock
 from uspft.config.rope import Scaling
 from uspft.config.schema import Key, as_json, blocks, keys, schema, summary
@@ -128,19 +127,6 @@ def _theirs() -> str:
     return _table("key | allowed", rows(top, ""))
 
 
-def keys_of_others() -> str:
-    """Return a table for each other tool: its keys, and what a recipe says in their place."""
-
-    def here(row: TheirKey) -> str:
-        return "; ".join(part for part in (row.ours and f"`{row.ours}`", row.say) if part)
-
-    found, parts = other_tools(), []
-    for tool, name in found.names.items():
-        rows = [(f"`{row.theirs}`", here(row)) for row in found.keys if tool in row.tools]
-        parts.append(f"### {name}\n\n{_table('there | here', rows)}")
-    return "\n".join(parts)
-
-
 def put(text: str, part: str, made: str) -> str:
     """Return a page with one part of it, which stands between two marks, made anew.
 
@@ -181,12 +167,7 @@ def main(words: Sequence[str]) -> int:
     """Write the files, or compare them; return 1 where one differs from what the code says."""
     folders = [Path(word) for word in words if word != "--check"]
     folder = folders[0] if folders else DOCS
-    coming = (DOCS / "coming-from.md").read_text(encoding="utf-8")
-    texts = {
-        "keys.md": page(),
-        "recipe.schema.json": as_json(schema()) + "\n",
-        "coming-from.md": put(coming, "keys", keys_of_others()),
-    }
+    texts = {"keys.md": page(), "recipe.schema.json": as_json(schema()) + "\n"}
     code = 0
     for name, made in texts.items():
         file = folder / name

@@ -63,7 +63,7 @@ def _whole(given: Mapping[str, Any], key: str, default: int) -> int:
 
 def degree(run: Conversion, name: str) -> int:
     """Return a degree, from the arguments or from accelerate's file."""
-    return max(run.whole(*_keys(name)), 1)
+    return run.whole(*_keys(name), least=1)
 
 
 def _keys(name: str) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ def world(run: Conversion) -> int | None:
     """Return how many devices the file says there are: processes, or the product of degrees."""
     key = f"{AT}.num_processes"
     if run.written(key):
-        return max(run.whole(key), 1)
+        return run.whole(key, least=1)
     if run.written(*_keys("dp_shard_size")):
         return split(run) * degree(run, "dp_shard_size") * degree(run, "dp_replicate_size")
     return None
@@ -93,7 +93,7 @@ def layout(run: Conversion) -> None:
     elif key:
         run.ignored(key, "matrices are whole")
     gathers = run.written(*_keys("cp_comm_strategy"))
-    word = run.value(gathers) if gathers else "allgather"
+    word = run.word(*_keys("cp_comm_strategy"), default="allgather")
     ways = {"allgather": "all_gather", "alltoall": "p2p"}
     if word not in ways:
         run.refuse(str(gathers), f"is {short(word)}", "write allgather or alltoall")
@@ -122,8 +122,7 @@ def precision(run: Conversion) -> None:
     key = f"{AT}.mixed_precision"
     if not run.written(key) or "model.dtype" in run.given:
         return
-    found = run.value(key)
-    found = "no" if found is False else found
+    found = "no" if run.value(key) is False else run.word(key)
     if found in PRECISIONS:
         if found != "no" or "model.dtype" not in run.outcome.values:
             run.put("model.dtype", PRECISIONS[found], key)

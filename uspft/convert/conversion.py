@@ -11,6 +11,8 @@ from uspft.config.others import table_of
 from uspft.convert.outcome import Outcome, Remark
 from uspft.convert.theirs import Theirs
 
+HUGE = 1e100
+"""What no number of a configuration comes near; infinity and what is no number are not below it."""
 ACCELERATE = "accelerate"
 """The block in which the keys of accelerate's file stand, which are said without it."""
 
@@ -36,24 +38,39 @@ class Conversion:
         found = self.theirs.values.get(key)
         return default if found is None or found.value is None else found.value
 
-    def whole(self, *keys: str, default: int = 1) -> int:
-        """Return the first of these keys' values, which is a whole number; else it is refused."""
+    def whole(self, *keys: str, default: int = 1, least: int | None = None) -> int:
+        """Return the first of these keys' values, which is a whole number; else it is refused.
+
+        least: what it is at least; None: it may be any.
+        """
         key = self.written(*keys)
         if key is None:
             return default
         found = self.value(key)
-        if isinstance(found, int) and not isinstance(found, bool):
+        if not isinstance(found, int) or isinstance(found, bool):
+            self.refuse(key, f"is {short(found)}, no whole number", "write a whole number")
+        elif least is not None and found < least:
+            self.refuse(key, f"is {short(found)}", f"write at least {least}")
+        else:
             return found
-        self.refuse(key, f"is {found!r}, no whole number", "write a whole number")
         return default
 
     def number(self, *keys: str, default: float) -> float:
         """Return the first of these keys' values, which is a number; else it is refused."""
         key = self.written(*keys)
         found = default if key is None else self.value(key)
-        if isinstance(found, int | float) and not isinstance(found, bool):
+        if isinstance(found, int | float) and not isinstance(found, bool) and abs(found) < HUGE:
             return float(found)
         self.refuse(str(key), f"is {short(found)}, no number", "write a number")
+        return default
+
+    def word(self, *keys: str, default: str = "") -> str:
+        """Return the first of these keys' values, which is one word; else it is refused."""
+        key = self.written(*keys)
+        found = default if key is None else self.value(key)
+        if isinstance(found, str):
+            return found
+        self.refuse(str(key), f"is {short(found)}, no word", "write a word")
         return default
 
     def flag(self, *keys: str, default: bool = False) -> bool:
@@ -97,7 +114,9 @@ class Conversion:
         found = self.theirs.values.get(key)
         where = found.where if found else f"{self.theirs.file}:1"
         self._spoken.add(key)
-        self.outcome.remarks.append(Remark(weight, where, shown(key), what, remedy))
+        remark = Remark(weight, where, shown(key), what, remedy)
+        if remark not in self.outcome.remarks:
+            self.outcome.remarks.append(remark)
 
     def taken(self, key: str) -> None:
         """Note that a key of theirs stands in the recipe as it is, so that it needs no line."""
@@ -156,7 +175,8 @@ class Conversion:
         """Speak of a key that the tool's table lacks."""
         key, above = path.partition("#")[0], path
         while above := above.rpartition(".")[0]:
-            if above in self.table.rows:
+            holds = any(row.startswith(f"{above}.") for row in self.table.rows)
+            if above in self.table.rows and not holds:
                 what = f"stands in a block, and `{above}` takes one value"
                 self.refuse(path, what, f"write {above}: VALUE")
                 return

@@ -52,8 +52,8 @@ def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | 
     given: keys of ours that the command line writes. ranks: how many devices it runs on.
     """
     run = Conversion(theirs, given)
-    degree = run.whole("sequence_parallel_size")
-    batch = global_batch(run, SAY, max(degree, 1), None, ranks)
+    degree = run.whole("sequence_parallel_size", least=1)
+    batch = global_batch(run, SAY, degree, None, ranks)
     _layout(run, degree)
     length(run, SAY)
     optimizer(run, SAY)
@@ -76,7 +76,7 @@ _SHARE = "data.eval_fraction"
 
 
 def _layout(run: Conversion, degree: int) -> None:
-    mode = run.value("sequence_parallel_mode", "zigzag-ring")
+    mode = run.word("sequence_parallel_mode", default="zigzag-ring")
     if mode not in MODES:
         known = ", ".join(MODES)
         run.refuse("sequence_parallel_mode", f"is {short(mode)}", f"write one of {known}")
@@ -126,7 +126,7 @@ def _words(value: Any) -> list[str]:
 
 def _stage(run: Conversion) -> bool:
     """Return whether texts train whole."""
-    stage = run.value("stage", "sft")
+    stage = run.word("stage", default="sft")
     if stage in ("sft", "pt"):
         what = "texts, all of which train" if stage == "pt" else "a recipe trains answers"
         run.changed("stage", what) if run.written("stage") else None
@@ -137,7 +137,7 @@ def _stage(run: Conversion) -> bool:
 
 
 def _adapter(run: Conversion) -> None:
-    kind = run.value("finetuning_type", "lora")
+    kind = run.word("finetuning_type", default="lora")
     if kind == "full":
         run.changed("finetuning_type", "all weights train") if run.written(
             "finetuning_type"
@@ -228,7 +228,8 @@ def _data(run: Conversion, texts: bool) -> None:
 
 def _mixed(run: Conversion) -> None:
     """Write how often each source is taken."""
-    strategy, shares = run.value("mix_strategy", "concat"), run.value("interleave_probs")
+    strategy = run.word("mix_strategy", default="concat")
+    shares = run.value("interleave_probs")
     sources = run.outcome.values.get("data.train")
     if strategy == "concat" or not isinstance(sources, list):
         if run.written("mix_strategy"):

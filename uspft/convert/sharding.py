@@ -11,6 +11,8 @@ from uspft.convert.theirs import with_file
 
 ZERO_BLOCK = "deepspeed.zero_optimization"
 AUTO = "auto"
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
+"""DeepSpeed's schedules that have their like here."""
 
 
 def sharding(run: Conversion, key: str = "deepspeed", fsdp: str = "fsdp_config") -> None:
@@ -97,14 +99,7 @@ def _beside(run: Conversion) -> None:
     if kind is not None and str(kind).lower() not in ("adamw", "adam"):
         what = f"is {short(kind)}, and AdamW is the only one here"
         run.refuse("deepspeed.optimizer.type", what, "write AdamW")
-    kind = run.value("deepspeed.scheduler.type")
-    if kind is not None and kind not in ("WarmupLR", "WarmupDecayLR"):
-        what = f"is {short(kind)}, which has no like here"
-        run.refuse("deepspeed.scheduler.type", what, "leave it out: the arguments' rules")
-    elif kind is not None:
-        ours["lr_schedule.type"] = "constant" if kind == "WarmupLR" else "linear"
-        run.outcome.comments["lr_schedule.type"] = f"deepspeed.scheduler.type: {kind}"
-        run.outcome.values.pop("lr_schedule.min_learning_rate", None)
+    _scheduler(run)
     for key, found in run.theirs.block("deepspeed").items():
         path = f"deepspeed.{key}"
         if run.spoken(path):
@@ -114,6 +109,33 @@ def _beside(run: Conversion) -> None:
             run.changed(path, f"left out: {what}")
         elif found == AUTO:
             run.ignored(path, "auto: the arguments rule")
+
+
+def _scheduler(run: Conversion) -> None:
+    """Write DeepSpeed's own schedule, which stands in place of the arguments'."""
+    at, ours = "deepspeed.scheduler", run.outcome.values
+    kind = run.word(f"{at}.type")
+    if not run.written(f"{at}.type"):
+        return
+    if kind not in SCHEDULES:
+        what = f"is {short(kind)}, which has no like here"
+        run.refuse(f"{at}.type", what, "leave it out: the arguments' rules")
+        return
+    curve = f"{at}.params.warmup_type"
+    if run.word(curve, default="log") != "linear":
+        what = f"is {run.word(curve, default='log')}, and a warm-up is a line here"
+        run.refuse(curve, what, "write linear, or leave the scheduler to the arguments")
+    elif run.written(curve):
+        run.ignored(curve, "a warm-up is a line")
+    run.put("lr_schedule.type", SCHEDULES[kind], f"{at}.type")
+    for name in ("min_learning_rate", "cycles", "power", "decay_ratio"):
+        ours.pop(f"lr_schedule.{name}", None)
+    steps, start = f"{at}.params.warmup_num_steps", f"{at}.params.warmup_min_lr"
+    if run.value(steps) not in (None, AUTO):
+        ours.pop("lr_schedule.warmup_ratio", None)
+        run.put("lr_schedule.warmup_steps", run.whole(steps, default=0), steps)
+    if run.value(start) not in (None, AUTO, 0, 0.0):
+        run.put("lr_schedule.warmup_initial", run.number(start, default=0.0), start)
 
 
 def _fully(run: Conversion, at: str) -> None:

@@ -77,7 +77,8 @@ def convert_swift(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -
 
 def _batch(run: Conversion, say: Dialect, ranks: int | None) -> int:
     """Write the batch; without an accumulation it is what makes 16 rows, as there."""
-    split = max(run.whole("sequence_parallel_size"), 1) * max(run.whole("deepspeed_autotp_size"), 1)
+    split = run.whole("sequence_parallel_size", least=1)
+    split *= run.whole("deepspeed_autotp_size", least=1)
     key = run.written("nproc_per_node", "ENV.NPROC_PER_NODE")
     world = None
     if key:
@@ -88,14 +89,14 @@ def _batch(run: Conversion, say: Dialect, ranks: int | None) -> int:
             run.changed(key, f"here in the batch: {found} devices")
         else:
             run.refuse(key, f"is {short(found)}, no whole number", "write a whole number")
-    micro = max(run.whole("per_device_train_batch_size"), 1)
+    micro = run.whole("per_device_train_batch_size", least=1)
     steps = max(1, math.ceil(LEAST / micro / (world or ranks or 1)))
     return global_batch(run, say, split, world, ranks, steps)
 
 
 def _layout(run: Conversion) -> None:
     key, block = "sequence_parallel_size", "parallel_config"
-    degree = run.whole(key)
+    degree = run.whole(key, least=1)
     if degree > 1:
         say = "heads as far as they divide there, and a ring; the numbers are the same"
         run.put(f"{block}.context_parallel", degree, key, say=say)
@@ -168,13 +169,13 @@ def _rows(run: Conversion) -> None:
     say = "documents of a row never see one another" if packs else "each sample is a row"
     run.put("data.packing", "best_fit" if packs else "none", "packing", "padding_free", say=say)
     key = "truncation_strategy"
-    theirs = run.value(key, "delete")
+    theirs = run.word(key, default="delete")
     if theirs in OVERLONG:
         run.put("data.overlong", OVERLONG[theirs], key)
     else:
         what = f"is {short(theirs)}, and samples are cut at their end here"
         run.refuse(key, what, "write delete, right or split")
-    loss = run.value("loss_scale", "default")
+    loss = run.word("loss_scale", default="default")
     if loss in LOSSES:
         run.put("data.train_on", LOSSES[loss], "loss_scale")
     else:

@@ -359,7 +359,7 @@ def evaluating(run: Conversion, say: Dialect, *, something: bool) -> None:
     every, kind = say.key("eval_steps"), run.value(strategy) if strategy else None
     something |= "data.eval" in run.given or "data.eval_fraction" in run.given
     if not something:
-        for key in (strategy, every):
+        for key in (strategy, every, say.key("per_device_eval_batch_size")):
             if key and run.written(key):
                 run.ignored(key, "there is nothing to evaluate on")
         return

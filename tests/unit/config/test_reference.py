@@ -26,7 +26,7 @@ from uspft.config.yaml.document import bare, parse
 from uspft.config.yaml.unknown import known_keys
 
 ROOT = Path(__file__).parents[3]
-FILES = ("keys.md", "recipe.schema.json", "coming-from.md")
+FILES = ("keys.md", "recipe.schema.json")
 SCHEMA = schema()
 KEYS = known_keys()
 EVERY = [key for at, kind in blocks().items() for key in keys(kind, at)]

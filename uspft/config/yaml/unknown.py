@@ -8,7 +8,7 @@ from typing import Any
 
 from uspft.config.deepspeed_fields import REMOVED
 from uspft.config.messages import Node, choices, inside, meant_key, misspelt, schema_of, shown
-from uspft.config.other_tools import other_tools
+from uspft.config.others import hint_of, table_of
 from uspft.config.problems import COMMAND_LINE, Finding, join
 from uspft.config.recipe import Recipe
 from uspft.config.yaml.document import Tree
@@ -62,40 +62,6 @@ def without_nulls(tree: Tree, at: str = "") -> Tree:
     return Tree(kept, tree.where)
 
 
-# DeepSpeed's own keys that follow from the recipe → the key that rules them.
-DERIVED = {
-    "train_batch_size": "training.global_batch_size",
-    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
-    "gradient_accumulation_steps": "training.global_batch_size",
-    "fp16": "model.dtype",
-    "bf16": "model.dtype",
-    "bfloat16": "model.dtype",
-    "amp": "model.dtype",
-    "torch_autocast": "model.dtype",
-    "data_types": "model.dtype",
-    "communication_data_type": "memory.gradient_reduction",
-    "seq_parallel_communication_data_type": "model.dtype",
-    "optimizer": "optimizer",
-    "scheduler": "lr_schedule",
-    "gradient_clipping": "training.max_grad_norm",
-    "prescale_gradients": "parallel_config",
-    "gradient_predivide_factor": "parallel_config",
-    "gradient_allreduce_op": "parallel_config",
-    "sequence_parallel_size": "parallel_config.context_parallel",
-    "tensor_parallel": "parallel_config.model_parallel",
-    "pipeline": "parallel_config.pipeline_stage",
-    "activation_checkpointing": "memory.gradient_checkpointing",
-    "checkpoint": "checkpoint",
-    "load_universal_checkpoint": "checkpoint.resume",
-    "steps_per_print": "logging.every_steps",
-    "tensorboard": "logging.tensorboard",
-    "wandb": "logging.wandb",
-    "csv_monitor": "logging",
-    "comet": "logging",
-    "zero_force_ds_cpu_optimizer": "optimizer",
-    "zero_allow_untested_optimizer": "optimizer",
-}
-
 _GENERIC = ("type", "path", "name", "device", "enabled")  # say nothing about where they belong
 
 
@@ -122,8 +88,9 @@ def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
             continue
         remedy, names = _meant(key, value, at, pattern)
         meant |= names
-        if pattern == "deepspeed" and key in DERIVED:
-            remedy = f"leave it out: `{DERIVED[key]}` rules it"
+        ruled = table_of("deepspeed").rows.get(path) if pattern == "deepspeed" else None
+        if ruled is not None and ruled.to:
+            remedy = f"leave it out: `{ruled.to}` rules it"
             findings.append((path, f"uspft derives `{key}`", remedy))
         elif pattern == _ZERO and key in REMOVED:
             feature, remedy = REMOVED[key]
@@ -137,9 +104,9 @@ def unknown_keys(raw: Any, at: str = "") -> tuple[Any, list[Finding], set[str]]:
 def _meant(key: str, value: Any, at: str, pattern: str) -> tuple[str, set[str]]:
     """Return what to write instead of an unknown key, and the keys that it stands for."""
     siblings = tuple(mappings()[pattern])
-    theirs = other_tools().meaning(key, pattern, value)
+    theirs = hint_of(key, pattern, value)
     if theirs is not None:
-        return theirs.here, {theirs.to} - {""}
+        return theirs.remedy, set(theirs.to)
     near = misspelt(key, siblings)
     homes = [] if key in _GENERIC or (near and near.lower() == key.lower()) else _homes(key)
     if homes:

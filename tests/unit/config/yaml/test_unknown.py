@@ -11,9 +11,17 @@ import pytest
 from tests.support.problems import BASE, lines
 from uspft.config import Recipe, RecipeError, load
 from uspft.config.messages import choices
+from uspft.config.others import table_of
 from uspft.config.schema import blocks, keys
-from uspft.config.yaml.unknown import DERIVED, known_keys
+from uspft.config.yaml.unknown import known_keys
 
+DERIVED = {
+    row.key.removeprefix("deepspeed."): row.to
+    for row in table_of("deepspeed").rows.values()
+    if row.key.startswith("deepspeed.") and row.key.count(".") == 1 and row.to
+    if row.key.removeprefix("deepspeed.") not in known_keys()["deepspeed"]
+}
+"""DeepSpeed's own keys that follow from the recipe, and the key that rules each."""
 NAMES = {
     "parallel_config: {context_paralel: 2}": "r.yaml:2: parallel_config.context_paralel: "
     "unknown key `context_paralel`; did you mean `context_parallel`?",
@@ -24,11 +32,12 @@ NAMES = {
     "stage: 3": "r.yaml:2: stage: unknown key `stage`; "
     "it belongs to `deepspeed.zero_optimization.stage`",
     "per_device_train_batch_size: 1": "r.yaml:2: per_device_train_batch_size: "
-    "unknown key `per_device_train_batch_size`; here it is `training.micro_batch_size`",
+    "unknown key `per_device_train_batch_size`; here it is `training.micro_batch_size`; rows of "
+    "one forward of a replica; the whole step's are `training.global_batch_size`",
     "optimizer: {lr: 1}": "r.yaml:2: optimizer.lr: unknown key `lr`; "
     "here it is `optimizer.learning_rate`",
     "training: {num_train_epochs: 1}": "r.yaml:2: training.num_train_epochs: "
-    "unknown key `num_train_epochs`; here it is `training.epochs`",
+    "unknown key `num_train_epochs`; here it is `training.epochs`; a whole number",
     "memory: {foo: 1}": "r.yaml:2: memory.foo: unknown key `foo`; known here: "
     "gradient_checkpointing, recompute, attention_heads, offload_activations, gradient_reduction, "
     "loss_tile_tokens, mlp_tile_tokens",
