@@ -34,8 +34,8 @@ from uspft.parameters.shards import Holders
 from uspft.pipeline.stages import stages_of
 from uspft.planner.chunks import cut_of
 from uspft.planner.stages import schedule_of
-from uspft.switching.dealing import training_loader
-from uspft.switching.moving import MovingEngine, hosts_of_ranks
+from uspft.switching.deal.dealing import training_loader
+from uspft.switching.move.moving import MovingEngine, hosts_of_ranks
 from uspft.world import World, live_worlds
 
 

@@ -15,7 +15,7 @@ from uspft.config.strategies import layouts_of, row_lengths, strategies_of
 from uspft.data import Corpus, Row, RowStream, training_rows
 from uspft.layout import Layout, layout_of
 from uspft.planner.chunks import cut_of
-from uspft.prepare.prices import chunk_prices_of
+from uspft.prepare.make_plan import chunk_prices_of
 from uspft.segments import Segments
 from uspft.sequence import of_recipe
 from uspft.sequence.chunked import Chunked
