@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
@@ -38,7 +38,6 @@ from uspft.planner.trained import (
     outside_trains,
     trained_layers,
 )
-from uspft.segments import Segments
 
 if TYPE_CHECKING:
     from uspft.config import Recipe
@@ -233,7 +232,9 @@ def memory_of_ranks(
     the last.
     """
     windows, schedule = layer_windows(shape), options.schedule
-    chunks = _chunk_tokens(shape, layout, row_tokens, options)
+    tensor = layout.mesh_columns if options.use_seq_parallel else 1
+    cut = cut_by_flops(shape, windows, schedule.chunks, layout.context * tensor)
+    chunks = (cut.of_tokens if options.equal_tokens else cut).of_one_document(row_tokens)
     largest = max(chunks)
     whole = len(chunks) == 1
     of_pass, batch = (whole and one) or pass_bytes(shape, layout, largest, options)
@@ -261,21 +262,6 @@ def memory_of_ranks(
         host = int(sum(state.host.values()) + taken.on_host)
         found.append(Memory(device, host, unknown, taken.inputs))
     return found
-
-
-def _chunk_tokens(
-    shape: ModelShape, layout: Layout, row_tokens: int, options: Options
-) -> list[int]:
-    """Return the tokens of each chunk of a row of one document, by the FLOPs of what takes time."""
-    chunks, multiple = options.schedule.chunks, layout.context
-    if chunks == 1:
-        return [row_tokens]
-    if options.use_seq_parallel:
-        multiple *= layout.mesh_columns
-    cut = cut_by_flops(shape, layer_windows(shape), chunks, multiple)
-    if options.equal_tokens:
-        cut = replace(cut, pairs=())
-    return [b - a for a, b in pairwise(cut.bounds(Segments.single(row_tokens)))]
 
 
 def state_in(

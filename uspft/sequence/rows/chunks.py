@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from uspft.segments import Segments
 from uspft.sequence.rows.share import Order, Share
 from uspft.sequence.rows.spans import Holding, Span, blocks_between, looking_back, pairs
 
 if TYPE_CHECKING:
     from uspft.blocks import Block
-    from uspft.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,15 @@ class Cut:
         multiples allow. The row must have as many multiples as chunks, at least."""
         return _bounds(self, row)
 
+    @property
+    def of_tokens(self) -> Cut:
+        """The same for chunks of equal tokens."""
+        return Cut(self.chunks, self.multiple)
+
+    def of_one_document(self, row_tokens: int) -> list[int]:
+        """Return the tokens of each chunk of a row that one document fills."""
+        return [b - a for a, b in pairwise(self.bounds(Segments.single(row_tokens)))]
+
     def costs(self, row: Segments) -> NDArray[np.float64]:
         """Return what each chunk of a row costs."""
         return np.diff(_cost_before(self, row, np.array(self.bounds(row))))
@@ -48,6 +57,8 @@ class Cut:
 
 @lru_cache(maxsize=4096)  # the rows of a step and of the next
 def _bounds(cut: Cut, row: Segments) -> tuple[int, ...]:
+    if cut.chunks == 1:
+        return (0, row.length)
     multiples = row.length // cut.multiple
     before = _cost_before(cut, row, np.arange(multiples + 1) * cut.multiple)
     found = [0]
