@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from uspft.model.attention import Bound
     from uspft.model.divided import Call
 
-Forward = Callable[..., Tensor]
+PlainForward = Callable[..., Tensor]
 
 
 class _UnderWay(NamedTuple):
@@ -77,7 +77,7 @@ def _sizes(tokens: int, copies: int) -> list[int]:
 class _TokenByToken:
     """What stands in for the forward of an MLP."""
 
-    def __init__(self, plain: Forward, call: Call) -> None:
+    def __init__(self, plain: PlainForward, call: Call) -> None:
         self._plain, self._call = plain, call
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class _IntoAttention:
 class _Standing:
     """What stands in for the forward of a projection into an attention."""
 
-    def __init__(self, into: _IntoAttention, name: str, plain: Forward) -> None:
+    def __init__(self, into: _IntoAttention, name: str, plain: PlainForward) -> None:
         self._into, self._name, self._plain = into, name, plain
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class _Standing:
 class _OutOfAttention:
     """What stands in for the forward of the projection out of an attention."""
 
-    def __init__(self, plain: Forward, call: Call) -> None:
+    def __init__(self, plain: PlainForward, call: Call) -> None:
         self._plain, self._call = plain, call
 
     def __call__(self, x: Tensor) -> Tensor:
