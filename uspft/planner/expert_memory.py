@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from uspft.planner.operations import (
     INDEX,
@@ -39,11 +39,17 @@ class Experts:
     """That divide them."""
     met_ranks: float = 0.0
     """How many others of these a token meets."""
+    tensor: int = 1
+    """Ranks that divide each of them."""
+    between: int = 0
+    """The tokens that the router sees of those that experts do."""
 
     @property
     def sent(self) -> float:
         """The rows that leave, and that come: a token is one for each rank that it meets, with its
         own as likely as another."""
+        if self.ranks == 1:
+            return self.tokens
         return self.tokens * self.met_ranks * self.ranks / max(1, self.ranks - 1)
 
     @property
@@ -53,20 +59,30 @@ class Experts:
 
 
 def routed(
-    tape: Tape, x: Tensor, of: Experts, trains: Callable[[str], bool], tile: int | None
+    tape: Tape,
+    x: Tensor,
+    of: Experts,
+    trains: Callable[[str], bool],
+    tile: int | None,
+    enter: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return what experts make of x. trains: tells it of a module by its name. tile: tokens that
-    experts take at a time, but not the router; None: all."""
-    weight = float(of.element * of.number * of.hidden)
-    logits = linear(tape, x, of.element * of.tokens * of.number, weight, trains=trains(of.router))
-    index, scores = _chosen(tape, logits, of)
+    experts take at a time, but not the router; None: all. enter: returns what tensor ranks take of
+    what lies between blocks."""
+    weight, seen = float(of.element * of.number * of.hidden), replace(of, tokens=of.between)
+    size = of.element * seen.tokens * of.number
+    logits = linear(tape, x, size, weight, trains=trains(of.router))
+    index, scores = _chosen(tape, logits, seen)
+    del logits
+    if of.tensor > 1:
+        x, index, scores = (enter(one) for one in (x, index, scores))
     names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     into, out = map(trains, names)
 
     def run(parts: Sequence[Tensor]) -> Tensor:
         return _experts(tape, parts, of, into, out)
 
-    if of.ranks > 1:
+    if of.ranks > 1 or of.tensor > 1:
         return _divided(tape, (x, index, scores), of, (into, out), tile)
     if tile and tile < of.tokens:
         share, wide = tile / of.tokens, WIDE / of.element
@@ -156,14 +172,16 @@ def _divided(
 ) -> Tensor:
     """Return what the experts of all ranks make of tokens (model/experts.py). The arguments are
     those of `_experts` and `routed`."""
-    x, _, scores = parts
-    route = tape.new(2 * INDEX * of.sent)
-    tape.hold(route, route)
-    rows, factors = _sent(tape, x, scores, of, route)
-    sent = tape.new(INDEX * of.met * of.sent)
-    whole = [tape.new(INDEX / 2 * of.met * of.sent) for _ in range(2)]
-    del sent, whole
-    index = Tensor(INDEX * of.met * of.sent, tape.new(INDEX * of.met * of.sent), None, 0)
+    x, index, scores = parts
+    rows, factors, size = x, scores, x.size
+    if of.ranks > 1:
+        route = tape.new(2 * INDEX * of.sent)
+        tape.hold(route, route)
+        rows, factors = _sent(tape, x, scores, of, route)
+        sent = tape.new(INDEX * of.met * of.sent)
+        whole = [tape.new(INDEX / 2 * of.met * of.sent) for _ in range(2)]
+        del sent, whole
+        index = Tensor(INDEX * of.met * of.sent, tape.new(INDEX * of.met * of.sent), None, 0)
 
     def run(tiles: Sequence[Tensor]) -> Tensor:
         return _here(tape, tiles, of, *trains)
@@ -174,7 +192,7 @@ def _divided(
         made = tiled(tape, every, run, tile / of.sent, wide, trains=any(trains))
     else:
         made = run(every)
-    return _returned(tape, made, of, x.size)
+    return _returned(tape, made, of, size) if of.ranks > 1 else made
 
 
 def _sent(

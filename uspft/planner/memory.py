@@ -287,7 +287,6 @@ def unpredicted(
         "layers without experts beside others": _mixed(shape),
         "an expert that every token meets": bool(shape.raw.get("shared_expert_intermediate_size")),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
-        "experts in parts over tensor ranks": layout.tensor > 1 and shape.experts > 1,
         "adapters of experts": bool(options.lora and options.lora.parameters),
     }
     return tuple(what for what, here in found.items() if here)
@@ -467,9 +466,10 @@ def _full(shape: ModelShape) -> dict[str, Any]:
 def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -> Experts | None:
     """Return the experts of a layer, where it has any."""
     kind = LAYER_KINDS[shape.model_type]
-    down = layer_projections(shape)[-1]
+    down = layer_projections(shape)[-1].on(layout.tensor)
     if not kind.router:
         return None
+    between = -(-tokens // layout.tensor) if options.use_seq_parallel else tokens
     return Experts(
         options.element,
         tokens,
@@ -483,6 +483,8 @@ def _experts(shape: ModelShape, layout: Layout, tokens: int, options: Options) -
         kind.clamped,
         layout.experts,
         ranks_met(shape, layout.experts),
+        layout.tensor,
+        between,
     )
 
 

@@ -96,6 +96,7 @@ LAYOUTS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
         "ring_cp",
         {"parallel": {"use_seq_parallel": True}},
     ),
+    "tensor, experts": (Layout(mesh_columns=2, ring=2, experts=2), "ring_cp", {}),
     "mesh 1 2": (Layout(mesh_columns=2, blocks=True), "ulysses_cp", on_mesh(1, 2, 1, 1, 1, 1)),
     "mesh 2 1": (Layout(ulysses=2, mesh_rows=2), "ulysses_cp", on_mesh(2, 1, 2, 2, 2, 2)),
     "mesh 2 2": (Layout(2, ring=2, mesh_rows=2), "ring_cp", on_mesh(2, 2, 2, 4, 1, 4)),
@@ -154,6 +155,11 @@ FEW = [
     Case("mixtral", "experts 2", "offload", "lora", "bfloat16"),
     Case("qwen3 moe", "experts 4", "attention, tiles", "all", "bfloat16"),
     Case("gpt-oss", "experts 2", "nothing", "all", "bfloat16"),
+    Case("mixtral", "tensor", "none", "all", "bfloat16"),
+    Case("gpt-oss", "tensor, tokens", "attention, tiles", "all", "bfloat16"),
+    Case("qwen3 moe", "tensor, ring", "offload", "lora", "bfloat16"),
+    Case("qwen3 moe", "tensor, experts", "nothing", "all", "bfloat16"),
+    Case("gpt-oss", "tensor", "nothing", "no mlp", "bfloat16"),
 ]
 """Every value of each but two layouts is among them."""
 FULL_ONLY = {"ring 4", "planned, stages"}
@@ -167,7 +173,7 @@ def cases(*, full: bool) -> list[Case]:
 def legal(traits: tuple[Any, ...]) -> bool:
     """Whether a recipe may ask for it, and it can be counted."""
     case = Case(*traits)
-    if case.model in ROUTED and LAYOUTS[case.layout][0].tensor > 1:
+    if case.model in ROUTED and "mesh" in case.layout:
         return False
     if case.model in ROUTED and case.dtype == "float32":  # grouped products on meta have one type
         return False
