@@ -1,4 +1,5 @@
-"""Attention in groups of heads gives what all heads at once give, forward and every gradient.
+"""Attention in groups of heads gives what all heads at once give, forward and every gradient, and
+sends what its algorithm's cost says.
 
 One spawn for each number of ranks; models in float64 run through the modules of a run, without an
 engine. Each control is a fault that must show.
@@ -16,8 +17,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.support.attention import KINDS, busiest
 from tests.support.ranks import spawn
 from uspft.layout import Layout
+from uspft.sequence import Cost, Traffic
+from uspft.sequence.rows.traffic import FORWARDS, ONCE
 
 ROW, TILE = 96, 7
 PACKED = (0, 17, 40, 41, 95)
@@ -64,6 +68,12 @@ MODELS = {
     ),
     "gemma2 8/4": Model("Gemma2", 8, 4, {"attn_logit_softcapping": 1.5, **_WINDOW}),
     "gemma3 4/1": Model("Gemma3Text", 4, 1, _WINDOW),
+    "gpt-oss 8/2": Model(
+        "GptOss",
+        8,
+        2,
+        {"sliding_window": 11, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "smollm3 8/2": Model("SmolLM3", 8, 2, {"no_rope_layers": [1, 0]}),
 }
 LAYOUTS = {
@@ -94,7 +104,7 @@ PAIRS = [
     Case("llama 16/4", "planned 2", 2, memory=KEPT),
     Case("llama biases 8/2", "ring 2", 1, memory={"gradient_checkpointing": 1}),
     Case("llama lora 8/4", "ulysses 2", 2, True),
-    Case("gemma3 4/1", "ulysses 2", 1),
+    Case("gpt-oss 8/2", "ulysses 2", 1, True),
     Case("qwen3 window 16/4", "tensor 2, tokens split", 2, True, KEPT),
     Case("llama 16/4", "ring 2", 4, True),
     Case("llama 16/4", "allgather 2", 3),
@@ -108,7 +118,10 @@ PAIRS = [
     Case("llama 16/4", "tensor 2", 2, True),
     Case("llama lora 8/4", "tensor 2, tokens split", 1),
     Case("gemma3 4/1", "tensor 2", 1),
+    Case("gemma3 4/1", "ulysses 2", 1),
     Case("smollm3 8/2", "ulysses 2", 4, memory={"mlp_tile_tokens": "none"}),
+    Case("gpt-oss 8/2", "planned 2", 2, True),
+    Case("gpt-oss 8/2", "tensor 2", 1, memory=KEPT),
 ]
 FOURS = [
     Case("llama 16/4", "hybrid 2 x 2", 1, True),
@@ -117,16 +130,27 @@ FOURS = [
     Case("llama 6/3", "ulysses 4", 1, True),
     Case("qwen3 window 16/4", "tensor 2, ring 2", 1, memory=KEPT),
     Case("llama lora 8/4", "planned 2 x 2", 1, True),
+    Case("gpt-oss 8/2", "ulysses 4", 1, True),
 ]
 
 
-def gradients(case: Case, at_once: int | None) -> dict[str, Tensor]:
-    """The loss of a row, what this rank makes of it, and every gradient. at_once: None for all."""
+class Ran(NamedTuple):
+    """The loss of a row, what this rank makes of it, and every gradient; what this rank sent; what
+    the algorithm says that each layer costs."""
+
+    found: dict[str, Tensor]
+    sent: dict[str, Traffic]
+    costs: list[Cost]
+
+
+def gradients(case: Case, at_once: int | None) -> Ran:
+    """A row's forward and backward. at_once: None for all heads."""
     from benchmarks.memory.count import module_of, world_of
     from uspft.config.recipe import MemoryBlock
     from uspft.kernels.capped import TorchCapped
     from uspft.kernels.torch_cpu import TorchCpu
     from uspft.mesh import Groups
+    from uspft.model.hf_config import heads_of, layer_windows
     from uspft.segments import Segments
 
     layout, algorithm = LAYOUTS[case.layout]
@@ -143,6 +167,7 @@ def gradients(case: Case, at_once: int | None) -> dict[str, Tensor]:
         tie_word_embeddings=False,
         pad_token_id=0,
         dtype=torch.float64,
+        experts_implementation="eager",  # no other one takes float64
         **more,
     )
     block = {
@@ -170,7 +195,13 @@ def gradients(case: Case, at_once: int | None) -> dict[str, Tensor]:
     loss = module(batch, (1.0 / ROW,) * len(module.objective.terms)).sum()
     loss.backward()
     found = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}
+    sent = {k: Traffic(world.books.bytes[k], world.books.messages[k]) for k in KINDS}
+    again, costs = memory.gradient_checkpointing, []
+    for layer, window in enumerate(layer_windows(config)):
+        runs = FORWARDS[memory.recompute] if again is True or again > layer else ONCE
+        of_rank, runs = heads_of(config).on(layout.mesh_columns), runs._replace(at_once=at_once)
+        costs.append(world.algorithm.cost(row, of_rank, 8, window, runs))
+    return Ran({"loss": loss.detach(), **found}, sent, costs)
 
 
 def materialise(module: torch.nn.Module) -> None:
@@ -255,17 +286,20 @@ def wrong_keys() -> Iterator[None]:
 CONTROLS = {"lost": lost, "twice": twice, "wrong keys": wrong_keys}
 
 
-def work(rank: int, cases: list[Case]) -> tuple[list[float], dict[str, float]]:
-    """How far each case is from all heads at once, and the first with each fault."""
-    want = [gradients(case, None) for case in cases]
-    found = [
-        differs(gradients(case, case.at_once), one) for case, one in zip(cases, want, strict=True)
-    ]
+def work(rank: int, cases: list[Case]) -> tuple[list[float], dict[str, float], list[Ran]]:
+    """How far each case is from all heads at once, and the first with each fault; what was sent."""
+    found, ran = [], []
+    for case in cases:
+        want, got = gradients(case, None), gradients(case, case.at_once)
+        found.append(differs(got.found, want.found))
+        ran.append(got._replace(found={}))
+        if case is cases[0]:
+            truth = want.found
     faults = {}
     for name, control in CONTROLS.items():
         with control():
-            faults[name] = differs(gradients(cases[0], cases[0].at_once), want[0])
-    return found, faults
+            faults[name] = differs(gradients(cases[0], cases[0].at_once).found, truth)
+    return found, faults, ran
 
 
 @pytest.mark.timeout(900)
@@ -282,6 +316,17 @@ def work(rank: int, cases: list[Case]) -> tuple[list[float], dict[str, float]]:
 def test_groups_of_heads_give_what_all_heads_give(ranks: int, cases: list[Case]) -> None:
     answers = spawn(ranks, work, cases)
     for number, case in enumerate(cases):
-        assert max(found[number] for found, _ in answers) < EXACT, case
+        assert max(found[number] for found, *_ in answers) < EXACT, case
+        every = [ran[number] for *_, ran in answers]
+        assert busiest([one.sent for one in every]) == summed(every[0].costs), case
     for name in CONTROLS:
-        assert max(faults[name] for _, faults in answers) > 1e-3, name
+        assert max(faults[name] for _, faults, _ in answers) > 1e-3, name
+
+
+def summed(costs: list[Cost]) -> Cost:
+    """What layers cost together."""
+    found = {}
+    for kind in KINDS:
+        every = [getattr(one, kind) for one in costs]
+        found[kind] = Traffic(sum(t.bytes for t in every), sum(t.messages for t in every))
+    return Cost(**found)

@@ -62,22 +62,14 @@ class Case(NamedTuple):
 def cases(*, full: bool) -> list[Case]:
     if full:
         factors = tuple(LAYOUTS), tuple(OPTIONS), FULLY, (False, True), (False, True)
-        return [Case(*case) for case in pairwise(*factors, legal=legal)]
+        return [Case(*case) for case in pairwise(*factors)]
     stages, kinds = cycle(FULLY[::-1]), cycle([(True, False), (False, True), (False, False)])
     every = [
         (layout, options)
         for number, (layout, options) in enumerate(product(LAYOUTS, OPTIONS))
         if number % 4 == 0
     ]
-    found = [Case(*one, next(stages), *next(kinds)) for one in every]
-    return [case if legal(case) else case._replace(zero="zero2") for case in found]
-
-
-def legal(case: tuple[Any, ...]) -> bool:
-    """Whether a recipe may ask for it: ZeRO-3 does not gather for groups inside attention alone."""
-    layout, options, zero, *_ = case
-    apart = options.startswith("groups") and layout.startswith("tensor")
-    return not (apart and zero.startswith("zero3"))
+    return [Case(*one, next(stages), *next(kinds)) for one in every]
 
 
 def recipe(

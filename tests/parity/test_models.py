@@ -1,8 +1,8 @@
 """Every family of models against plain transformers in one process: two steps on four ranks.
 
 Each that test_training.py does not have meets an algorithm, with its window where it may have one,
-packed or not by turns (`--full`: every one, both); ZeRO stages and checkpointing take turns. One
-spawn, many engines inside.
+packed or not by turns (`--full`: every one, both); ZeRO stages, checkpointing and groups of heads
+take turns. One spawn, many engines inside.
 """
 
 from __future__ import annotations
@@ -102,6 +102,16 @@ def cases(*, full: bool) -> list[Case]:
     return found
 
 
+def memory_of(case: Case, number: int) -> dict[str, Any]:
+    """What saves memory in a run: layers run again, nothing, or groups of heads, where a family's
+    attention can, by turns."""
+    kind, _ = MODELS[case.model]
+    if number % 2 or FAMILIES[kind].why_all_heads:
+        return {"gradient_checkpointing": number % 4 == 1}
+    tiles = {} if number % 4 else {"mlp_tile_tokens": 5, "recompute": "attention"}
+    return {"attention_heads": 1, **tiles}
+
+
 def work(
     rank: int, every: list[Case], folder: Path, data: dict[bool, Documents]
 ) -> dict[Case, Any]:
@@ -118,7 +128,7 @@ def work(
             deepspeed={"zero_optimization": ZERO[case.zero]},
             optimizer={"eps": EPS},
             training={"steps": STEPS, "global_batch_size": 1, "max_grad_norm": CLIP},
-            memory={"gradient_checkpointing": number % 3 == 0},
+            memory=memory_of(case, number),
             export={"huggingface": case.algorithm == EXPORTED},
         )
         found[case] = run_recipe(recipe, folder / f"runs-{len(every)}" / case.name)

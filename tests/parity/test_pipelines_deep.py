@@ -23,13 +23,15 @@ KINDS = {"llama": False, "qwen2": True, "qwen3": True, "mistral": False}
 """By model_type, whether the table of embeddings is the head's too."""
 CONTEXT = ("", "ulysses_cp", "ring_cp", "allgather_cp", "planned_cp")
 TENSOR = ("", "megatron", "tokens", "mesh")
-MEMORY = ("nothing", "exchange", "attention", "kept", "host", "tiles")
+MEMORY = ("nothing", "exchange", "attention", "kept", "host", "tiles", "groups")
 
 
 def legal(case: tuple[Any, ...]) -> bool:
     """Whether a recipe may say so, of at most eight ranks."""
     stages, _, _, _, data, context, tensor, _, _, _, memory = case
-    if (memory == "exchange" and context != "ulysses_cp") or (memory, tensor) == ("tiles", "mesh"):
+    if memory == "exchange" and context != "ulysses_cp":
+        return False
+    if tensor == "mesh" and memory in ("tiles", "groups"):
         return False
     return stages * data * (2 if context else 1) * (2 if tensor else 1) <= 8
 

@@ -33,7 +33,8 @@ class Example:
 
 def example(name: str) -> Path:
     """The file of an example."""
-    return EXAMPLES / f"{name}.yaml"
+    yaml_file = EXAMPLES / f"{name}.yaml"
+    return yaml_file if yaml_file.exists() else EXAMPLES / f"{name}.json"
 
 
 def converted(

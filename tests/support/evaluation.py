@@ -72,6 +72,14 @@ class Case(NamedTuple):
         return self.model != "states" or "mesh" not in self.layout
 
 
+def memory_of(case: Case) -> dict[str, Any]:
+    """What saves memory in a run: layers run again, those that can with groups of heads."""
+    groups = case.checkpointing and "mesh" not in case.layout and case.model in KINDS
+    return {"gradient_checkpointing": case.checkpointing} | (
+        {"attention_heads": 1} if groups else {}
+    )
+
+
 def recipe(case: Case, folder: Path, **blocks: Any) -> dict[str, Any]:
     paths = [str(folder / f"{name}.jsonl") for name in case.sets]
     base: dict[str, Any] = {
@@ -84,7 +92,7 @@ def recipe(case: Case, folder: Path, **blocks: Any) -> dict[str, Any]:
             "eval_every_steps": 1,
             "eval_micro_batch_size": case.rows,
         },
-        "memory": {"gradient_checkpointing": case.checkpointing},
+        "memory": memory_of(case),
     }
     merged = {key: {**base.get(key, {}), **blocks.get(key, {})} for key in {**base, **blocks}}
     return small_recipe(folder / case.model, folder / "train.jsonl", ROW, **merged)

@@ -208,6 +208,8 @@ class Reference:
     start: dict[str, torch.Tensor]
     end: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
+    first: dict[str, torch.Tensor]
+    """The same after the first step."""
 
 
 def reference(
@@ -249,6 +251,7 @@ def reference(
         [group for group in groups if group["params"]], lr=rates[0], betas=(0.9, 0.95), eps=eps
     )
     losses, norms, counts = [], [], []
+    moments: list[dict[str, torch.Tensor]] = []
     for documents, now in zip(steps, rates, strict=True):
         for group in adam.param_groups:
             group["lr"] = now
@@ -266,9 +269,10 @@ def reference(
         losses.append(loss)
         counts.append(targets)
         adam.step()
+        held = {name: adam.state[p]["exp_avg"] for name, p in trained.items() if p in adam.state}
+        moments = [*moments[:1], {name: one.clone() for name, one in held.items()}]
     end = {name: p.detach().clone() for name, p in trained.items()}
-    moments = {name: adam.state[p]["exp_avg"] for name, p in trained.items() if p in adam.state}
-    return Reference(losses, norms, counts, rates, start, end, moments)
+    return Reference(losses, norms, counts, rates, start, end, moments[-1], moments[0])
 
 
 def mismatch(got: Any, want: Reference) -> list[str]:

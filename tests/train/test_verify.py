@@ -42,6 +42,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"adapter": {"rank": 4, "target_parameters": ["mlp.experts.down_proj"]}},
 }
 """What else the model of a case has."""
+MEMORY: dict[str, dict[str, Any]] = {"adapter": {"attention_heads": 1}}
+"""What saves memory in a case."""
 FOLDERS = {"adapter": "multimodal", "experts": "experts"}
 """The model of a case: one with a state inside a multimodal checkpoint, and one that is divided by
 experts."""
@@ -61,6 +63,7 @@ def verify_job(case: str, folder: Path, fault: str | None) -> Any:
         parallel_config={"expert_parallel": dist.get_world_size() if case == "experts" else 1},
         training={"steps": 3, "global_batch_size": 2, "max_grad_norm": 0.5},
         deepspeed={"zero_optimization": {"stage": stage}},
+        memory=MEMORY.get(case, {}),
     )
     job = job_of(recipe, folder / case)
     return VerifyJob(job, (), 1, folder / case, with_plain=True, inject=fault)

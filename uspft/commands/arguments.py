@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from uspft.called import to_type
-from uspft.config.checks import closest
+from uspft.config.messages import closest
 from uspft.config.problems import UsageError
 
 if TYPE_CHECKING:

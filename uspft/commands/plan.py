@@ -21,7 +21,7 @@ from uspft.commands.plan_switching import switching_lines
 from uspft.commands.plan_timeline import as_picture, in_characters
 from uspft.config import dump
 from uspft.config.algorithms import CONTEXT
-from uspft.config.checks import closest
+from uspft.config.messages import closest
 from uspft.config.problems import UsageError
 from uspft.data import first_look
 from uspft.launcher import planned_hosts

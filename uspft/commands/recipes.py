@@ -13,7 +13,7 @@ import yaml
 
 from uspft.called import to_type
 from uspft.config import InputError, Recipe, load
-from uspft.config.checks import closest
+from uspft.config.messages import closest
 from uspft.config.problems import COMMAND_LINE, UsageError
 from uspft.config.strategies import layouts_of
 from uspft.data.sources import STDLIB

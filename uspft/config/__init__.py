@@ -19,7 +19,8 @@ from uspft.config.recipe import (
     Source,
     TrainingBlock,
 )
-from uspft.config.yaml.loading import Loaded, Read, as_tree, dump, load, read
+from uspft.config.types import as_tree
+from uspft.config.yaml.loading import Loaded, Read, dump, load, read
 
 __all__ = [
     "CheckpointBlock",

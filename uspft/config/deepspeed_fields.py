@@ -7,83 +7,118 @@ installed version.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from uspft.config.checks import (
-    Check,
-    Open,
-    choice,
-    each,
-    flag,
-    path,
-    real,
-    table,
-    text,
-    whole,
-    whole_or_open,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, with_config
+from typing_extensions import TypedDict
+
+from uspft.config.messages import LARGEST
 from uspft.config.problems import Fault, Finding, fault, join
+from uspft.config.types import (
+    EXPONENT,
+    STRICT,
+    Count,
+    FilePath,
+    Fraction,
+    Natural,
+    NotNegative,
+    Open,
+    Text,
+    or_open,
+)
 
-_COUNT = whole(0, exponent=True)  # DeepSpeed's own examples write 5e8
-_SHARE = real(0, 1)
-_NAMES = each(text("a name"), "a list of names")
+_Size = Annotated[Natural, EXPONENT]
+_SizeAbove0 = Annotated[Count, EXPONENT]
+_Name = Annotated[Text, Field(title="a name")]
+_Names = Annotated[tuple[_Name, ...], Strict(False), Field(title="a list of names")]
+_Operation = Annotated[Text, Field(title="an operation")]
+_Operations = Annotated[tuple[_Operation, ...], Strict(False), Field(title="a list of operations")]
+_Number = Annotated[int, Field(ge=0, le=3)]
+_Stage = Annotated[_Number, or_open(_Number)]
 
-OFFLOAD_PARAM: dict[str, Check] = {
-    "device": choice("none", "cpu", "nvme"),
-    "nvme_path": path(also=(None,)),
-    "buffer_count": _COUNT,
-    "buffer_size": _COUNT,
-    "max_in_cpu": _COUNT,
-    "pin_memory": flag(),
-}
-OFFLOAD_OPTIMIZER: dict[str, Check] = {
-    "device": choice("none", "cpu", "nvme"),
-    "nvme_path": path(also=(None,)),
-    "buffer_count": _COUNT,
-    "pin_memory": flag(),
-    "pipeline_read": flag(),
-    "pipeline_write": flag(),
-    "fast_init": flag(),
-    "ratio": _SHARE,
-    "super_offload": flag(),
-    "cpuadam_cores_perc": _SHARE,
-}
-ZENFLOW: dict[str, Check] = {
-    "topk_ratio": real(above=0, below=1),
-    "select_strategy": choice("auto", "step", "epoch"),
-    "select_interval": whole(1, also=("auto",)),
-    "update_interval": whole(1, also=("auto",)),
-    "overlap_step": flag(),
-    "offload": flag(),
-    "auto_ratio": _SHARE,
-    "full_warm_up_rounds": whole(0),
-    "pt_reserved_cores_perc": _SHARE,
-}
-LEAF_MODULE: dict[str, Check] = {"classes": _NAMES, "names": _NAMES, "name_suffixes": _NAMES}
-AIO: dict[str, Check] = {
-    "block_size": whole(1, exponent=True),
-    "queue_depth": whole(1),
-    "intra_op_parallelism": whole(1),
-    "single_submit": flag(),
-    "overlap_events": flag(),
-    "use_gds": flag(),
-}
-COMMS_LOGGER: dict[str, Check] = {
-    "enabled": flag(),
-    "prof_all": flag(),
-    "prof_ops": each(text("an operation"), "a list of operations"),
-    "verbose": flag(),
-    "debug": flag(),
-}
-FLOPS_PROFILER: dict[str, Check] = {
-    "enabled": flag(),
-    "recompute_fwd_factor": real(0),
-    "profile_step": whole(1),
-    "module_depth": whole(-1),
-    "top_modules": whole(1),
-    "detailed": flag(),
-    "output_file": path(also=(None,)),
-}
+
+def _ignored_by_deepspeed(value: object) -> object:
+    if value is None:
+        return value
+    raise fault("is deprecated, and DeepSpeed ignores it", "write offload_optimizer.pin_memory")
+
+
+_Ignored = Annotated[Any, BeforeValidator(_ignored_by_deepspeed), Field(title="null")]
+
+
+@with_config(STRICT)
+class OffloadParam(TypedDict, total=False):
+    device: Literal["none", "cpu", "nvme"]
+    nvme_path: FilePath | None
+    buffer_count: _Size
+    buffer_size: _Size
+    max_in_cpu: _Size
+    pin_memory: bool
+
+
+@with_config(STRICT)
+class OffloadOptimizer(TypedDict, total=False):
+    device: Literal["none", "cpu", "nvme"]
+    nvme_path: FilePath | None
+    buffer_count: _Size
+    pin_memory: bool
+    pipeline_read: bool
+    pipeline_write: bool
+    fast_init: bool
+    ratio: Fraction
+    super_offload: bool
+    cpuadam_cores_perc: Fraction
+
+
+@with_config(STRICT)
+class ZenFlow(TypedDict, total=False):
+    topk_ratio: Annotated[float, Field(gt=0, lt=1)]
+    select_strategy: Literal["auto", "step", "epoch"]
+    select_interval: Count | Literal["auto"]
+    update_interval: Count | Literal["auto"]
+    overlap_step: bool
+    offload: bool
+    auto_ratio: Fraction
+    full_warm_up_rounds: Natural
+    pt_reserved_cores_perc: Fraction
+
+
+@with_config(STRICT)
+class LeafModule(TypedDict, total=False):
+    classes: _Names
+    names: _Names
+    name_suffixes: _Names
+
+
+@with_config(STRICT)
+class Aio(TypedDict, total=False):
+    block_size: _SizeAbove0
+    queue_depth: Count
+    intra_op_parallelism: Count
+    single_submit: bool
+    overlap_events: bool
+    use_gds: bool
+
+
+@with_config(STRICT)
+class CommsLogger(TypedDict, total=False):
+    enabled: bool
+    prof_all: bool
+    prof_ops: _Operations
+    verbose: bool
+    debug: bool
+
+
+@with_config(STRICT)
+class FlopsProfiler(TypedDict, total=False):
+    enabled: bool
+    recompute_fwd_factor: NotNegative
+    profile_step: Count
+    module_depth: Annotated[int, Field(ge=-1, le=LARGEST)]
+    top_modules: Count
+    detailed: bool
+    output_file: FilePath | None
+
 
 # DeepSpeed reads both names; the recipe holds the documented one.
 ALIASES = {
@@ -117,71 +152,73 @@ REMOVED: dict[str, tuple[str, str]] = {
 """ZeRO's fields that DeepSpeed had: what each belonged to, and what to write instead."""
 
 
-def _ignored_by_deepspeed(value: object) -> object:
-    if value is None:
-        return value
-    raise fault("is deprecated, and DeepSpeed ignores it", "write offload_optimizer.pin_memory")
+@with_config(STRICT)
+class ZeroKeys(TypedDict, total=False):
+    """The fields of ZeRO, the short names that DeepSpeed reads too among them."""
 
+    stage: _Stage
+    contiguous_gradients: bool
+    reduce_scatter: bool
+    reduce_bucket_size: _SizeAbove0
+    use_multi_rank_bucket_allreduce: bool
+    allgather_partitions: bool
+    allgather_bucket_size: _Size
+    overlap_comm: bool | None
+    compute_grad_norm: bool
+    load_from_fp32_weights: bool
+    elastic_checkpoint: bool
+    offload_param: OffloadParam | None
+    offload_optimizer: OffloadOptimizer | None
+    zenflow: ZenFlow | None
+    sub_group_size: _Size
+    cpu_offload_param: bool | None
+    cpu_offload_use_pin_memory: _Ignored
+    cpu_offload: bool | None
+    stage3_prefetch_bucket_size: _Size
+    stage3_param_persistence_threshold: _Size
+    stage3_model_persistence_threshold: _Size
+    stage3_max_live_parameters: _Size
+    stage3_max_reuse_distance: _Size
+    stage3_gather_16bit_weights_on_model_save: bool
+    stage3_module_granularity_threshold: _Size
+    stage3_use_all_reduce_for_fetch_params: bool
+    stage3_allgather_sequential: bool
+    stage3_gather_fp16_weights_on_model_save: bool
+    ignore_unused_parameters: bool
+    legacy_stage1: bool
+    round_robin_gradients: bool
+    parameter_alignment: bool
+    zero_hpz_partition_size: _Size
+    zero_quantized_weights: bool
+    zero_quantized_nontrainable_weights: bool
+    zero_quantized_gradients: bool
+    memory_efficient_linear: bool
+    pipeline_loading_checkpoint: bool
+    override_module_apply: bool
+    log_trace_cache_warnings: bool
+    enable_sanity_checks: bool
+    save_muon_momentum_buffer_in_memory: bool
+    leaf_module: LeafModule
+    prefetch_bucket_size: _Size
+    param_persistence_threshold: _Size
+    model_persistence_threshold: _Size
+    max_live_parameters: _Size
+    max_reuse_distance: _Size
+    gather_16bit_weights_on_model_save: bool
+    module_granularity_threshold: _Size
+    use_all_reduce_for_fetch_params: bool
+    allgather_sequential: bool
 
-_ZERO: dict[str, Check] = {
-    "stage": whole_or_open(0, 3),
-    "contiguous_gradients": flag(),
-    "reduce_scatter": flag(),
-    "reduce_bucket_size": whole(1, exponent=True),
-    "use_multi_rank_bucket_allreduce": flag(),
-    "allgather_partitions": flag(),
-    "allgather_bucket_size": _COUNT,
-    "overlap_comm": flag(also=(None,)),
-    "compute_grad_norm": flag(),
-    "load_from_fp32_weights": flag(),
-    "elastic_checkpoint": flag(),
-    "offload_param": table(OFFLOAD_PARAM, also=(None,)),
-    "offload_optimizer": table(OFFLOAD_OPTIMIZER, also=(None,)),
-    "zenflow": table(ZENFLOW, also=(None,)),
-    "sub_group_size": _COUNT,
-    "cpu_offload_param": flag(also=(None,)),
-    "cpu_offload_use_pin_memory": _ignored_by_deepspeed,
-    "cpu_offload": flag(also=(None,)),
-    "stage3_prefetch_bucket_size": _COUNT,
-    "stage3_param_persistence_threshold": _COUNT,
-    "stage3_model_persistence_threshold": _COUNT,
-    "stage3_max_live_parameters": _COUNT,
-    "stage3_max_reuse_distance": _COUNT,
-    "stage3_gather_16bit_weights_on_model_save": flag(),
-    "stage3_module_granularity_threshold": _COUNT,
-    "stage3_use_all_reduce_for_fetch_params": flag(),
-    "stage3_allgather_sequential": flag(),
-    "stage3_gather_fp16_weights_on_model_save": flag(),
-    "ignore_unused_parameters": flag(),
-    "legacy_stage1": flag(),
-    "round_robin_gradients": flag(),
-    "parameter_alignment": flag(),
-    "zero_hpz_partition_size": _COUNT,
-    "zero_quantized_weights": flag(),
-    "zero_quantized_nontrainable_weights": flag(),
-    "zero_quantized_gradients": flag(),
-    "memory_efficient_linear": flag(),
-    "pipeline_loading_checkpoint": flag(),
-    "override_module_apply": flag(),
-    "log_trace_cache_warnings": flag(),
-    "enable_sanity_checks": flag(),
-    "save_muon_momentum_buffer_in_memory": flag(),
-    "leaf_module": table(LEAF_MODULE),
-}
-ZERO: dict[str, Check] = {**_ZERO, **{short: _ZERO[name] for short, name in ALIASES.items()}}
 
 LOWEST_STAGES = {"offload_param": 3, "offload_optimizer": 1}
 """The lowest stage of ZeRO at which DeepSpeed moves each away."""
 
-_zero_table = table(ZERO)
 
-
-def zero_fields(value: Any) -> dict[str, Any]:
+def zero_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return DeepSpeed's ZeRO fields under their documented names, `stage` first and 1 by default.
 
     Raises Fault.
     """
-    given: dict[str, Any] = _zero_table(value)
     fields: dict[str, Any] = {"stage": 1}
     findings: list[Finding] = []
     for key, item in given.items():
@@ -199,6 +236,9 @@ def zero_fields(value: Any) -> dict[str, Any]:
     if findings:
         raise Fault(findings)
     return fields
+
+
+ZeroFields = Annotated[ZeroKeys, AfterValidator(zero_fields)]
 
 
 def stages_for(fields: Mapping[str, Any]) -> Sequence[int]:

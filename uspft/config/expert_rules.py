@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import AUTO
-from uspft.config.allowed import shown
-from uspft.config.checks import Open
+from uspft.config.messages import shown
 from uspft.config.problems import Finding
+from uspft.config.types import Open
 
 if TYPE_CHECKING:
     from uspft.config.recipe import Recipe

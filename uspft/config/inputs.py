@@ -2,71 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, Strict, with_config
+from typing_extensions import TypedDict
 
-from uspft.config.allowed import Described, described, lets_pass, shown
-from uspft.config.checks import choice, each, free, path, real, table, text, tokens, whole
-from uspft.config.fields import CountOrNone, Flag, PathOrNone, RecipeBlock, TextOrNone, block
-from uspft.config.lora import AdapterBlock, pattern
+from uspft.config.messages import shown
 from uspft.config.problems import fault
-from uspft.config.rope import scaling
-
-_is = PlainValidator  # a check takes the place of the type in validation
-_NONE = (None,)
-
-FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
-
-
-RECORD = (
-    "messages",
-    "tools",
-    "chat_template_kwargs",
-    "system",
-    "history",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "question",
-    "answer",
-    "text",
-    "input_ids",
-    "labels",
+from uspft.config.rope import Scaling
+from uspft.config.types import (
+    STRICT,
+    As,
+    BelowOne,
+    Count,
+    Elsewhere,
+    FilePath,
+    Free,
+    Natural,
+    NotYet,
+    Pattern,
+    Positive,
+    RecipeBlock,
+    Text,
+    Tokens,
+    tokens,
 )
-"""The fields of records, under our names."""
-LEFT_ALONE = (
-    "label",
-    "kto_tag",
-    "weight",
-    "loss",
-    "train",
-    "training",
-    "conversations",
-    "system_prompt",
-    "system_message",
-    "chosen",
-    "rejected",
-    "chosen_response",
-    "rejected_response",
-    "rejected_messages",
-    "response_chosen",
-    "response_rejected",
-    "preferred_output",
-    "non_preferred_output",
-    "chosen_input_ids",
-    "rejected_input_ids",
-    "images",
-    "image",
-    "videos",
-    "video",
-    "audios",
-    "audio",
-)
-"""Fields with which a sample is refused, unless null says to leave them alone."""
+
+Format = Literal["auto", "messages", "prompt_completion", "text", "tokenized"]
+
+_Other = Annotated[Text, Field(title="the field's name in the data")] | None
 
 
 def _nothing(value: Any) -> Any:
@@ -77,35 +41,78 @@ def _nothing(value: Any) -> Any:
     return value
 
 
-_other_name = text("the field's name in the data", also=_NONE)
-_null = lets_pass("null", {"enum": [None]})(_nothing)
-FIELDS = {
-    **dict.fromkeys(RECORD, _other_name),
-    **dict.fromkeys(LEFT_ALONE, _null),
-    "role": text("the key of a turn's role"),
-    "content": text("the key of a turn's content"),
-    "roles": free(),
-}
+_Null = Annotated[None, BeforeValidator(_nothing)]
+"""Of a field with which a sample is refused, unless null says to leave it alone."""
+
+
+@with_config(STRICT)
+class FieldNames(TypedDict, total=False):
+    """What records call the fields that have these names here."""
+
+    messages: _Other
+    tools: _Other
+    chat_template_kwargs: _Other
+    system: _Other
+    history: _Other
+    prompt: _Other
+    completion: _Other
+    instruction: _Other
+    input: _Other
+    output: _Other
+    question: _Other
+    answer: _Other
+    text: _Other
+    input_ids: _Other
+    labels: _Other
+    label: _Null
+    kto_tag: _Null
+    weight: _Null
+    loss: _Null
+    train: _Null
+    training: _Null
+    conversations: _Null
+    system_prompt: _Null
+    system_message: _Null
+    chosen: _Null
+    rejected: _Null
+    chosen_response: _Null
+    rejected_response: _Null
+    rejected_messages: _Null
+    response_chosen: _Null
+    response_rejected: _Null
+    preferred_output: _Null
+    non_preferred_output: _Null
+    chosen_input_ids: _Null
+    rejected_input_ids: _Null
+    images: _Null
+    image: _Null
+    videos: _Null
+    video: _Null
+    audios: _Null
+    audio: _Null
+    role: Annotated[Text, Field(title="the key of a turn's role")]
+    content: Annotated[Text, Field(title="the key of a turn's content")]
+    roles: Free
 
 
 class Source(RecipeBlock):
     """A source is one place from which samples come, such as a file, a folder or a hub data set."""
 
-    path: Annotated[str, _is(text("a file, a folder, a glob or a hub id"))]
+    path: Annotated[Text, Field(title="a file, a folder, a glob or a hub id")]
     """Place of the samples; `python:stdlib` stands for the running Python's standard library."""
-    name: TextOrNone = None
+    name: Text | None = None
     """Configuration of a hub data set; null takes the one that the data set has by default."""
-    split: TextOrNone = None
+    split: Text | None = None
     """Split of a hub data set; null takes `train`."""
-    format: Annotated[str | None, _is(choice(*FORMATS, also=_NONE))] = None
+    format: Format | None = None
     """What is made of this source's records; null takes `data.format`."""
-    fields: Annotated[dict[str, Any] | None, _is(table(FIELDS, also=_NONE))] = None
+    fields: Annotated[dict[str, Any] | None, As(FieldNames | None)] = None
     """What this source names otherwise; its keys win over those of `data.fields`."""
-    weight: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
+    weight: Positive | None = None
     """Share of an epoch's tokens, relative to the other weights; null: each sample once."""
-    max_samples: CountOrNone = None
+    max_samples: Count | None = None
     """Number of samples, from the first on, that are taken of this source; null takes all."""
-    max_tokens: Annotated[int | None, _is(tokens(1, also=_NONE))] = None
+    max_tokens: Tokens | None = None
     """Number of tokens that the samples taken of this source have at most; null takes all."""
 
     @property
@@ -116,125 +123,144 @@ class Source(RecipeBlock):
 
 
 _SOURCES = "a file, a folder, a glob, a hub id, or a list of {path: ...}"
-_list_of_sources = each(block(Source), "a list of sources")
-_path = described(text(_SOURCES))
-_named = {"anyOf": [_path.schema, described(block(Source)).schema]}
-_several = {"anyOf": [_path.schema, {"type": "array", "minItems": 1, "items": _named}]}
 
 
-@lets_pass(_SOURCES, _several)
-def _sources(value: Any) -> tuple[Source, ...]:
-    if isinstance(value, str):
-        value = [{"path": _path(value)}]
-    if not isinstance(value, list | tuple) or not value:
-        got = "an empty list" if value == [] else shown(value)
-        raise fault(f"expected {_SOURCES}, got {got}", "write the path, or a list of {path: ...}")
-    entries = [{"path": entry} if isinstance(entry, str) else entry for entry in value]
-    sources: tuple[Source, ...] = _list_of_sources(entries)
-    return sources
+def _listed(value: Any) -> Any:
+    """Return sources as a list of mappings; a path stands for a source of its own."""
+    if not isinstance(value, str | list | tuple):
+        raise fault(f"expected {_SOURCES}, got {shown(value)}", _REMEDY)
+    entries = [value] if isinstance(value, str) else value
+    if not entries:
+        raise fault(f"expected {_SOURCES}, got an empty list", _REMEDY)
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
-@lets_pass(_SOURCES, _several, _NONE)
-def _sources_or_none(value: Any) -> tuple[Source, ...] | None:
-    return None if value is None else _sources(value)
-
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_REMEDY = "write the path, or a list of {path: ...}"
+_Several = Annotated[list[Text | Source], Field(min_length=1)]
+Sources = Annotated[
+    tuple[Source, ...],
+    Strict(False),
+    BeforeValidator(
+        _listed, json_schema_input_type=Annotated[Text | _Several, Field(title=_SOURCES)]
+    ),
+]
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 """The bytes of an element, by `model.dtype`."""
 
 
-def _config() -> Described:
-    """Return a check of the path of a config, or of a mapping that is one."""
-    file = described(path("the path of a config.json", also=_NONE))
-    fields = described(free())
-    named = {"properties": {"model_type": {"type": "string"}}, "required": ["model_type"]}
-    wanted = "the path of a config.json, or its contents"
+_A_CONFIG: dict[str, Any] = {
+    "properties": {"model_type": {"type": "string"}},
+    "required": ["model_type"],
+}
 
-    @lets_pass(wanted, {"anyOf": [*file.schema["anyOf"], fields.schema | named]})
-    def check(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return file(value)
-        if not isinstance(value.get("model_type"), str):
-            raise fault("has no `model_type`", "write model_type: llama, qwen2 or another family")
-        return fields(value)
 
-    return check
+def _config(value: Any) -> Any:
+    if isinstance(value, dict) and not isinstance(value.get("model_type"), str):
+        raise fault("has no `model_type`", "write model_type: llama, qwen2 or another family")
+    return value
+
+
+class AdapterBlock(RecipeBlock):
+    """The block trains low-rank matrices beside frozen weights (LoRA, arXiv 2106.09685)."""
+
+    type: Literal["lora"] = "lora"
+    """The kind of adapter; LoRA is the only one."""
+    rank: Count = 16
+    """Rank of the two matrices that stand beside a weight."""
+    alpha: Positive = 32.0
+    """What the adapter adds to a projection's output is multiplied by alpha ÷ rank."""
+    dropout: BelowOne = 0.0
+    """Share of an adapter's inputs that training sets to 0, the same ones in every layout."""
+    target_modules: (
+        Annotated[
+            tuple[Annotated[Text, Field(title="a module's name")], ...],
+            Strict(False),
+            Field(title="a list of module names"),
+        ]
+        | None
+    ) = None
+    """Names of the projections to adapt; null adapts every linear projection of the layers."""
+    target_parameters: Annotated[
+        tuple[Annotated[Text, Field(title="a parameter's name")], ...],
+        Strict(False),
+        Field(title="a list of parameter names"),
+    ] = ()
+    """Matrices of experts and routers to adapt, named as in peft: mlp.experts.down_proj."""
+
+
+_FLOAT16 = Elsewhere({"float16": "it needs a loss scale, and no GPU has run it here"})
 
 
 class ModelBlock(RecipeBlock):
     """The block names the model, which parameters train, the compute type and attention kernel."""
 
-    name_or_path: TextOrNone = None
+    name_or_path: Text | None = None
     """Hugging Face folder or hub id of the model; required unless `model.config` is given."""
-    config: Annotated[Path | dict[str, Any] | None, _is(_config())] = None
+    config: (
+        Annotated[
+            Annotated[FilePath, Field(title="the path of a config.json")]
+            | Annotated[Free, Field(title="its contents", json_schema_extra=_A_CONFIG)],
+            BeforeValidator(_config),
+        ]
+        | None
+    ) = None
     """A config.json, its folder or its contents, for weights that `seed` draws."""
-    tokenizer: TextOrNone = None
+    tokenizer: Text | None = None
     """Folder or hub id of the tokenizer; null takes `name_or_path`."""
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"],
-        _is(choice("float32", "bfloat16", "float16")),
-    ] = "bfloat16"
-    """Dtype of forward and backward; master weights and Adam are float32; float16 needs a GPU."""
-    attention: Annotated[
-        Literal["auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch"],
-        _is(choice("auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch")),
-    ] = "auto"
+    dtype: Annotated[Literal["float32", "bfloat16"], _FLOAT16] = "bfloat16"
+    """Dtype of forward and backward; master weights and Adam are float32; float16 is refused."""
+    attention: Literal["auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch"] = "auto"
     """Attention kernel of a device; `auto` takes the fastest that passes its check on all ranks."""
-    rope_scaling: Annotated[dict[str, Any] | None, _is(scaling)] = None
+    rope_scaling: Annotated[dict[str, Any] | None, As(Scaling | None)] = None
     """How rotary positions are scaled for longer rows; null keeps the scaling in config.json."""
-    overrides: Annotated[dict[str, Any], _is(free())] = Field(default_factory=dict)
+    overrides: Free = Field(default_factory=dict)
     """Fields of the model's config.json, with the values that replace its own."""
-    adapter: Annotated[AdapterBlock | None, _is(block(AdapterBlock, also=_NONE))] = None
+    adapter: AdapterBlock | None = None
     """LoRA adapter that trains in place of the weights; null trains the weights themselves."""
-    freeze: Annotated[tuple[str, ...], _is(each(pattern, "a list of regular expressions"))] = ()
+    freeze: Annotated[
+        tuple[Pattern, ...], Strict(False), Field(title="a list of regular expressions")
+    ] = ()
     """Regular expressions; a parameter is not trained where one of them is found in its name."""
     add_tokens: Annotated[
-        tuple[str, ...], _is(each(text("a token's text"), "a list of tokens"))
+        tuple[Annotated[Text, Field(title="a token's text")], ...],
+        Strict(False),
+        Field(title="a list of tokens"),
     ] = ()
     """Special tokens that the tokenizer lacks; embedding and head grow by rows of their mean."""
-    trust_remote_code: Flag = False
+    trust_remote_code: Annotated[bool, NotYet("code from the hub", False)] = False
     """Whether Python code that a hub model brings may run."""
 
 
 class DataBlock(RecipeBlock):
     """The block names the samples and says how they become rows of `sequence_length` tokens."""
 
-    train: Annotated[tuple[Source, ...], _is(_sources)]
+    train: Sources
     """Samples to train on: one source, or a list of sources."""
-    eval: Annotated[tuple[Source, ...] | None, _is(_sources_or_none)] = None
+    eval: Sources | None = None
     """Samples to evaluate on, written as `data.train` is; null evaluates nothing."""
-    eval_fraction: Annotated[float | None, _is(real(above=0, below=1, also=_NONE))] = None
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the samples, drawn by `seed`, that is evaluated on and not trained on."""
-    format: Annotated[
-        Literal["auto", "messages", "prompt_completion", "text", "tokenized"],
-        _is(choice(*FORMATS)),
-    ] = "auto"
+    format: Format = "auto"
     """What is made of records; `auto` tells it from the first record of each file."""
-    fields: Annotated[dict[str, Any], _is(table(FIELDS))] = Field(default_factory=dict)
+    fields: Annotated[dict[str, Any], As(FieldNames)] = Field(default_factory=dict)
     """What is named otherwise: `{messages: dialog, role: speaker, roles: {human: user}}`."""
-    sequence_length: Annotated[int, _is(tokens(2))]
+    sequence_length: Annotated[int, tokens(2)]
     """Number of tokens in a row, over all ranks that share it."""
-    packing: Annotated[Literal["none", "best_fit"], _is(choice("none", "best_fit"))] = "best_fit"
+    packing: Literal["none", "best_fit"] = "best_fit"
     """`best_fit` packs whole documents, which never see one another; `none` pads each to a row."""
-    overlong: Annotated[
-        Literal["error", "truncate", "drop", "split"],
-        _is(choice("error", "truncate", "drop", "split")),
-    ] = "error"
+    overlong: Literal["error", "truncate", "drop", "split"] = "error"
     """What happens to a sample longer than a row; `split` cuts it into several documents."""
-    train_on: Annotated[
-        Literal["assistant", "completion", "last", "all"],
-        _is(choice("assistant", "completion", "last", "all")),
-    ] = "assistant"
+    train_on: Literal["assistant", "completion", "last", "all"] = "assistant"
     """Target tokens: all answers (`assistant`, `completion`), the `last` one, or `all` tokens."""
-    on_bad_sample: Annotated[Literal["error", "skip"], _is(choice("error", "skip"))] = "error"
+    on_bad_sample: Literal["error", "skip"] = "error"
     """What happens to a sample that cannot be used; `skip` leaves it out, counted and named."""
-    unused_fields: Annotated[Literal["list", "error"], _is(choice("list", "error"))] = "list"
+    unused_fields: Literal["list", "error"] = "list"
     """What is done about fields of records that nothing uses: they are told, or an error."""
-    chat_template: PathOrNone = None
+    chat_template: FilePath | None = None
     """Jinja file that renders conversations; null takes the tokenizer's own template."""
-    shuffle: Flag = True
+    shuffle: bool = True
     """Whether samples come in an order drawn from `seed` and the epoch; else in file order."""
-    workers: Annotated[int, _is(whole(0))] = 2
+    workers: Natural = 2
     """Processes that tokenise (threads, where there is little); `preprocess` takes all cores."""
-    cache_dir: PathOrNone = None
+    cache_dir: FilePath | None = None
     """Folder for tokenised data; null takes `uspft/data` in `$XDG_CACHE_HOME` (~/.cache)."""

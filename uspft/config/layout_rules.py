@@ -16,11 +16,11 @@ from uspft.config.algorithms import (
     having,
     names,
 )
-from uspft.config.checks import Open
 from uspft.config.degrees import Degrees
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
 from uspft.config.strategies import KEY, strategies_of
+from uspft.config.types import Open
 
 
 def of_each_layout(

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from uspft.config.algorithms import AUTO
-from uspft.config.checks import Open
 from uspft.config.problems import Finding
 from uspft.config.strategies import KEY, strategies_of
+from uspft.config.types import Open
 
 if TYPE_CHECKING:
     from uspft.config.degrees import ParallelBlock

@@ -1,41 +1,41 @@
 """The recipe as typed, frozen blocks, whose field names, types and defaults are a public contract.
 
-A field's annotation says which type the code reads, its check says which values a recipe may write,
-and the line below it says what the key means, as docs/keys.md and editors show it.
+A field's type says which values a recipe may write, and the line below it what the key means, as
+docs/keys.md and editors show it.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, Strict, model_validator, with_config
+from typing_extensions import TypedDict
 
-from uspft.config.allowed import Described, described
-from uspft.config.checks import (
-    choice,
-    each,
-    flag,
-    of_stages,
-    real,
-    table,
-    text,
-    tokens,
-    whole,
-)
-from uspft.config.deepspeed_fields import AIO, COMMS_LOGGER, FLOPS_PROFILER, ZERO, zero_fields
-from uspft.config.degrees import EachStage, ParallelBlock
-from uspft.config.fields import (
-    Count,
-    CountOrAuto,
-    CountOrNone,
-    CountOrOpen,
-    Flag,
-    PathOrNone,
-    RecipeBlock,
-)
+from uspft.config.deepspeed_fields import Aio, CommsLogger, FlopsProfiler, ZeroFields
+from uspft.config.degrees import ParallelBlock
 from uspft.config.inputs import DataBlock, ModelBlock, Source
 from uspft.config.objectives import CAUSAL, OBJECTIVES
-from uspft.config.tracking import MLFLOW, WANDB
+from uspft.config.types import (
+    STRICT,
+    As,
+    BelowOne,
+    Count,
+    CountOrOpen,
+    EachStage,
+    Elsewhere,
+    FilePath,
+    Fraction,
+    Free,
+    Natural,
+    NotNegative,
+    NotYet,
+    OneOf,
+    Positive,
+    RecipeBlock,
+    Text,
+    Tokens,
+    of_stages,
+)
 
 __all__ = [
     "CheckpointBlock",
@@ -54,98 +54,60 @@ __all__ = [
     "TrainingBlock",
 ]
 
-_is = PlainValidator
-_NONE = (None,)
-_zero = Described(zero_fields, "a mapping", described(table(ZERO)).schema)
-
-
-def _objective() -> Described:
-    """Return a check for a name in the table of objectives.
-
-    The check reads the table each time it is asked, so that a row added since counts too.
-    """
-    now = described(choice(*OBJECTIVES))
-
-    def check(value: Any) -> Any:
-        return choice(*OBJECTIVES)(value)
-
-    return Described(check, now.wanted, now.schema)
-
-
-def _checkpointing() -> Described:
-    """Return a check of whether layers are checkpointed, or how many of a stage or of each."""
-    all_or_none, first = described(flag()), described(whole(1))
-    each_of = described(of_stages(whole(0)))
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return each_of(value)
-        return (
-            first
-            if isinstance(value, int) and not isinstance(value, bool) and value
-            else all_or_none
-        )(value)
-
-    schema = {"anyOf": [all_or_none.schema, first.schema, *each_of.schema["anyOf"]]}
-    return Described(check, f"true, false, {first.wanted}, or {each_of.wanted}", schema)
-
 
 class DeepSpeedBlock(RecipeBlock):
     """These keys go to DeepSpeed as they are; its other settings follow from the other blocks."""
 
-    zero_optimization: Annotated[dict[str, Any], _is(_zero)] = Field(
+    zero_optimization: Annotated[dict[str, Any], As(ZeroFields)] = Field(
         default_factory=lambda: {"stage": 1}
     )
     """DeepSpeed's ZeRO settings: `stage` (0 to 3, `auto`, by default 1), offloading and others."""
-    aio: Annotated[dict[str, Any] | None, _is(table(AIO, also=_NONE))] = None
+    aio: Annotated[dict[str, Any] | None, As(Aio | None)] = None
     """Settings of asynchronous reads and writes in NVMe offloading; null takes DeepSpeed's own."""
-    comms_logger: Annotated[dict[str, Any] | None, _is(table(COMMS_LOGGER, also=_NONE))] = None
+    comms_logger: Annotated[dict[str, Any] | None, As(CommsLogger | None)] = None
     """Settings of the log that DeepSpeed keeps of its own transfers; null turns it off."""
-    flops_profiler: Annotated[dict[str, Any] | None, _is(table(FLOPS_PROFILER, also=_NONE))] = None
+    flops_profiler: Annotated[dict[str, Any] | None, As(FlopsProfiler | None)] = None
     """Settings of DeepSpeed's profile of a step, module by module; null turns it off."""
-    wall_clock_breakdown: Flag = False
+    wall_clock_breakdown: bool = False
     """Whether DeepSpeed prints how many seconds forward, backward and update take."""
 
 
 class OptimizerBlock(RecipeBlock):
     """The optimizer is AdamW; it decays no one-dimensional parameter."""
 
-    type: Annotated[Literal["adamw"], _is(choice("adamw"))] = "adamw"
+    type: Literal["adamw"] = "adamw"
     """The optimizer; AdamW is the only one."""
-    learning_rate: Annotated[float, _is(real(above=0))] = 1e-5
+    learning_rate: Positive = 1e-5
     """Peak learning rate, reached after the warm-up."""
-    betas: Annotated[tuple[float, float], _is(each(real(0, below=1), "[beta1, beta2]", size=2))] = (
+    betas: Annotated[tuple[BelowOne, BelowOne], Strict(False), Field(title="[beta1, beta2]")] = (
         0.9,
         0.95,
     )
     """Decay factors per step of Adam's running means of the gradient and of its square."""
-    eps: Annotated[float, _is(real(above=0))] = 1e-8
+    eps: Positive = 1e-8
     """Number that Adam adds to the root of the mean square before it divides by it."""
-    weight_decay: Annotated[float, _is(real(0))] = 0.1
+    weight_decay: NotNegative = 0.1
     """Coefficient of decoupled weight decay; one-dimensional parameters are not decayed."""
 
 
 class ScheduleBlock(RecipeBlock):
     """The learning rate rises over a warm-up, a share or a number of steps, then stays or falls."""
 
-    type: Annotated[
-        Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "wsd"],
-        _is(choice("constant", "linear", "cosine", "cosine_restarts", "polynomial", "wsd")),
-    ] = "cosine"
+    type: Literal["constant", "linear", "cosine", "cosine_restarts", "polynomial", "wsd"] = "cosine"
     """Shape of the learning rate after the warm-up; `wsd` stays at the peak, then falls."""
-    warmup_ratio: Annotated[float | None, _is(real(0, 1, also=_NONE))] = 0.03
+    warmup_ratio: Fraction | None = 0.03
     """Length of the warm-up as a share of all steps, rounded up; null beside `warmup_steps`."""
-    warmup_steps: Annotated[int | None, _is(whole(0, also=_NONE))] = None
+    warmup_steps: Natural | None = None
     """Length of the warm-up in steps, given in place of `warmup_ratio`."""
-    min_learning_rate: Annotated[float, _is(real(0))] = 0.0
+    min_learning_rate: NotNegative = 0.0
     """Learning rate of the last step; at most `optimizer.learning_rate`."""
-    warmup_initial: Annotated[float, _is(real(0))] = 0.0
+    warmup_initial: NotNegative = 0.0
     """Learning rate from which the warm-up rises; at most `optimizer.learning_rate`."""
-    cycles: CountOrNone = None
+    cycles: Count | None = None
     """`cosine_restarts` alone: how often the rate falls from the peak; null: once."""
-    power: Annotated[float | None, _is(real(above=0, also=_NONE))] = None
+    power: Positive | None = None
     """`polynomial` alone: the power of the share of steps left; null: 1.0, a line."""
-    decay_ratio: Annotated[float | None, _is(real(0, 1, also=_NONE))] = None
+    decay_ratio: Fraction | None = None
     """`wsd` alone: share of all steps, rounded up, in which the rate falls; null: 0.1."""
 
     @model_validator(mode="before")
@@ -160,61 +122,50 @@ class ScheduleBlock(RecipeBlock):
 class TrainingBlock(RecipeBlock):
     """The block says how long a run is, how many rows a step has, and when the run evaluates."""
 
-    steps: CountOrNone = None
+    steps: Count | None = None
     """Number of optimizer steps in the run; required unless `training.epochs` is given."""
-    epochs: CountOrNone = None
+    epochs: Count | None = None
     """Number of passes over the data, given in place of `training.steps`."""
     global_batch_size: Count
     """Number of rows in one optimizer step, over all ranks and micro-batches."""
     micro_batch_size: CountOrOpen = 1
     """Number of rows that one replica takes through one forward; `auto` asks the planner."""
-    stop_step: CountOrNone = None
+    stop_step: Count | None = None
     """Step after which the run ends, with the schedule of all its steps; null: after the last."""
-    max_grad_norm: Annotated[float | None, _is(real(above=0, also=_NONE))] = 1.0
+    max_grad_norm: Positive | None = 1.0
     """Largest norm of the gradients of all parameters together, which clips them; null: none."""
-    max_bad_steps: Annotated[int, _is(whole(0))] = 0
+    max_bad_steps: Natural = 0
     """Bad steps in a row that are skipped: of a loss or norm that is not finite, or too large."""
-    max_norm_spike: Annotated[float | None, _is(real(above=1, also=_NONE))] = None
+    max_norm_spike: Annotated[float, Field(gt=1)] | None = None
     """A gradient norm above this × the median of the last 100 makes a step bad; null: none does."""
-    objective: Annotated[str, _is(_objective())] = CAUSAL.name
+    objective: Annotated[str, OneOf(lambda: {name: name for name in OBJECTIVES})] = CAUSAL.name
     """What a step minimises; `causal`, the cross-entropy of each next token, is the only one."""
-    eval_every_steps: CountOrNone = None
+    eval_every_steps: Count | None = None
     """Number of steps between evaluations; the last step has one too; null leaves only that one."""
-    patience: CountOrNone = None
+    patience: Count | None = None
     """Evaluations without a lower loss after which the run ends; null: it takes all its steps."""
-    eval_micro_batch_size: CountOrNone = None
+    eval_micro_batch_size: Count | None = None
     """The `micro_batch_size` of evaluations; null takes that of training."""
-    debug: Flag = False
+    debug: bool = False
     """Whether ranks compare the rows they share in every step, not only in the first three."""
 
 
 class MemoryBlock(RecipeBlock):
     """The block says what is computed again, offloaded or done in tiles, so that a run fits."""
 
-    gradient_checkpointing: Annotated[bool | int | EachStage, _is(_checkpointing())] = True
+    gradient_checkpointing: bool | Count | Annotated[EachStage, of_stages(Natural)] = True
     """Which layers are computed again in the backward: all, none, or the first n of a stage."""
-    recompute: Annotated[
-        Literal["attention", "exchange", "nothing", "auto"],
-        _is(choice("attention", "exchange", "nothing", "auto")),
-    ] = "auto"
+    recompute: Literal["attention", "exchange", "nothing", "auto"] = "auto"
     """What of attention is made again: all, the `exchange` of heads, `nothing`; `auto`: as fits."""
-    attention_heads: Annotated[
-        int | Literal["all", "auto"], _is(whole(1, also=("all", "auto")))
-    ] = "all"
+    attention_heads: Count | Literal["all", "auto"] = "all"
     """Query heads of each KV head that attention works on at once: all heads; `auto`: as fits."""
-    offload_activations: Annotated[Literal["none", "cpu"], _is(choice("none", "cpu"))] = "none"
+    offload_activations: Literal["none", "cpu"] = "none"
     """Where what checkpointed layers keep waits meanwhile: the device (`none`) or host (`cpu`)."""
-    gradient_reduction: Annotated[
-        Literal["float32", "bfloat16"], _is(choice("float32", "bfloat16"))
-    ] = "float32"
+    gradient_reduction: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients cross ranks; each rank sums those of its passes in float32."""
-    loss_tile_tokens: Annotated[
-        int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
-    ] = "auto"
+    loss_tile_tokens: Tokens | Literal["auto", "none"] = "auto"
     """Number of tokens whose logits are held at a time; `auto` fills 512 MiB, `none` takes all."""
-    mlp_tile_tokens: Annotated[
-        int | Literal["auto", "none"], _is(tokens(1, also=("auto", "none")))
-    ] = "none"
+    mlp_tile_tokens: Tokens | Literal["auto", "none"] = "none"
     """Number of tokens that MLPs, experts and norms take at a time; `none` takes all tokens."""
 
     @property
@@ -227,23 +178,52 @@ class MemoryBlock(RecipeBlock):
 class CheckpointBlock(RecipeBlock):
     """The block says when checkpoints are written, which stay, and which one a run goes on from."""
 
-    every_steps: CountOrNone = 500
+    every_steps: Count | None = 500
     """Steps between checkpoints; the last step has one too; null saves only if a run is stopped."""
     keep_last: Count = 2
     """Number of newest checkpoints that stay; older ones are deleted."""
-    keep_best: Flag = False
+    keep_best: bool = False
     """Whether the one with the least loss of an evaluation stays too, and becomes `hf`."""
-    overlap: Flag = False
+    overlap: bool = False
     """Whether it is copied to the host's memory and written beside the steps that follow."""
-    resume: Annotated[str, _is(text("auto, never or the path of a checkpoint"))] = "auto"
+    resume: Annotated[Text, Field(title="auto, never or the path of a checkpoint")] = "auto"
     """Checkpoint to go on from: a path, or `auto` for the newest whole one; `never` starts anew."""
 
 
 class ExportBlock(RecipeBlock):
     """The block says what is written at the end of a run."""
 
-    huggingface: Flag = True
+    huggingface: bool = True
     """Whether the trained model is written to the folder `hf` in `output_dir`."""
+
+
+@with_config(STRICT)
+class Wandb(TypedDict, total=False):
+    """What uspft hands to wandb.init; how it resumes, and what it notes of a run, uspft says."""
+
+    project: Text
+    entity: Text
+    name: Text
+    group: Text
+    job_type: Text
+    notes: Text
+    id: Text
+    tags: Annotated[tuple[Text, ...], Strict(False), Field(title="a list of strings")]
+    mode: Literal["online", "offline", "shared"]
+    dir: Annotated[Text, Field(title="a folder")]
+    save_code: bool
+    settings: Free
+
+
+@with_config(STRICT)
+class MlFlow(TypedDict, total=False):
+    """What accelerate's tracker takes for a run of MLflow, and where the run is kept."""
+
+    experiment_name: Text
+    run_name: Text
+    description: Text
+    tracking_uri: Text
+    tags: Free
 
 
 class LoggingBlock(RecipeBlock):
@@ -251,42 +231,41 @@ class LoggingBlock(RecipeBlock):
 
     every_steps: Count = 1
     """Number of steps between two lines of metrics.jsonl; the last step has one too."""
-    tensorboard: Flag = False
+    tensorboard: bool = False
     """Whether TensorBoard's files are written, to `events` in `output_dir`."""
-    wandb: Annotated[dict[str, Any] | None, _is(table(WANDB, also=_NONE))] = None
+    wandb: Annotated[dict[str, Any] | None, As(Wandb | None)] = None
     """Arguments of wandb.init, `{}` for none; null turns Weights & Biases off."""
-    mlflow: Annotated[dict[str, Any] | None, _is(table(MLFLOW, also=_NONE))] = None
+    mlflow: Annotated[dict[str, Any] | None, As(MlFlow | None)] = None
     """Settings of an MLflow run, `{}` for one in `output_dir`; null turns MLflow off."""
-    report: Flag = True
+    report: Annotated[bool, NotYet("the report", False)] = False
     """Whether the run ends with report.html, a page of its numbers."""
 
 
-_DEVICES = {
-    "gpu": "GPUs are cuda here",
-    **dict.fromkeys(
-        ("tpu", "npu", "xpu", "mps", "hpu", "rocm", "hip", "ascend"),
-        "ranks compute on NVIDIA GPUs and on CPUs alone",
-    ),
-}
-"""Devices by the names that they have elsewhere, and what there is here."""
+_DEVICES = Elsewhere(
+    {
+        "gpu": "GPUs are cuda here",
+        **dict.fromkeys(
+            ("tpu", "npu", "xpu", "mps", "hpu", "rocm", "hip", "ascend"),
+            "ranks compute on NVIDIA GPUs and on CPUs alone",
+        ),
+    }
+)
 
 
 class LaunchBlock(RecipeBlock):
     """The block says how many processes a host starts, and the device that they use."""
 
-    processes: CountOrAuto = "auto"
+    processes: Count | Literal["auto"] = "auto"
     """Processes on each host; `auto` is its GPUs or, on CPU, the product of the degrees ÷ hosts."""
-    device: Annotated[
-        Literal["auto", "cuda", "cpu"], _is(choice("auto", "cuda", "cpu", others=_DEVICES))
-    ] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], _DEVICES] = "auto"
     """Where ranks compute; `auto` takes cuda where this host has a GPU."""
-    timeout_minutes: Annotated[float, _is(real(above=0))] = 10.0
+    timeout_minutes: Positive = 10.0
     """Minutes a collective waits for other ranks before it fails; in the first step three times."""
-    restarts: Annotated[int, _is(whole(0))] = 0
+    restarts: Natural = 0
     """Times that a run starts again by itself after a signal, a lost host or a time-out."""
-    min_hosts: CountOrNone = None
+    min_hosts: Count | None = None
     """Hosts that must remain for it to start again; null: all of them."""
-    hardware: Annotated[str, _is(text("auto, a name in configs/hardware or a file"))] = "auto"
+    hardware: Annotated[Text, Field(title="auto, a name in configs/hardware or a file")] = "auto"
     """Figures that `plan` and every `auto` take; `auto`: by the GPU's name, else shipped ones."""
 
 
@@ -297,9 +276,9 @@ class Recipe(RecipeBlock):
     file's name.
     """
 
-    output_dir: PathOrNone = None
+    output_dir: FilePath | None = None
     """Folder for everything that the run writes; null takes outputs/<the recipe's file name>."""
-    seed: Annotated[int, _is(whole(0))] = 42
+    seed: Natural = 42
     """Seed of every random draw: of new weights, of the order of samples, and of dropout."""
     model: ModelBlock
     data: DataBlock

@@ -1,10 +1,10 @@
-"""Make docs/keys.md, docs/recipe.schema.json and the keys of docs/coming-from.md.
+"""Make docs/keys.md and docs/recipe.schema.json.
 
     .venv/bin/python -m uspft.config.reference [--check] [FOLDER]
 
-They are made of the recipe's blocks with their checks, and of the table of other tools' keys. The
-command writes the files into FOLDER, or into docs/ where no folder is named. With --check it writes
-nothing, and ends with 1 where a file differs from what it would write.
+They are made of the recipe's blocks with their checks. The command writes the files into FOLDER, or
+into docs/ where no folder is named. With --check it writes nothing, and ends with 1 where a file
+differs from what it would write.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from uspft.config.allowed import described
-from uspft.config.editor_schema import as_json, schema
-from uspft.config.fields import RecipeBlock
-from uspft.config.keys import Key, blocks, keys, summary
-from uspft.config.other_tools import TheirKey, other_tools
-from uspft.config.rope import REQUIRED, TYPES
+from uspft.config.messages import Node, inside, schema_of, words
+from uspft.config.recipe import DeepSpeedBlock
+from uspft.config.rope import Scaling
+from uspft.config.schema import Key, as_json, blocks, keys, schema, summary
+from uspft.config.types import RecipeBlock
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMAND = ".venv/bin/python -m uspft.config.reference"
@@ -75,7 +74,7 @@ def page() -> str:
         title = places if at else "The recipe itself"
         parts.append(f"\n## {title}\n\n{intro}\n{_keys(own)}")
         parts += [f"\n### `model.rope_scaling`\n{ROPE}\n{_rope()}"] if at == "model" else []
-        parts += [f"\n### Below `deepspeed`\n{THEIRS}\n{_theirs(own)}"] if at == "deepspeed" else []
+        parts += [f"\n### Below `deepspeed`\n{THEIRS}\n{_theirs()}"] if at == "deepspeed" else []
     return "".join(parts)
 
 
@@ -83,7 +82,9 @@ def _keys(rows: Sequence[Key]) -> str:
     def default(key: Key) -> str:
         return "required" if key.required else f"`{as_yaml(key.default)}`"
 
-    cells = [(f"`{key.name}`", key.meaning, default(key), key.check.wanted) for key in rows]
+    cells = [
+        (f"`{key.name}`", key.meaning, default(key), words(key.node, items=True)) for key in rows
+    ]
     return _table("key | meaning | default | allowed", cells)
 
 
@@ -100,38 +101,30 @@ def _inherited(kind: type[RecipeBlock]) -> set[str]:
 
 def _rope() -> str:
     """Return the table of the keys of rope_scaling, each with the types that take it."""
-    rows = []
-    for name in dict.fromkeys(name for of_type in TYPES.values() for name in of_type):
-        having = [kind for kind, of_type in TYPES.items() if name in of_type]
-        types = [f"{k} (required)" if name in REQUIRED.get(k, ()) else k for k in having]
-        rows.append((f"`{name}`", described(TYPES[having[0]][name]).wanted, ", ".join(types)))
+    top, nodes, types = schema_of(Scaling), dict[str, Node](), dict[str, list[str]]()
+    for one in inside(top, top):
+        (kind,) = one["properties"]["rope_type"]["enum"]
+        for name, node in one["properties"].items():
+            if name != "rope_type":
+                nodes.setdefault(name, node)
+                needs = " (required)" if name in one["required"] else ""
+                types.setdefault(name, []).append(f"{kind}{needs}")
+    rows = [(f"`{name}`", words(node), ", ".join(types[name])) for name, node in nodes.items()]
     return _table("key | allowed | types", rows)
 
 
-def _theirs(rows: Sequence[Key]) -> str:
-    found = [row for key in rows for row in _inside(key.name, key.check.schema)]
-    return _table("key | allowed", found)
+def _theirs() -> str:
+    """Return the table of the keys that go to DeepSpeed, and what each may be."""
+    top = schema_of(DeepSpeedBlock)
 
+    def rows(node: Node, at: str) -> Iterator[tuple[str, str]]:
+        for part in inside(node, top):
+            for name, below in part.get("properties", {}).items():
+                key = f"{at}{name}"
+                yield from [(f"`{key}`", words(below))] if at else []
+                yield from rows(below, f"{key}.")
 
-def _inside(at: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a mapping that is no block of the recipe's own, and what each may be."""
-    for part in (schema, *schema.get("anyOf", ())):
-        for name, below in part.get("properties", {}).items():
-            yield f"`{at}.{name}`", below.get("description", "–")
-            yield from _inside(f"{at}.{name}", below)
-
-
-def keys_of_others() -> str:
-    """Return a table for each other tool: its keys, and what a recipe says in their place."""
-
-    def here(row: TheirKey) -> str:
-        return "; ".join(part for part in (row.ours and f"`{row.ours}`", row.say) if part)
-
-    found, parts = other_tools(), []
-    for tool, name in found.names.items():
-        rows = [(f"`{row.theirs}`", here(row)) for row in found.keys if tool in row.tools]
-        parts.append(f"### {name}\n\n{_table('there | here', rows)}")
-    return "\n".join(parts)
+    return _table("key | allowed", rows(top, ""))
 
 
 def put(text: str, part: str, made: str) -> str:
@@ -174,12 +167,7 @@ def main(words: Sequence[str]) -> int:
     """Write the files, or compare them; return 1 where one differs from what the code says."""
     folders = [Path(word) for word in words if word != "--check"]
     folder = folders[0] if folders else DOCS
-    coming = (DOCS / "coming-from.md").read_text(encoding="utf-8")
-    texts = {
-        "keys.md": page(),
-        "recipe.schema.json": as_json(schema()) + "\n",
-        "coming-from.md": put(coming, "keys", keys_of_others()),
-    }
+    texts = {"keys.md": page(), "recipe.schema.json": as_json(schema()) + "\n"}
     code = 0
     for name, made in texts.items():
         file = folder / name

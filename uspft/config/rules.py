@@ -173,9 +173,6 @@ def _weights(recipe: Recipe) -> Iterator[Finding]:
 
 def _device(recipe: Recipe) -> Iterator[Finding]:
     if recipe.launch.device == "cpu":
-        if recipe.model.dtype == "float16":
-            what = "is float16, and launch.device is cpu; float16 trains on GPUs only"
-            yield "model.dtype", what, "write float32 or bfloat16"
         if recipe.model.attention.startswith("flash_attn"):
             what = f"is {recipe.model.attention}, a GPU kernel, and launch.device is cpu"
             yield "model.attention", what, "write auto or torch"

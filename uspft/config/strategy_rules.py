@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from uspft.config.algorithms import AUTO
-from uspft.config.allowed import shown
-from uspft.config.checks import Open
 from uspft.config.degrees import Degrees, Strategy
+from uspft.config.messages import shown
 from uspft.config.problems import Finding
 from uspft.config.recipe import Recipe
 from uspft.config.strategies import KEY, strategies_of
+from uspft.config.types import Open
 
 
 def rising(recipe: Recipe) -> Iterator[Finding]:

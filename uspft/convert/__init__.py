@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from uspft.convert.accelerate import convert_accelerate
 from uspft.convert.axolotl import convert_axolotl
+from uspft.convert.llamafactory import convert_llamafactory
 from uspft.convert.mindspore import convert_mindspore
 from uspft.convert.outcome import Outcome, Remark
+from uspft.convert.swift import convert_swift
 from uspft.convert.theirs import Theirs, read_theirs
+from uspft.convert.trl import convert_trl
 
 __all__ = ["CONVERTERS", "Outcome", "Remark", "Theirs", "convert_theirs", "read_theirs"]
 
 CONVERTERS: Mapping[str, Callable[[Theirs, Mapping[str, Any], int | None], Outcome]] = {
     "mindspore": convert_mindspore,
     "axolotl": convert_axolotl,
+    "llamafactory": convert_llamafactory,
+    "swift": convert_swift,
+    "trl": convert_trl,
+    "accelerate": convert_accelerate,
 }
 """What makes a recipe of a configuration, by the tool's name."""
 

@@ -20,6 +20,7 @@ from uspft.convert.trainer import (
     leave_adapter,
     length,
     logs,
+    of_peak,
     optimizer,
     precision,
     saving,
@@ -29,6 +30,7 @@ from uspft.convert.trainer import (
 SAY = Dialect(
     names={
         "per_device_train_batch_size": "micro_batch_size",
+        "per_device_eval_batch_size": "eval_batch_size",
         "num_train_epochs": "num_epochs",
         "lr_scheduler_type": "lr_scheduler",
         "optim": "optimizer",
@@ -45,7 +47,7 @@ LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"),
     *("lora_target_parameters", "load_in_4bit", "load_in_8bit"),
 )
-CHATS = ("chat_template", "sharegpt", "chatml.sharegpt")
+CHATS = ("chat_template", "chat_template.default", "sharegpt", "chatml.sharegpt")
 PAIRS = ("alpaca", "alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
 MARKS = ("weight", "loss", "train", "training")
 """What a turn's own mark of training is called here."""
@@ -58,7 +60,7 @@ def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None)
     """
     run = Conversion(theirs, given)
     rows = _degree(run)
-    tensor = run.whole("tensor_parallel_size")
+    tensor = run.whole("tensor_parallel_size", least=1)
     batch = _batch(run, rows * tensor, ranks)
     _layout(run, rows)
     length(run, SAY)
@@ -79,7 +81,7 @@ def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None)
 
 
 def _degree(run: Conversion) -> int:
-    return run.whole("context_parallel_size", "sequence_parallel_degree")
+    return run.whole("context_parallel_size", "sequence_parallel_degree", least=1)
 
 
 def _batch(run: Conversion, split: int, ranks: int | None) -> int:
@@ -89,14 +91,12 @@ def _batch(run: Conversion, split: int, ranks: int | None) -> int:
     if run.written(*degrees):
         world = split
         for key in degrees:
-            world *= max(run.whole(key), 1)
-    total, steps = run.written("batch_size"), "gradient_accumulation_steps"
-    if total and not run.written(steps):
-        micro = max(run.whole("micro_batch_size"), 1)
-        accumulation = max(run.whole("batch_size") // micro, 1)
-        where = run.theirs.values["batch_size"].where
-        run.theirs.values[steps] = type(run.theirs.values["batch_size"])(accumulation, where)
-    batch = global_batch(run, SAY, split, world, ranks)
+            world *= run.whole(key, least=1)
+    total, steps = run.written("batch_size"), None
+    if total:
+        micro = run.whole("micro_batch_size", least=1)
+        steps = max(run.whole(total, least=1) // micro, 1)
+    batch = global_batch(run, SAY, split, world, ranks, steps)
     for key in degrees:
         if run.written(key):
             run.changed(key, "here `parallel_config.data_parallel: auto`: what the ranks leave")
@@ -142,7 +142,7 @@ def _least(run: Conversion) -> None:
     if values.get("lr_schedule.type") != "cosine":
         run.ignored(key, "it acts under cosine alone")
         return
-    least = values["optimizer.learning_rate"] * run.number(key, default=0.0)
+    least = of_peak(values["optimizer.learning_rate"], run, key)
     run.put("lr_schedule.min_learning_rate", least, key)
 
 
@@ -252,7 +252,7 @@ def _data(run: Conversion) -> None:
         for name in lists:
             if run.written(name):
                 run.refuse(name, "is no list of mappings", "write a list of {path: …, type: …}")
-        if ours == "data.train" and not sources and ours not in run.given:
+        if ours == "data.train" and not items and ours not in run.given:
             what = "names no samples that are read"
             run.refuse("datasets", what, "add data.train=FILE")
     share = "val_set_size"
@@ -305,7 +305,7 @@ def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
 def _form(run: Conversion, item: str, kind: Any) -> str | None:
     """Return the format of a data set of theirs, or None where it is refused."""
     key = f"{item}.type"
-    if not isinstance(kind, str | None) or (run.theirs.has_block(key) and not run.written(key)):
+    if not isinstance(kind, str | None) or run.theirs.block(key):
         return None  # a form of its own, which the table refuses
     name = (kind or "input_ids").partition(":")[0]
     if name in CHATS or name.startswith("sharegpt"):

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import yaml
+
 from uspft.config.others import table_of
 from uspft.convert.outcome import Outcome, Remark
 from uspft.convert.theirs import Theirs
 
+HUGE = 1e100
+"""What no number of a configuration comes near; infinity and what is no number are not below it."""
 ACCELERATE = "accelerate"
 """The block in which the keys of accelerate's file stand, which are said without it."""
 
@@ -34,24 +38,39 @@ class Conversion:
         found = self.theirs.values.get(key)
         return default if found is None or found.value is None else found.value
 
-    def whole(self, *keys: str, default: int = 1) -> int:
-        """Return the first of these keys' values, which is a whole number; else it is refused."""
+    def whole(self, *keys: str, default: int = 1, least: int | None = None) -> int:
+        """Return the first of these keys' values, which is a whole number; else it is refused.
+
+        least: what it is at least; None: it may be any.
+        """
         key = self.written(*keys)
         if key is None:
             return default
         found = self.value(key)
-        if isinstance(found, int) and not isinstance(found, bool):
+        if not isinstance(found, int) or isinstance(found, bool):
+            self.refuse(key, f"is {short(found)}, no whole number", "write a whole number")
+        elif least is not None and found < least:
+            self.refuse(key, f"is {short(found)}", f"write at least {least}")
+        else:
             return found
-        self.refuse(key, f"is {found!r}, no whole number", "write a whole number")
         return default
 
     def number(self, *keys: str, default: float) -> float:
         """Return the first of these keys' values, which is a number; else it is refused."""
         key = self.written(*keys)
         found = default if key is None else self.value(key)
-        if isinstance(found, int | float) and not isinstance(found, bool):
+        if isinstance(found, int | float) and not isinstance(found, bool) and abs(found) < HUGE:
             return float(found)
         self.refuse(str(key), f"is {short(found)}, no number", "write a number")
+        return default
+
+    def word(self, *keys: str, default: str = "") -> str:
+        """Return the first of these keys' values, which is one word; else it is refused."""
+        key = self.written(*keys)
+        found = default if key is None else self.value(key)
+        if isinstance(found, str):
+            return found
+        self.refuse(str(key), f"is {short(found)}, no word", "write a word")
         return default
 
     def flag(self, *keys: str, default: bool = False) -> bool:
@@ -68,8 +87,8 @@ class Conversion:
         self.outcome.values[ours] = value
         there = [key for key in keys if key in self.theirs.values]
         if there:
-            self.outcome.sources[ours] = self.theirs.values[there[0]].where, there[0]
-            texts = (f"{key}: {short(self.theirs.values[key].value)}" for key in there)
+            self.outcome.sources[ours] = self.theirs.values[there[0]].where, shown(there[0])
+            texts = (f"{shown(key)}: {short(self.theirs.values[key].value)}" for key in there)
             self.outcome.comments[ours] = ", ".join(texts)
         for key in there:
             if ours in self.given:
@@ -95,8 +114,9 @@ class Conversion:
         found = self.theirs.values.get(key)
         where = found.where if found else f"{self.theirs.file}:1"
         self._spoken.add(key)
-        shown = key.removeprefix(f"{ACCELERATE}.")
-        self.outcome.remarks.append(Remark(weight, where, shown, what, remedy))
+        remark = Remark(weight, where, shown(key), what, remedy)
+        if remark not in self.outcome.remarks:
+            self.outcome.remarks.append(remark)
 
     def taken(self, key: str) -> None:
         """Note that a key of theirs stands in the recipe as it is, so that it needs no line."""
@@ -155,7 +175,8 @@ class Conversion:
         """Speak of a key that the tool's table lacks."""
         key, above = path.partition("#")[0], path
         while above := above.rpartition(".")[0]:
-            if above in self.table.rows:
+            holds = any(row.startswith(f"{above}.") for row in self.table.rows)
+            if above in self.table.rows and not holds:
                 what = f"stands in a block, and `{above}` takes one value"
                 self.refuse(path, what, f"write {above}: VALUE")
                 return
@@ -175,11 +196,23 @@ class Conversion:
                 self.changed(path, f"here `{ours}: {short(self.outcome.values.get(ours))}`")
         else:
             self.outcome.values[ours] = value
-            self.outcome.sources[ours] = self.theirs.values[path].where, path
+            self.outcome.sources[ours] = self.theirs.values[path].where, shown(path)
+
+
+def shown(key: str) -> str:
+    """Return a key as its file has it, without the block in which accelerate's stand here."""
+    return key.removeprefix(f"{ACCELERATE}.")
 
 
 def short(value: Any) -> str:
-    """Return a value as YAML writes it, cut off where it is long."""
+    """Return a value as YAML writes it, in a line that is cut off where it is long."""
     words = {True: "true", False: "false", None: "null"}
-    text = words[value] if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return words[value]
+    if isinstance(value, list | dict):
+        try:
+            value = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
+        except (yaml.YAMLError, RecursionError):
+            value = type(value).__name__
+    text = str(value)
     return text if len(text) <= 60 else f"{text[:59]}…"

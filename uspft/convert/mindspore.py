@@ -88,11 +88,15 @@ def _degrees(run: Conversion) -> dict[str, int]:
         return {"data": 0, "tensor": 1, "context": 1, "stages": 1}
     if mode in (2, "auto_parallel"):
         run.refuse("parallel.parallel_mode", "is automatic there", "write 1, or take plan's advice")
+    names = {
+        "data": ("data_parallel", "data_parallel_size"),
+        "tensor": ("model_parallel", "tensor_model_parallel_size"),
+        "context": ("context_parallel", "context_parallel_size"),
+        "stages": ("pipeline_stage", "pipeline_model_parallel_size"),
+    }
     return {
-        "data": run.whole(f"{block}.data_parallel", f"{block}.data_parallel_size"),
-        "tensor": run.whole(f"{block}.model_parallel", f"{block}.tensor_model_parallel_size"),
-        "context": run.whole(f"{block}.context_parallel", f"{block}.context_parallel_size"),
-        "stages": run.whole(f"{block}.pipeline_stage", f"{block}.pipeline_model_parallel_size"),
+        axis: run.whole(*(f"{block}.{key}" for key in keys), least=1)
+        for axis, keys in names.items()
     }
 
 
@@ -312,7 +316,7 @@ def _optimizer(run: Conversion) -> None:
 def _schedule(run: Conversion) -> None:
     """Write the learning rate's schedule; theirs begins at rate 0, a step before ours."""
     block = "lr_schedule"
-    kind = run.value(f"{block}.type", "CosineWithWarmUpLR")
+    kind = run.word(f"{block}.type", default="CosineWithWarmUpLR")
     if kind not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         run.refuse(f"{block}.type", f"is {kind}, which has no like here", f"write one of {known}")

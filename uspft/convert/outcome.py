@@ -78,13 +78,17 @@ class Outcome:
                 block = block.setdefault(name, {})
             block[key] = value
         tree = {name: value for name, value in tree.items() if value != {}}
-        text = yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
+        text = yaml.dump(
+            tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=float("inf")
+        )
         found, _ = parse(text, str)
         lines = text.splitlines()
         for key, where in places(found) if found else ():
             if key in self.comments:
                 at = int(where) - 1
-                lines[at] = f"{lines[at]}  # {self.comments[key]}"
+                comment = self.comments[key]
+                said = "".join(c if c.isprintable() else repr(c)[1:-1] for c in comment)
+                lines[at] = f"{lines[at]}  # {said}"
         return "\n".join([f"# Converted from {source.name}.", *lines, ""])
 
 
@@ -100,4 +104,11 @@ def _in_a_line(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=flat)
 
 
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    """Return a text that stands in one line, so that a comment may follow it."""
+    style = None if value.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
 _Plain.add_representer(list, _in_a_line)
+_Plain.add_representer(str, _text)

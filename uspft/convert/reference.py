@@ -1,4 +1,4 @@
-"""Make the tables of docs/coming-from-TOOL.md that say what becomes of each key.
+"""Make the tables of docs/coming-from-TOOL.md that say what becomes of each key, and of Megatron's.
 
     .venv/bin/python -m uspft.convert.reference [--check]
 
@@ -36,6 +36,7 @@ def parts() -> dict[str, tuple[Path, str]]:
         if name == "trl":
             for below in SHARED:
                 found[below] = page_of(name), table(table_of(below).rows.values())
+    found["megatron"] = DOCS / "coming-from.md", table(table_of("megatron").rows.values())
     return found
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from uspft.convert.conversion import Conversion, short
 
-FILES = {
-    "chatml": "data/templates/chatml.jinja",
-    "llama3": "data/templates/llama3.jinja",
-    "gemma": "data/templates/gemma.jinja",
-}
-"""The shipped templates, by the names that axolotl and LLaMA-Factory have for them."""
+SHIPPED = ("chatml", "llama3", "gemma")
+"""The templates of data/templates, by the names that axolotl and LLaMA-Factory have for them."""
+
+
+def shipped(name: str) -> str:
+    """Return the path of a shipped template: from here, or whole where it is not below here."""
+    below = Path("data", "templates", f"{name}.jinja")
+    whole = Path(__file__).parents[2] / below
+    return str(below) if below.exists() or not whole.exists() else str(whole)
 
 
 def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -> None:
@@ -32,8 +37,8 @@ def chat_template(run: Conversion, name_key: str | None, file_key: str | None) -
         run.changed(name_key, f"`{ours}` of the command line stands in its place")
     elif name.startswith("tokenizer_default"):
         run.put(ours, None, name_key, say="the tokenizer's own")
-    elif name in FILES:
-        run.put(ours, FILES[name], name_key)
+    elif name in SHIPPED:
+        run.put(ours, shipped(name), name_key)
     else:
-        what = f"is {short(name)}, whose text is not here: null is the tokenizer's own"
+        what = f"the text of {short(name)} is not here; null is the tokenizer's own"
         run.changed(name_key, f"left out: {what}")

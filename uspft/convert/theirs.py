@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,10 +58,9 @@ class Theirs:
 
         It is looked for from where the command runs, beside the configuration, and above that.
         """
-        if not name or "\0" in name or len(name) > 4096:
-            return None
         folders = (Path(), self.file.parent, *self.file.resolve().parents[1 : _ABOVE + 1])
-        return next((one / name for one in folders if (one / name).exists()), None)
+        places = (one / name for one in folders)
+        return next((place for place in places if name and os.path.exists(place)), None)
 
 
 def read_theirs(file: Path, tool: str | None = None, *more: Path) -> Theirs:
@@ -92,6 +92,8 @@ def which_tool(file: Path, tree: Tree) -> Tool:
     """Return the tool whose configuration a file is, by its keys. Raises InputError."""
     keys = tree.value if isinstance(tree.value, dict) else {}
     tool = tool_of(keys, Recipe.model_fields)
+    if tool is None and {"data", "training"} <= set(keys) <= {*Recipe.model_fields, "base"}:
+        raise _wrong(file, "is a recipe already", "write check in place of convert")
     if tool is None:
         names = ", ".join(name for name, one in TOOLS.items() if one.converts)
         what = "has the keys of no tool that is known here"
@@ -99,8 +101,8 @@ def which_tool(file: Path, tree: Tree) -> Tool:
     return tool
 
 
-def with_file(theirs: Theirs, key: str) -> bool:
-    """Put what the JSON or YAML file that a key names says in its place; return whether it did.
+def with_file(theirs: Theirs, key: str, at: str) -> bool:
+    """Put what the JSON or YAML file that a key names says at a block; return whether it did.
 
     Raises InputError where the file is there and cannot be read.
     """
@@ -110,14 +112,17 @@ def with_file(theirs: Theirs, key: str) -> bool:
         return False
     tree = read_tree(place)
     theirs.values.pop(key)
-    values = {p: TheirValue(v, w) for p, v, w in _flat(tree, key, theirs.tool)}
+    values = {p: TheirValue(v, w) for p, v, w in _flat(tree, at, theirs.tool)}
     theirs.values.update({k: v for k, v in values.items() if k not in theirs.values})
     return True
 
 
 def read_tree(file: Path, above: tuple[Path, ...] = ()) -> Tree:
     """Return the mapping in a file, over those that its `base_config` names. Raises InputError."""
-    here = file.resolve()
+    try:
+        here = file.resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _wrong(file, "is no path", "name a file") from error
     if here in above:
         raise _wrong(file, "names itself as base_config", "leave it out")
     try:

@@ -30,6 +30,7 @@ DEFAULTS: Mapping[str, Any] = {
     "gradient_checkpointing": False,
     "save_strategy": "steps",
     "save_steps": 500,
+    "logging_steps": 500,
     "report_to": (),
 }
 """What holds there where a key is left out, as transformers 5 has it."""
@@ -66,18 +67,24 @@ class Dialect:
 
 
 def global_batch(
-    run: Conversion, say: Dialect, split: int, world: int | None, ranks: int | None
+    run: Conversion,
+    say: Dialect,
+    split: int,
+    world: int | None,
+    ranks: int | None,
+    accumulation: int | None = None,
 ) -> int:
     """Write the batch, and return the rows of one update by their formula.
 
     split: how many devices share a row. world: how many devices the file says there are. ranks: how
-    many there are here, which are those there where the file says nothing.
+    many there are here, which are those there where the file says nothing. accumulation: what holds
+    where its key is left out; None: what the dialect says.
     """
     micro_key, steps_key = (
         say.key(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
     )
     micro = run.whole(micro_key, default=say.default("per_device_train_batch_size"))
-    steps = run.whole(steps_key, default=say.default("gradient_accumulation_steps"))
+    steps = run.whole(steps_key, default=accumulation or say.default("gradient_accumulation_steps"))
     devices, ours = world or ranks, "training.global_batch_size"
     given = run.given.get(ours)
     if devices is None:
@@ -201,7 +208,7 @@ def _shape(run: Conversion, kind: str, block: str) -> None:
     if kind == "cosine_with_min_lr":
         share, least = f"{block}.min_lr_rate", f"{block}.min_lr"
         if run.written(share):
-            run.put("lr_schedule.min_learning_rate", peak * run.number(share, default=0.0), share)
+            run.put("lr_schedule.min_learning_rate", of_peak(peak, run, share), share)
         else:
             run.put("lr_schedule.min_learning_rate", run.number(least, default=0.0), least)
         written.pop("min_lr_rate", None), written.pop("min_lr", None)
@@ -216,6 +223,11 @@ def _shape(run: Conversion, kind: str, block: str) -> None:
             run.refuse(key, what, "leave it out")
 
 
+def of_peak(peak: float, run: Conversion, key: str) -> float:
+    """Return the share of the peak that a key says, without the last digits of binary products."""
+    return float(f"{peak * run.number(key, default=0.0):.12g}")
+
+
 def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -> None:
     """Write a rate that stays and then falls along a line."""
     for name, default in (("decay_type", "cosine"), ("warmup_type", "linear")):
@@ -226,7 +238,7 @@ def _stable(run: Conversion, block: str, peak: float, written: dict[str, str]) -
         elif run.written(key):
             run.ignored(key, "the rate moves along a line")
     share = f"{block}.min_lr_ratio"
-    run.put("lr_schedule.min_learning_rate", peak * run.number(share, default=0.0), share)
+    run.put("lr_schedule.min_learning_rate", of_peak(peak, run, share), share)
     if run.value(share):
         run.changed(share, "the warm-up begins at rate 0 here, at the least rate there")
     total = run.outcome.values.get("training.steps") or run.given.get("training.steps")
@@ -347,7 +359,7 @@ def evaluating(run: Conversion, say: Dialect, *, something: bool) -> None:
     every, kind = say.key("eval_steps"), run.value(strategy) if strategy else None
     something |= "data.eval" in run.given or "data.eval_fraction" in run.given
     if not something:
-        for key in (strategy, every):
+        for key in (strategy, every, say.key("per_device_eval_batch_size")):
             if key and run.written(key):
                 run.ignored(key, "there is nothing to evaluate on")
         return
@@ -356,7 +368,9 @@ def evaluating(run: Conversion, say: Dialect, *, something: bool) -> None:
         if run.written(every):
             run.changed(every, f"{strategy} is {kind}")
     else:
-        _every(run, "training.eval_every_steps", every, 0)
+        often = run.value("logging_steps", say.default("logging_steps"))
+        often = often if kind == "steps" and isinstance(often, int) else 0
+        _every(run, "training.eval_every_steps", every, often)
         if strategy:
             run.ignored(strategy, "evaluations come every so many steps")
 

@@ -59,8 +59,6 @@ def deepspeed_config(recipe: Recipe, replicas: int, passes: int) -> dict[str, An
     }
     if recipe.model.dtype == "bfloat16":
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    if recipe.model.dtype == "float16":
-        config["fp16"] = {"enabled": True}
     if recipe.model.dtype != "float32" and zero["stage"] > 0:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

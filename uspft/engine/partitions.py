@@ -46,7 +46,7 @@ class Partitions:
             return _unpadded(parameter, parameter.ds_tensor.detach())  # type: ignore[attr-defined]
         if kind == GRADIENT:
             start, made = self._gradient(parameter)
-            return start, made.float() / _loss_scale(self._optimizer)
+            return start, made.float()
         master = self._masters.get(id(parameter))
         if master is not None:
             held: Tensor = master.detach() if kind == "weight" else self._adam.state[master][kind]
@@ -108,12 +108,6 @@ def _masters(optimizer: Any, adam: torch.optim.Optimizer) -> dict[int, nn.Parame
         return {id(p): p for p in chain(*(group["params"] for group in adam.param_groups))}
     pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
     return {id(half): full for half, full in pairs}
-
-
-def _loss_scale(optimizer: Any) -> float:
-    """Return what float16 multiplies the loss by, and with it gradients until the update."""
-    stage_0 = getattr(optimizer, "loss_scale_config", None)
-    return float(stage_0.cur_scale if stage_0 else getattr(optimizer, "loss_scale", 1.0))
 
 
 def _unpadded(parameter: Any, values: Tensor) -> tuple[int, Tensor]:

@@ -52,7 +52,7 @@ class StepResult:
     stop: bool
     """Whether a rank asked to stop."""
     skipped: bool = False
-    """Whether nothing was updated: float16 skipped the update, or the step was refused."""
+    """Whether nothing was updated, since the step was refused."""
     seconds: tuple[float, ...] = ()
     """What each of this rank's micro-batches took, on the device's clock where it has one."""
     switch_seconds: float = 0.0

@@ -240,14 +240,14 @@ class ZeroEngine:
         times = counting.averaged(self.holders)
         means, stops = means_of(objective, sums, stop, everyone, self.device, times=times)
         look()
-        grad_norm, skipped = self._update(allowed(means, most))
-        result = StepResult(means, counts, grad_norm, stops, skipped, self.laps.seconds())
-        return result if skipped else require_good(result, most)
+        grad_norm = self._update(allowed(means, most))
+        result = StepResult(means, counts, grad_norm, stops, seconds=self.laps.seconds())
+        return require_good(result, most)
 
-    def _update(self, most: float) -> tuple[float, bool]:
+    def _update(self, most: float) -> float:
         """Update the weights, unless the gradient's norm is larger than most or not finite.
 
-        Returns (norm before clipping, whether float16 skipped the update).
+        Returns the norm before clipping.
         """
         optimizer: Any = self.deepspeed.optimizer
         self._most, self._refused = most, None
@@ -263,14 +263,12 @@ class ZeroEngine:
             self.deepspeed.step()
             norm = float(self.deepspeed.get_global_grad_norm())
             if getattr(optimizer, "overflow", False):
-                if self.deepspeed.fp16_enabled() and self._refused is None:
-                    return norm, True
                 norm = math.inf
         if not math.isfinite(norm):
-            return norm if self._refused is None else self._refused, False
+            return norm if self._refused is None else self._refused
         if self._pipeline:
             self._pipeline.updated(self)
-        return norm, False
+        return norm
 
     def _judge(self, norm: Any) -> Any:
         """Return what is taken for the gradient's norm: inf has the gradients thrown away.

@@ -208,6 +208,7 @@ FAMILIES: dict[str, Family] = {
         routed=True,
         projections=ROUTED_NORMED_TOGETHER,
         cut=_CUT,
+        why_all_heads=_NORMED,
     ),
     "granitemoe": Family(
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from uspft.config.checks import closest
+from uspft.config.messages import closest
 from uspft.config.problems import Fault
 from uspft.model.dropout import TokenDropout, token_words
 from uspft.model.parameter_adapter import adapt_parameter, with_products
@@ -22,7 +22,7 @@ from uspft.parameters.part import Part
 from uspft.parameters.source import Weights, generator
 
 if TYPE_CHECKING:
-    from uspft.config.lora import AdapterBlock
+    from uspft.config.inputs import AdapterBlock
     from uspft.config.problems import Finding
 
 KEY = "model.adapter.target_modules"

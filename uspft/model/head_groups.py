@@ -70,7 +70,15 @@ def attend_in_groups(model: Any, at_once: int, heads: Heads, tile: int | None) -
             attention = layer.self_attn
             block = GroupedBlock(attention, attention, at_once, heads, tile)
             attention.forward = block
+            attention.register_forward_pre_hook(_by_place, with_kwargs=True)
+            attention.register_forward_pre_hook(with_gradient)
             setattr(attention, WHOLE, True)
+
+
+def _by_place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give a block its input by place, before it runs: torch takes the gradients of a module's
+    parameters to be there when those of such inputs are, and without any before it began."""
+    return (args, kwargs) if args else ((kwargs.pop("hidden_states"),), kwargs)
 
 
 class GroupedBlock:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
-from uspft.config.checks import closest
+from uspft.config.messages import closest
 from uspft.config.problems import Fault, said
 from uspft.families.multimodal import language_model
 from uspft.families.table import FAMILIES, NO_KEYS, dequantises

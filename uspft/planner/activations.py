@@ -142,15 +142,15 @@ class Layer:
         """The input of the layer below, where it waits on the host and has come."""
         self._made: dict[str, Tensor] = {}
         """What projections into a block on a mesh have made together."""
-        self._groups = self._in_groups() if sizes.at_once else None
+        self.groups = self._in_groups() if sizes.at_once else None
         if sizes.recompute in ("nothing", "exchange") and not sizes.at_once:
             exchanges = sizes.sharing.ulysses > 1 and sizes.recompute == "nothing"
             self._remembered = Remembered(tape, wanted=not exchanges)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         norms = self.sizes.kind.norms
-        if self._groups and self.sizes.in_halves:
-            between = self._groups(hidden, trains=self._first_trains)
+        if self.groups and self.sizes.in_halves:
+            between = self.groups(hidden, trains=self._first_trains)
             self.below = None
             del hidden
             return self._second_half(between)
@@ -210,12 +210,13 @@ class Layer:
         def first_gradients() -> None:
             with tape.apart(collects=True):
                 made = qkv(Layer(tape, whole), tape.leaf(size, tape.new(0.0)))
-                # The queries' gradient is a copy, since the input's takes its place.
-                sizes = made[0].size, 0.0, 0.0
+                # The queries' gradient is a copy, since the input's takes its place; behind that
+                # of the row each is one more.
+                slope, sizes = tape.new(made[0].size), [one.size for one in made]
                 slopes = lambda: lambda grads: [tape.new(one) for one in sizes]  # noqa: E731
                 (every,) = tape.record(made, (0.0,), slopes)
                 tape.backward(every, tape.new(0.0))
-                del made
+                del made, slope
 
         def out_slope(heads: int) -> None:
             sizes = size, size, *[whole.sharing.bytes(heads)] * 2
@@ -234,6 +235,7 @@ class Layer:
                 s.weights(OUT, features, s.hidden),
                 s.between_bytes() if s.offloads else 0.0,
                 s.recompute == "nothing",
+                1 if whole.sharing.tokens == how.tokens else 2,
             ),
             GroupTiles(first, last, last_gradients, out_slope, first_gradients),
         )
@@ -330,8 +332,8 @@ class Layer:
     def _attention(self, x: Tensor) -> Tensor:
         tape, s = self.tape, self.sizes
         inner = x if s.mesh_rows else enter(tape, s, x)
-        if self._groups:
-            return self._leave(self._groups(inner, trains=self._first_trains))
+        if self.groups:
+            return self._leave(self.groups(inner, trains=self._first_trains))
         out = self._attend(self._qkv(inner))
         return self._leave(self._project(out, OUT))
 
@@ -482,6 +484,8 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
         out = layer(hidden[0])
     trains = out.node is not None
     del out
+    if layer.groups:
+        layer.groups.waits()
     kept = tape.live
     if trains:
         # What came back from the host for the second run goes with it.

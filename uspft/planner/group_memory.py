@@ -28,6 +28,8 @@ class GroupSizes:
     """The bytes of the layer below's input, where it comes from the host."""
     remembers: bool = False
     """Whether its second run has what the first one attended."""
+    tiles: int = 2
+    """1 where a tile is all tokens; of more the second stands for those that follow."""
 
 
 @dataclass
@@ -55,6 +57,8 @@ class GroupMemory:
     tiles: GroupTiles
     kept: list[Storage] = field(default_factory=list)
     """What the first run made, until the backward, where the second does not make it again."""
+    away: list[float] = field(default_factory=list)
+    """The sizes of it, as long as it waits on the host and the first run goes on."""
     come: Storage | None = None
     """The input of the layer below, once it has come."""
 
@@ -81,7 +85,14 @@ class GroupMemory:
             return run
 
         given = [x, tape.parameter(trains)]
-        return tape.record(given, (self.sizes.hidden,), backward, saves=True, made=[made])[0]
+        out = tape.record(given, (self.sizes.hidden,), backward, saves=True, made=[made])[0]
+        if self.sizes.below and not tape.keeps:
+            self.away, self.kept = [one.size for one in self.kept], []
+        return out
+
+    def waits(self) -> None:
+        """Count what waits on the host among what is kept, when the first run has ended."""
+        self.kept += [self.tape.new(self.away.pop(0)) for _ in range(len(self.away))]
 
     def _turns(self) -> list[tuple[int, int, bool, bool]]:
         """Return by turn the query heads and KV heads of all members, and whether it is the first
@@ -200,8 +211,8 @@ class GroupMemory:
                     self._home(narrow)
         if s.below:
             self.come = tape.new(s.below)
+        # The queries' gradient lies in the output until the input's has been made of it.
         dx = out if out.size == s.hidden else tape.new(s.hidden)
-        del out
         sums += self._summed(s.first_weights, self.tiles.first_gradients)
         if wide > 1:
             sums += [tape.new(size) for size in (s.first_weights, s.last_weights)]
@@ -210,7 +221,7 @@ class GroupMemory:
     def _summed(self, weights: float, tile: Callable[[], None]) -> list[Storage]:
         """Return the sum of the gradients of weights, a tile's beside it. weights: their bytes."""
         sums: list[Storage] = []
-        for _ in range(2):
+        for _ in range(self.sizes.tiles):
             tile()
             own = self.tape.new(weights)
             sums = sums or [self.tape.new(weights * 4 / self.sizes.sharing.element)]

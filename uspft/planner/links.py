@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainValidator
+from pydantic import AfterValidator, BeforeValidator
 
-from uspft.config.allowed import shown
-from uspft.config.checks import real
-from uspft.config.fields import RecipeBlock, block
-from uspft.config.problems import Fault, Finding, fault
+from uspft.config.messages import shown
+from uspft.config.problems import Fault, fault
+from uspft.config.types import As, NotNegative, Positive, RecipeBlock
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
 COLLECTIVES: tuple[Collective, ...] = (
@@ -22,32 +21,29 @@ SUMS: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 LAUNCH_SECONDS, HOP_SECONDS = 15e-6, 1.5e-6
 """What stands for a link of which a file says neither: 16 GPUs of two hosts take 46 µs for 8 bytes
 (github.com/NVIDIA/nccl/issues/1244), and 8 on PCIe 42 (issue 1530)."""
-_NONE = (None,)
-_Seconds = Annotated[float, PlainValidator(real(0))]
-_Rate = Annotated[float, PlainValidator(real(above=0))]
-_RateOrNone = Annotated[float | None, PlainValidator(real(above=0, also=_NONE))]
 
 
-def _by_number(value: Any) -> Mapping[int, float] | None:
-    """Check a mapping of numbers of ranks to rates, in rising order; null stands for none."""
-    if value is None:
-        return None
+def _by_number(value: Any) -> Any:
+    """Return a mapping of numbers of ranks to rates, whose keys are numbers in a file too."""
     if not isinstance(value, Mapping) or not value:
         raise fault(f"expected rates by a number of ranks, got {shown(value)}", "write {'2': 1e9}")
-    check, found, wrong = real(above=0), dict[int, float](), list[Finding]()
-    for ranks, rate in value.items():
-        try:
-            if not str(ranks).isdigit() or int(ranks) < 1:
-                raise fault(f"expected a number of ranks, got {shown(ranks)}", "write '2': 1e9")
-            found[int(ranks)] = check(rate)
-        except Fault as error:
-            wrong += [(str(ranks), what, remedy) for _, what, remedy in error.findings]
+    wrong = [ranks for ranks in value if not str(ranks).isdigit() or int(ranks) < 1]
     if wrong:
-        raise Fault(wrong)
-    return dict(sorted(found.items()))
+        what = [(str(ranks), f"expected a number of ranks, got {shown(ranks)}") for ranks in wrong]
+        raise Fault([(key, said, "write '2': 1e9") for key, said in what])
+    return {str(ranks): rate for ranks, rate in value.items()}
 
 
-_RatesOrNone = Annotated[Mapping[int, float] | None, PlainValidator(_by_number)]
+_Rates = Annotated[
+    Mapping[int, float],
+    As(
+        Annotated[
+            dict[str, Positive],
+            BeforeValidator(_by_number),
+            AfterValidator(lambda found: {int(k): found[k] for k in sorted(found, key=int)}),
+        ]
+    ),
+]
 
 
 def rate_of(rates: Mapping[int, float], ranks: int) -> float:
@@ -59,15 +55,15 @@ def rate_of(rates: Mapping[int, float], ranks: int) -> float:
 class Link(RecipeBlock):
     """The line of a transfer: launch + (messages that follow one another) × hop + bytes ÷ rate."""
 
-    launch_seconds: _Seconds = LAUNCH_SECONDS
+    launch_seconds: NotNegative = LAUNCH_SECONDS
     """Seconds before a collective moves anything, whatever it moves."""
-    hop_seconds: _Seconds = HOP_SECONDS
+    hop_seconds: NotNegative = HOP_SECONDS
     """Seconds that ranks take to come together for one step of a ring."""
-    bytes_per_second: _Rate
+    bytes_per_second: Positive
     """Bytes that a rank sends in a second, in one direction."""
-    by_ranks: _RatesOrNone = None
+    by_ranks: _Rates | None = None
     """The same for groups of so many ranks, a host's groups all at once; null: one rate for all."""
-    host_by_members: _RatesOrNone = None
+    host_by_members: _Rates | None = None
     """Bytes that a host sends to others in a second in all-gathers and sums, by how many members of
     a group it has, all its groups at once; null: as `host_bytes_per_second` says."""
 
@@ -86,20 +82,17 @@ class Link(RecipeBlock):
         )
 
 
-_LinkOrNone = Annotated[Link | None, PlainValidator(block(Link, also=_NONE))]
-
-
 class Links(Link):
     """The links of one kind; a collective that was measured by itself has a line of its own."""
 
-    host_bytes_per_second: _RateOrNone = None
+    host_bytes_per_second: Positive | None = None
     """Bytes that all ranks of a host together send to others; null: each has a card of its own."""
-    all_gather: _LinkOrNone = None
-    reduce_scatter: _LinkOrNone = None
-    all_reduce: _LinkOrNone = None
+    all_gather: Link | None = None
+    reduce_scatter: Link | None = None
+    all_reduce: Link | None = None
     """Where it is null, an all-reduce is a reduce-scatter and an all-gather."""
-    all_to_all: _LinkOrNone = None
-    point_to_point: _LinkOrNone = None
+    all_to_all: Link | None = None
+    point_to_point: Link | None = None
 
     def link(self, kind: Collective) -> Link:
         """Return the line of a collective: its own, or else that of all."""

@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import PlainValidator, ValidationError
+from pydantic import Field, Strict
 
-from uspft.config.checks import choice, each, real, text
-from uspft.config.fields import Count, RecipeBlock, TextOrNone, block, findings_of
 from uspft.config.problems import Fault, Origins, Problem, RecipeError, fault
+from uspft.config.types import (
+    Count,
+    Fraction,
+    NotNegative,
+    OneOf,
+    Positive,
+    RecipeBlock,
+    Text,
+    validated,
+)
 from uspft.config.yaml.document import bare, parse, places
 from uspft.planner.flops import PEAK_BF16
 from uspft.planner.links import Collective, Link, Links
 from uspft.planner.spread import Spread
 
-_is = PlainValidator
-_NONE = (None,)
-_Seconds = Annotated[float, _is(real(0))]
-_Rate = Annotated[float, _is(real(above=0))]
-_RateOrNone = Annotated[float | None, _is(real(above=0, also=_NONE))]
 _SUM_BYTES = 4
 """Of an element of a sum of products."""
 _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
@@ -40,20 +43,20 @@ not been kept, and gradients home."""
 class MemorySpeed(RecipeBlock):
     """The block says how large and how fast the memory of one rank is."""
 
-    bytes: _Rate
+    bytes: Positive
     """What a rank has of it."""
-    bytes_per_second: _Rate
+    bytes_per_second: Positive
     """What a rank reads and writes in a second, both counted."""
 
 
 class ProductSpeed(RecipeBlock):
     """The block says how fast the matrix products of one rank are."""
 
-    share: Annotated[float, _is(real(maximum=1, above=0))]
+    share: Annotated[float, Field(gt=0, le=1)]
     """The share of the peak that large products reach."""
-    launch_seconds: _Seconds
+    launch_seconds: NotNegative
     """Seconds of a product of nothing."""
-    dtype: Annotated[str, _is(choice("bfloat16", "float16", "float32"))] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """The type that the share is for."""
 
 
@@ -63,15 +66,16 @@ class AttentionSpeed(RecipeBlock):
     A pair of query and key counts 4 FLOPs forward and 10 backward for each element of a head.
     """
 
-    forward_flops: _Rate
+    forward_flops: Positive
     """FLOP/s forward."""
-    backward_flops: _Rate
+    backward_flops: Positive
     """FLOP/s backward."""
-    launch_seconds: _Seconds
+    launch_seconds: NotNegative
     """Seconds of a call that sees nothing."""
 
 
-FIGURES = ("memory", "products", "attention", "inside", "between", "hide")
+Figure = Literal["memory", "products", "attention", "inside", "between", "hide"]
+FIGURES: tuple[Figure, ...] = get_args(Figure)
 """The figures of a file that `calibrate` measures, by their keys."""
 CALIBRATED_ERROR, SHIPPED_ERROR = 0.05, 0.12
 """How far the price of one layout may be off beside that of another: by figures that were measured
@@ -81,38 +85,38 @@ where it runs, and by published ones."""
 class Measurement(RecipeBlock):
     """The block says what `calibrate` measured of a file, when, and with which versions."""
 
-    date: Annotated[str, _is(text("a date, as 2026-11-25"))]
+    date: Annotated[Text, Field(title="a date, as 2026-11-25")]
     """The day on which it was measured, in UTC."""
-    versions: Annotated[str, _is(text("names and versions"))]
+    versions: Annotated[Text, Field(title="names and versions")]
     """The programs that took part, with their versions."""
-    figures: Annotated[tuple[str, ...], _is(each(choice(*FIGURES), "a list of figures"))]
+    figures: Annotated[tuple[Figure, ...], Strict(False), Field(title="a list of figures")]
     """The keys of the file that were measured; the others stand in from another file."""
 
 
 class Hardware(RecipeBlock):
     """One kind of cluster, as a file describes it; every figure has its source there."""
 
-    name: Annotated[str, _is(text("the file's own name"))]
-    what: Annotated[str, _is(text("what the cluster is"))]
-    sources: Annotated[tuple[str, ...], _is(each(text(), "a list of sources"))]
-    device: Annotated[str | None, _is(choice(*PEAK_BF16, also=_NONE))] = None
+    name: Annotated[Text, Field(title="the file's own name")]
+    what: Annotated[Text, Field(title="what the cluster is")]
+    sources: Annotated[tuple[Text, ...], Strict(False), Field(title="a list of sources")]
+    device: Annotated[str, OneOf(lambda: {name: name for name in PEAK_BF16})] | None = None
     """The GPU's name in the table of peaks (planner/flops.py), which has the FLOP/s."""
-    peak_flops: _RateOrNone = None
+    peak_flops: Positive | None = None
     """FLOP/s of matrix products where no table has them: of a CPU, the most that was measured."""
-    kernel: TextOrNone = None
+    kernel: Text | None = None
     """The attention kernel that was measured, where the file comes from `calibrate`."""
-    measured: Annotated[Measurement | None, _is(block(Measurement, also=_NONE))] = None
+    measured: Measurement | None = None
     """What was measured where it stands; null: nothing was, as in the files that are shipped."""
     ranks_per_host: Count
     """Ranks of a host that compute at once: its GPUs; of CPUs, as many as were measured."""
-    memory: Annotated[MemorySpeed, _is(block(MemorySpeed))]
-    products: Annotated[ProductSpeed, _is(block(ProductSpeed))]
-    attention: Annotated[AttentionSpeed, _is(block(AttentionSpeed))]
-    inside: Annotated[Links, _is(block(Links))]
+    memory: MemorySpeed
+    products: ProductSpeed
+    attention: AttentionSpeed
+    inside: Links
     """Links between the ranks of one host."""
-    between: Annotated[Links, _is(block(Links))]
+    between: Links
     """Links between hosts."""
-    hide: Annotated[float, _is(real(0, maximum=1))] = 0.5
+    hide: Fraction = 0.5
     """The share of what keys' transfers and attention could do at the same time in which they do;
     where a file says none, half: published runs show from a quarter to two thirds."""
 
@@ -316,10 +320,7 @@ def read_hardware(file: Path) -> Hardware:
 def _hardware(value: Any) -> Hardware:
     if not isinstance(value, dict):
         raise fault("is no hardware file", "write its keys: name, what, sources and so on")
-    try:
-        found = Hardware.model_validate(value)
-    except ValidationError as error:
-        raise Fault(findings_of(error)) from error
+    found = validated(Hardware, value)
     if (found.device is None) == (found.peak_flops is None):
         what = "one of `device` and `peak_flops` says how fast its products are"
         raise Fault([("peak_flops", what, "write one of them, and null for the other")])

@@ -86,6 +86,11 @@ class Tape:
         self._parameters: list[TapeNode] | None = None
         self._nodes: dict[int, TapeNode] | None = None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept for a backward: not in a checkpoint's first run."""
+        return self._keeps
+
     def new(self, size: float) -> Storage:
         """Return a new storage; one without bytes where a second run has already ended."""
         ended = self._sizeless or self._saves == self._last_save

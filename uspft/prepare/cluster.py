@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from uspft.config import Finding, RecipeError
 from uspft.config.algorithms import AUTO
-from uspft.config.checks import closest
+from uspft.config.messages import closest
 from uspft.planner.flops import device_of
 from uspft.planner.machine import Hardware, read_hardware
 from uspft.prepare.invocation import CONFIGS

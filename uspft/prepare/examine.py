@@ -284,9 +284,6 @@ def _not_here(recipe: Recipe) -> list[str]:
 
 
 def _precision(recipe: Recipe, device: str) -> list[Finding]:
-    if recipe.model.dtype == "float16":
-        what = "training in float16 is not available yet"
-        return [("model.dtype", what, "write bfloat16" + (" or float32" * (device == "cpu")))]
     if device == "cuda" and recipe.model.dtype == "float32":
         return [
             (

@@ -48,7 +48,7 @@ def layout_findings(recipe: Recipe, layout: Layout, shape: ModelShape | None) ->
     """Return the findings that speak against a recipe's `parallel_config` under its layout."""
     if layout.tensor > 1 and (wrong := tile_findings(recipe)):
         return wrong
-    if wrong := group_findings(recipe, shape, layout):
+    if wrong := group_findings(recipe, shape):
         return wrong
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim) if shape else None
     if shape and heads and layout.tensor > 1:

@@ -48,7 +48,6 @@ def fitting_heads(
     """
     options = options_of(recipe, layout)
     able = bool(hardware.device) and not FAMILIES[shape.model_type].why_all_heads
-    able = able and not _gathers_apart(recipe, shape, layout)
     if not able or recipe.parallel_config.on_a_mesh or recipe.memory.recompute == "exchange":
         return "all"
     at_once: int | None = None
@@ -141,18 +140,7 @@ def tile_findings(recipe: Recipe) -> list[Finding]:
     return found
 
 
-def _gathers_apart(recipe: Recipe, shape: ModelShape, layout: Layout) -> str:
-    """Return why ZeRO-3 does not gather a layer's weights for all groups of heads; empty where it
-    does."""
-    if recipe.deepspeed.zero_optimization.get("stage", 1) != 3:
-        return ""
-    if layout.tensor > 1:
-        return "tensor ranks share the matrices of its blocks"
-    behind = shape.model_type in ("gemma2", "gemma3_text")
-    return f"a norm stands behind the attention of `{shape.model_type}`" if behind else ""
-
-
-def group_findings(recipe: Recipe, shape: ModelShape | None, layout: Layout) -> list[Finding]:
+def group_findings(recipe: Recipe, shape: ModelShape | None) -> list[Finding]:
     """Return why a model's attention cannot work in groups of heads."""
     asked, key = recipe.memory.heads_at_once, "memory.attention_heads"
     if asked is None or shape is None:
@@ -161,9 +149,6 @@ def group_findings(recipe: Recipe, shape: ModelShape | None, layout: Layout) -> 
         able = ", ".join(name for name, one in FAMILIES.items() if not one.why_all_heads)
         what = f"is {asked}, and `{shape.model_type}` {why}"
         return [(key, what, f"write all, or name a model of type {able}")]
-    if why := _gathers_apart(recipe, shape, layout):
-        what = f"is {asked} under ZeRO-3, and {why}, which is not available together yet"
-        return [(key, what, "write all, or deepspeed.zero_optimization.stage: 2")]
     per_kv = shape.heads // shape.kv_heads
     if asked <= per_kv:
         return []

@@ -15,9 +15,9 @@ from typing import Any
 
 from uspft.config import Recipe
 from uspft.config.algorithms import AUTO, CONTEXT, MESH_OPTIONS, ON_A_MESH, every_option, row_of
-from uspft.config.checks import Open
 from uspft.config.degrees import PLANNED
 from uspft.config.strategies import degrees_of, strategies_of, under
+from uspft.config.types import Open
 from uspft.families import with_factor
 from uspft.layout import Layout, context_degrees, layout_of
 from uspft.planner.auto import RECOMPUTE, ROWS, STAGE

@@ -76,12 +76,10 @@ class MovingEngine:
 
         holders: of that layout. every: who holds what under each of the layouts. hosts: a number of
         each rank's host; None for one host. once_into_hosts: as of `plan_moves`. straight: whether
-        weights go straight from layout to layout. Raises ValueError for float16, which needs a loss
-        scale, for meshes, on which a model computes with the blocks of one, for stages and divided
-        experts, and for layouts of one degree of which some split tokens.
+        weights go straight from layout to layout. Raises ValueError for meshes, on which a model
+        computes with the blocks of one, for stages and divided experts, and for layouts of one
+        degree of which some split tokens.
         """
-        if recipe.model.dtype == "float16":
-            raise ValueError("weights that move are float32 or bfloat16, not float16")
         if meshes := [shards.layout.name() for shards in every if shards.layout.is_mesh]:
             raise ValueError(f"weights do not move to or from a mesh: {', '.join(meshes)}")
         if apart := [s.layout.name() for s in every if s.layout.pipeline * s.layout.experts > 1]:

@@ -9,7 +9,7 @@ import yaml
 
 from uspft.commands.rank import leave_recipe
 from uspft.config import dump, load
-from uspft.config.available import LATER
+from uspft.config.schema import blocks, keys
 from uspft.job import Job
 from uspft.prepare.examine import examine
 
@@ -40,7 +40,8 @@ def test_what_is_refused_when_set_is_not_left(tmp_path: Path) -> None:
     recipe = examine(QUICKSTART, [f"output_dir={tmp_path}"], 1, 4).recipe
     text = dump(recipe)
     left = yaml.safe_load(text)
-    later = [key for feature in LATER for key in feature.keys if "[]" not in key]
+    every = [key for at, kind in blocks().items() for key in keys(kind, at) if key.later]
+    later = [key.path for key in every if "[]" not in key.path]
     assert len(later) > 2
     for key in later:
         block, _, name = key.partition(".")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.known import recipe
-from uspft.config.checks import OPEN
 from uspft.config.pipeline_rules import beside_stages, checkpointed, stages
 from uspft.config.recipe import Recipe
+from uspft.config.types import OPEN
 
 
 def asked(zero: dict[str, Any], **parallel: Any) -> Recipe:

@@ -23,7 +23,7 @@ deepspeed: {zero_optimization: {stage: 1, offload_param: {device: cpu}}}
 logging: {report: true}"""
     assert lines(tmp_path, text, BASE.replace("sequence_length: 4k", "format: text")) == [
         "r.yaml:2: model.dtype: unknown value `bf16`; did you mean `bfloat16`? "
-        "Allowed: float32 | bfloat16 | float16",
+        "Allowed: float32 | bfloat16",
         "r.yaml:2: model.config: stands beside `model.name_or_path`, and only one of them "
         "names the model; keep one and write null for the other",
         "r.yaml:3: data.packing: unknown value `best`; did you mean `best_fit`? "
@@ -37,7 +37,7 @@ logging: {report: true}"""
         'got the string "10k"; write 10000 or 10240',
         "r.yaml:8: deepspeed.zero_optimization.offload_param: needs ZeRO stage 3, "
         "and the stage is 1; write stage: 3, or leave it out",
-        "r.yaml:9: logging.report: the report is not available yet; write `report: false`",
+        "r.yaml:9: logging.report: the report is not available yet; write false",
     ]
 
 
@@ -106,9 +106,9 @@ COMBINATIONS = {
     "hybrid_cp or planned_cp",
     CP % "ulyses_cp": "parallel_config.context_parallel_algo: unknown value `ulyses_cp`; "
     "did you mean `ulysses_cp`? Allowed: ulysses_cp | ring_cp | hybrid_cp | allgather_cp | "
-    "planned_cp | auto or null",
-    "model: {dtype: float16}\nlaunch: {device: cpu}": "model.dtype: is float16, and "
-    "launch.device is cpu; float16 trains on GPUs only; write float32 or bfloat16",
+    "planned_cp | colossalai_cp | auto or null",
+    "model: {dtype: float16}\nlaunch: {device: cpu}": "model.dtype: unknown value "
+    "`float16`; it needs a loss scale, and no GPU has run it here: write float32 | bfloat16",
     CP % "auto, ulysses_degree_in_cp: 4": "parallel_config.ulysses_degree_in_cp: is 4, "
     "which does not divide context_parallel: 6; write one of 1, 2, 3, 6",
     "parallel_config: {model_parallel: auto, tensor_parallel_algo: meshslice, "
@@ -186,7 +186,6 @@ FINE = [
     CP % "colossalai_cp",
     "parallel_config: {context_parallel_algo: hybrid_cp}",
     "parallel_config: {context_parallel_algo: ring_cp, ulysses_degree_in_cp: 4}",
-    "model: {dtype: float16}",
     "model: {rope_scaling: {rope_type: default}}",
     "memory: {gradient_checkpointing: false, recompute: auto}",
     "model: {rope_scaling: {rope_type: llama3, factor: 8, low_freq_factor: 1, "

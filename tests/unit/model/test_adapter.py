@@ -11,7 +11,7 @@ from peft import inject_adapter_in_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.dropout import written_out_mask
-from uspft.config.lora import AdapterBlock
+from uspft.config.inputs import AdapterBlock
 from uspft.model import dropout
 from uspft.model.adapter import AdapterStart, lora_config, merged
 from uspft.model.dropout import TokenDropout, token_words

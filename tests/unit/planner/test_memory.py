@@ -112,6 +112,11 @@ SAVING: dict[str, dict[str, Any]] = {
     "attention, tiles": {"recompute": "attention", **TILED},
     "offload": {"offload_activations": "cpu", "recompute": "attention", **TILED},
     "offload more": {"offload_activations": "cpu", "loss_tile_tokens": 1024},
+    "groups": {"attention_heads": 4, "recompute": "attention", **TILED},
+    "groups kept": {"attention_heads": 2, "recompute": "nothing", **TILED},
+    "groups away": {"attention_heads": 1, "offload_activations": "cpu", **TILED},
+    "groups, whole": {"attention_heads": 3, "recompute": "attention", "loss_tile_tokens": 1024},
+    "groups, no layer again": {"attention_heads": 4, "gradient_checkpointing": False, **TILED},
 }
 TRAINED: dict[str, dict[str, Any]] = {
     "all": {},
@@ -160,6 +165,11 @@ FEW = [
     Case("qwen3 moe", "tensor, ring", "offload", "lora", "bfloat16"),
     Case("qwen3 moe", "tensor, experts", "nothing", "all", "bfloat16"),
     Case("gpt-oss", "tensor", "nothing", "no mlp", "bfloat16"),
+    Case("many heads", "planned 4", "groups", "all", "bfloat16"),
+    Case("qwen3", "tensor, tokens", "groups kept", "lora", "bfloat16"),
+    Case("gpt-oss", "ulysses 4", "groups away", "no mlp", "bfloat16"),
+    Case("window", "ring 2", "groups, whole", "last layer", "float32"),
+    Case("gemma2", "allgather", "groups, no layer again", "some lora", "bfloat16"),
 ]
 """Every value of each but two layouts is among them."""
 FULL_ONLY = {"ring 4", "planned, stages"}
@@ -179,7 +189,10 @@ def legal(traits: tuple[Any, ...]) -> bool:
         return False
     if "experts" in case.layout and case.model not in ROUTED:
         return False
-    if "mesh" in case.layout and "mlp_tile_tokens" in SAVING[case.saving]:
+    grouped = "attention_heads" in SAVING[case.saving]
+    if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
+        return False
+    if grouped and case.model in ("olmo2", *FUSED):
         return False
     return case.trained != "some lora" or case.model not in ROUTED + FUSED
 

@@ -39,17 +39,17 @@ class Case(NamedTuple):
         return sum(self.schedule.sizes)
 
 
-PLAIN, GPIPE = Schedule(sizes=(3, 2, 2, 3)), Schedule("gpipe", 1, (3, 2))
+PLAIN, GPIPE = Schedule(sizes=(2, 1, 1, 2)), Schedule("gpipe", 1, (3, 2))
 SAVING = {
     **SAVING,
     "first layers": {"gradient_checkpointing": (2, 1, 0), "loss_tile_tokens": 1024},
 }
 FEW = {
-    "1f1b": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=4), PLAIN, 6),
-    "gpipe": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=2), GPIPE, 4),
+    "1f1b": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=4), PLAIN, 4),
+    "gpipe": Case("llama", "nothing", "all", "bfloat16", Layout(pipeline=2), GPIPE, 3),
     "interleaved": Case(
-        *("many heads", "attention", "all", "bfloat16", Layout(pipeline=4)),
-        *(Schedule(virtual=2, sizes=(1, 1, 1, 1, 1, 1, 2, 1)), 5),
+        *("many heads", "attention", "all", "bfloat16", Layout(pipeline=2)),
+        *(Schedule(virtual=2, sizes=(1, 2, 1, 1)), 3),
     ),
     "nothing made again": Case(
         *("llama", "none", "all", "float32", Layout(pipeline=3)),
@@ -57,11 +57,11 @@ FEW = {
     ),
     "tokens split": Case(
         *("many heads", "nothing", "all", "bfloat16", Layout(2, pipeline=2)),
-        *(Schedule(sizes=(2, 2)), 4, {"use_seq_parallel": True}),
+        *(Schedule(sizes=(1, 2)), 2, {"use_seq_parallel": True}),
     ),
     "offloaded": Case(
         *("llama", "offload", "all", "bfloat16", Layout(pipeline=2)),
-        *(Schedule(sizes=(3, 3)), 4),
+        *(Schedule(sizes=(2, 2)), 3),
     ),
     "first layer frozen": Case(
         *("llama", "nothing", "last layer", "bfloat16", Layout(pipeline=3)),
@@ -69,11 +69,11 @@ FEW = {
     ),
     "some layers checkpointed": Case(
         *("llama", "first layers", "all", "bfloat16", Layout(pipeline=3)),
-        *(Schedule(sizes=(3, 3, 2)), 5),
+        *(Schedule(sizes=(3, 2, 1)), 3),
     ),
     "adapters": Case(
         *("qwen3", "nothing", "lora", "bfloat16", Layout(ulysses=2, pipeline=2)),
-        *(Schedule(virtual=2, sizes=(2, 2, 2, 1)), 6),
+        *(Schedule(virtual=2, sizes=(1, 2, 1, 1)), 3),
     ),
 }
 

@@ -20,36 +20,32 @@ KEY = "memory.attention_heads"
 
 def asking(heads: object, **parallel: Any) -> Any:
     memory = MemoryBlock.model_validate({"attention_heads": heads})
-    zero = SimpleNamespace(zero_optimization={"stage": parallel.pop("stage", 1)})
-    return SimpleNamespace(memory=memory, parallel_config=ParallelBlock(**parallel), deepspeed=zero)
+    return SimpleNamespace(memory=memory, parallel_config=ParallelBlock(**parallel))
 
 
 def test_more_heads_at_once_than_share_a_kv_head_are_refused() -> None:
     shape = hub("meta-llama/Llama-3.1-8B")
     for heads in ("all", 1, 3, 4):
-        assert group_findings(asking(heads), shape, Layout()) == []
+        assert group_findings(asking(heads), shape) == []
     what = "is 5, and 4 query heads of the model share a KV head"
-    assert group_findings(asking(5), shape, Layout()) == [(KEY, what, "write 4 or fewer, or all")]
-    assert group_findings(asking(5), None, Layout()) == []
+    assert group_findings(asking(5), shape) == [(KEY, what, "write 4 or fewer, or all")]
+    assert group_findings(asking(5), None) == []
 
 
 @pytest.mark.parametrize("kind", [name for name, one in FAMILIES.items() if one.why_all_heads])
 def test_families_that_keep_all_heads_are_refused_by_name(kind: str) -> None:
     shape = replace(hub("meta-llama/Llama-3.1-8B"), model_type=kind)
-    ((key, what, remedy),) = group_findings(asking(1), shape, Layout())
+    ((key, what, remedy),) = group_findings(asking(1), shape)
     assert key == KEY and f"is 1, and `{kind}` {FAMILIES[kind].why_all_heads}" == what
     assert "llama" in remedy and kind not in remedy.split(" type ")[1].split(", ")
-    assert group_findings(asking("all"), shape, Layout()) == []
+    assert group_findings(asking("all"), shape) == []
 
 
-def test_zero_3_does_not_gather_for_groups_inside_attention_alone() -> None:
-    shape, tensor = hub("meta-llama/Llama-3.1-8B"), Layout(mesh_columns=2)
-    gemma = replace(shape, model_type="gemma2")
-    for of, layout in ((shape, tensor), (gemma, Layout())):
-        ((key, what, remedy),) = group_findings(asking(1, stage=3), of, layout)
-        assert key == KEY and "is 1 under ZeRO-3" in what and "stage: 2" in remedy
-        assert group_findings(asking(1, stage=2), of, layout) == []
-    assert group_findings(asking(1, stage=3), shape, Layout(ring=2)) == []
+def test_families_whose_norms_see_all_heads_keep_all_heads() -> None:
+    norms = {name: one.projections.get("self_attn.q_norm") for name, one in FAMILIES.items()}
+    together = {name for name, norm in norms.items() if norm and norm.blocks}
+    assert together == {"olmo2", "olmoe", "olmo_hybrid"}
+    assert all(FAMILIES[name].why_all_heads for name in together)
 
 
 def test_a_mesh_takes_all_heads() -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tests.support.models import make_model
 from tests.support.shapes import hub
 from uspft.config import ParallelBlock, Recipe, load
-from uspft.config.available import LATER
+from uspft.config.schema import blocks, keys
 from uspft.config.strategies import strategies_of
 from uspft.families import ModelShape, read_shape
 from uspft.layout import Layout
@@ -42,7 +42,7 @@ def defaults(model: type[BaseModel], at: str = "") -> dict[str, Any]:
 
 
 def test_every_auto_has_its_function() -> None:
-    later = {key for feature in LATER for key in feature.keys}
+    later = {key.path for at, kind in blocks().items() for key in keys(kind, at) if key.later}
     auto = {key for key, value in defaults(Recipe).items() if value == "auto"}
     assert len(auto) >= 7
     assert auto - later - STAYS <= {*FIRST, *CHOSEN, *SETTLED}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ _GENERIC = frozenset(
     ("batch_size", "device", "enabled", "format", "name", "names", "path", "seed", "split", "type")
 )
 """Last parts of paths that say nothing about where they belong."""
+PLAIN = "trl"
+"""The tool whose files may have the Trainer's arguments alone."""
 _LEAST = 3
 """Keys of another tool that a file has at least, to be a configuration of it."""
 
@@ -81,22 +83,28 @@ def _block(path: str, value: Any) -> Hint | None:
     return None
 
 
+def _tops(paths: Iterable[str], at: str) -> set[str]:
+    """Return the keys that a tool's file has at its top, by paths of its table."""
+    start = f"{at}." if at else ""
+    inside = (path.removeprefix(start) for path in paths if path.startswith(start))
+    return {path.partition(".")[0] for path in inside} - {"*", "accelerate"}
+
+
 def tool_of(keys: Collection[str], ours: Collection[str]) -> Tool | None:
     """Return the tool whose configuration has these keys at its top, or None.
 
     It is the one that knows the most of them beside keys of ours; where several know as many, the
-    one whose own table, without those below it, has the most. None where a file has too few of any,
-    or where two tools are as likely.
+    one whose own table, without those below it, has the most. Where those are as many too, the file
+    has nothing of its own: it is the Trainer's, if that is among them. None where a file has too
+    few of any.
     """
     theirs = set(keys) - set(ours)
     marks = {}
     for name, tool in TOOLS.items():
         if tool.converts:
             table = table_of(name)
-            tops = {path.partition(".")[0] for path in table.rows} - {"*"}
-            own = {path.partition(".")[0] for path in table.own} - {"*"}
+            tops, own = (_tops(paths, tool.at) for paths in (table.rows, table.own))
             marks[name] = (len(theirs & tops), len(theirs & own))
-    best = max(marks, key=lambda name: marks[name])
-    if marks[best][0] < _LEAST or list(marks.values()).count(marks[best]) > 1:
-        return None
-    return TOOLS[best]
+    best = max(marks, key=lambda name: (*marks[name], name == PLAIN))
+    alone = best == PLAIN or list(marks.values()).count(marks[best]) == 1
+    return TOOLS[best] if marks[best][0] >= _LEAST and alone else None

@@ -108,14 +108,30 @@ TOOLS: Mapping[str, Tool] = {
             below=("trainer", "deepspeed"),
             by_index=("datasets", "test_datasets", "pretraining_dataset"),
         ),
+        Tool("llamafactory", "LLaMA-Factory", below=("trainer", "deepspeed")),
+        Tool("swift", "ms-swift", below=("trainer", "deepspeed")),
+        Tool(
+            "trl",
+            "TRL and transformers' Trainer",
+            below=("trainer", "deepspeed", "accelerate"),
+            by_index=("datasets",),
+        ),
+        Tool("accelerate", "accelerate", below=("deepspeed",), at="accelerate"),
         Tool(
             "mindspore",
             "MindSpore Transformers",
             by_type=("callbacks", "eval_callbacks", "train_dataset.data_loader.handler"),
             strict=True,
         ),
+        Tool("megatron", "Megatron-LM", converts=False),
+        Tool("people", "what people write", converts=False),
     )
 }
+
+
+def text_of_table(tool: str) -> str:
+    """Return what the file of a tool's table says."""
+    return (FOLDER / f"{tool}.yaml").read_text("utf-8")
 
 
 @cache
@@ -126,8 +142,7 @@ def table_of(tool: str) -> KeyTable:
         rows |= table_of(name).rows
     below = set(rows)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = (FOLDER / f"{tool}.yaml").read_text("utf-8")
-    for section, keys in yaml.load(text, loader).items():
+    for section, keys in yaml.load(text_of_table(tool), loader).items():
         for key, said in keys.items():
             path = join(section, key)
             rows[path] = _row(path, dict(said))

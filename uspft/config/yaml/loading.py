@@ -11,20 +11,18 @@ from textwrap import wrap
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from uspft.config.available import refused, settled, without_later
-from uspft.config.checks import Open
-from uspft.config.fields import findings_of
+from uspft.config.messages import findings_of
 from uspft.config.others import tool_of
 from uspft.config.problems import COMMAND_LINE, Finding, Origins, Problem, RecipeError
 from uspft.config.recipe import Recipe
 from uspft.config.rules import broken, touches
 from uspft.config.scalars import plain
+from uspft.config.types import as_tree
 from uspft.config.yaml.document import bare, parse, places
 from uspft.config.yaml.merging import read_recipe
-from uspft.config.yaml.nulls import without_nulls
-from uspft.config.yaml.unknown import unknown_keys
+from uspft.config.yaml.unknown import unknown_keys, without_nulls
 
 # Required keys: what to write, and a value that stands in for a faulty one so that rules still run.
 _REQUIRED: dict[str, tuple[str, Any]] = {
@@ -89,17 +87,16 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Read:
     origins = Origins(str(path), dict(places(tree)))
     raw = bare(tree)
     _require_ours(path, raw, origins)
-    findings, asking = refused(raw)
-    raw, more, meant = unknown_keys(_without(raw, asking))
+    raw, findings, meant = unknown_keys(raw)
     misnamed = {key for key in meant if key not in origins.places}
-    recipe, wrong = _validated(raw, misnamed | asking)
+    recipe, wrong = _validated(raw, misnamed)
     # A value that was not read rightly has its problem already.
     misread = {(problem.where, problem.key) for problem in problems}
-    found = [origins.problem(*finding) for finding in [*findings, *more, *wrong]]
+    found = [origins.problem(*finding) for finding in [*findings, *wrong]]
     problems += [each for each in found if (each.where, each.key) not in misread]
     if recipe.output_dir is None:
         recipe = recipe.model_copy(update={"output_dir": Path("outputs") / path.stem})
-    faulty = frozenset({problem.key for problem in problems} | misnamed | asking)
+    faulty = frozenset({problem.key for problem in problems} | misnamed)
     return Read(Loaded(recipe, origins), problems, faulty)
 
 
@@ -122,7 +119,7 @@ def _validated(raw: dict[str, Any], faulty: set[str]) -> tuple[Recipe, list[Find
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        findings = [_with_example(finding) for finding in findings_of(error)]
+        findings = [_with_example(finding) for finding in findings_of(error, tree, Recipe)]
         wrong = {_field(key) for key, _, _ in findings}
         faulty = faulty | wrong
         recipe = Recipe.model_validate(_complete(_without(tree, wrong), faulty))
@@ -138,14 +135,14 @@ def _with_example(finding: Finding) -> Finding:
 def _complete(raw: dict[str, Any], faulty: set[str]) -> dict[str, Any]:
     """Return the tree completed for validation.
 
-    Absent blocks are empty, later features off, and faulty required keys have stand-ins.
+    Absent blocks are empty, and faulty required keys have stand-ins.
     """
     result = {**{block: {} for block in _BLOCKS}, **raw}
     for key, (_, value) in _REQUIRED.items():
         block, _, name = key.partition(".")
         if faulty & {key, block} and isinstance(result[block], dict):
             result[block] = {name: value, **result[block]}
-    return settled(result)
+    return result
 
 
 def _field(key: str) -> str:
@@ -200,7 +197,7 @@ def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
 
     comments: sentences that stand above their keys.
     """
-    data = without_later(as_tree(recipe))
+    data = as_tree(recipe, all_keys=False)
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     if not comments:
         return text
@@ -215,14 +212,3 @@ def dump(recipe: Recipe, comments: Mapping[str, str] | None = None) -> str:
         )
         lines[line - 1 : line - 1] = [f"{indent}# {part}\n" for part in wrapped]
     return "".join(lines)
-
-
-def as_tree(value: Any) -> Any:
-    """Return a recipe, or a part of one, as the dicts, lists and scalars of YAML and JSON."""
-    if isinstance(value, BaseModel):
-        return {name: as_tree(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, dict):
-        return {key: as_tree(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_tree(item) for item in value]
-    return str(value) if isinstance(value, Path | Open) else value

@@ -1,0 +1,357 @@
+"""What is said of a value that a type refuses, made of the type's JSON Schema and the value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ErrorDetails
+
+from uspft.config.problems import Fault, Finding, join
+from uspft.config.scalars import meant, plain
+
+Node = dict[str, Any]  # a part of a JSON Schema
+LARGEST = 2**63 - 1
+SUFFIXED = "^[0-9]+[kKmM]$"
+"""The pattern of a number of tokens that `token_count` reads, such as 128k."""
+
+_BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+_INSTEAD = {
+    "parallel_config": "write auto, or its keys below it",
+    "model": "write the folder or hub id as `model.name_or_path`",
+    "data": "write the file or folder as `data.train`",
+    "deepspeed": "write `deepspeed.zero_optimization.stage` and the like below it; "
+    "no file of DeepSpeed's settings is read",
+    "optimizer": "leave it out, or write its keys below it; `optimizer.type` is adamw alone",
+    "lr_schedule": "write it as `lr_schedule.type`",
+}
+"""A block for which other tools have one value → what to write instead."""
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it."""
+    if isinstance(value, str):
+        return f'the string "{value if len(value) <= 60 else value[:57] + "..."}"'
+    if isinstance(value, dict | list | tuple):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else repr(value)
+
+
+def closest(text: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that a misspelt one most likely means, or None where none is near."""
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(text.lower(), list(by_lower), 1, cutoff)
+    return by_lower[near[0]] if near else None
+
+
+def misspelt(key: str, known: Iterable[str]) -> str | None:
+    """Return the key that a misspelt one most likely is: within two edits, of a short one one."""
+    most = 2 if len(key) > 4 else 1
+    far = {name: _edits(key.lower(), name.lower()) for name in known}
+    near = min(far, key=lambda name: far[name], default=None)
+    return near if near is not None and far[near] <= most else None
+
+
+def _edits(one: str, other: str) -> int:
+    """Return how many letters are added, left out, replaced or exchanged with their neighbours."""
+    before, above = [0] * len(other), list(range(len(other) + 1))
+    for i, here in enumerate(one):
+        row = [i + 1]
+        for j, there in enumerate(other):
+            least = min(above[j + 1] + 1, row[j] + 1, above[j] + (here != there))
+            if i and j and here == other[j - 1] and one[i - 1] == there:
+                least = min(least, before[j - 1] + 1)
+            row.append(least)
+        before, above = above, row
+    return above[-1]
+
+
+class _Untitled(GenerateJsonSchema):
+    """A generator that leaves out the titles that pydantic makes of names: ours are words."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@cache
+def schema_of(kind: Any) -> Node:
+    """Return the JSON Schema of a type, with all of its words of one value in one `enum`.
+
+    A `title` in it is what messages call a value that passes. Whoever changes it takes a copy.
+    """
+    made = TypeAdapter(kind).json_schema(schema_generator=_Untitled)
+    simple: Node = _simple(made)
+    return simple
+
+
+def _simple(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_simple(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    found: Node = {
+        key: {name: _simple(below) for name, below in part.items()}
+        if key in ("properties", "$defs")
+        else part
+        if key in ("default", "enum", "const")
+        else _simple(part)
+        for key, part in node.items()
+        if key not in ("format", "discriminator") and (key, part) != ("additionalProperties", True)
+    }
+    if found.get("type") == "null":
+        return {"enum": [None]}
+    if "const" in found or "enum" in found:
+        found["enum"] = found.get("enum") or [found.pop("const")]
+        found.pop("type", None)
+    if found.get("additionalProperties") is False:
+        found.pop("title", None)
+    if each := found.pop("prefixItems", None):
+        found["items"] = each[0]
+    if abs(found.get("maximum", 0)) == LARGEST:
+        del found["maximum"]
+    if abs(found.get("minimum", 0)) == LARGEST:
+        del found["minimum"]
+    if parts := found.pop("oneOf", None) or found.pop("anyOf", None):
+        found |= _one_enum(parts)
+    return found
+
+
+def _one_enum(parts: Sequence[Node]) -> Node:
+    flat = [one for part in parts for one in (part["anyOf"] if list(part) == ["anyOf"] else [part])]
+    kinds = [one for one in flat if "enum" not in one]
+    named = [word for one in flat for word in one.get("enum", ())]
+    if not kinds:
+        return {"enum": named}
+    return {"anyOf": [*kinds, *([{"enum": named}] if named else [])]}
+
+
+def choices(node: Node) -> list[Any]:
+    """Return the words that a schema lets pass, null among them."""
+    return [word for part in node.get("anyOf", [node]) for word in part.get("enum", ())]
+
+
+def words(node: Node, *, items: bool = False) -> str:
+    """Return what messages call the values that a schema lets pass.
+
+    items: whether it is also said what each item of a list of a fixed size is.
+    """
+    kinds = [said for part in _kinds(node) if (said := _kind(part, items))]
+    named = choices(node)
+    if kinds:
+        return " or ".join([*kinds, *map(_word, named)])
+    listed = " | ".join(_word(one) for one in named if one is not None)
+    return " or ".join([*([listed] if listed else []), *(["null"] if None in named else [])])
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _kinds(node: Node) -> list[Node]:
+    """Return the parts of a schema that are no lists of words."""
+    parts = node.get("anyOf", [node]) if "title" not in node else [node]
+    return [part for part in parts if "enum" not in part]
+
+
+def _kind(node: Node, items: bool) -> str:
+    kind, title = node.get("type"), node.get("title")
+    if kind in ("integer", "number"):
+        low, high = node.get("minimum"), node.get("maximum")
+        said = title or ("a whole number" if kind == "integer" else "a number")
+        if kind == "integer" and None not in (low, high):
+            return f"{said} from {low} to {high}"
+        limits = [("above", node.get("exclusiveMinimum")), ("of at least", low)]
+        limits += [("of at most", high), ("below", node.get("exclusiveMaximum"))]
+        return (
+            f"{said} {' and '.join(f'{by} {at:g}' for by, at in limits if at is not None)}".rstrip()
+        )
+    if kind == "boolean":
+        return "true or false"
+    if kind == "string":
+        return "" if node.get("pattern") == SUFFIXED else title or "a string"
+    if kind == "object" or "$ref" in node or (title is None and kind is None):
+        return title or "a mapping"
+    if items and title and title.startswith("["):
+        one = node
+        while "items" in one or "anyOf" in one:
+            one = one["items"] if "items" in one else one["anyOf"][0]
+        return f"{title} (each {_kind(one, items)})"
+    return title or "a list"
+
+
+def resolved(node: Node, top: Node) -> Node:
+    """Return the schema that a reference names, or the schema itself where it is none."""
+    return top["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def inside(node: Node, top: Node, value: Any = None) -> list[Node]:
+    """Return the schemas of lists and mappings that a schema lets pass, resolved.
+
+    value: where only some of them let the words of a mapping pass, or lists in a list, those are
+    returned.
+    """
+    node = resolved(node, top)
+    if "anyOf" in node:
+        every = [one for part in node["anyOf"] for one in inside(part, top, value)]
+    else:
+        every = [node] if "items" in node or "properties" in node else []
+    given = value if isinstance(value, dict) else {}
+    lists = isinstance(value, list | tuple) and any(isinstance(one, list) for one in value)
+
+    def fits(one: Node) -> bool:
+        keys = one.get("properties", {})
+        words_fit = all(
+            given[k] in below["enum"] for k, below in keys.items() if "enum" in below and k in given
+        )
+        return words_fit and lists == ("items" in one.get("items", {}))
+
+    return [one for one in every if fits(one)] or every
+
+
+def findings_of(error: ValidationError, given: Any, kind: Any) -> list[Finding]:
+    """Return pydantic's errors on a value of a type as findings, one for each key.
+
+    Of a type with alternatives each has its error: those at the deepest key count, since they come
+    from the alternative that the value is nearest to.
+    """
+    top = schema_of(kind)
+    by_key: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for one in error.errors(include_url=False):
+        by_key.setdefault(_place(one, given), []).append(one)
+    findings: list[Finding] = []
+    for key, errors in by_key.items():
+        if not any(len(other) > len(key) and other[: len(key)] == key for other in by_key):
+            findings += _said(key, errors, given, top)
+    return findings
+
+
+def _place(error: ErrorDetails, given: Any) -> tuple[str | int, ...]:
+    """Return the key of an error, without pydantic's names of alternatives."""
+    at: list[str | int] = []
+    for token in error["loc"]:
+        held = isinstance(given, dict) and token in given
+        if held or (isinstance(given, list | tuple) and token in range(len(given))):
+            at.append(token)
+            given = given[token]
+    *_, last = error["loc"] or ("",)
+    return (*at, last) if error["type"] == "missing" and isinstance(last, str) else tuple(at)
+
+
+def _said(
+    key: Sequence[str | int], errors: Sequence[ErrorDetails], given: Any, top: Node
+) -> Iterator[Finding]:
+    at, node, value, above = "", top, given, top
+    for token in key:
+        above, around = node, value
+        at = join(at, f"[{token}]" if isinstance(token, int) else token)
+        node = next(
+            (
+                part["items"] if isinstance(token, int) else part["properties"][token]
+                for part in inside(above, top, around)
+                if ("items" in part if isinstance(token, int) else token in part["properties"])
+            ),
+            {},
+        )
+        held = (isinstance(around, dict) and token in around) or isinstance(around, list | tuple)
+        value = around[token] if held else None
+    causes = [one.get("ctx", {}).get("error") for one in errors]
+    kinds = {one["type"] for one in errors}
+    if faults := [cause for cause in causes if isinstance(cause, Fault)]:
+        yield from ((join(at, below), *said) for below, *said in faults[0].findings)  # type: ignore[misc]
+    elif "missing" in kinds and not isinstance(value, list | tuple):
+        yield at, "is missing and has no default", f"write `{key[-1]}`"
+    elif "extra_forbidden" in kinds:
+        known = [name for part in inside(above, top, around) for name in part["properties"]]
+        yield at, f"unknown key `{key[-1]}`", meant_key(str(key[-1]), known)
+    elif "model_type" in kinds and len(kinds) == 1:
+        what = f"expected a mapping of keys, got {shown(value)}"
+        yield at, what, _INSTEAD.get(at, "indent its keys below it, or leave it out")
+    else:
+        yield (at, *_sentence(value, node, kinds, [one.get("ctx", {}) for one in errors]))
+
+
+def meant_key(key: str, known: Sequence[str]) -> str:
+    """Return the remedy for a key that is unknown among these."""
+    near = misspelt(key, known)
+    return f"did you mean `{near}`?" if near else f"known here: {', '.join(dict.fromkeys(known))}"
+
+
+def unknown_value(value: object, node: Node) -> tuple[str, str]:
+    """Return what is wrong with a value that is none of the words of a schema, and the remedy."""
+    listed, named = words(node), choices(node)
+    if not isinstance(value, str):
+        return f"expected one of {listed}, got {shown(value)}", f"write {listed}"
+    near = closest(value, [word for word in named if isinstance(word, str)])
+    if near is not None:
+        return f"unknown value `{value}`", f"did you mean `{near}`? Allowed: {listed}"
+    null = value == "None" and None in named
+    return f"unknown value `{value}`", f"write {'null' if null else listed}"
+
+
+def _sentence(
+    value: Any, node: Node, kinds: set[str], context: Sequence[Mapping[str, Any]]
+) -> tuple[str, str]:
+    """Return what is wrong with a value, and what to write instead."""
+    wanted, parts = words(node), _kinds(node)
+    types = {part.get("type"): part for part in parts}
+    if known := next((one["elsewhere"] for one in context if "elsewhere" in one), None):
+        return f"unknown value `{value}`", f"{known}: write {wanted}"
+    if not parts:
+        return unknown_value(value, node)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and kinds & _BOUNDS:
+        said = f"{value:g}" if "number" in types else value
+        return f"is {said}, out of range", f"write {wanted}"
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
+        said = types["integer"].get("title", "a whole number")
+        return f"expected {said}, got {value!r}", f"write {int(value)}"
+    if isinstance(value, list | tuple):
+        if not value and "too_short" in kinds:
+            return "is an empty list", f"write {wanted}"
+        lists = [part["title"] for part in parts if "title" in part and "type" in part]
+        if kinds & {"too_short", "too_long", "missing"} and lists:
+            return f"expected {lists[-1]}, got {len(value)} items", f"write {lists[-1]}"
+    every = [*parts, *(one for part in parts if "title" in part for one in part.get("anyOf", ()))]
+    text = any(one.get("type") == "string" and one.get("pattern") != SUFFIXED for one in every)
+    if text and (isinstance(value, str) or number or len(parts) == 1):
+        return _no_text(value, node, wanted)
+    if value in (0, 1) and number and "boolean" in types and "integer" not in types:
+        return f"expected {wanted}, got {value}", f"write {'true' if value else 'false'}"
+    remedy = f"write {wanted}"
+    if value == "None" and None in choices(node):
+        remedy = "write null"
+    elif wanted.startswith("a mapping"):
+        remedy = "write {key: value}"
+    elif isinstance(value, str) and types.keys() & {"integer", "number", "boolean"}:
+        remedy = _meant_value(value, choices(node)) or remedy
+    return f"expected {wanted}, got {shown(value)}", remedy
+
+
+def _no_text(value: Any, node: Node, wanted: str) -> tuple[str, str]:
+    """Return what is wrong with a value where text is wanted."""
+    text = next(said for part in _kinds(node) if (said := _kind(part, False)))
+    if isinstance(value, str) and value != "None":
+        return "holds a zero byte" if "\0" in value else "is empty", f"write {text}"
+    what = f"expected {wanted}, got {shown(value)}"
+    if isinstance(value, str):
+        return what, "write null" if None in choices(node) else f"write {text}"
+    quote = isinstance(value, int | float) and not isinstance(value, bool)
+    return what, f'write "{value}" in quotes' if quote else f"write {text}"
+
+
+def _meant_value(value: str, named: Sequence[object]) -> str | None:
+    """Return what a string was most likely meant as, where it is none of the words."""
+    likely = meant(value)
+    if likely == "write null" and None not in named:
+        likely = "write none" if "none" in named else None
+    if near := closest(value, [word for word in named if isinstance(word, str)], 0.7):
+        return f"did you mean `{near}`?"
+    if likely is None and isinstance(plain(value), int | float):
+        return f"write {value} without quotes"
+    return likely

@@ -1,0 +1,287 @@
+"""The types of the values of a recipe, and the base class of its blocks.
+
+They are pydantic's own, strict: a whole number may stand for a real one, `128k` for a number of
+tokens, and 5e8 for a whole number where DeepSpeed reads one, but no other type for another. A title
+is what messages and docs/keys.md call a value (messages.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Strict,
+    Tag,
+    ValidationError,
+    WrapValidator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from uspft.config.algorithms import AUTO
+from uspft.config.messages import LARGEST, SUFFIXED, findings_of, shown
+from uspft.config.problems import Fault, Finding, fault, join
+from uspft.config.scalars import meant, token_count
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class RecipeBlock(BaseModel):
+    """A mapping of the recipe, which refuses unknown keys and whose values never change.
+
+    The line below a field says what its key means.
+    """
+
+    model_config = STRICT | ConfigDict(
+        frozen=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+
+OneBlock = TypeVar("OneBlock", bound=RecipeBlock)
+
+
+def validated(kind: type[OneBlock], given: Any) -> OneBlock:
+    """Return a block of these values. Raises Fault, whose findings carry the keys inside it."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise Fault(findings_of(error, given, kind)) from error
+
+
+@dataclass(frozen=True)
+class As:
+    """The type that is validated, where the annotation says how the code reads its values."""
+
+    kind: Any
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return handler.generate_schema(self.kind)
+
+
+# Numbers.
+
+
+class Open(int):
+    """A number that the planner chooses, which a recipe writes as `auto`.
+
+    Until it is chosen it counts as 1, so that what reads a recipe sees one that splits nothing.
+    """
+
+    def __str__(self) -> str:
+        return AUTO
+
+    __repr__ = __str__
+
+
+OPEN = Open(1)
+
+
+def _open(value: Any, number: Callable[[Any], Any]) -> Any:
+    return OPEN if isinstance(value, Open) or value == AUTO else number(value)
+
+
+def or_open(written: Any) -> WrapValidator:
+    """Return a validator for which `auto` is a number that stays open; `written` may be written."""
+    return WrapValidator(_open, json_schema_input_type=written | Literal["auto"])
+
+
+def _binary(value: Any) -> Any:
+    count = token_count(value) if isinstance(value, str) else None
+    return value if count is None else count
+
+
+def tokens(least: int) -> As:
+    """Return the type of numbers of tokens, where k and m are binary."""
+    number = Annotated[int, Field(ge=least, le=LARGEST)]
+    said = Annotated[number, Field(title="a whole number of tokens (such as 4096 or 128k)")]
+    suffixed = Annotated[str, Field(pattern=SUFFIXED)]
+    read = BeforeValidator(_binary, json_schema_input_type=said | suffixed)
+    return As(Annotated[number, read])
+
+
+def _exponent(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+Natural = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+CountOrOpen = Annotated[Count, or_open(Count)]
+CountOpenOrNone = Annotated[Count | None, or_open(Count | None)]
+EXPONENT = BeforeValidator(_exponent)  # DeepSpeed's own examples write 5e8
+Tokens = Annotated[int, tokens(1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+# Words, text and paths.
+
+
+def _said(value: str) -> str:
+    if "\0" in value or value == "None":  # "None": what YAML has as null was meant
+        raise PydanticCustomError("no_text", "no text")
+    return value
+
+
+Text = Annotated[str, Field(pattern=r"\S"), AfterValidator(_said)]
+
+
+def _path(value: Any, handler: Callable[[Any], Any]) -> Any:
+    if isinstance(value, str) and value.strip():
+        return Path(_said(value))
+    return handler(value)
+
+
+FilePath = Annotated[
+    Path, WrapValidator(_path, json_schema_input_type=Annotated[Text, Field(title="a path")])
+]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Words of other tools that are not allowed here, each with a sentence without its end."""
+
+    known: Mapping[str, str]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def check(value: Any) -> Any:
+            if isinstance(value, str) and (said := self.known.get(value.lower())):
+                raise PydanticCustomError("elsewhere", "not here", {"elsewhere": said})
+            return value
+
+        return core_schema.no_info_before_validator_function(check, handler(source))
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A name in a table, which is read each time it is asked, so that a row added since counts too.
+
+    names: returns the names, each with what it stands for: itself, or what it is a synonym of.
+    """
+
+    names: Callable[[], Mapping[str, str]]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def check(value: Any) -> Any:
+            if isinstance(value, str) and value in self.names():
+                return self.names()[value]
+            raise PydanticCustomError("literal_error", "none of the names")
+
+        return core_schema.no_info_plain_validator_function(check)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": list(self.names())}
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """A feature that is not there: of the values of its key only the one that leaves it off is.
+
+    Its key is left out of the recipe that a run writes.
+    """
+
+    feature: str
+    off: object
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def check(value: Any) -> Any:
+            if value != self.off:
+                raise fault(f"{self.feature} is not available yet", f"write {shown(self.off)}")
+            return value
+
+        return core_schema.no_info_after_validator_function(check, handler(source))
+
+
+# Lists and mappings.
+
+EachStage = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""A number for each stage: [p], or [v][p] with virtual stages."""
+_BY_STAGE = "[one a stage] or [[one a stage], one list a virtual stage]"
+
+
+def _nested(value: Any) -> str:
+    lists = isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple)
+    return "nested" if lists else "flat"
+
+
+def of_stages(number: Any) -> As:
+    """Return the type of a number for each stage of a pipeline, or a list of them for each virtual
+    stage."""
+    flat = Annotated[tuple[number, ...], Strict(False), Field(min_length=1), Tag("flat")]
+    row = Annotated[tuple[number, ...], Strict(False)]
+    nested = Annotated[tuple[row, ...], Strict(False), Field(min_length=1), Tag("nested")]
+    return As(Annotated[flat | nested, Discriminator(_nested), Field(title=_BY_STAGE)])
+
+
+def _misread(value: object, at: str = "") -> list[Finding]:
+    if isinstance(value, dict):
+        return [found for key, item in value.items() for found in _misread(item, join(at, key))]
+    if isinstance(value, list):
+        return [found for i, item in enumerate(value) for found in _misread(item, f"{at}[{i}]")]
+    remedy = meant(value) if isinstance(value, str) else None
+    return [(at, f"{shown(value)} is no value here", remedy)] if remedy else []
+
+
+def _free(value: dict[str, Any]) -> dict[str, Any]:
+    if findings := _misread(value):
+        raise Fault(findings)
+    return value
+
+
+Free = Annotated[dict[str, Any], AfterValidator(_free)]
+"""A mapping of any keys, in which strings that were surely meant otherwise are refused."""
+
+
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        what = f"`{value}` is no regular expression: {error}"
+        raise fault(
+            what, "mend it; a dot or bracket that means itself has a \\ before it"
+        ) from None
+    return value
+
+
+Pattern = Annotated[Text, AfterValidator(_pattern), Field(title="a regular expression")]
+
+
+def as_tree(value: Any, *, all_keys: bool = True) -> Any:
+    """Return a recipe, or a part of one, as the dicts, lists and scalars of YAML and JSON.
+
+    all_keys: whether the keys of features that are not there are among them.
+    """
+    if isinstance(value, BaseModel):
+        value = {
+            name: getattr(value, name)
+            for name, field in type(value).model_fields.items()
+            if all_keys or not any(isinstance(part, NotYet) for part in field.metadata)
+        }
+    if isinstance(value, dict):
+        return {key: as_tree(item, all_keys=all_keys) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_tree(item, all_keys=all_keys) for item in value]
+    return str(value) if isinstance(value, Path | Open) else value

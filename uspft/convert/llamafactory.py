@@ -1,0 +1,324 @@
+"""LLaMA-Factory's configuration as a recipe, and that of 360-LLaMA-Factory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from uspft.config.problems import InputError
+from uspft.config.yaml.document import bare
+from uspft.convert.conversion import Conversion, short
+from uspft.convert.outcome import Outcome
+from uspft.convert.sharding import sharding
+from uspft.convert.templates import chat_template
+from uspft.convert.theirs import Theirs, read_tree
+from uspft.convert.trainer import (
+    Dialect,
+    adapter,
+    context,
+    evaluating,
+    global_batch,
+    leave_adapter,
+    length,
+    logs,
+    optimizer,
+    precision,
+    saving,
+    schedule,
+)
+
+SAY = Dialect()
+MODES = {"zigzag-ring": "p2p", "llama3": "all_gather", "ulysses": "a2a"}
+"""What 360-LLaMA-Factory calls Megatron's ways of sharing a row."""
+LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "quantization_bit")
+COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "system": "system",
+    "tools": "tools",
+    "messages": "messages",
+}
+"""The columns of dataset_info.json, and our names of what is in them."""
+TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
+MEDIA = ("images", "videos", "audios")
+
+
+def convert_llamafactory(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
+    """Return the recipe that a configuration becomes, and what became of each key.
+
+    given: keys of ours that the command line writes. ranks: how many devices it runs on.
+    """
+    run = Conversion(theirs, given)
+    degree = run.whole("sequence_parallel_size", least=1)
+    batch = global_batch(run, SAY, degree, None, ranks)
+    _layout(run, degree)
+    length(run, SAY)
+    optimizer(run, SAY)
+    schedule(run, SAY)
+    _precision(run)
+    _model(run)
+    texts = _stage(run)
+    _adapter(run)
+    _rows(run, texts)
+    _data(run, texts)
+    _memory(run)
+    sharding(run)
+    saving(run, SAY)
+    evaluating(run, SAY, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
+    logs(run, SAY)
+    return run.ended(batch)
+
+
+_SHARE = "data.eval_fraction"
+
+
+def _layout(run: Conversion, degree: int) -> None:
+    mode = run.word("sequence_parallel_mode", default="zigzag-ring")
+    if mode not in MODES:
+        known = ", ".join(MODES)
+        run.refuse("sequence_parallel_mode", f"is {short(mode)}", f"write one of {known}")
+        return
+    context(run, "sequence_parallel_size", degree, MODES[mode], "sequence_parallel_mode")
+
+
+def _precision(run: Conversion) -> None:
+    pure = run.written("pure_bf16")
+    if pure and run.flag(pure):
+        say = "master weights and Adam are float32"
+        run.put("model.dtype", "bfloat16", "pure_bf16", "bf16", say=say)
+        return
+    if pure:
+        run.ignored(pure, "asks for nothing at this value")
+    precision(run, default="bfloat16")
+
+
+def _model(run: Conversion) -> None:
+    named = {"model.name_or_path", "model.config"} & set(run.given)
+    if not run.written("model_name_or_path") and not named:
+        run.refuse("model_name_or_path", "is missing", "add model.name_or_path=FOLDER")
+    scaling = run.value("rope_scaling")
+    if scaling in ("linear", "dynamic", "yarn"):
+        say = "with the factor that the rows need; there it is rounded up"
+        run.put("model.rope_scaling", {"rope_type": scaling}, "rope_scaling", say=say)
+    elif scaling == "llama3":
+        found = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        run.put("model.rope_scaling", found, "rope_scaling")
+    elif scaling is not None:
+        what = f"is {short(scaling)}"
+        run.refuse("rope_scaling", what, "write linear, dynamic, yarn or llama3")
+    for key in ("add_special_tokens", "new_special_tokens"):
+        if run.written(key):
+            run.put("model.add_tokens", _words(run.value(key)), key)
+    if run.written("flash_attn"):
+        run.ignored("flash_attn", "`model.attention: auto` takes the fastest kernel that is exact")
+    if run.written("trust_remote_code"):
+        run.ignored("trust_remote_code", "code from the hub is not run; families here need none")
+
+
+def _words(value: Any) -> list[str]:
+    """Return a list, or what stands between commas."""
+    found = value if isinstance(value, list) else str(value).split(",")
+    return [str(word).strip() for word in found if str(word).strip()]
+
+
+def _stage(run: Conversion) -> bool:
+    """Return whether texts train whole."""
+    stage = run.word("stage", default="sft")
+    if stage in ("sft", "pt"):
+        what = "texts, all of which train" if stage == "pt" else "a recipe trains answers"
+        run.changed("stage", what) if run.written("stage") else None
+        return bool(stage == "pt")
+    what = f"is {short(stage)}, and training is by cross-entropy on texts and answers"
+    run.refuse("stage", what, "write sft or pt")
+    return False
+
+
+def _adapter(run: Conversion) -> None:
+    kind = run.word("finetuning_type", default="lora")
+    if kind == "full":
+        run.changed("finetuning_type", "all weights train") if run.written(
+            "finetuning_type"
+        ) else None
+        leave_adapter(run, *LORA)
+        return
+    if kind != "lora":
+        what = f"is {short(kind)}"
+        remedy = "write full or lora; `model.freeze` names what of full does not train"
+        run.refuse("finetuning_type", what, remedy)
+        return
+    run.put("model.adapter.type", "lora", "finetuning_type")
+    rank = run.whole("lora_rank", default=8)
+    run.put("model.adapter.rank", rank, "lora_rank")
+    if not run.written("lora_alpha"):
+        run.outcome.values["model.adapter.alpha"] = 2 * rank
+    adapter(run, "lora_target", default="all")
+    if run.written("quantization_bit"):
+        run.changed("quantization_bit", "left out: weights are not quantised")
+
+
+def _rows(run: Conversion, texts: bool) -> None:
+    """Write how rows are filled, and what becomes of longer samples."""
+    if not run.written("cutoff_len"):
+        run.outcome.values["data.sequence_length"] = 2048
+        run.outcome.comments["data.sequence_length"] = "cutoff_len, 2048 where it is left out"
+    neat = run.flag("neat_packing")
+    packs = neat or run.flag("packing", default=texts)
+    say = "documents of a row never see one another"
+    if packs and not neat:
+        say += ", which they do there" if not texts else ""
+    run.put("data.packing", "best_fit" if packs else "none", "packing", "neat_packing", say=say)
+    overlong = "split" if texts and packs else "truncate"
+    run.outcome.values["data.overlong"] = overlong
+    said = "longer texts are cut into rows" if overlong == "split" else "longer samples are cut"
+    where = "at the end" if overlong == "truncate" else ""
+    run.outcome.comments["data.overlong"] = f"{said} {where}".strip()
+    history, prompts = run.flag("mask_history"), run.flag("train_on_prompt")
+    trained = "last" if history else "all" if prompts else "assistant"
+    run.put("data.train_on", trained, "train_on_prompt", "mask_history")
+    if run.value("disable_shuffling") is True:
+        run.put("data.shuffle", False, "disable_shuffling")
+    elif run.written("disable_shuffling"):
+        run.ignored("disable_shuffling", "asks for nothing at this value")
+    shuffles = run.written("shuffle_for_sequence_parallel")
+    if shuffles:
+        run.put("data.shuffle", run.flag(shuffles), shuffles)
+    chat_template(run, run.written("template"), None)
+
+
+def _data(run: Conversion, texts: bool) -> None:
+    """Write the samples, as dataset_info.json describes them."""
+    for ours, key in (("data.train", "dataset"), ("data.eval", "eval_dataset")):
+        if not run.written(key):
+            continue
+        if ours in run.given:
+            run.changed(key, f"`{ours}` of the command line stands in its place")
+            continue
+        sources = [_source(run, key, name, texts) for name in _words(run.value(key))]
+        found = [source for source in sources if source]
+        if found:
+            if not texts and not all("messages" in s.get("fields", ()) for s in found):
+                what = "of instructions, the input stands an empty line below, a line there"
+                run.changed(key, what)
+            most = run.value("max_samples")
+            for source in found if isinstance(most, int) else ():
+                source["max_samples"] = min(source.get("max_samples", most), most)
+            run.outcome.values[ours] = found
+            run.outcome.sources[ours] = run.theirs.values[key].where, key
+            run.changed(key, f"here `{ours}`: what dataset_info.json says of {run.value(key)}")
+    if run.written("max_samples"):
+        run.changed("max_samples", "here in each source: max_samples")
+    if run.written("dataset_dir"):
+        run.changed("dataset_dir", "here in the paths of `data.train`")
+    if not {"data.train"} & (set(run.outcome.values) | set(run.given)) and not run.written(
+        "dataset"
+    ):
+        run.refuse("dataset", "is missing", "add data.train=FILE")
+    _mixed(run)
+    share = run.number("val_size", default=0.0)
+    if share >= 1 and _SHARE not in run.given:
+        run.refuse("val_size", f"is {short(share)} samples", f"add {_SHARE}=0.01, a share")
+    elif share > 0:
+        run.put(_SHARE, share, "val_size")
+    elif run.written("val_size"):
+        run.ignored("val_size", "nothing is kept apart")
+
+
+def _mixed(run: Conversion) -> None:
+    """Write how often each source is taken."""
+    strategy = run.word("mix_strategy", default="concat")
+    shares = run.value("interleave_probs")
+    sources = run.outcome.values.get("data.train")
+    if strategy == "concat" or not isinstance(sources, list):
+        if run.written("mix_strategy"):
+            run.ignored("mix_strategy", "each sample is taken once an epoch")
+        return
+    try:
+        weights = [float(word) for word in _words(shares)] if shares else [1.0] * len(sources)
+    except ValueError:
+        run.refuse("interleave_probs", f"is {short(shares)}", "write a number for each set")
+        return
+    if len(weights) != len(sources):
+        what = f"has {len(weights)} numbers for {len(sources)} sets"
+        run.refuse("interleave_probs", what, f"write {len(sources)}")
+        return
+    for source, weight in zip(sources, weights, strict=True):
+        source["weight"] = weight
+    for key in ("mix_strategy", "interleave_probs"):
+        if run.written(key):
+            run.changed(key, "here each source's weight: shares of tokens here, of samples there")
+
+
+def _source(run: Conversion, key: str, name: str, texts: bool) -> dict[str, Any]:
+    """Return the source that a name of dataset_info.json stands for; empty where it is refused."""
+    folder = str(run.value("dataset_dir", "data"))
+    place = run.theirs.place(f"{folder}/dataset_info.json")
+    ours = "data.train" if key == "dataset" else "data.eval"
+    if folder == "ONLINE":
+        return {"path": name, "format": "text" if texts else "messages"}
+    if place is None:
+        what = f"names {short(name)}, and {folder}/dataset_info.json is not found here"
+        run.refuse(key, what, f"put it there, or add {ours}=FILE")
+        return {}
+    try:
+        known = bare(read_tree(place))
+    except InputError as error:
+        run.refuse(key, f"cannot be looked up: {error}", f"add {ours}=FILE")
+        return {}
+    said = known.get(name)
+    if not isinstance(said, dict):
+        run.refuse(key, f"names {short(name)}, which {place} lacks", f"add {ours}=FILE")
+        return {}
+    return _described(run, key, name, said, place.parent, texts)
+
+
+def _described(
+    run: Conversion, key: str, name: str, said: dict[str, Any], folder: Path, texts: bool
+) -> dict[str, Any]:
+    """Return a source as its description says it; empty where it is refused."""
+    blocks = (said.get(name) for name in ("columns", "tags"))
+    columns, tags = ({**block} if isinstance(block, dict) else {} for block in blocks)
+    hub, file = said.get("hf_hub_url"), said.get("file_name")
+    path = hub or (str(folder / str(file)) if file else None)
+    bad = next((m for m in MEDIA if m in columns), None)
+    if said.get("ranking") or bad or path is None:
+        what = "of preferences" if said.get("ranking") else f"with {bad}" if bad else "without file"
+        remedy = "leave it out, or add data.train=FILE"
+        run.refuse(key, f"names {short(name)}, a set {what}", remedy)
+        return {}
+    source: dict[str, Any] = {"path": path}
+    for theirs, ours in (("subset", "name"), ("split", "split"), ("num_samples", "max_samples")):
+        if said.get(theirs) is not None:
+            source[ours] = said[theirs]
+    if texts:
+        source["format"] = "text"
+        column = columns.get("prompt", "text")
+        return source if column == "text" else {**source, "fields": {"text": column}}
+    source["format"] = "messages"
+    turns = said.get("formatting", "alpaca") != "alpaca"
+    fields = {
+        COLUMNS[theirs]: column
+        for theirs, column in columns.items()
+        if theirs in COLUMNS and column and column != COLUMNS[theirs]
+    }
+    if turns and "messages" not in columns:
+        fields["messages"] = "conversations"
+    for tag, ours in (("role_tag", "role"), ("content_tag", "content")):
+        if tag in tags:
+            fields[ours] = tags[tag]
+    roles = {tags[tag]: role for tag, role in TAGS.items() if tags.get(tag) not in (None, role)}
+    if roles:
+        fields["roles"] = roles
+    return {**source, "fields": fields} if fields else source
+
+
+def _memory(run: Conversion) -> None:
+    key = "disable_gradient_checkpointing"
+    written = run.written(key, "gradient_checkpointing")
+    off = run.flag(key)
+    ours = "memory.gradient_checkpointing"
+    run.put(ours, not off, *([written] if written else []))
+    if run.written("gradient_checkpointing") and not run.spoken("gradient_checkpointing"):
+        run.ignored("gradient_checkpointing", f"{key} says it")

@@ -1,0 +1,257 @@
+"""ms-swift's arguments, in YAML or JSON, as a recipe."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from uspft.config.algorithms import AUTO
+from uspft.convert.conversion import Conversion, short
+from uspft.convert.outcome import Outcome
+from uspft.convert.sharding import sharding
+from uspft.convert.templates import chat_template
+from uspft.convert.theirs import Theirs
+from uspft.convert.trainer import (
+    Dialect,
+    adapter,
+    again,
+    evaluating,
+    global_batch,
+    leave_adapter,
+    length,
+    logs,
+    optimizer,
+    precision,
+    saving,
+    schedule,
+)
+
+DEFAULTS = {
+    "per_device_train_batch_size": 1,
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "lr_scheduler_type": "cosine",
+    "gradient_checkpointing": True,
+    "report_to": "tensorboard",
+}
+TUNERS = ("tuner_type", "train_type", "sft_type")
+LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_dtype", "target_modules", "quant_bits")
+OVERLONG = {"delete": "drop", "right": "truncate", "split": "split"}
+LOSSES = {"default": "assistant", "last_round": "last", "all": "all"}
+COLUMNS = {"query": "prompt", "response": "completion"}
+"""Their fields of pairs, and ours."""
+LEAST = 16
+"""Rows that a step has at least there, where nothing says the accumulation."""
+
+
+def convert_swift(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
+    """Return the recipe that arguments become, and what became of each key.
+
+    given: keys of ours that the command line writes. ranks: how many devices it runs on.
+    """
+    run = Conversion(theirs, given)
+    tuner = run.written(*TUNERS)
+    full = tuner is not None and run.value(tuner) == "full"
+    say = Dialect(defaults={**DEFAULTS, "learning_rate": 1e-5 if full else 1e-4})
+    batch = _batch(run, say, ranks)
+    _layout(run)
+    length(run, say)
+    optimizer(run, say)
+    schedule(run, say)
+    if not run.written("torch_dtype"):
+        precision(run, default="bfloat16")
+    _model(run)
+    _adapter(run, tuner, full=full)
+    _rows(run)
+    _data(run)
+    again(run, say)
+    sharding(run)
+    saving(run, say)
+    _evaluating(run, say)
+    logs(run, say)
+    return run.ended(batch)
+
+
+def _batch(run: Conversion, say: Dialect, ranks: int | None) -> int:
+    """Write the batch; without an accumulation it is what makes 16 rows, as there."""
+    split = run.whole("sequence_parallel_size", least=1)
+    split *= run.whole("deepspeed_autotp_size", least=1)
+    key = run.written("nproc_per_node", "ENV.NPROC_PER_NODE")
+    world = None
+    if key:
+        found = run.value(key)
+        found = int(found) if isinstance(found, str) and found.isdigit() else found
+        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+            world = found
+            run.changed(key, f"here in the batch: {found} devices")
+        else:
+            run.refuse(key, f"is {short(found)}, no whole number", "write a whole number")
+    micro = run.whole("per_device_train_batch_size", least=1)
+    steps = max(1, math.ceil(LEAST / micro / (world or ranks or 1)))
+    return global_batch(run, say, split, world, ranks, steps)
+
+
+def _layout(run: Conversion) -> None:
+    key, block = "sequence_parallel_size", "parallel_config"
+    degree = run.whole(key, least=1)
+    if degree > 1:
+        say = "heads as far as they divide there, and a ring; the numbers are the same"
+        run.put(f"{block}.context_parallel", degree, key, say=say)
+        run.outcome.values[f"{block}.context_parallel_algo"] = AUTO
+    elif run.written(key):
+        run.ignored(key, "rows are whole: one device has all of a row")
+
+
+def _model(run: Conversion) -> None:
+    if run.written("model"):
+        run.put("model.name_or_path", str(run.value("model")), "model")
+    elif not {"model.name_or_path", "model.config"} & set(run.given):
+        run.refuse("model", "is missing", "add model.name_or_path=FOLDER")
+    block, text = run.theirs.block("rope_scaling"), run.value("rope_scaling")
+    if isinstance(text, str) and text.startswith("{"):
+        block = _json(run, "rope_scaling")
+    if block:
+        found = {("rope_type" if key == "type" else key): v for key, v in block.items()}
+        keys = [f"rope_scaling.{key}" for key in block]
+        run.put("model.rope_scaling", found, "rope_scaling", *keys)
+    elif text is not None:
+        say = "with the factor that the rows need"
+        run.put("model.rope_scaling", {"rope_type": text}, "rope_scaling", say=say)
+    if run.written("attn_impl"):
+        run.ignored("attn_impl", "`model.attention: auto` takes the fastest kernel that is exact")
+    frozen = run.value("freeze_parameters")
+    if frozen:
+        names = frozen if isinstance(frozen, list) else [frozen]
+        run.put("model.freeze", [f"^{re.escape(str(n))}" for n in names], "freeze_parameters")
+
+
+def _json(run: Conversion, key: str) -> dict[str, Any]:
+    """Return the mapping that a text of JSON says; else it is refused."""
+    try:
+        found = json.loads(str(run.value(key)))
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    run.refuse(key, f"is {short(run.value(key))}, no mapping", "write a mapping")
+    return {}
+
+
+def _adapter(run: Conversion, tuner: str | None, *, full: bool) -> None:
+    if full:
+        run.changed(str(tuner), "all weights train")
+        leave_adapter(run, *LORA)
+        return
+    kind = run.value(tuner, "lora") if tuner else "lora"
+    if kind != "lora":
+        run.refuse(str(tuner), f"is {short(kind)}", "write full or lora")
+        return
+    run.put("model.adapter.type", "lora", *([tuner] if tuner else []))
+    for name, default in (("rank", 8), ("alpha", 32), ("dropout", 0.05)):
+        if not run.written(f"lora_{name}"):
+            run.outcome.values[f"model.adapter.{name}"] = default
+    adapter(run, "target_modules", default="all-linear")
+    if run.written("quant_bits"):
+        run.changed("quant_bits", "left out: weights are not quantised")
+
+
+def _rows(run: Conversion) -> None:
+    """Write how rows are filled, what becomes of longer samples, and which tokens train."""
+    if run.written("packing_length"):
+        run.put("data.sequence_length", run.whole("packing_length"), "packing_length", "max_length")
+    elif not run.written("max_length") and "data.sequence_length" not in run.given:
+        what = "is missing, and is the model's longest there"
+        run.refuse("max_length", what, "add data.sequence_length=N")
+    packs = run.flag("packing")
+    say = "documents of a row never see one another" if packs else "each sample is a row"
+    run.put("data.packing", "best_fit" if packs else "none", "packing", "padding_free", say=say)
+    key = "truncation_strategy"
+    theirs = run.word(key, default="delete")
+    if theirs in OVERLONG:
+        run.put("data.overlong", OVERLONG[theirs], key)
+    else:
+        what = f"is {short(theirs)}, and samples are cut at their end here"
+        run.refuse(key, what, "write delete, right or split")
+    loss = run.word("loss_scale", default="default")
+    if loss in LOSSES:
+        run.put("data.train_on", LOSSES[loss], "loss_scale")
+    else:
+        what = f"is {short(loss)}, and a token trains or does not here"
+        run.refuse("loss_scale", what, "write default, last_round or all")
+    shuffles = ("dataset_shuffle", "train_dataloader_shuffle")
+    if run.written(*shuffles):
+        run.put("data.shuffle", all(run.flag(k, default=True) for k in shuffles), *shuffles)
+    strict = run.written("strict")
+    run.put("data.on_bad_sample", "error" if strict and run.flag(strict) else "skip", "strict")
+    chat_template(run, run.written("template"), None)
+
+
+def _data(run: Conversion) -> None:
+    """Write the samples."""
+    for ours, key in (("data.train", "dataset"), ("data.eval", "val_dataset")):
+        if not run.written(key) or run.value(key) == []:
+            continue
+        names = run.value(key)
+        names = names if isinstance(names, list) else str(names).split()
+        found = [_source(run, str(name)) for name in names]
+        run.put(ours, found, key, say="the Hugging Face hub's, where they are ids")
+    if not {"data.train"} & (set(run.outcome.values) | set(run.given)):
+        run.refuse("dataset", "is missing", "add data.train=FILE")
+    _mixed(run)
+    fields = run.theirs.block("columns")
+    if isinstance(run.value("columns"), str):
+        fields = _json(run, "columns")
+    if fields:
+        named = {COLUMNS.get(str(ours), str(ours)): theirs for theirs, ours in fields.items()}
+        run.put("data.fields", named, "columns", *(f"columns.{name}" for name in fields))
+    share = run.number("split_dataset_ratio", default=0.0)
+    if share > 0 and "data.eval" not in run.outcome.values:
+        run.put("data.eval_fraction", share, "split_dataset_ratio")
+    elif run.written("split_dataset_ratio"):
+        run.ignored("split_dataset_ratio", "nothing is kept apart")
+
+
+def _source(run: Conversion, text: str) -> dict[str, Any]:
+    """Return the source that PATH:SUBSET#NUMBER means."""
+    path, _, number = text.partition("#")
+    name = ""
+    if run.theirs.place(path) is None and ":" in path:
+        path, _, name = path.rpartition(":")
+    path = path.removeprefix("HF::").removeprefix("MS::")
+    source: dict[str, Any] = {"path": path}
+    if name:
+        source["name"] = name
+    if run.flag("use_chat_template", default=True):
+        source["format"] = "messages"
+    if number.isdigit() and int(number):
+        source["max_samples"] = int(number)
+    return source
+
+
+def _mixed(run: Conversion) -> None:
+    """Write how often each source is taken."""
+    key, sources = "interleave_prob", run.outcome.values.get("data.train")
+    if not run.written(key) or not isinstance(sources, list):
+        return
+    shares = run.value(key)
+    shares = shares if isinstance(shares, list) else [shares]
+    good = all(isinstance(one, int | float) and not isinstance(one, bool) for one in shares)
+    if not good or len(shares) != len(sources):
+        run.refuse(key, f"is {short(shares)}", f"write {len(sources)} numbers")
+        return
+    for source, weight in zip(sources, shares, strict=True):
+        source["weight"] = weight
+    run.changed(key, "here each source's weight: shares of tokens here, of samples there")
+
+
+def _evaluating(run: Conversion, say: Dialect) -> None:
+    """Write when evaluations come: where nothing says it, with the checkpoints."""
+    values = run.outcome.values
+    something = bool(values.keys() & {"data.eval", "data.eval_fraction"})
+    evaluating(run, say, something=something)
+    every = values.get("checkpoint.every_steps")
+    if something and every and not run.written("eval_steps", "eval_strategy"):
+        values["training.eval_every_steps"] = every

@@ -1,0 +1,217 @@
+"""TRL's supervised fine-tuning, and a Trainer's arguments by themselves, as a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from uspft.config.others import table_of
+from uspft.convert.accelerate import devices_sharding, layout, split, world
+from uspft.convert.accelerate import precision as devices_precision
+from uspft.convert.conversion import Conversion, short
+from uspft.convert.outcome import Outcome
+from uspft.convert.theirs import Theirs
+from uspft.convert.trainer import (
+    Dialect,
+    adapter,
+    again,
+    evaluating,
+    global_batch,
+    leave_adapter,
+    length,
+    logs,
+    optimizer,
+    precision,
+    saving,
+    schedule,
+)
+
+LORA = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+    *("load_in_4bit", "load_in_8bit"),
+)
+OVERLONG = {"bfd": "truncate", "bfd_split": "split", "bfd-requeue": "split", "wrapped": "split"}
+OF_SFT = {"learning_rate": 2e-5, "gradient_checkpointing": True, "logging_steps": 10}
+"""What holds in TRL's supervised fine-tuning beside the Trainer's own defaults."""
+OF_MODEL = ("model_name_or_path", "trust_remote_code", "attn_implementation")
+"""Keys that a script without TRL often has too."""
+
+
+def convert_trl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None) -> Outcome:
+    """Return the recipe that arguments become, and what became of each key.
+
+    given: keys of ours that the command line writes. ranks: how many devices it runs on.
+    """
+    run = Conversion(theirs, given)
+    own = {path.partition(".")[0] for path in table_of("trl").own} - {*OF_MODEL, "env"}
+    sft = any(key.partition(".")[0].partition("[")[0] in own for key in theirs.values)
+    say = Dialect(defaults=OF_SFT if sft else {})
+    batch = global_batch(run, say, split(run), world(run), ranks)
+    layout(run)
+    length(run, say)
+    optimizer(run, say)
+    schedule(run, say)
+    precision(run, default="bfloat16" if sft else "float32")
+    devices_precision(run)
+    _model(run)
+    _adapter(run)
+    _rows(run, sft=sft)
+    _data(run)
+    again(run, say, "activation_checkpointing")
+    devices_sharding(run)
+    saving(run, say)
+    evaluating(run, say, something=bool(run.outcome.values.keys() & {"data.eval", _SHARE}))
+    logs(run, say)
+    return run.ended(batch)
+
+
+_SHARE = "data.eval_fraction"
+
+
+def _model(run: Conversion) -> None:
+    named = {"model.name_or_path", "model.config"} & set(run.given)
+    if not run.written("model_name_or_path") and not named:
+        run.refuse("model_name_or_path", "is missing", "add model.name_or_path=FOLDER")
+    for start in ("", "model_init_kwargs."):
+        for name in ("dtype", "torch_dtype"):
+            if run.written(start + name):
+                ours = run.outcome.values.get("model.dtype")
+                what = f"here `model.dtype: {ours}`; weights and their updates are float32"
+                run.changed(start + name, what)
+        if run.written(f"{start}attn_implementation"):
+            what = "`model.attention: auto` takes the fastest kernel that is exact"
+            run.ignored(f"{start}attn_implementation", what)
+    if run.written("trust_remote_code"):
+        run.ignored("trust_remote_code", "code from the hub is not run; families here need none")
+    key = "chat_template_path"
+    if run.written(key) and str(run.value(key)).endswith((".jinja", ".jinja2")):
+        run.put("data.chat_template", str(run.value(key)), key)
+    elif run.written(key):
+        what = f"is {short(run.value(key))}, a tokenizer's folder"
+        run.refuse(key, what, "add data.chat_template=FILE.jinja")
+
+
+def _adapter(run: Conversion) -> None:
+    if not run.flag("use_peft"):
+        if run.written("use_peft"):
+            run.ignored("use_peft", "all weights train")
+        leave_adapter(run, *LORA)
+        return
+    run.put("model.adapter.type", "lora", "use_peft")
+    for name, key, default in (
+        ("rank", "lora_r", 16),
+        ("alpha", "lora_alpha", 32),
+        ("dropout", "lora_dropout", 0.05),
+    ):
+        if not run.written(key):
+            run.outcome.values[f"model.adapter.{name}"] = default
+    if run.written("lora_target_modules"):
+        adapter(run, "lora_target_modules")
+    elif "model.adapter.target_modules" not in run.given:
+        what = "is missing, and which projections are adapted there depends on the model"
+        remedy = "add model.adapter.target_modules=[q_proj, v_proj], or write all-linear"
+        run.refuse("lora_target_modules", what, remedy)
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if run.value(key):
+            run.changed(key, "left out: weights are not quantised")
+        elif run.written(key):
+            run.ignored(key, "asks for nothing at this value")
+
+
+def _rows(run: Conversion, *, sft: bool) -> None:
+    """Write how rows are filled, what becomes of longer samples, and which tokens train."""
+    lengths = ("max_length", "max_seq_length")
+    cut = next((key for key in lengths if key in run.theirs.values), None)
+    if not run.written(*lengths) and "data.sequence_length" not in run.given:
+        if cut or not sft:
+            what = "is null, and rows have a length here" if cut else "is missing"
+            run.refuse(cut or lengths[0], what, "add data.sequence_length=N")
+        else:
+            run.outcome.values["data.sequence_length"] = 1024
+            run.outcome.comments["data.sequence_length"] = "max_length, 1024 where it is left out"
+    packs = run.flag("packing")
+    say = "documents of a row never see one another" if packs else "each sample is a row"
+    run.put("data.packing", "best_fit" if packs else "none", "packing", "padding_free", say=say)
+    strategy = str(run.value("packing_strategy", "bfd"))
+    if strategy not in OVERLONG:
+        run.refuse("packing_strategy", f"is {short(strategy)}", "write bfd, bfd_split or wrapped")
+    elif packs:
+        say = "documents are packed whole here, in pieces there" if strategy == "wrapped" else ""
+        run.put("data.overlong", OVERLONG[strategy], "packing_strategy", say=say)
+    else:
+        run.outcome.values["data.overlong"] = "truncate"
+        if run.written("packing_strategy"):
+            run.ignored("packing_strategy", "it acts beside packing alone")
+    answers, halves = run.written("assistant_only_loss"), run.written("completion_only_loss")
+    if answers and run.flag(answers):
+        run.put("data.train_on", "assistant", answers, *([halves] if halves else []))
+    elif halves:
+        trained = "completion" if run.flag(halves) else "all"
+        run.put("data.train_on", trained, halves, *([answers] if answers else []))
+    else:
+        run.put("data.train_on", "all")
+        what = (
+            "here `data.train_on: all`: there all turns of a conversation train, and of prompt and "
+            "completion the completion: write data.train_on=completion for those"
+        )
+        run.changed("assistant_only_loss", what)
+
+
+def _data(run: Conversion) -> None:
+    """Write the samples."""
+    items = run.theirs.items("datasets")
+    if "data.train" in run.given:
+        for key in run.theirs.values:
+            if key.startswith("datasets[") or key in ("dataset_name", "dataset_config"):
+                run.changed(key, "`data.train` of the command line stands in its place")
+    elif run.written("dataset_name"):
+        source = _named(run, "dataset_train_split", "train")
+        run.put("data.train", [source], "dataset_name", "dataset_config", "dataset_train_split")
+    elif items:
+        sources = [source for item in items for source in _source(run, item)]
+        if sources:
+            run.outcome.values["data.train"] = sources
+    else:
+        run.refuse("dataset_name", "is missing", "add data.train=FILE")
+    asks = run.value("eval_strategy", run.value("evaluation_strategy", "no"))
+    split_key, share = "dataset_test_split", "test_split_size"
+    if run.written(share) and 0 < run.number(share, default=0.0) < 1:
+        run.put(_SHARE, run.number(share, default=0.0), share)
+    elif asks not in ("no", False) and run.written("dataset_name") and "data.eval" not in run.given:
+        run.put("data.eval", [_named(run, split_key, "test")], split_key)
+    elif run.written(split_key):
+        run.ignored(split_key, "eval_strategy is no")
+    text = "dataset_text_field"
+    if run.written(text) and run.value(text) != "text":
+        run.put("data.fields", {"text": run.value(text)}, text)
+    elif run.written(text):
+        run.ignored(text, "it is called so here too")
+
+
+def _named(run: Conversion, key: str, default: str) -> dict[str, Any]:
+    """Return the source that the keys of one data set say."""
+    source: dict[str, Any] = {"path": str(run.value("dataset_name"))}
+    if run.written("dataset_config"):
+        source["name"] = str(run.value("dataset_config"))
+    local = run.theirs.place(source["path"]) is not None
+    if not local or run.written(key):
+        source["split"] = str(run.value(key, default))
+    return source
+
+
+def _source(run: Conversion, item: str) -> list[dict[str, Any]]:
+    """Return the sources of one item of a mixture."""
+    source: dict[str, Any] = {}
+    for name in ("name", "split"):
+        if run.written(f"{item}.{name}"):
+            source[name] = str(run.value(f"{item}.{name}"))
+            run.changed(f"{item}.{name}", f"here in `data.train`: {name}")
+    files = run.value(f"{item}.data_files")
+    names = files if isinstance(files, list) else [files or run.value(f"{item}.path")]
+    for name in ("path", "data_files"):
+        if run.written(f"{item}.{name}"):
+            run.changed(f"{item}.{name}", "here in `data.train`: path")
+    if not all(isinstance(name, str) and name for name in names):
+        run.refuse(f"{item}.path", "names no samples", "write a path, or add data.train=FILE")
+        return []
+    return [{"path": name, **source} for name in names]
