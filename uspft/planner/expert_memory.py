@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from uspft.planner.operations import (
     INDEX,
     WIDE,
+    added,
     bent,
     halves,
     linear,
@@ -43,6 +44,10 @@ class Experts:
     """Ranks that divide each of them."""
     between: int = 0
     """The tokens that the router sees of those that experts do."""
+    rank: int = 0
+    """Of adapters."""
+    adapted: tuple[bool, ...] = (False, False)
+    """Whether matrices into and out of experts have one."""
 
     @property
     def sent(self) -> float:
@@ -69,6 +74,12 @@ def routed(
     """Return what experts make of x. trains: tells it of a module by its name. tile: tokens that
     experts take at a time, but not the router; None: all. enter: returns what tensor ranks take of
     what lies between blocks."""
+    names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    into, out = map(trains, names)
+    divides = of.ranks > 1 or of.tensor > 1 or any(of.adapted)
+    grows = any((into, out, trains(of.router), *of.adapted))
+    if divides and grows and not x.node and x.storage:  # as model/experts.py has such blocks
+        x = tape.leaf(x.size, x.storage)
     weight, seen = float(of.element * of.number * of.hidden), replace(of, tokens=of.between)
     size = of.element * seen.tokens * of.number
     logits = linear(tape, x, size, weight, trains=trains(of.router))
@@ -76,13 +87,11 @@ def routed(
     del logits
     if of.tensor > 1:
         x, index, scores = (enter(one) for one in (x, index, scores))
-    names = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-    into, out = map(trains, names)
 
     def run(parts: Sequence[Tensor]) -> Tensor:
         return _experts(tape, parts, of, into, out)
 
-    if of.ranks > 1 or of.tensor > 1:
+    if divides:
         return _divided(tape, (x, index, scores), of, (into, out), tile)
     if tile and tile < of.tokens:
         share, wide = tile / of.tokens, WIDE / of.element
@@ -189,7 +198,7 @@ def _divided(
     every = [rows, index, factors]
     if tile and tile < of.sent:
         wide = WIDE / of.element
-        made = tiled(tape, every, run, tile / of.sent, wide, trains=any(trains))
+        made = tiled(tape, every, run, tile / of.sent, wide, trains=any((*trains, *of.adapted)))
     else:
         made = run(every)
     return _returned(tape, made, of, size) if of.ranks > 1 else made
@@ -267,11 +276,15 @@ def _here(tape: Tape, parts: Sequence[Tensor], of: Experts, into: bool, out: boo
     del found
     selected = _taken(tape, x, e * pairs * of.hidden, row)
     made = linear(tape, selected, e * pairs * 2 * of.inner, 2 * matrix, trains=into)
+    if of.adapted[0]:
+        made = added(tape, made, _beside(tape, selected, of, of.hidden, 2 * of.inner))
     del selected
     if of.clamped:
         made = _biased(tape, made, expert)
     inner = _clamped(tape, made) if of.clamped else _gated(tape, made)
     made_of = linear(tape, inner, e * pairs * of.hidden, matrix, trains=out)
+    if of.adapted[1]:
+        made_of = added(tape, made_of, _beside(tape, inner, of, of.inner, of.hidden))
     del made, inner
     if of.clamped:
         made_of = _biased(tape, made_of, expert)
@@ -282,6 +295,13 @@ def _here(tape: Tape, parts: Sequence[Tensor], of: Experts, into: bool, out: boo
     total = _put(tape, wide, WIDE * rows * of.hidden, row)
     del order, index, expert
     return total if e == WIDE else remade(tape, total, x.size)
+
+
+def _beside(tape: Tape, x: Tensor, of: Experts, takes: int, gives: int) -> Tensor:
+    """Return what the adapters of experts make of rows, times a number."""
+    each = float(of.element * (of.number // of.ranks) * of.rank)
+    thin = linear(tape, x, x.size / takes * of.rank, each * takes, trains=True)
+    return remade(tape, linear(tape, thin, x.size / takes * gives, each * gives, trains=True))
 
 
 def _biased(tape: Tape, x: Tensor, expert: object) -> Tensor:

@@ -27,6 +27,7 @@ from uspft.planner.stages import schedule_of, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
 from uspft.planner.trained import (
     EMBEDDING,
+    EXPERTS,
     HEAD,
     LAST_NORM,
     Lora,
@@ -287,9 +288,15 @@ def unpredicted(
         "layers without experts beside others": _mixed(shape),
         "an expert that every token meets": bool(shape.raw.get("shared_expert_intermediate_size")),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
-        "adapters of experts": bool(options.lora and options.lora.parameters),
+        "adapters of routers": bool(options.lora) and not _of_experts_alone(options.lora),
     }
     return tuple(what for what, here in found.items() if here)
+
+
+def _of_experts_alone(lora: Lora | None) -> bool:
+    """Tell whether what has adapters beside projections are experts' matrices alone."""
+    named = lora.parameters if lora else ()
+    return all(one.rpartition(".")[2] in ("gate_up_proj", "down_proj") for one in named)
 
 
 def _mixed(shape: ModelShape) -> bool:
@@ -412,7 +419,15 @@ def _layers(
                 options.use_seq_parallel and not layout.is_mesh,
                 mesh_rows=layout.mesh_rows if layout.is_mesh else 0,
                 slices=options.slices,
-                experts=experts,
+                experts=experts
+                and replace(
+                    experts,
+                    rank=options.lora.rank if options.lora else 0,
+                    adapted=tuple(
+                        f"{EXPERTS}{one}" in trained.adapters
+                        for one in ("gate_up_proj", "down_proj")
+                    ),
+                ),
                 trained=trained.weights,
                 adapted=trained.adapters,
                 rank=options.lora.rank if options.lora else 0,

@@ -29,6 +29,7 @@ from uspft.planner.memory import (
     memory_of,
     unpredicted,
 )
+from uspft.planner.trained import Lora
 from uspft.prepare.invocation import CONFIGS
 
 TOKENS = 4096
@@ -118,12 +119,14 @@ SAVING: dict[str, dict[str, Any]] = {
     "groups, whole": {"attention_heads": 3, "recompute": "attention", "loss_tile_tokens": 1024},
     "groups, no layer again": {"attention_heads": 4, "gradient_checkpointing": False, **TILED},
 }
+STACKED = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 TRAINED: dict[str, dict[str, Any]] = {
     "all": {},
     "lora": {"adapter": {"type": "lora", "rank": 8}},
     "some lora": {
         "adapter": {"type": "lora", "rank": 4, "target_modules": ["q_proj", "down_proj"]}
     },
+    "experts lora": {"adapter": {"type": "lora", "rank": 8, "target_modules": [], **STACKED}},
     "no mlp": {"freeze": ["mlp", "norm"]},
     "last layer": {"freeze": [r"layers\.0\.", "embed"]},
 }
@@ -165,6 +168,9 @@ FEW = [
     Case("qwen3 moe", "tensor, ring", "offload", "lora", "bfloat16"),
     Case("qwen3 moe", "tensor, experts", "nothing", "all", "bfloat16"),
     Case("gpt-oss", "tensor", "nothing", "no mlp", "bfloat16"),
+    Case("mixtral", "whole", "none", "experts lora", "bfloat16"),
+    Case("qwen3 moe", "experts 2", "nothing", "experts lora", "bfloat16"),
+    Case("gpt-oss", "tensor, experts", "attention, tiles", "experts lora", "bfloat16"),
     Case("many heads", "planned 4", "groups", "all", "bfloat16"),
     Case("qwen3", "tensor, tokens", "groups kept", "lora", "bfloat16"),
     Case("gpt-oss", "ulysses 4", "groups away", "no mlp", "bfloat16"),
@@ -188,6 +194,8 @@ def legal(traits: tuple[Any, ...]) -> bool:
     if case.model in ROUTED and case.dtype == "float32":  # grouped products on meta have one type
         return False
     if "experts" in case.layout and case.model not in ROUTED:
+        return False
+    if case.trained == "experts lora" and case.model not in ROUTED:
         return False
     grouped = "attention_heads" in SAVING[case.saving]
     if "mesh" in case.layout and (grouped or "mlp_tile_tokens" in SAVING[case.saving]):
@@ -315,6 +323,10 @@ def test_what_the_formula_does_not_know_is_named() -> None:
     assert {*FAMILIES} == {*LAYER_KINDS}
     hybrid = replace(shape, model_type="qwen3_next")
     assert unpredicted(hybrid, Layout(), 4096) == ("layers with a state",)
+    named = {"mlp.gate.weight": ("adapters of routers",), "mlp.experts.down_proj": ()}
+    for parameter, unknown in named.items():
+        options = Options(lora=Lora(8, parameters=(parameter,)))
+        assert unpredicted(hub("Qwen/Qwen3-30B-A3B"), Layout(), 4096, options=options) == unknown
     mixed = replace(shape, raw={**shape.raw, "decoder_sparse_step": 2})
     assert unpredicted(mixed, Layout(), 4096) == ("layers without experts beside others",)
 
