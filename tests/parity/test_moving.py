@@ -35,7 +35,7 @@ from tests.support.moving import MOVED, PASSES, Moving, recipe, started, train, 
 from tests.support.ranks import spawn
 from tests.support.runs import held, prepared
 from tests.support.stages import ZERO
-from uspft.switching.routes import ByOwners
+from uspft.switching.move.routes import ByOwners
 
 pytestmark = pytest.mark.timeout(900)
 TWO_HOSTS = (0, 0, 1, 1)

@@ -28,7 +28,8 @@ from uspft.config.types import (
     tokens,
 )
 
-Format = Literal["auto", "messages", "prompt_completion", "text", "tokenized"]
+Format = Literal["auto", "messages", "prompt_completion", "text", "tokenized", "megatron"]
+Sentences = Literal["alpaca", "alpaca_mindspore"]
 
 _Other = Annotated[Text, Field(title="the field's name in the data")] | None
 
@@ -46,7 +47,7 @@ _Null = Annotated[None, BeforeValidator(_nothing)]
 
 
 @with_config(STRICT)
-class FieldNames(TypedDict, total=False):
+class RecordFields(TypedDict, total=False):
     """What records call the fields that have these names here."""
 
     messages: _Other
@@ -64,6 +65,12 @@ class FieldNames(TypedDict, total=False):
     text: _Other
     input_ids: _Other
     labels: _Other
+
+
+@with_config(STRICT)
+class FieldsLeftAlone(TypedDict, total=False):
+    """Fields with which a sample is refused, unless null says to leave them alone."""
+
     label: _Null
     kto_tag: _Null
     weight: _Null
@@ -90,6 +97,12 @@ class FieldNames(TypedDict, total=False):
     video: _Null
     audios: _Null
     audio: _Null
+
+
+@with_config(STRICT)
+class FieldNames(RecordFields, FieldsLeftAlone, total=False):
+    """What `data.fields` may say."""
+
     role: Annotated[Text, Field(title="the key of a turn's role")]
     content: Annotated[Text, Field(title="the key of a turn's content")]
     roles: Free
@@ -108,6 +121,8 @@ class Source(RecipeBlock):
     """What is made of this source's records; null takes `data.format`."""
     fields: Annotated[dict[str, Any] | None, As(FieldNames | None)] = None
     """What this source names otherwise; its keys win over those of `data.fields`."""
+    eod: Natural | None = None
+    """Token id that ends documents inside those of Megatron's index too; null: the index alone."""
     weight: Positive | None = None
     """Share of an epoch's tokens, relative to the other weights; null: each sample once."""
     max_samples: Count | None = None
@@ -244,6 +259,8 @@ class DataBlock(RecipeBlock):
     """What is made of records; `auto` tells it from the first record of each file."""
     fields: Annotated[dict[str, Any], As(FieldNames)] = Field(default_factory=dict)
     """What is named otherwise: `{messages: dialog, role: speaker, roles: {human: user}}`."""
+    prompt_template: Sentences | None = None
+    """Sentences around each `instruction` and `input`: Alpaca's own, or MindSpore's of them."""
     sequence_length: Annotated[int, tokens(2)]
     """Number of tokens in a row, over all ranks that share it."""
     packing: Literal["none", "best_fit"] = "best_fit"

@@ -65,8 +65,7 @@ def convert_axolotl(theirs: Theirs, given: Mapping[str, Any], ranks: int | None)
     _layout(run, rows)
     length(run, SAY)
     optimizer(run, SAY)
-    schedule(run, SAY)
-    _warmup(run)
+    schedule(run, SAY, _warmup)
     _least(run)
     precision(run, default="bfloat16" if run.value("bfloat16") else _full(run))
     _model(run)
@@ -114,23 +113,22 @@ def _layout(run: Conversion, rows: int) -> None:
     context(run, name, rows, "all_gather" if gathers else "p2p", "ring_attn_func")
 
 
-def _warmup(run: Conversion) -> None:
-    """Round a warm-up down, as they do, where the steps are known."""
-    values, block = run.outcome.values, "lr_schedule"
-    share, total = values.get(f"{block}.warmup_ratio"), values.get("training.steps")
-    if values.get(f"{block}.warmup_steps") == 1:
-        values[f"{block}.warmup_steps"] = 2
-        run.outcome.comments[f"{block}.warmup_steps"] = "1 is 2, as there"
-    if share is None:
-        return
-    if isinstance(total, int):
-        del values[f"{block}.warmup_ratio"]
-        steps = int(share * total)
-        if not run.written("warmup_ratio"):
-            steps = min(steps, 100)
-        run.put(f"{block}.warmup_steps", 2 if steps == 1 else steps, "warmup_ratio")
-    elif run.written("warmup_ratio"):
-        run.changed("warmup_ratio", f"{short(share)}: rounded up here, down there")
+def _warmup(run: Conversion, say: Dialect) -> None:
+    """Write the warm-up as axolotl counts it: a share is rounded down, and one step is two."""
+    steps, share, block = "warmup_steps", "warmup_ratio", "lr_schedule"
+    total = run.outcome.values.get("training.steps")
+    if run.written(steps):
+        count = run.whole(steps, least=0)
+        run.put(f"{block}.warmup_steps", 2 if count == 1 else count, steps)
+        if run.written(share):
+            run.changed(share, f"{steps} wins, as there")
+    elif isinstance(total, int):
+        count = int(run.number(share, default=say.default(share)) * total)
+        count = count if run.written(share) else min(count, 100)
+        run.put(f"{block}.warmup_steps", 2 if count == 1 else count, share)
+    else:
+        found = run.number(share, default=say.default(share))
+        run.put(f"{block}.warmup_ratio", found, share, say="rounded up here, down there")
 
 
 def _least(run: Conversion) -> None:

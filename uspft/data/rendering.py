@@ -149,9 +149,9 @@ def _unmarked(
 ) -> tuple[str, Spans]:
     """Return the text and the spans of the answers asked for, by the template's twin or told."""
     spans: Spans = []
-    if template.twin:
-        text, spans = template.twin.write_marked(turns, **more)
-    if template.twin and len(spans) == len(answers):
+    if template.marked_copy:
+        text, spans = template.marked_copy.write_marked(turns, **more)
+    if template.marked_copy and len(spans) == len(answers):
         spans = [span for span, i in zip(spans, answers, strict=True) if i in asked]
     else:  # unknown, or it writes an answer in another's place, as Llama 3.1's can with tools
         text = template.write(turns, **more)
