@@ -293,6 +293,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"model_config": {"seq_length": 8, "fine_grain_interleave": 2}}},
         "write 1",
     ),
+    "scaled positions of another kind": (
+        {
+            "pretrained_model_dir": None,
+            "model": {
+                "model_config": {
+                    "seq_length": 8,
+                    "compute_dtype": "bfloat16",
+                    "extend_method": ["NTK"],
+                }
+            },
+        },
+        "write one of PI",
+    ),
     "by layer": (
         {"parallel_config": {"context_parallel": 2, "cp_comm_type": ["a2a", "p2p"]}},
         "one algorithm is for all layers",
