@@ -31,8 +31,10 @@ from uspft.kernels import Kernel
 from uspft.kernels.varlen import Varlen, VarlenKernel
 from uspft.layout import Layout
 from uspft.mesh import Groups
+from uspft.model import linear
 from uspft.model.causal import CausalModel
 from uspft.model.hf_config import layer_windows, softcap_of
+from uspft.model.linear import bind_linear_layers
 from uspft.model.offload import Copies
 from uspft.model.parallelise import divide_matrices, save_memory, shards_under
 from uspft.model.staged import StagedModel, stage_of
@@ -46,6 +48,7 @@ from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Stages
 from uspft.segments import Segments
 from uspft.sequence import make_algorithm
+from uspft.sequence.states import Mixed
 from uspft.tensor import tensor_algorithm
 from uspft.world import World, make_world
 
@@ -69,6 +72,30 @@ def returns(softcap: float | None = None) -> VarlenKernel:
         return dq, dk, dv
 
     return VarlenKernel("returns", forward, backward, softcap)
+
+
+class _Returned(torch.autograd.Function):
+    """A rule with a state that computes nothing, and allocates what a GPU's returns."""
+
+    @staticmethod
+    def forward(ctx: Any, *x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*x)
+        _, k, v, g, _, *_ = x
+        state = v.new_empty((v.shape[1], k.shape[2], v.shape[2]), dtype=g.dtype)
+        return torch.empty_like(v, memory_format=torch.contiguous_format), state
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        like = torch.contiguous_format
+        return tuple(torch.empty_like(x, memory_format=like) for x in ctx.saved_tensors)
+
+
+def returned(
+    stock: Any, passed: dict[str, Any], x: Mixed, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Stand in for the rule of a layer with a state, as `returns` does for attention's kernel."""
+    found: tuple[Tensor, Tensor] = _Returned.apply(*x, *([] if state is None else [state]))
+    return found
 
 
 def count(
@@ -214,7 +241,11 @@ def count_here(
     module = module_of(config, memory, world, groups or Groups(), trained)
     batch = _batch(world, share)
     counting = LiveBytes()
-    with patch.object(Copies, "to_host", _apart(counting)), _even(config, world, held, counting):
+    with (
+        patch.object(Copies, "to_host", _apart(counting)),
+        patch.object(linear, "in_pieces", returned),
+        _even(config, world, held, counting),
+    ):
         layers = module.parts.model.base_model.layers
         scales = (1.0,) * len(module.objective.terms)
         return measure(module, layers, lambda: module(batch, scales).sum(), counting)
@@ -277,6 +308,7 @@ def module_of(
     model = AutoModelForCausalLM.from_config(
         config, dtype=config.dtype, attn_implementation=NAME
     ).train()
+    bind_linear_layers(model)
     choose_trained(model, ModelBlock(config=CONFIG, **(trained or {})), 0)
     model.to(config.dtype)  # adapters too
     held = Layout()

@@ -24,7 +24,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "c
 
 def source(path: Any, **fields: Any) -> Any:
     """A source as the recipe's block has it."""
-    off = dict.fromkeys(("name", "split", "format", "fields", "weight", *LIMITS))
+    off = dict.fromkeys(("name", "split", "format", "fields", "eod", "weight", *LIMITS))
     given = {**off, "title": str(path), **fields}
     return SimpleNamespace(path=str(path), **given)
 
@@ -44,6 +44,7 @@ def block(*sources: Any, **fields: Any) -> Any:
         "on_bad_sample": "error",
         "unused_fields": "list",
         "chat_template": None,
+        "prompt_template": None,
         "shuffle": True,
         "workers": 2,
         "cache_dir": None,

@@ -23,6 +23,7 @@ LOOSE = {
     "data.unused_fields",
     "data.train",
     "data.chat_template",
+    "data.prompt_template",
 }
 """Keys of the compared blocks that do not change what is learned, or else show in `CONTENTS`."""
 

@@ -28,7 +28,8 @@ from uspft.config.types import (
     tokens,
 )
 
-Format = Literal["auto", "messages", "prompt_completion", "text", "tokenized"]
+Format = Literal["auto", "messages", "prompt_completion", "text", "tokenized", "megatron"]
+Sentences = Literal["alpaca", "alpaca_mindspore"]
 
 _Other = Annotated[Text, Field(title="the field's name in the data")] | None
 
@@ -120,6 +121,8 @@ class Source(RecipeBlock):
     """What is made of this source's records; null takes `data.format`."""
     fields: Annotated[dict[str, Any] | None, As(FieldNames | None)] = None
     """What this source names otherwise; its keys win over those of `data.fields`."""
+    eod: Natural | None = None
+    """Token id that ends documents inside those of Megatron's index too; null: the index alone."""
     weight: Positive | None = None
     """Share of an epoch's tokens, relative to the other weights; null: each sample once."""
     max_samples: Count | None = None
@@ -256,6 +259,8 @@ class DataBlock(RecipeBlock):
     """What is made of records; `auto` tells it from the first record of each file."""
     fields: Annotated[dict[str, Any], As(FieldNames)] = Field(default_factory=dict)
     """What is named otherwise: `{messages: dialog, role: speaker, roles: {human: user}}`."""
+    prompt_template: Sentences | None = None
+    """Sentences around each `instruction` and `input`: Alpaca's own, or MindSpore's of them."""
     sequence_length: Annotated[int, tokens(2)]
     """Number of tokens in a row, over all ranks that share it."""
     packing: Literal["none", "best_fit"] = "best_fit"

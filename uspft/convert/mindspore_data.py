@@ -1,200 +1,216 @@
-"""The model and the samples of a configuration of MindSpore Transformers."""
+"""The samples of a configuration of MindSpore Transformers, and how they become rows."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from uspft.convert.conversion import Conversion
+from uspft.convert.conversion import Conversion, short
 
 CONFIG = "model.model_config"
 LOADER = "train_dataset.data_loader"
 HANDLER = f"{LOADER}.handler"
-DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
-DIMENSIONS = {
-    "vocab_size": ("vocab_size", 32000),
-    "hidden_size": ("hidden_size", 4096),
-    "num_layers": ("num_hidden_layers", 32),
-    "num_heads": ("num_attention_heads", 32),
-    "rms_norm_eps": ("rms_norm_eps", 1e-5),
-    "theta": ("rope_theta", 10000.0),
-    "init_method_std": ("initializer_range", 0.01),
-    "bos_token_id": ("bos_token_id", 1),
-    "eos_token_id": ("eos_token_id", 2),
-    "pad_token_id": ("pad_token_id", 0),
-}
-"""Their dimensions: the name in a Hugging Face config, and the default there."""
-SHAPE = (
-    *(*DIMENSIONS, "n_kv_heads", "intermediate_size", "multiple_of", "ffn_dim_multiplier"),
-    *("max_position_embedding", "qkv_has_bias", "tie_word_embeddings"),
-    "untie_embeddings_and_output_weights",
+ALPACA, PACKING, TAKE = (
+    f"{HANDLER}.{name}" for name in ("AlpacaInstructDataHandler", "PackingHandler", "take")
 )
-SCALED = {"PI": "linear", "YARN": "yarn", "LLAMA3": "llama3", "DYNAMIC_NTK": "dynamic"}
-
-
-def model(run: Conversion) -> None:
-    """Write the model: its folder, or its dimensions for random weights."""
-    _dtype(run)
-    folder = run.written("pretrained_model_dir", "load_checkpoint")
-    theirs = run.value("load_ckpt_format", "safetensors") != "safetensors"
-    if folder and theirs and "model.name_or_path" not in run.given:
-        what = "is ckpt, MindSpore's own weights"
-        run.refuse("load_ckpt_format", what, "add model.name_or_path=FOLDER of safetensors")
-    for key in ("pretrained_model_dir", "load_checkpoint", "load_ckpt_format"):
-        if key in run.theirs.values and run.value(key) is None:
-            run.ignored(key, "names nothing")
-    if "model.name_or_path" in run.given or "model.config" in run.given:
-        _not_here(run, "the model is that of the command line")
-    elif folder:
-        run.put("model.name_or_path", str(run.value(folder)), folder)
-        _not_here(run, f"the config.json of {run.value(folder)} rules")
-        run.changed("load_ckpt_format", "safetensors") if run.written("load_ckpt_format") else None
-    elif run.theirs.has_block(CONFIG):
-        _dimensions(run)
-    else:
-        what = "names no model"
-        run.refuse("pretrained_model_dir", what, "add model.name_or_path=FOLDER")
-
-
-def _dtype(run: Conversion) -> None:
-    key = f"{CONFIG}.compute_dtype"
-    theirs = str(run.value(key, "float16"))
-    if "model.dtype" in run.given:
-        if run.written(key):
-            run.changed(key, "`model.dtype` of the command line stands in its place")
-    elif theirs in DTYPES:
-        run.put("model.dtype", DTYPES[theirs], key)
-    else:
-        what = f"is {theirs}" if run.written(key) else "is float16 where it is left out"
-        run.refuse(key, what, "add model.dtype=bfloat16, which has its range and needs no scaling")
-
-
-def _not_here(run: Conversion, why: str) -> None:
-    """Leave the dimensions out, and say why."""
-    for name in SHAPE:
-        if f"{CONFIG}.{name}" in run.theirs.values:
-            run.ignored(f"{CONFIG}.{name}", why)
-    for key in ("extend_method", "scaling_factor"):
-        if run.written(f"{CONFIG}.{key}"):
-            run.ignored(f"{CONFIG}.{key}", why)
-    if run.written("model.arch.type"):
-        run.ignored("model.arch.type", why)
-
-
-def _dimensions(run: Conversion) -> None:
-    """Write model.config of their dimensions, each under its name in Hugging Face's."""
-    arch = run.value("model.arch.type", "LlamaForCausalLM")
-    if arch != "LlamaForCausalLM":
-        what = f"is {arch}, of which only dimensions are written"
-        run.refuse("model.arch.type", what, "add model.name_or_path=FOLDER of such a model")
-        return
-    kind = "qwen2" if run.flag(f"{CONFIG}.qkv_has_bias") else "llama"
-    found: dict[str, Any] = {"model_type": kind}
-    for theirs, (ours, default) in DIMENSIONS.items():
-        found[ours] = run.value(f"{CONFIG}.{theirs}", default)
-    heads = found["num_attention_heads"]
-    found["num_key_value_heads"] = run.value(f"{CONFIG}.n_kv_heads", heads)
-    inner, times = f"{CONFIG}.intermediate_size", f"{CONFIG}.ffn_dim_multiplier"
-    found["intermediate_size"] = intermediate_size(
-        run.whole(f"{CONFIG}.hidden_size", default=4096),
-        run.whole(inner) if run.written(inner) else None,
-        max(1, run.whole(f"{CONFIG}.multiple_of", default=256)),
-        run.number(times, default=1.0) if run.written(times) else None,
-    )
-    length = run.value(f"{CONFIG}.seq_length", 2048)
-    found["max_position_embeddings"] = run.value(f"{CONFIG}.max_position_embedding", length)
-    tied = run.flag(f"{CONFIG}.tie_word_embeddings")
-    untied = run.value(f"{CONFIG}.untie_embeddings_and_output_weights")
-    found["tie_word_embeddings"] = tied if untied is None else not untied
-    run.outcome.values["model.config"] = found
-    for name in SHAPE:
-        key = f"{CONFIG}.{name}"
-        if key in run.theirs.values:
-            run.changed(key, f"here in `model.config`, a {kind} with random weights")
-    if run.written("model.arch.type"):
-        run.changed("model.arch.type", f"here `model.config.model_type: {kind}`")
-    _positions(run)
-
-
-def intermediate_size(
-    hidden: int, written: int | None, multiple: int, multiplier: float | None
-) -> int:
-    """Return the MLP's inner size as LLaMA's code counts it, where it is not written.
-
-    It is 4 · hidden · 2/3, times the multiplier, rounded up to a multiple.
-    """
-    if written is not None:
-        return written
-    size = 4 * hidden
-    if multiplier is not None:
-        size = int((multiplier + 0.01) * size)
-    size = int(2 * size / 3)
-    return multiple * ((size + multiple - 1) // multiple)
-
-
-def _positions(run: Conversion) -> None:
-    method, factor = f"{CONFIG}.extend_method", f"{CONFIG}.scaling_factor"
-    theirs = run.value(method)
-    inner = {key.rpartition(".")[2]: key for key in run.theirs.values if key.startswith(factor)}
-    if theirs is None:
-        for key in (method, *inner.values()):
-            if key in run.theirs.values:
-                run.ignored(key, "positions are not scaled")
-        return
-    if theirs not in SCALED:
-        run.refuse(method, f"is {theirs}", f"write one of {', '.join(SCALED)}")
-        return
-    scaling: dict[str, Any] = {"rope_type": SCALED[theirs]}
-    whole = run.value(factor)
-    if whole is not None:
-        scaling["factor"] = run.number(factor, default=1.0)
-    names = {"scaling_factor": "factor"}
-    for name, key in inner.items():
-        if key != factor:
-            scaling[names.get(name, name)] = run.value(key)
-    run.put("model.rope_scaling", scaling, method, *inner.values())
+BLEND = f"{LOADER}.config"
+HUGGING_FACE, MEGATRON = ("HFDataLoader", "CommonDataLoader"), "BlendedMegatronDatasetDataLoader"
+_KINDS = ("json", "csv", "parquet", "arrow", "text")
+"""What `load_dataset` calls files by, in place of a data set."""
+_SLICE = re.compile(r"(\w+)\[:(\d+)\]")
+PAGE = "docs/coming-from-mindspore.md"
 
 
 def data(run: Conversion) -> None:
     """Write the samples, and how they become rows."""
-    _rows(run)
     kind = str(run.value(f"{LOADER}.type", "MindDataset"))
+    _rows(run, indexed=kind == MEGATRON)
     if "data.train" in run.given:
         _elsewhere(run)
-        return
-    if kind not in ("HFDataLoader", "CommonDataLoader"):
-        what = f"is {kind}, whose files are not read"
-        remedy = "add data.train=FILE with the samples themselves"
+    elif kind in HUGGING_FACE:
+        _hugging_face(run)
+    elif kind == MEGATRON:
+        _blend(run)
+    else:
+        what = f"is {kind}, which reads MindSpore's own files of rows"
+        remedy = f"write them as JSON Lines there first, as {PAGE} says, and add data.train=FILE"
         run.refuse(f"{LOADER}.type", what, remedy)
         for key in ("dataset_dir", "dataset_files"):
             if f"{LOADER}.{key}" in run.theirs.values:
                 run.ignored(f"{LOADER}.{key}", "its files are not read")
-        return
+
+
+def _hugging_face(run: Conversion) -> None:
+    """Write what `load_dataset` reads, and what handlers make of it."""
     place, files = run.value(f"{LOADER}.path"), run.value(f"{LOADER}.data_files")
-    if place is None and files is None:
+    if place is None and not run.theirs.has_block(f"{LOADER}.data_files"):
         run.refuse(f"{LOADER}.path", "is missing", "add data.train=FILE")
         return
-    source: dict[str, Any] = {"path": files if isinstance(files, str) else place}
-    if isinstance(files, str) and place is not None and "/" in str(place):
-        source["path"] = f"{Path(str(place)) / files}"
-    elif files is not None and not isinstance(files, str):
-        run.refuse(f"{LOADER}.data_files", "is no single file", "add data.train=[FILE, FILE]")
-    if run.written(f"{LOADER}.split"):
-        source["split"] = run.value(f"{LOADER}.split")
-    if run.written(f"{HANDLER}.take.n"):
-        source["max_samples"] = run.whole(f"{HANDLER}.take.n")
-    if run.theirs.has_block(f"{HANDLER}.AlpacaInstructDataHandler"):
-        source["format"] = "prompt_completion"
-        what = "here `format: prompt_completion`: instruction and answer, no sentences around them"
-        run.changed(f"{HANDLER}.AlpacaInstructDataHandler.type", what)
-    run.outcome.values["data.train"] = [source]
+    split, most = _split(run)
+    if by_split := run.theirs.block(f"{LOADER}.data_files"):
+        files = by_split.get(split or "train", [])
+    names = [files] if isinstance(files, str) else files
+    named = isinstance(names, list) and names and all(_is_text(name) for name in names)
+    if files is not None and not named:
+        run.refuse(f"{LOADER}.data_files", "names no files", "add data.train=[FILE, FILE]")
+        return
+    inside = Path(str(place)) if place is not None and place not in _KINDS else Path()
+    sources = [{"path": str(inside / name)} for name in names or ()] or [{"path": str(place)}]
+    more: dict[str, Any] = {}
+    if split and not names:
+        more["split"] = split
+    elif split not in (None, "train"):
+        run.refuse(f"{LOADER}.split", f"is {split} of files", "name the files of that split alone")
+    if (taken := _taken(run)) is not None:
+        most = taken if most is None else min(most, taken)
+    if most is not None and len(sources) == 1:
+        more["max_samples"] = most
+    elif most is not None:
+        what = f"takes {most} samples of several files together"
+        run.refuse(f"{TAKE}.n", what, "write them into one file, or add data.train=FILE")
+    if run.theirs.has_block(ALPACA):
+        more["format"] = "prompt_completion"
+        say = "here their `</s>` is the tokenizer's EOS, and `ASSISTANT:` is not trained"
+        run.put("data.prompt_template", "alpaca_mindspore", f"{ALPACA}.type", say=say)
+    run.outcome.values["data.train"] = [source | more for source in sources]
     for key in ("type", "path", "split", "data_files"):
         if run.written(f"{LOADER}.{key}"):
             run.changed(f"{LOADER}.{key}", "here in `data.train`")
-    for key in ("take.type", "take.n"):
-        if run.written(f"{HANDLER}.{key}"):
-            run.changed(f"{HANDLER}.{key}", "here in `data.train`: max_samples")
+    for key in run.theirs.values:
+        if key.startswith(f"{LOADER}.data_files."):
+            run.changed(key, "here in `data.train`")
+    for name in ("type", "n"):
+        if run.written(f"{TAKE}.{name}"):
+            run.changed(f"{TAKE}.{name}", "here in `data.train`: max_samples")
     _tokenizer(run)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _split(run: Conversion) -> tuple[str | None, int | None]:
+    """Return the name of the split, and how many samples of its start are meant, if any."""
+    key = f"{LOADER}.split"
+    split = run.value(key)
+    if split is None:
+        return None, None
+    found = _SLICE.fullmatch(str(split))
+    if found:
+        return found[1], int(found[2])
+    if not str(split).isidentifier():
+        run.refuse(key, f"is {short(split)}", "write a split, or its first samples as train[:1000]")
+    return str(split), None
+
+
+def _taken(run: Conversion) -> int | None:
+    """Return how many samples are taken, where that comes before they are packed."""
+    key = f"{TAKE}.n"
+    if not run.written(key):
+        return None
+    order = [one for one in run.theirs.values if one.startswith(f"{HANDLER}.")]
+    packs = [at for at, one in enumerate(order) if one.startswith(f"{PACKING}.")]
+    if packs and order.index(key) > packs[0]:
+        remedy = "put it before PackingHandler, or write training.steps"
+        run.refuse(key, "stands behind PackingHandler, where it counts rows", remedy)
+    return run.whole(key)
+
+
+def _blend(run: Conversion) -> None:
+    """Write the indices of a blend of Megatron's, with their weights."""
+    key = f"{BLEND}.data_path"
+    kind = run.value(f"{LOADER}.datasets_type", "GPTDataset")
+    if kind != "GPTDataset":
+        what = f"is {kind}, and only documents of token ids are read"
+        run.refuse(f"{LOADER}.datasets_type", what, "add data.train=FILE")
+        return
+    told = run.value(key)
+    listed = [told] if isinstance(told, str) else told
+    sources = list(_indices(listed if isinstance(listed, list) else []))
+    if not sources:
+        what = f"is {short(told)}, no path and no weights with their paths"
+        run.refuse(key, what, "write [weight, path, weight, path], or add data.train=FILE")
+        return
+    if (eod := run.value(f"{BLEND}.eod")) is not None:
+        run.changed(f"{BLEND}.eod", "here in `data.train`: documents end behind it too")
+    end = {} if eod is None else {"eod": eod}
+    run.outcome.values["data.train"] = [{**one, "format": "megatron", **end} for one in sources]
+    for name in (key, f"{LOADER}.type", f"{LOADER}.datasets_type"):
+        if run.written(name):
+            run.changed(name, "here in `data.train`: Megatron's index")
+    _shares(run)
+    if run.flag(f"{BLEND}.eod_mask_loss"):
+        run.changed(f"{BLEND}.eod_mask_loss", "as here: nothing predicts a document's first token")
+    for name in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
+        if run.written(f"{BLEND}.{name}") and not run.flag(f"{BLEND}.{name}"):
+            what = "false; here each document has positions of its own and sees no other"
+            run.changed(f"{BLEND}.{name}", what)
+
+
+def _indices(listed: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the sources of a blend; none where it is neither a path nor weights and paths."""
+    if len(listed) == 1 and isinstance(listed[0], str):
+        yield {"path": listed[0]}
+        return
+    pairs = list(zip(listed[::2], listed[1::2], strict=False))
+    weights = [_weight(weight) for weight, _ in pairs]
+    if len(listed) % 2 or not all(weights) or not all(_is_text(path) for _, path in pairs):
+        return
+    for (_, path), weight in zip(pairs, weights, strict=True):
+        yield {"path": path, "weight": weight}
+
+
+def _weight(value: Any) -> float | None:
+    """Return a weight, which may be a text; None where it is none."""
+    try:
+        found = None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if found is not None and 0 < found < float("inf") else None
+
+
+def _shares(run: Conversion) -> None:
+    """Write which share of the documents is not trained on."""
+    key = f"{BLEND}.split"
+    told = run.value(key)
+    if told is None:
+        return
+    parts = [_part(part) for part in re.split(r"[,/]", str(told).strip("[]()"))]
+    if None in parts or not any(parts):
+        run.refuse(key, f"is {short(told)}", "write three shares, as in '99, 1, 0'")
+        return
+    whole = sum(part or 0.0 for part in parts)
+    share = round(1 - (parts[0] or 0.0) / whole, 9)
+    if not 0 <= share < 1:
+        run.refuse(key, f"is {short(told)}, which trains on nothing", "write '1, 0, 0'")
+    elif share and "data.eval" not in run.given and "data.eval_fraction" not in run.given:
+        say = "drawn by seed, where theirs are the last documents; nothing is kept for a test"
+        run.put("data.eval_fraction", share, key, say=say)
+    else:
+        run.changed(key, "all documents train" if not share else "`data.eval` rules")
+
+
+def _part(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def rows_of_blend(run: Conversion) -> int | None:
+    """Return how many rows of a blend are trained on in one epoch, as `sizes` says; None where it
+    does not."""
+    key = f"{LOADER}.sizes"
+    told = run.value(key)
+    if told is None or run.value(f"{LOADER}.type") != MEGATRON:
+        return None
+    first = told[0] if isinstance(told, list) and told else told
+    if isinstance(first, int) and not isinstance(first, bool):
+        return first if first > 0 else None
+    run.refuse(key, f"is {short(told)}, no list of rows", "write [rows to train on, 0, 0]")
+    return None
 
 
 def _elsewhere(run: Conversion) -> None:
@@ -205,23 +221,27 @@ def _elsewhere(run: Conversion) -> None:
 
 
 def _tokenizer(run: Conversion) -> None:
-    at = f"{HANDLER}.AlpacaInstructDataHandler"
-    for key in (f"{at}.tokenizer_name", f"{at}.tokenizer", f"{LOADER}.tokenizer"):
-        if isinstance(run.value(key), str) and "model.tokenizer" not in run.given:
+    if "model.tokenizer" in run.given:
+        return
+    names = ("tokenizer_name", "tokenizer", "tokenizer.pretrained_model_dir", "tokenizer.name")
+    for key in (*(f"{ALPACA}.{name}" for name in names), f"{LOADER}.tokenizer"):
+        if isinstance(run.value(key), str):
             run.put("model.tokenizer", run.value(key), key)
             return
-    file = f"{at}.tokenizer.vocab_file"
-    if isinstance(run.value(file), str) and "model.tokenizer" not in run.given:
-        run.put("model.tokenizer", str(Path(run.value(file)).parent), file)
+    for file in ("vocab_file", "tokenizer_file"):
+        key = f"{ALPACA}.tokenizer.{file}"
+        if isinstance(run.value(key), str):
+            run.put("model.tokenizer", str(Path(run.value(key)).parent), key)
+            return
 
 
-def _rows(run: Conversion) -> None:
-    """Write the length of a row and how it is filled."""
+def _rows(run: Conversion, *, indexed: bool) -> None:
+    """Write the length of a row and how it is filled. indexed: whether data is Megatron's."""
     lengths = (
         f"{CONFIG}.seq_length",
-        f"{HANDLER}.PackingHandler.seq_length",
-        f"{HANDLER}.AlpacaInstructDataHandler.seq_length",
-        f"{LOADER}.config.seq_length",
+        f"{PACKING}.seq_length",
+        f"{ALPACA}.seq_length",
+        f"{BLEND}.seq_length",
     )
     key = run.written(*lengths)
     if key is None and "data.sequence_length" not in run.given:
@@ -230,21 +250,25 @@ def _rows(run: Conversion) -> None:
         run.outcome.values["data.sequence_length"] = run.whole(key)
         for other in lengths:
             if run.written(other):
-                what = f"here `data.sequence_length: {run.whole(key)}`"
-                run.changed(other, what)
-    packs = run.theirs.has_block(f"{HANDLER}.PackingHandler")
+                run.changed(other, f"here `data.sequence_length: {run.whole(key)}`")
+    compressed = (
+        f"{CONFIG}.use_eod_attn_mask_compression",
+        f"{LOADER}.create_compressed_eod_mask",
+        f"{BLEND}.create_compressed_eod_mask",
+    )
     asked = run.written("train_dataset.packing", f"{LOADER}.packing")
-    documents = run.flag(f"{CONFIG}.use_eod_attn_mask_compression")
-    documents |= run.flag(f"{LOADER}.create_compressed_eod_mask")
-    if packs or asked or documents:
-        keys = (f"{CONFIG}.use_eod_attn_mask_compression", f"{LOADER}.create_compressed_eod_mask")
+    packs = run.theirs.has_block(PACKING) or asked or indexed
+    if packs or any(run.flag(one) for one in compressed):
         say = "documents of a row never see one another"
-        run.put("data.packing", "best_fit", *keys, *([asked] if asked else []), say=say)
-    elif run.theirs.has_block(f"{HANDLER}.AlpacaInstructDataHandler"):
-        run.put("data.packing", "none", f"{HANDLER}.AlpacaInstructDataHandler.padding")
-    strategy = f"{HANDLER}.PackingHandler.pack_strategy"
-    if run.written(strategy):
-        cuts = run.value(strategy) == "truncate"
-        run.put("data.overlong", "truncate" if cuts else "error", strategy)
-    if run.written(f"{HANDLER}.PackingHandler.type"):
-        run.changed(f"{HANDLER}.PackingHandler.type", "here `data.packing: best_fit`")
+        run.put("data.packing", "best_fit", *compressed, *([asked] if asked else []), say=say)
+    elif run.theirs.has_block(ALPACA):
+        run.put("data.packing", "none", f"{ALPACA}.padding")
+    strategy = f"{PACKING}.pack_strategy"
+    cuts = run.value(strategy) == "truncate" or run.theirs.has_block(ALPACA)
+    if indexed:
+        run.outcome.values["data.overlong"] = "split"
+    elif cuts or run.written(strategy):
+        say = "their handler cuts samples to a row" if run.theirs.has_block(ALPACA) else ""
+        run.put("data.overlong", "truncate" if cuts else "error", strategy, say=say)
+    if run.written(f"{PACKING}.type"):
+        run.changed(f"{PACKING}.type", "here `data.packing: best_fit`")

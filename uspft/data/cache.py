@@ -31,6 +31,7 @@ from uspft.data.records import first_record, pair_notes
 from uspft.data.required import (
     overlong,
     require_answers,
+    require_instructions,
     require_lengths,
     require_targets,
     require_used,
@@ -121,6 +122,7 @@ def _reading(
     first = [first_record(part.content, part.asked) for part in parts]
     formats = {record.format for record in first if record}
     require_answers(data, formats)
+    require_instructions(data, [record.shape for record in first if record])
     tokeniser = None
     if formats - {"tokenized"}:
         tokeniser = load_tokeniser(tokenizer_path, data)
@@ -146,13 +148,14 @@ def parts_of(data: DataBlock) -> list[SourcePart]:
             parts.append(SourcePart(number, asked, load_saved(source)))
         else:
             files = list_files(source.path, asked.format)
-            parts += [SourcePart(number, asked, file) for file in files]
+            parts += [SourcePart(number, asked, replace(file, eod=source.eod)) for file in files]
     return parts
 
 
 def naming_of(source: Source, data: DataBlock) -> Naming:
     """Return what the recipe says of a source's records; its own words win over those of `data`."""
-    return Naming(source.format or data.format, {**data.fields, **(source.fields or {})})
+    fields = {**data.fields, **(source.fields or {})}
+    return Naming(source.format or data.format, fields, data.prompt_template or "")
 
 
 def _shapes(first: list[Record]) -> list[str]:

@@ -6,12 +6,14 @@ import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from uspft.data.faults import DataError
 from uspft.data.hub import HubSplit
 from uspft.data.reading import SourcePart
 from uspft.data.samples import Record
+from uspft.data.sources import SourceFile
 from uspft.data.tokenise import TextTokeniser
 
 if TYPE_CHECKING:
@@ -70,6 +72,10 @@ def _part_identity(part: SourcePart, first: Record | None) -> list[Any]:
     # As true and false, so that data keeps the name it had when files were lines or one text.
     how = {"text": True, "json": False}.get(kind, kind)
     found = [part.source, first and first.format, how]
+    if isinstance(part.content, SourceFile) and part.content.eod is not None:
+        found.append(part.content.eod)
+    if part.asked.prompt:
+        found.append(part.asked.prompt)
     return [*found, dict(sorted(part.asked.fields.items()))] if part.asked.fields else found
 
 
@@ -93,8 +99,12 @@ def _digest(part: SourcePart) -> str:
     if isinstance(part.content, HubSplit):
         return part.content.digest()
     try:
-        with part.content.path.open("rb") as handle:
-            return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return "".join(map(_of_file, part.content.paths))
     except OSError as error:
         what = f"cannot be read: {error.strerror}; mend it or leave it out"
         raise DataError([f"{part.content.shown}: {what}"]) from error
+
+
+def _of_file(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

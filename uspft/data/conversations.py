@@ -23,10 +23,12 @@ class Naming:
     """What the recipe says of a source's records: their format, and what is named otherwise.
 
     fields: our name → theirs, or None for a field that is left alone; roles: their role → ours.
+    prompt: what sentences stand around instructions, by their name; empty where none do.
     """
 
     format: str = "auto"
     fields: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str = ""
 
     @property
     def names(self) -> dict[str, str | None]:

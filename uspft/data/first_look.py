@@ -16,6 +16,7 @@ from uspft.data.records import pair_notes, read
 from uspft.data.required import (
     refused,
     require_answers,
+    require_instructions,
     require_samples,
     require_targets,
     require_used,
@@ -52,6 +53,8 @@ class _Seen:
     formats: set[str]
     whole: bool
     """Whether that is all of the file."""
+    shape: str = ""
+    """What the first record looks like, in words."""
     counts: Counts = field(default_factory=Counts)
     lengths: list[int] = field(default_factory=list)
     long: list[tuple[str, int]] = field(default_factory=list)
@@ -143,7 +146,8 @@ def _seen(
     lost: notes what a template leaves out of good ones.
     """
     formats = {item.format for item in items if isinstance(item, Record)}
-    seen = _Seen(source, formats, len(items) <= RECORDS)
+    shape = next((item.shape for item in items if isinstance(item, Record)), "")
+    seen = _Seen(source, formats, len(items) <= RECORDS, shape)
     for item in items[:RECORDS]:
         if isinstance(item, BadRecord):
             faults.add(item.where, item.what)
@@ -203,6 +207,7 @@ def _require(
     alone = data.model_copy(update={"train": sources, "eval": None})
     seen = _of(seen, sources)
     require_answers(alone, {name for one in seen for name in one.formats})
+    require_instructions(alone, [one.shape for one in seen])
     if not all(one.whole for one in seen):
         return
     counts = total(one.counts for one in seen)

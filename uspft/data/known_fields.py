@@ -397,12 +397,12 @@ class RecordShape:
     formats: tuple[str, ...]
 
 
-PAIR = ("prompt_completion", "messages")
+PAIR, ALPACA = ("prompt_completion", "messages"), "Alpaca"
 _TEMPLATES = ("tools", "chat_template_kwargs")
 SHAPES = (
     RecordShape("chat", ("messages",), ("system", *_TEMPLATES), ("messages",)),
     RecordShape("prompt and completion", ("prompt", "completion"), CONVERSATION, PAIR),
-    RecordShape("Alpaca", ("instruction", "output"), ("input", *CONVERSATION), PAIR),
+    RecordShape(ALPACA, ("instruction", "output"), ("input", *CONVERSATION), PAIR),
     RecordShape("input and output", ("input", "output"), CONVERSATION, PAIR),
     RecordShape("question and answer", ("question", "answer"), CONVERSATION, PAIR),
     RecordShape("text", ("text",), (), ("text",)),

@@ -11,6 +11,7 @@ from uspft.data.arrays import PIECE, ArrayText, BrokenArray
 from uspft.data.encoding import NotUtf8, not_utf8
 from uspft.data.faults import BadRecord, SampleFault, place
 from uspft.data.hub import HubSplit
+from uspft.data.indexed import documents
 from uspft.data.opened import A_MARK, BOM, nul, opened, other_kind
 from uspft.data.samples import Entry
 from uspft.data.separated import rows
@@ -71,6 +72,8 @@ def _found(content: SourceFile | HubSplit, chosen: Chosen) -> Iterator[Entry | C
             yield Entry(number, fields, 1)
     elif content.kind in _TABLES:
         yield from tables(content.path, content.kind, content.shown, chosen)
+    elif content.kind == "megatron":
+        yield from documents(content)
     elif not content.library and (other := other_kind(content)):
         yield BadRecord(content.shown, other)
     elif content.kind in ("csv", "tsv"):

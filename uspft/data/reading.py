@@ -38,7 +38,7 @@ class SourcePart:
         """The bytes of a file, or the number of records of a hub split."""
         if isinstance(self.content, HubSplit):
             return len(self.content.dataset)
-        return self.content.path.stat().st_size
+        return sum(path.stat().st_size for path in self.content.paths)
 
     @property
     def bytes(self) -> int:

@@ -42,7 +42,8 @@ class Reader:
         self.shown = content.shown
         self._asked, self._number = asked, number
         self._file = content if isinstance(content, SourceFile) else None
-        self._text = self._file is not None and self._file.kind == "text"
+        kind = self._file.kind if self._file else ""
+        self._text, self._indexed = kind == "text", kind == "megatron"
         self._shape: RecordShape | None = None
         self._format = ""
         self._others: dict[frozenset[str], Others] = {}
@@ -51,7 +52,7 @@ class Reader:
     @property
     def settled(self) -> bool:
         """Whether it is decided what records look like."""
-        return self._text or bool(self._format)
+        return self._text or self._indexed or bool(self._format)
 
     def columns(self, content: SourceFile | HubSplit, names: list[str]) -> list[str]:
         """Return which columns of a table are read. Raises SampleFault where no shape has them."""
@@ -68,6 +69,10 @@ class Reader:
         try:
             if self._text:
                 return Record("text", checked(fields_of(item), "text"), origin, "text")
+            if self._indexed:
+                words = "" if self._format else "Megatron's index"
+                self._format = "tokenized"
+                return Record("tokenized", fields_of(item), origin, words)
             return self._shaped(item, origin)
         except SampleFault as fault:
             self._shape = self._shape if self.settled else None

@@ -10,6 +10,7 @@ import numpy as np
 from uspft.data.corpus import Corpus
 from uspft.data.counts import Counts
 from uspft.data.faults import DataError, Faults, wrong_key
+from uspft.data.known_fields import ALPACA
 from uspft.data.misnamed import in_yaml
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ def require_answers(data: DataBlock, formats: Set[str]) -> None:
     if data.train_on == "last" and formats and not formats & {"messages", "prompt_completion"}:
         what = f"is last, and {' and '.join(sorted(formats))} data has no answers"
         raise wrong_key("data.train_on", what, "write all, or another data.format")
+
+
+def require_instructions(data: DataBlock, shapes: Collection[str]) -> None:
+    """Check that there are instructions where sentences are to stand around them.
+
+    shapes: what the first records of files look like, in words. Raises DataError.
+    """
+    if data.prompt_template and shapes and not any(shape.startswith(ALPACA) for shape in shapes):
+        what = f"is {data.prompt_template}, and no record has an instruction and an output"
+        raise wrong_key("data.prompt_template", what, "leave it out, or name them in data.fields")
 
 
 def require_samples(data: DataBlock, counts: Counts, lines: Sequence[str]) -> None:

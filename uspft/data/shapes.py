@@ -13,6 +13,7 @@ from typing import Any
 from uspft.data.conversations import Fields, Naming, as_json, is_turn, keys_of, our_turns
 from uspft.data.faults import SampleFault
 from uspft.data.known_fields import (
+    ALPACA,
     ANSWERS,
     CONVERSATION,
     FIELDS,
@@ -26,6 +27,7 @@ from uspft.data.known_fields import (
 )
 from uspft.data.misnamed import SHOW, in_yaml, mapping
 from uspft.data.other_fields import looked_at, masks_of
+from uspft.data.prompts import SENTENCES
 from uspft.data.values import a_kind, check_text
 
 SPLIT = "put each shape into a file of its own"
@@ -61,7 +63,7 @@ def recognised(fields: Collection[str], asked: Naming) -> RecordShape:
         for shape in SHAPES
         if set(shape.needs) <= set(fields) and asked.format in ("auto", *shape.formats)
     ]
-    if len(fitting) > 1 and any(shape.name == "Alpaca" for shape in fitting):
+    if len(fitting) > 1 and any(shape.name == ALPACA for shape in fitting):
         fitting = [shape for shape in fitting if shape.name != "input and output"]
     if len(fitting) == 1:
         return fitting[0]
@@ -140,7 +142,9 @@ def described(shape: RecordShape, fields: Fields, asked: Naming) -> str:
     ours = renamed(fields, asked)
     own = [own_name(name, fields, asked) for name in shape.needs + shape.may if name in ours]
     if shape.formats[0] != "messages":
-        return f"{shape.name}: {', '.join(own)}" if own != [shape.name] else shape.name
+        told = f"{shape.name}: {', '.join(own)}" if own != [shape.name] else shape.name
+        said = asked.prompt and shape.name == ALPACA
+        return f"{told}, in the sentences of {asked.prompt}" if said else told
     turns = as_json("messages", ours["messages"])
     turn = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
     role, content = keys_of(turn, asked)
@@ -188,15 +192,21 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
     first, last = shape.needs
     fields = _opened(fields, first)
     prompt, completion = fields[first], fields[last]
+    if asked.prompt:
+        _require_instruction(fields, shape, asked)
     if ANSWERS.when(completion):
         raise SampleFault(f"{asked.names.get(last) or last} {ANSWERS.why}; {ANSWERS.remedy}")
     if any(isinstance(half, list) or is_turn(half) for half in (prompt, completion)):
         return _talk(fields, _halves(prompt, completion, asked), asked)
     for name in (first, last):
         check_text(asked.names.get(name) or name, fields[name])
-    if shape.name == "Alpaca" and fields.get("input"):
-        check_text(asked.names.get("input") or "input", fields["input"])
-        prompt += _GAP + fields["input"]
+    more_of_it = fields.get("input") if shape.name == ALPACA else None
+    if more_of_it:
+        check_text(asked.names.get("input") or "input", more_of_it)
+    if asked.prompt:
+        prompt = SENTENCES[asked.prompt].write(prompt, more_of_it or "")
+    elif more_of_it:
+        prompt += _GAP + more_of_it
     more = [name for name in CONVERSATION if not is_empty(fields.get(name))]
     if more and asked.format == "prompt_completion":
         what = f"{more[0]} has no place in plain text, which prompt_completion is"
@@ -205,9 +215,21 @@ def _pair(fields: Fields, shape: RecordShape, asked: Naming) -> tuple[str, Field
     if more or asked.format == "messages":
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return _talk(fields, turns, asked)
-    if shape.name in ("Alpaca", "question and answer") and prompt and not prompt[-1].isspace():
+    apart = shape.name in (ALPACA, "question and answer") and not asked.prompt
+    if apart and prompt and not prompt[-1].isspace():
         prompt += _GAP
     return "prompt_completion", {"prompt": prompt, "completion": completion}
+
+
+def _require_instruction(fields: Fields, shape: RecordShape, asked: Naming) -> None:
+    """Check that sentences can stand around a pair's instruction. Raises SampleFault."""
+    first, last = shape.needs
+    what = f"data.prompt_template {asked.prompt} writes an instruction"
+    if shape.name != ALPACA:
+        mapped = f"{{instruction: {own_name(first, fields, asked)}, output: {last}}}"
+        raise SampleFault(f"{what}, and this is {shape.name}; write data.fields: {mapped}")
+    if any(isinstance(fields[half], list) or is_turn(fields[half]) for half in shape.needs):
+        raise SampleFault(f"{what}, and this is turns; write texts, or leave it out")
 
 
 def _opened(fields: Fields, first: str) -> Fields:

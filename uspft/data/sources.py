@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from uspft.config.recipe import DataBlock, Source
 from collections.abc import Iterable, Sequence
 
-FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized")
+FORMATS = ("auto", "messages", "prompt_completion", "text", "tokenized", "megatron")
 STDLIB = "python:stdlib"
 KINDS = {
     ".jsonl": "json",
@@ -28,6 +28,7 @@ KINDS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".idx": "megatron",
 }
 """What a file of an ending is; any other is one text, or JSON Lines where a format says so."""
 PACKED = (".gz", ".zst")
@@ -38,7 +39,7 @@ _SAVED, _SAVED_SPLITS = ("state.json", "dataset_info.json"), "dataset_dict.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]{1,10}$")
 _BINARY = re.compile(
-    r"\.(7z|avro|bin|bz2|db|docx?|feather|gif|h5|hdf5|idx|jpe?g|mindrecord|np[yz]|orc"
+    r"\.(7z|avro|bin|bz2|db|docx?|feather|gif|h5|hdf5|jpe?g|mindrecord|np[yz]|orc"
     r"|pdf|pickle|pkl|png|pth?|pyc|safetensors|so|sqlite|tar|tgz|tfrecord|xlsx?|xz|zip)",
     re.IGNORECASE,
 )
@@ -48,13 +49,21 @@ _BINARY = re.compile(
 class SourceFile:
     """One file to read, with the name that the user gave it in `shown`.
 
-    kind: json (Lines or an array), csv, tsv, parquet, arrow, or text, which is one sample.
+    kind: json (Lines or an array), csv, tsv, parquet, arrow, megatron (an index, with the tokens'
+    file beside it), or text, which is one sample.
     """
 
     path: Path
     shown: str
     kind: str
     library: bool = False  # of the standard library: skipped where it is empty or not UTF-8
+    eod: int | None = None
+    """Of an index, the token behind which a document ends too."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that hold its samples: of an index, that of the tokens too."""
+        return (self.path, tokens_of(self.path)) if self.kind == "megatron" else (self.path,)
 
     @property
     def packed(self) -> str:
@@ -65,6 +74,11 @@ class SourceFile:
 def _packed(path: Path) -> str:
     suffix = path.suffix.lower()
     return suffix if suffix in PACKED else ""
+
+
+def tokens_of(index: Path) -> Path:
+    """Return the file of an index's tokens, which lies beside it."""
+    return index.with_suffix(".bin")
 
 
 def _suffix(path: Path) -> str:
@@ -80,6 +94,7 @@ def source_problems(data: DataBlock) -> list[tuple[str, str, str]]:
         if declared not in FORMATS:
             what = f"unknown format {declared!r}"
             problems.append((f"{key}.format", what, f"write one of {', '.join(FORMATS)}"))
+        problems += _index_problems(key, source, declared)
         if is_hub_id(source.path):
             continue
         if is_saved(source.path):
@@ -130,8 +145,17 @@ def list_files(name: str, declared: str) -> list[SourceFile]:
     else:
         names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
         found = [Path(name) for name in names if Path(name).is_file()]
+    if not found and os.path.isfile(index := f"{path}.idx"):  # both files by their common name
+        found = [Path(index)]
+    found = list(dict.fromkeys(_index_of(file) or file for file in found))
     other = "text" if declared in ("auto", "text") else "json"
     return [SourceFile(p, str(p), KINDS.get(_suffix(p), other)) for p in found]
+
+
+def _index_of(file: Path) -> Path | None:
+    """Return the index beside a file of tokens; None where it is none."""
+    index = file.with_suffix(".idx")
+    return index if file.suffix == ".bin" and os.path.isfile(index) else None
 
 
 def left_out(data: DataBlock) -> list[str]:
@@ -153,6 +177,21 @@ def is_saved(name: str) -> bool:
     folder = Path(name).expanduser()
     whole = all(os.path.isfile(folder / mark) for mark in _SAVED)
     return whole or os.path.isfile(folder / _SAVED_SPLITS)
+
+
+def _index_problems(key: str, source: Source, declared: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what is wrong with what is said of Megatron's index, or of a source that is none."""
+    elsewhere = is_hub_id(source.path) or is_saved(source.path) or source.path == STDLIB
+    files = [] if elsewhere else list_files(source.path, declared)
+    indexed = bool(files) and all(file.kind == "megatron" for file in files)
+    if elsewhere and declared == "megatron":
+        remedy = "name the .idx, or its folder"
+        yield f"{key}.format", f"{source.path} is no index of Megatron's", remedy
+    if source.eod is not None and (elsewhere or files) and not indexed:
+        what = "ends documents of Megatron's index, which this is not"
+        yield f"{key}.eod", what, "leave it out"
+    if indexed and source.fields:
+        yield f"{key}.fields", "an index holds token ids, and no fields", "leave it out"
 
 
 def _split_problems(key: str, source: Source) -> Iterator[tuple[str, str, str]]:
@@ -224,7 +263,7 @@ def _listing_problems(path: str, declared: str) -> Iterator[tuple[str, str]]:
             yield f"the folder {path} holds no file", "name a folder with data, or a file"
         else:
             yield f"{path} does not exist", "name a file, a folder, a glob or a hub id (org/name)"
-    yield from grouped(_unread(files, alone=os.path.isfile(place)))
+    yield from grouped(_unread(files, declared, alone=os.path.isfile(place)))
 
 
 def _split_names(path: str, files: list[SourceFile]) -> Iterator[tuple[str, str]]:
@@ -236,21 +275,28 @@ def _split_names(path: str, files: list[SourceFile]) -> Iterator[tuple[str, str]
         yield what, "name the files that are meant, by their paths or by globs"
 
 
-def _unread(files: list[SourceFile], alone: bool) -> Iterator[tuple[str, str, str]]:
+def _unread(files: list[SourceFile], declared: str, alone: bool) -> Iterator[tuple[str, str, str]]:
     """Yield each file that its name says to be none that is read, why, and the remedy.
 
-    alone: whether the source is that file, and not a folder or a glob.
+    declared: the source's format. alone: whether it is that file, and not a folder or a glob.
     """
     other = "" if alone else ", or leave it out: name a glob of what is meant"
     for file in files:
-        ending = _suffix(file.path)
-        if _BINARY.fullmatch(ending):
+        ending, indexed = _suffix(file.path), file.kind == "megatron"
+        if declared == "megatron" and not indexed:
+            yield file.shown, "is no index of Megatron's", "name the .idx of it" + other
+        elif indexed and declared not in ("auto", "megatron"):
+            yield file.shown, f"is an index of token ids, not {declared}", "leave the format out"
+        elif indexed and not file.packed and not os.path.isfile(tokens_of(file.path)):
+            what = f"has no {tokens_of(file.path).name} beside it, which holds its tokens"
+            yield file.shown, what, "put it there" + other
+        elif _BINARY.fullmatch(ending):
             convert = "convert it to JSON Lines (data/README.md shows the formats)"
             yield file.shown, f"is a {ending} file, which is not read", convert + other
         elif file.packed and not ending:
             what = "does not say what is compressed in it"
             yield file.shown, what, f"call it .jsonl{file.packed}, or what it is"
-        elif file.packed and file.kind in ("parquet", "arrow"):
+        elif file.packed and file.kind in ("parquet", "arrow", "megatron"):
             yield file.shown, "is compressed as a whole", "decompress it"
 
 

@@ -123,15 +123,17 @@ class TextTokeniser:
 def given(record: Record, vocab_size: int) -> Sample:
     """Return the sample that a tokenized record itself holds; labels default to the ids.
 
-    Raises SampleFault where one of them is outside the vocabulary.
+    Ids are a list, or an array of an index. Raises SampleFault where one of them is outside the
+    vocabulary.
     """
     ids = record.fields["input_ids"]
     labels = record.fields.get("labels", ids)
     allowed = f"0 … {vocab_size - 1}"
-    if bad := [i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size]:
+    ends = (ids.min(), ids.max()) if isinstance(ids, np.ndarray) else (min(ids), max(ids))
+    if bad := [i for i in ends if not 0 <= i < vocab_size]:
         remedy = "tokenise with the model's tokenizer"
         raise SampleFault(f"input_ids holds {bad[0]}, the vocabulary is {allowed}; {remedy}")
-    for label in labels:
+    for label in labels if labels is not ids else ():
         if label != NOT_TRAINED and not 0 <= label < vocab_size:
             raise SampleFault(f"labels holds {label}; write -100 or an id in {allowed}")
     arrays = np.array(ids, np.int32), np.array(labels, np.int32)

@@ -1,4 +1,4 @@
-"""The bytes of activations on one rank: each layer and the loss, as they run, on a tape.
+"""The bytes of activations on one rank: each layer as it runs, on a tape.
 
 Functions follow the code that they stand for line by line: transformers' layers, peft's
 projections, and what model/ and tensor/ put between them.
@@ -10,19 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from uspft.families.projections import STATE_LAYER
 from uspft.planner.attention_memory import Remembered, Sharing, attend, attend_over_heads
 from uspft.planner.expert_memory import Experts, routed
 from uspft.planner.group_memory import GroupMemory, GroupSizes, GroupTiles
 from uspft.planner.layer_kinds import LLAMA, LayerKind, Norms
-from uspft.planner.mesh_memory import MeshOperation, all_features, inward, outward
+from uspft.planner.mesh_memory import MeshOperation, inward, outward
 from uspft.planner.operations import (
-    INDEX,
     WIDE,
     Angles,
     NormKind,
     added,
     bent,
     dropped,
+    gated,
     halves,
     linear,
     multiplied,
@@ -32,7 +33,8 @@ from uspft.planner.operations import (
     tiled,
     viewed,
 )
-from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.planner.state_memory import StateHeads, state_block
+from uspft.planner.tape import RunBackward, Storage, Tape, Tensor
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class LayerSizes:
     rank: int = 0
     """Of adapters."""
     dropout: bool = False
+    state: StateHeads | None = None
+    """The heads of a layer with a state and no attention."""
     tile: int | None = None
     """Tokens; None where MLPs and norms take all at once."""
     at_once: int | None = None
@@ -119,16 +123,21 @@ class LayerSizes:
         queries, keys = how.heads * how.dim, how.kv_heads * how.dim
         if block == "self_attn" and self.kind.fused:
             return {"self_attn.qkv_proj": queries + 2 * keys}
+        if block == STATE_LAYER and self.state:
+            of = self.state.sizes
+            sizes = {"qkv": of.channels, "z": self.state.values, "b": of.values, "a": of.values}
+            return {f"{block}.in_proj_{one}": size for one, size in sizes.items()}
         if block == "self_attn":
-            kinds = zip("qkv", (queries, keys, keys), strict=True)
+            both = (1 + self.kind.gated) * queries
+            kinds = zip("qkv", (both, keys, keys), strict=True)
             return {f"self_attn.{one}_proj": size for one, size in kinds}
         if self.kind.fused:
             return {"mlp.gate_up_proj": 2 * self.inner}
         return {"mlp.gate_proj": self.inner, "mlp.up_proj": self.inner}
 
 
-OUT = "self_attn.o_proj"
-OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj"}
+OUT, STATE_OUT = "self_attn.o_proj", f"{STATE_LAYER}.out_proj"
+OUTWARD = {"self_attn": OUT, "mlp": "mlp.down_proj", STATE_LAYER: STATE_OUT}
 """The projection out of each block."""
 
 
@@ -189,7 +198,7 @@ class Layer:
         before = s.kind.norms.before_attention if halves else ""
 
         def qkv(layer: Layer, x: Tensor) -> list[Tensor]:
-            return layer._qkv(layer._norm(x, before))
+            return layer._qkv(layer._norm(x, before), [])
 
         def last() -> None:
             with tape.no_gradient():
@@ -274,6 +283,8 @@ class Layer:
     def _inside(self, block: str) -> int:
         """Return the features that the projection out of a block takes."""
         s = self.sizes
+        if block == STATE_LAYER and s.state:
+            return s.state.values
         return s.sharing.heads * s.sharing.dim if block == "self_attn" else s.inner
 
     def _product(self, x: Tensor, name: str, takes: int, gives: int) -> Tensor:
@@ -334,11 +345,31 @@ class Layer:
         inner = x if s.mesh_rows else enter(tape, s, x)
         if self.groups:
             return self._leave(self.groups(inner, trains=self._first_trains))
-        out = self._attend(self._qkv(inner))
+        if s.state:
+            return self._leave(self._project(self._mixed(inner), STATE_OUT))
+        gate: list[Tensor] = []
+        out = self._attend(self._qkv(inner, gate))
+        if gate:
+            out = multiplied(tape, out, gated(tape, gate.pop()))
         return self._leave(self._project(out, OUT))
 
-    def _qkv(self, x: Tensor) -> list[Tensor]:
-        """Return queries, keys and values."""
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Return what a state makes of x."""
+        s = self.sizes
+        assert s.state
+        return state_block(
+            self.tape,
+            x,
+            s.state,
+            self._project,
+            self._trains,
+            self._remembered,
+            inside=s.recompute == "exchange",
+            fetch=self._fetch if s.offloads else None,
+        )
+
+    def _qkv(self, x: Tensor, gate: list[Tensor]) -> list[Tensor]:
+        """Return queries, keys and values. gate: gets what gates the output, if anything."""
         tape, s = self.tape, self.sizes
         if s.kind.fused:
             every = self._project(x, "self_attn.qkv_proj")
@@ -347,7 +378,7 @@ class Layer:
             query, key, value = (sliced(tape, every, n * each) for n in (heads, kv, kv))
             del every
         else:
-            query = self._projected(x, "q", s.sharing.heads)
+            query = self._projected(x, "q", s.sharing.heads, gate)
             key = self._projected(x, "k", s.sharing.kv_heads)
             value = viewed(tape, self._project(x, "self_attn.v_proj"))
         if s.kind.turned:
@@ -355,14 +386,20 @@ class Layer:
             query, key = (s.kind.turned(tape, one, by) for one in (query, key))
         return [query, key, value]
 
-    def _projected(self, x: Tensor, kind: str, heads: int) -> Tensor:
-        """Return queries or keys, normed where they are."""
+    def _projected(
+        self, x: Tensor, kind: str, heads: int, gate: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return queries or keys, normed where they are. gate: as of _qkv."""
         tape, s = self.tape, self.sizes
         name = f"self_attn.{kind}_norm"
         trains, tokens = self._trains(name), s.sharing.tokens
         found = self._project(x, f"self_attn.{kind}_proj")
         if s.kind.normed_together:
             found = norm(tape, s, found, tokens, trains=trains, split=s.tensor > 1)
+        if s.kind.gated and gate is not None:
+            found, other = halves(tape, found)
+            gate.append(remade(tape, other))
+            del other
         found = viewed(tape, found)
         if s.kind.normed_heads:
             found = norm(tape, s, found, tokens * heads, trains=trains, split=False)
@@ -493,105 +530,3 @@ def layer_bytes(sizes: LayerSizes, *, reached: bool = True) -> LayerBytes:
         tape.second_run(lambda: layer(hidden[0]), size, then)
     held = sum({id(one): one.size for one in tape.stays}.values())
     return LayerBytes(kept, tape.most, held) if trains else LayerBytes(0.0, tape.most)
-
-
-@dataclass(frozen=True)
-class HeadSizes:
-    """The last norm, the head and the loss as a rank has them."""
-
-    layer: LayerSizes
-    vocabulary: int
-    """The rows of the head that are here."""
-    tile: int | None
-    """Tokens; None for all at once."""
-    trains: bool = True
-    norm_trains: bool = True
-    capped: bool = False
-    """Whether logits have a soft-cap."""
-
-
-@lru_cache(maxsize=4096)
-def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
-    """Return what is alive from behind the last layer until before its backward (model/causal.py,
-    model/loss.py): between forward and backward, and at the most. reached: whether the gradient
-    goes on below it."""
-    tape, s = Tape(), sizes.layer
-    size = s.between_bytes()
-    before = tape.leaf(size)
-    if not reached:
-        before = Tensor(size, before.storage, None, 0)
-    hidden = norm(tape, s, before, s.between, trains=sizes.norm_trains)
-    del before
-    every = all_features(tape, hidden, s.tensor) if s.mesh_rows else enter(tape, s, hidden)
-    every = viewed(tape, every)
-    loss = _loss(tape, sizes, every)
-    del every, hidden
-    kept = tape.live
-    if loss.node:
-        loss.storage = None
-        tape.backward(loss, tape.new(0.0))
-    return LayerBytes(kept, tape.most)
-
-
-def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
-    s = sizes.layer
-    e, tokens = s.element, s.sharing.tokens
-    tile = min(sizes.tile or tokens, tokens)
-    rows = _selected(tape, hidden)
-    weight = float(s.hidden * sizes.vocabulary)
-    labels = tape.new(INDEX * tokens)
-    table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
-    table = all_features(tape, table, s.mesh_rows or 1)
-    of_rows = tape.new(rows.size) if rows.node else None
-    of_weight = tape.new(WIDE * weight) if sizes.trains else None
-    logits: object = None
-    bend: object = None
-    for _ in range(1 if tile == tokens else 2):
-        number = float(tile * sizes.vocabulary)
-        narrow = tape.new(e * number)
-        logits = narrow if e == WIDE else tape.new(WIDE * number)
-        del narrow
-        if sizes.capped:
-            bend = tape.new(WIDE * number)
-        slope = tape.new(e * number) if e < WIDE else logits
-        if of_rows:
-            tape.new(float(e * tile * s.hidden))
-        if of_weight:
-            tape.new(e * weight)
-        del slope
-    del labels, bend
-    made = [one for one in (of_rows, of_weight) if one]
-    if of_weight and e < WIDE:
-        made[-1] = tape.new(e * weight)
-    del of_rows, of_weight
-    held = [*made]
-    del made
-
-    def backward() -> RunBackward:
-        kept = [*held]
-        held.clear()
-
-        def run(grads: GradientStorages, kept: list[Storage] = kept) -> GradientStorages:
-            found = [tape.new(one.size) for one in kept]
-            return [found[0] if rows_train else None, found[-1] if sizes.trains else None]
-
-        return run
-
-    rows_train = bool(rows.node)
-    return tape.record((rows, table), (0.0,), backward)[0]
-
-
-def _selected(tape: Tape, x: Tensor) -> Tensor:
-    """Return the tokens of x that have a target."""
-    size = x.size
-
-    def backward() -> RunBackward:
-        def run(grads: GradientStorages) -> GradientStorages:
-            zeros = tape.new(size)
-            found = tape.new(size)
-            del zeros
-            return [found]
-
-        return run
-
-    return tape.record((x,), (size,), backward)[0]

@@ -10,6 +10,7 @@ from uspft.planner.operations import (
     INDEX,
     WIDE,
     bent,
+    gated,
     halves,
     linear,
     multiplied,
@@ -79,7 +80,7 @@ def _chosen(tape: Tape, logits: Tensor, of: Experts) -> tuple[Tensor, Tensor]:
     wide = WIDE * of.tokens * of.number if of.probabilities else logits.size
     found = logits if wide == logits.size else remade(tape, logits, wide)
     if of.probabilities:
-        found = _normalised(tape, found)
+        found = gated(tape, found)
     every = found.size
     choices = of.tokens * of.met
     index = tape.new(INDEX * choices)
@@ -89,22 +90,10 @@ def _chosen(tape: Tape, logits: Tensor, of: Experts) -> tuple[Tensor, Tensor]:
 
     size = every / of.number * of.met
     (scores,) = tape.record((found,), (size,), backward, saves=True)
-    scores = _normalised(tape, scores)
+    scores = gated(tape, scores)
     if size != of.score * choices:
         scores = remade(tape, scores, of.score * choices)
     return Tensor(index.size, index, None, 0), scores
-
-
-def _normalised(tape: Tape, x: Tensor) -> Tensor:
-    """Return x as parts of one, which its backward needs."""
-    size, made = x.size, [tape.new(x.size)]
-    held = [*made]
-
-    def backward() -> RunBackward:
-        kept = [*held]
-        return lambda grads, kept=kept: [tape.new(size)]  # type: ignore[misc]
-
-    return tape.record((x,), (size,), backward, saves=True, made=made)[0]
 
 
 def _taken(tape: Tape, x: Tensor, size: float, index: object) -> Tensor:
@@ -296,7 +285,7 @@ def _clamped(tape: Tape, x: Tensor) -> Tensor:
     """Return what gpt-oss makes of every other feature and those between."""
     gate, up = (sliced(tape, x, x.size / 2) for _ in range(2))
     gate, up = bent(tape, gate), bent(tape, up)
-    linked = multiplied(tape, gate, _normalised(tape, remade(tape, gate)))
+    linked = multiplied(tape, gate, gated(tape, remade(tape, gate)))
     return multiplied(tape, remade(tape, up), linked)
 
 

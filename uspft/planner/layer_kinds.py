@@ -45,6 +45,8 @@ class LayerKind:
     """Whether queries and keys are normed, a head at a time."""
     normed_together: bool = False
     """Whether they are normed over all heads, before these are told apart."""
+    gated: bool = False
+    """Whether queries are projected with as many features that gate attention's output."""
     fused: bool = False
     """Whether queries, keys and values are one projection, and gate and up another."""
     scaled: bool = False
@@ -91,7 +93,9 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "gemma3_text": LayerKind(_GEMMA, wide_norms=True, normed_heads=True, angles=4.0),
     "olmo2": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
     "olmo_hybrid": LayerKind(_BEHIND, wide_norms=True, normed_together=True, turned=turned_wide),
-    "qwen3_5_text": LayerKind(normed_heads=True),
+    "qwen3_5_text": LayerKind(
+        wide_norms=True, normed_heads=True, gated=True, turned=turned_in_part
+    ),
     "qwen3_5_moe_text": LayerKind(router="mlp.gate", normed_heads=True),
     "qwen3_next": LayerKind(router="mlp.gate", normed_heads=True),
     "qwen2_moe": LayerKind(router="mlp.gate"),

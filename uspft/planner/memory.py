@@ -9,15 +9,16 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from uspft.config.algorithms import WHOLE, AlgorithmRow, row_of
-from uspft.families import FAMILIES, NO_KEYS, state_layers
+from uspft.families import FAMILIES, NO_KEYS, state_layers, state_sizes
 from uspft.pipeline.schedules import PLAIN as PLAIN_SCHEDULE
 from uspft.pipeline.schedules import Schedule
 from uspft.pipeline.stages import Each, first_layers
-from uspft.planner.activations import HeadSizes, LayerBytes, LayerSizes, head_bytes, layer_bytes
+from uspft.planner.activations import LayerBytes, LayerSizes, layer_bytes
 from uspft.planner.attention_memory import Sharing
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.expert_memory import Experts
 from uspft.planner.expert_traffic import ranks_met
+from uspft.planner.head_memory import HeadSizes, head_bytes
 from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
@@ -25,6 +26,7 @@ from uspft.planner.products import head_projection, layer_projections
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
+from uspft.planner.state_memory import StateHeads
 from uspft.planner.trained import (
     EMBEDDING,
     HEAD,
@@ -283,7 +285,7 @@ def unpredicted(
 ) -> tuple[str, ...]:
     """Return what there is of a model, a layout and options that the formula does not know."""
     found = {
-        "layers with a state": FAMILIES[shape.model_type].states,
+        **_unknown_states(shape, layout),
         "layers without experts beside others": _mixed(shape),
         "an expert that every token meets": bool(shape.raw.get("shared_expert_intermediate_size")),
         "experts in other blocks than mlp": shape.model_type == "granitemoe",
@@ -291,6 +293,15 @@ def unpredicted(
         "adapters of experts": bool(options.lora and options.lora.parameters),
     }
     return tuple(what for what, here in found.items() if here)
+
+
+def _unknown_states(shape: ModelShape, layout: Layout) -> dict[str, bool]:
+    """Tell what of a model's layers with a state is not known."""
+    here = FAMILIES[shape.model_type].states
+    known = shape.model_type == "qwen3_5_text"
+    return {
+        f"layers with a state of {shape.model_type}": here and not known,
+    }
 
 
 def _mixed(shape: ModelShape) -> bool:
@@ -404,6 +415,10 @@ def _layers(
             seen = None
             if window not in (None, NO_KEYS) and window < row_tokens:
                 seen = Window(window, row_tokens, everywhere)
+            state = None
+            if window == NO_KEYS and (sizes := state_sizes(shape)):
+                held = sizes.on(layout.mesh_columns)
+                state = StateHeads(options.element, tokens, held, layout.ulysses, layout.ring)
             known[key] = LayerSizes(
                 _sharing(shape, layout, tokens, options, seen, sinks=kind.sinks),
                 shape.hidden_size,
@@ -418,6 +433,7 @@ def _layers(
                 adapted=trained.adapters,
                 rank=options.lora.rank if options.lora else 0,
                 dropout=bool(options.lora and options.lora.dropout),
+                state=state,
                 tile=options.mlp_tile,
                 at_once=options.at_once,
                 recompute=options.recompute if number in again else None,

@@ -216,11 +216,27 @@ def sliced(tape: Tape, x: Tensor, size: float) -> Tensor:
 
 
 def halves(tape: Tape, x: Tensor) -> list[Tensor]:
-    """Return two views of x, whose gradients become one tensor."""
+    """Return both halves of x as views, whose gradients become one tensor."""
+    return parted(tape, x, [x.size / 2] * 2)
+
+
+def parted(tape: Tape, x: Tensor, sizes: Sequence[float]) -> list[Tensor]:
+    """Return views of all parts of x, whose gradients become one tensor."""
     assert x.storage
-    whole, made = x.size, [x.storage] * 2
-    sizes = whole / 2, whole / 2
+    whole, made = x.size, [x.storage] * len(sizes)
     return tape.record((x,), sizes, lambda: lambda grads: [tape.new(whole)], made=made)
+
+
+def gated(tape: Tape, x: Tensor) -> Tensor:
+    """Return x between 0 and 1, which its backward needs, or as parts of one."""
+    size, made = x.size, [tape.new(x.size)]
+    held = [*made]
+
+    def backward() -> RunBackward:
+        kept = [*held]
+        return lambda grads, kept=kept: [tape.new(size)]  # type: ignore[misc]
+
+    return tape.record((x,), (size,), backward, saves=True, made=made)[0]
 
 
 def joined(tape: Tape, parts: Sequence[Tensor]) -> Tensor:

@@ -128,7 +128,8 @@ def _inputs(recipe: Recipe) -> Iterator[tuple[str, Path]]:
         for source in getattr(data, block) or ():
             if not is_hub_id(source.path):
                 files = list_files(source.path, "auto")
-                yield from ((f"data.{block}", file.path) for file in files if not file.library)
+                own = (path for file in files if not file.library for path in file.paths)
+                yield from ((f"data.{block}", path) for path in own)
 
 
 def _is_inside(path: Path, output: Path) -> bool:

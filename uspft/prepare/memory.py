@@ -84,6 +84,8 @@ def memory_sentence(
     )
     if need.host_bytes:
         parts += f"; on the host {_gib(need.host_bytes)}"
+    if FAMILIES[shape.model_type].states and hardware.device:
+        parts += "; states with fla's kernels, without which they take more"
     if not hardware.device:
         return f"about {_gib(need.peak_bytes)} GiB a rank ({parts})"
     card = hardware.memory.bytes

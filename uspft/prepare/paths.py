@@ -81,8 +81,8 @@ def _keys(block: str, count: int) -> Iterator[str]:
 
 
 def _is_there(name: str) -> bool:
-    """Tell whether a file or folder has this name, or matches it where it is a pattern."""
-    if os.path.exists(name):
+    """Tell whether files or a folder have this name, or match it where it is a pattern."""
+    if os.path.exists(name) or os.path.isfile(f"{name}.idx"):  # both files of an index
         return True
     return glob.has_magic(name) and next(glob.iglob(name, recursive=True), None) is not None
 

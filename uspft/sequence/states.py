@@ -227,15 +227,17 @@ def _carried(
     found: dict[Fragment, Tensor] = {}
     for chain in chains.documents:
         so_far: Tensor | None = None
+        came = False  # as it is in what was exchanged, all of which a view of it would keep
         left = sum(f.holder == holder for f in chain)
         for fragment in reversed(chain) if back else chain:
             if fragment.holder == holder:
                 left -= 1
                 if so_far is not None:
-                    found[fragment] = so_far
+                    found[fragment] = so_far.clone() if came else so_far
             if not left:
                 break
             passes, adds = every[fragment]
+            came = so_far is None or passes is None
             if so_far is None or passes is None:
                 so_far = adds
             else:

@@ -137,14 +137,14 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def test_the_contract_has_this_many_keys() -> None:
     keys = contract_keys()
-    assert len(keys) == len(set(keys)) == 105
+    assert len(keys) == len(set(keys)) == 106
     assert {at: len(names) for at, names in KEYS.items()} == {
         "": 14,
         "model": 11,
         "model.adapter": 6,
-        "data": 15,
-        "data.train[]": 8,
-        "data.eval[]": 8,
+        "data": 16,
+        "data.train[]": 9,
+        "data.eval[]": 9,
         "parallel_config": 22,
         "parallel_config.strategies[]": 16,
         "deepspeed": 5,

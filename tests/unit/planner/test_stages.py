@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from tests.support.hardware import H100, made
 from tests.support.shapes import hub
 from uspft.layout import Layout
 from uspft.pipeline.schedules import PLAIN, Schedule
-from uspft.pipeline.stages import Stages
+from uspft.pipeline.stages import Stages, dealt_out
 from uspft.planner.attention_work import DrawnRows
 from uspft.planner.bubble import simulated
 from uspft.planner.machine import Hardware
+from uspft.planner.memory import layer_windows
 from uspft.planner.stages import links_of, message_bytes, stages_of
 from uspft.planner.step import forward_and_backward, pipeline_costs, step_time
 from uspft.planner.step_shape import StepShape, StepTime
@@ -60,6 +61,43 @@ def test_layers_are_dealt_out_by_the_documents_of_rows() -> None:
         return stages_of(LLAMA, (None,) * 32, rows, 4, PLAIN, again=True).sizes
 
     assert of(1 << 20) == (8, 8, 8, 8) and of(*[1 << 13] * 128) == (8, 8, 9, 7)
+
+
+DEALT = [
+    ("meta-llama/Llama-3.1-8B", 1 << 13, Layout(pipeline=4)),
+    ("meta-llama/Llama-3.1-8B", 1 << 17, Layout(ulysses=8, pipeline=4)),
+    ("meta-llama/Llama-3.1-70B", 1 << 13, Layout(8, pipeline=8)),
+    ("Qwen/Qwen3-8B", 1 << 15, Layout(pipeline=4)),
+    ("google/gemma-3-12b-it", 1 << 15, Layout(pipeline=4)),
+    ("meta-llama/Llama-3.2-1B", 1 << 13, Layout(pipeline=4)),
+]
+"""In four of them the last stage has fewer layers, since the head weighs as much."""
+
+
+@pytest.mark.parametrize(("name", "tokens", "layout"), DEALT)
+def test_by_the_price_no_layer_more_or_less_makes_the_dearest_stage_cheaper(
+    name: str, tokens: int, layout: Layout
+) -> None:
+    model = hub(name)
+    windows, rows = layer_windows(model), DrawnRows.whole(tokens)
+    dealt = stages_of(model, windows, rows, layout.pipeline, PLAIN, again=True).sizes
+
+    def dearest(sizes: tuple[int, ...]) -> float:
+        shape = replace(step(), model=model, row=rows.rows[0], windows=windows)
+        shape = replace(shape, schedule=Schedule(sizes=sizes), use_seq_parallel=layout.tensor > 1)
+        shared = named("ulysses_cp", layout.ulysses, 1) if layout.context > 1 else WHOLE
+        return pipeline_costs(shape, layout, shared, H100)[0].most
+
+    last = len(dealt) - 1
+    moved = [
+        tuple(size - (n == one) + (n == other) for n, size in enumerate(dealt))
+        for one, other in product(range(last + 1), repeat=2)
+        if one != other
+    ]
+    assert min(map(dearest, moved)) >= dearest(dealt) * (1 - 1e-9)
+    alike = dealt_out([1.0] * model.layers, layout.pipeline, 1).sizes  # as if there were no head
+    if sorted(alike) != sorted(dealt):
+        assert dearest(alike) > 1.01 * dearest(dealt)
 
 
 def test_stages_take_together_what_the_whole_model_takes() -> None:

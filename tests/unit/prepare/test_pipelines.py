@@ -183,8 +183,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "memory.gradient_checkpointing",
         {"memory": {"gradient_checkpointing": 0}},
-        "expected true or false, got 0",
-        "write false",
+        "is 0, out of range",
+        "write true or false or a whole number of at least 1",
     ),
 ]  # fmt: skip
 

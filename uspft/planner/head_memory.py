@@ -1,0 +1,114 @@
+"""The bytes of activations on one rank from behind the last layer: its norm, the head and the loss,
+as they run, on a tape (model/causal.py, model/loss.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from uspft.planner.activations import LayerBytes, LayerSizes, enter, norm
+from uspft.planner.mesh_memory import all_features
+from uspft.planner.operations import INDEX, WIDE, viewed
+from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The last norm, the head and the loss as a rank has them."""
+
+    layer: LayerSizes
+    vocabulary: int
+    """The rows of the head that are here."""
+    tile: int | None
+    """Tokens; None for all at once."""
+    trains: bool = True
+    norm_trains: bool = True
+    capped: bool = False
+    """Whether logits have a soft-cap."""
+
+
+@lru_cache(maxsize=4096)
+def head_bytes(sizes: HeadSizes, *, reached: bool = True) -> LayerBytes:
+    """Return what is alive from behind the last layer until before its backward (model/causal.py,
+    model/loss.py): between forward and backward, and at the most. reached: whether the gradient
+    goes on below it."""
+    tape, s = Tape(), sizes.layer
+    size = s.between_bytes()
+    before = tape.leaf(size)
+    if not reached:
+        before = Tensor(size, before.storage, None, 0)
+    hidden = norm(tape, s, before, s.between, trains=sizes.norm_trains)
+    del before
+    every = all_features(tape, hidden, s.tensor) if s.mesh_rows else enter(tape, s, hidden)
+    every = viewed(tape, every)
+    loss = _loss(tape, sizes, every)
+    del every, hidden
+    kept = tape.live
+    if loss.node:
+        loss.storage = None
+        tape.backward(loss, tape.new(0.0))
+    return LayerBytes(kept, tape.most)
+
+
+def _loss(tape: Tape, sizes: HeadSizes, hidden: Tensor) -> Tensor:
+    s = sizes.layer
+    e, tokens = s.element, s.sharing.tokens
+    tile = min(sizes.tile or tokens, tokens)
+    rows = _selected(tape, hidden)
+    weight = float(s.hidden * sizes.vocabulary)
+    labels = tape.new(INDEX * tokens)
+    table = Tensor(e * weight / (s.mesh_rows or 1), None, tape.parameter(sizes.trains).node, 0)
+    table = all_features(tape, table, s.mesh_rows or 1)
+    of_rows = tape.new(rows.size) if rows.node else None
+    of_weight = tape.new(WIDE * weight) if sizes.trains else None
+    logits: object = None
+    bend: object = None
+    for _ in range(1 if tile == tokens else 2):
+        number = float(tile * sizes.vocabulary)
+        narrow = tape.new(e * number)
+        logits = narrow if e == WIDE else tape.new(WIDE * number)
+        del narrow
+        if sizes.capped:
+            bend = tape.new(WIDE * number)
+        slope = tape.new(e * number) if e < WIDE else logits
+        if of_rows:
+            tape.new(float(e * tile * s.hidden))
+        if of_weight:
+            tape.new(e * weight)
+        del slope
+    del labels, bend
+    made = [one for one in (of_rows, of_weight) if one]
+    if of_weight and e < WIDE:
+        made[-1] = tape.new(e * weight)
+    del of_rows, of_weight
+    held = [*made]
+    del made
+
+    def backward() -> RunBackward:
+        kept = [*held]
+        held.clear()
+
+        def run(grads: GradientStorages, kept: list[Storage] = kept) -> GradientStorages:
+            found = [tape.new(one.size) for one in kept]
+            return [found[0] if rows_train else None, found[-1] if sizes.trains else None]
+
+        return run
+
+    rows_train = bool(rows.node)
+    return tape.record((rows, table), (0.0,), backward)[0]
+
+
+def _selected(tape: Tape, x: Tensor) -> Tensor:
+    """Return the tokens of x that have a target."""
+    size = x.size
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
+            zeros = tape.new(size)
+            found = tape.new(size)
+            del zeros
+            return [found]
+
+        return run
+
+    return tape.record((x,), (size,), backward)[0]

@@ -1,0 +1,293 @@
+"""What a layer with a state keeps and needs, on a tape, as transformers' Qwen3.5 has it and as
+uspft exchanges its heads (sequence/mixing.py). Sizes are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from uspft.families import StateSizes
+from uspft.planner.attention_memory import Remembered
+from uspft.planner.operations import (
+    WIDE,
+    NormKind,
+    bent,
+    gated,
+    multiplied,
+    parted,
+    remade,
+    rms_norm,
+    viewed,
+)
+from uspft.planner.tape import GradientStorages, RunBackward, Storage, Tape, Tensor
+from uspft.sequence.rows.heads import split_heads
+
+FRAGMENTS = 2
+"""Stretches of a document that a rank of a ring has: one of its beginning and one of its end."""
+Project = Callable[[Tensor, str], Tensor]
+"""A function from x and the name of a projection to what it makes of x, with its adapter's."""
+
+
+@dataclass(frozen=True)
+class StateHeads:
+    """The heads of a layer with a state, as a rank has them."""
+
+    element: int
+    tokens: int
+    """Of this rank."""
+    sizes: StateSizes
+    """Of this tensor rank."""
+    ulysses: int = 1
+    ring: int = 1
+
+    @property
+    def inside(self) -> StateSizes:
+        """All heads of the member of Ulysses that has most, times the members."""
+        shares = split_heads(self.sizes.values, self.sizes.keys, self.ulysses)
+        values, keys = (max(b - a for a, b in part) for part in (shares.query, shares.kv))
+        return self.sizes._replace(keys=self.ulysses * keys, values=self.ulysses * values)
+
+    def bytes(self, features: float, element: int = 0) -> float:
+        """Return the bytes of so many features of this rank's tokens."""
+        return float(features * self.tokens * (element or self.element))
+
+    def taken(self, of: StateSizes) -> list[float]:
+        """Return the bytes of queries, keys, values and both gates."""
+        keys, values = of.keys * of.key_dim, of.values * of.value_dim
+        parts = [self.bytes(one) for one in (keys, keys, values)]
+        return [*parts, self.bytes(of.values, WIDE), self.bytes(of.values)]
+
+    @property
+    def values(self) -> int:
+        return self.sizes.values * self.sizes.value_dim
+
+
+def state_block(
+    tape: Tape,
+    x: Tensor,
+    of: StateHeads,
+    project: Project,
+    trains: Callable[[str], bool],
+    remembered: Remembered | None,
+    *,
+    inside: bool,
+    fetch: Callable[[], None] | None,
+) -> Tensor:
+    """Return what a layer with a state makes of x, before its last projection.
+
+    trains: tells it of a module by its name in the layer. remembered: what keeps the rule between
+    two runs; inside: whether between exchanges of heads alone. fetch: is called before the first
+    gradient of what the rule takes is made.
+    """
+    every = project(x, "linear_attn.in_proj_qkv")
+    gate = project(x, "linear_attn.in_proj_z")
+    replaced = project(x, "linear_attn.in_proj_b")
+    kept = project(x, "linear_attn.in_proj_a")
+    every = _convolved(tape, every, of, trains("linear_attn.conv1d"))
+    query, key, value = parted(tape, every, of.taken(of.sizes)[:3])
+    # transformers' forward holds what goes into the rule, and both gates, until it is done.
+    taken = [query, key, value, _decay(tape, kept, of, trains), gated(tape, replaced)]
+    calls = [fetch, *[None] * 4]
+    taken = [viewed(tape, one, then) for one, then in zip(taken, calls, strict=True)]
+
+    def rule(parts: list[Tensor]) -> Tensor:
+        return _rule(tape, parts, of)
+
+    def exchanged(parts: list[Tensor]) -> Tensor:
+        return _over_heads(tape, parts, of, remembered if inside else None)
+
+    if of.ulysses == 1:
+        out = remembered(rule, taken) if remembered else rule(taken)
+    else:
+        out = remembered(exchanged, taken) if remembered and not inside else exchanged(taken)
+    return _normed(tape, out, gate, of, trains("linear_attn.norm"))
+
+
+def _convolved(tape: Tape, x: Tensor, of: StateHeads, trains: bool) -> Tensor:
+    """Return what the convolution makes of x: with the taps that reach beyond it, which are cut
+    off. On a ring the tokens before each fragment are laid before it, and taken out again."""
+    sizes, size = of.sizes, x.size
+    if of.ring > 1:
+        x = _with_halo(tape, x, of)
+    before, wants = x.size, x.node
+    beyond = of.element * sizes.channels * (sizes.taps - 1)
+    whole, weight = before + beyond, float(of.element * sizes.channels * sizes.taps)
+    held = x.storage
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages, held: object = held) -> GradientStorages:
+            found = tape.new(before) if wants else None
+            return [found, tape.new(weight) if trains else None]
+
+        return run
+
+    made = tape.record((x, tape.parameter(trains)), (whole,), backward, saves=True)[0]
+    assert made.storage
+
+    def cut() -> RunBackward:
+        return lambda grads: [tape.new(whole)]
+
+    seen = tape.record((made,), (before,), cut, made=[made.storage])[0]
+    found = bent(tape, seen)
+    if of.ring == 1:
+        return found
+    return tape.record((found,), (size,), lambda: lambda grads: [tape.new(before)])[0]
+
+
+def _with_halo(tape: Tape, x: Tensor, of: StateHeads) -> Tensor:
+    """Return tokens with those before each fragment (sequence/mixing.py, WithHalo)."""
+    size, wide = x.size, x.size * WIDE / of.element
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
+            rows = tape.new(wide)
+            other = tape.new(wide) if wide > size else None
+            del other
+            return [tape.new(size) if wide > size else rows]
+
+        return run
+
+    rows = tape.new(size)
+    made = [tape.new(size)]
+    del rows
+    return tape.record((x,), (size,), backward, made=made)[0]
+
+
+def _decay(tape: Tape, x: Tensor, of: StateHeads, trains: Callable[[str], bool]) -> Tensor:
+    """Return −e^A · softplus(x + dt) in float32."""
+    size = of.bytes(of.sizes.values, WIDE)
+    wide = x if x.size == size else remade(tape, x, size)
+    dt, a = (tape.parameter(trains(f"linear_attn.{name}")) for name in ("dt_bias", "A_log"))
+    shifted = tape.record((wide, dt), (size,), lambda: lambda grads: [grads[0], None])[0]
+    del wide
+    held = shifted.storage
+
+    def backward() -> RunBackward:
+        return lambda grads, held=held: [tape.new(size)]  # type: ignore[misc]
+
+    soft = tape.record((shifted,), (size,), backward, saves=True)[0]
+    del shifted
+    return multiplied(tape, soft, Tensor(0.0, soft.storage, a.node, 0), size)
+
+
+def _rule(tape: Tape, parts: list[Tensor], of: StateHeads) -> Tensor:
+    """Return the rule's output of one document, of which each rank of a ring has FRAGMENTS. What
+    the rule's kernel takes inside is not in it."""
+    sizes, heads, number = [one.size for one in parts], of.inside, FRAGMENTS if of.ring > 1 else 1
+    out = of.bytes(heads.values * heads.value_dim)
+    state = float(WIDE * heads.values * heads.key_dim * heads.value_dim) / of.ulysses
+    passes = state / heads.value_dim * heads.key_dim
+    crossing = of.ring > 1
+    # Of the others' fragments those that come before, or behind, one of this rank's; two neighbours
+    # of one rank are one.
+    others = max(1, FRAGMENTS * (of.ring - 2)) * (state + passes)
+    saved = [*parts]
+
+    def backward() -> RunBackward:
+        kept = [*saved, tape.new(number * (state + passes) if crossing else 0.0)]
+
+        def run(grads: GradientStorages, kept: object = kept) -> GradientStorages:
+            again = [tape.new(out), tape.new(number * state)]
+            again += [tape.new(out)] if number > 1 else []
+            came = tape.new(crossing * others)
+            found: list[Storage | None] = [None] * len(sizes)
+            for _ in range(number):
+                # Of a fragment's tokens, and one after another, the last first, of all tokens.
+                part = [tape.new(size / number) for size in sizes]
+                while part:
+                    at = len(part) - 1
+                    one = tape.new(sizes[at])
+                    part.pop()
+                    found[at] = one if found[at] is None else tape.new(sizes[at])
+                    del one
+            del again, came
+            return [*found]
+
+        return run
+
+    if crossing:  # the rule on wider values, a fragment at a time, and what ranks exchange
+        wider = 1 + heads.key_dim / heads.value_dim
+        wide = tape.new(wider * out / number), tape.new(wider * out / number)
+        del wide
+        every = tape.new(others)
+        pieces = tape.new(out)
+        made = [tape.new(out)]
+        del every, pieces
+    else:
+        made = [tape.new(out)]
+        tape.new(state)
+    return tape.record(parts, (out,), backward, saves=True, made=made)[0]
+
+
+def _over_heads(
+    tape: Tape, parts: list[Tensor], of: StateHeads, remembered: Remembered | None
+) -> Tensor:
+    """Return the rule's output between two exchanges of heads. remembered: what keeps the rule
+    alone."""
+    inside = _scattered(tape, parts, of)
+    heads = of.inside
+    if heads.values * of.sizes.keys != heads.keys * of.sizes.values:  # a key head of each value's
+        each = of.bytes(heads.values * heads.key_dim)
+        inside[:2] = [_spread(tape, one, each) for one in inside[:2]]
+    rule: Callable[[list[Tensor]], Tensor] = lambda x: _rule(tape, x, of)  # noqa: E731
+    made = remembered(rule, inside) if remembered else rule(inside)
+    del inside
+    size, every = of.bytes(of.values), of.bytes(heads.values * heads.value_dim)
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
+            leaves = tape.new(every)
+            found = tape.new(every)
+            del leaves
+            return [found]
+
+        return run
+
+    received = tape.new(every)
+    out = [tape.new(size)]
+    del received
+    return tape.record((made,), (size,), backward, made=out)[0]
+
+
+def _scattered(tape: Tape, parts: list[Tensor], of: StateHeads) -> list[Tensor]:
+    """Return some heads of all tokens of the group: the gates as copies of what came."""
+    before, sizes = [one.size for one in parts], of.taken(of.inside)
+    every = sum(sizes)
+
+    def backward() -> RunBackward:
+        def run(grads: GradientStorages) -> GradientStorages:
+            both = tape.new(every), tape.new(every)
+            found: GradientStorages = []
+            for has, size in zip(sizes, before, strict=True):
+                if has > size:  # members share a key head, whose gradients are summed
+                    wide = tape.new(size * WIDE / of.element)
+                    found.append(wide if of.element == WIDE else tape.new(size))
+                    del wide
+                else:
+                    found.append(tape.new(size))
+            del both
+            return found
+
+        return run
+
+    sends = tape.new(every)
+    received = tape.new(every)
+    del sends
+    made = [*[received] * 3, *map(tape.new, sizes[3:])]
+    return tape.record(parts, sizes, backward, made=made)
+
+
+def _spread(tape: Tape, x: Tensor, size: float) -> Tensor:
+    """Return heads of x by an index, some of them more than once."""
+    before = x.size
+    return tape.record((x,), (size,), lambda: lambda grads: [tape.new(before)])[0]
+
+
+def _normed(tape: Tape, x: Tensor, gate: Tensor, of: StateHeads, trains: bool) -> Tensor:
+    """Return the norm of x, a head at a time, times an activation of the gate in float32."""
+    number = float(of.tokens * of.sizes.values)
+    wide = of.bytes(of.values, WIDE)
+    normed = rms_norm(tape, x, wide, number, NormKind(), trains=trains)
+    above = gate if gate.size == wide else remade(tape, gate, wide)
+    made = multiplied(tape, normed, bent(tape, above), wide)
+    return made if made.size == x.size else remade(tape, made, x.size)
