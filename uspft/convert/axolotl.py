@@ -48,7 +48,7 @@ LORA = (
     *("lora_target_parameters", "load_in_4bit", "load_in_8bit"),
 )
 CHATS = ("chat_template", "chat_template.default", "sharegpt", "chatml.sharegpt")
-PAIRS = ("alpaca", "alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
+PAIRS = ("alpaca_chat.load_qa", "alpaca_chat.load_concise", "gpteacher", "explainchoice")
 MARKS = ("weight", "loss", "train", "training")
 """What a turn's own mark of training is called here."""
 
@@ -309,7 +309,11 @@ def _form(run: Conversion, item: str, kind: Any) -> str | None:
     if name in CHATS or name.startswith("sharegpt"):
         run.changed(key, "here `format: messages`")
         return "messages"
-    if name in PAIRS or name.startswith("alpaca"):
+    if name == "alpaca":
+        say = "its sentences, an answer right behind the last word, a line below it there"
+        run.put("data.prompt_template", "alpaca", key, say=say)
+        return "prompt_completion"
+    if name in PAIRS:
         what = "instruction and answer, an empty line apart, no sentences around them"
         run.changed(key, f"here `format: prompt_completion`: {what}")
         return "prompt_completion"

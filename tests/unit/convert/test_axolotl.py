@@ -103,6 +103,10 @@ def test_a_key_means_here_what_it_means_there(name: str, tmp_path: Path) -> None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "prompts of another form": (
+        {"datasets": [{"path": "a", "type": "alpaca_w_system.load"}]},
+        "add data.train=FILE of messages",
+    ),
     "another optimizer": ({"optimizer": "muon"}, "write adamw_torch"),
     "another schedule": ({"lr_scheduler": "rex"}, "write one of linear"),
     "preferences": ({"rl": "dpo"}, "preference training is not here"),
