@@ -297,7 +297,7 @@ def _apart(counting: LiveBytes) -> Any:
     """Return what copies to the host, and is counted apart."""
     plain = Copies.to_host
 
-    def to_host(copies: Any, flat: Tensor) -> Tensor:
+    def to_host(copies: Any, flat: Tensor) -> list[Tensor]:
         with counting.on_host():
             return plain(copies, flat)
 

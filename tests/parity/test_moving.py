@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[Moving, str, Callable[..., Any]]] = {
     ),
     "weights are those of the step before": (
         Moving("llama"),
-        "uspft.switching.routes.ByOwners.fetch",
+        "uspft.switching.move.routes.ByOwners.fetch",
         once_fetched(ByOwners.fetch),
     ),
     PADDING: (
@@ -149,7 +149,7 @@ FAULTS: dict[str, tuple[Moving, str, Callable[..., Any]]] = {
     ),
     "sums are not brought to the next layout": (
         Moving("llama", straight=True),
-        "uspft.switching.routes.Straight.finish",
+        "uspft.switching.move.routes.Straight.finish",
         lambda self: (self.fetch(self._home), self.begin()),
     ),
 }

@@ -100,7 +100,7 @@ def copies(recipe: Recipe) -> Iterator[Finding]:
 )
 @of_each_layout
 def tensor_options(at: str, parallel: Degrees) -> Iterator[Finding]:
-    """What is said of tensor parallel ranks fits their algorithm and degree."""
+    """The keys of tensor parallelism fit its algorithm and degree."""
     degree, name, mesh = parallel.model_parallel, parallel.tensor_parallel_algo, "tensor_mesh"
     if parallel.use_seq_parallel and parallel.on_a_mesh:
         what = f"is true, and {name} splits tokens between matrices already, over mesh rows"
@@ -214,7 +214,7 @@ _WRONG: dict[str, tuple[object, str]] = {
     "parallel_config.expert_parallel", "parallel_config.switching", "deepspeed.zero_optimization"
 )
 def experts(recipe: Recipe) -> Iterator[Finding]:
-    """Experts that ranks divide stand beside what they go with."""
+    """Where ranks divide experts, settings that make DeepSpeed's gradients wrong are refused."""
     parallel, zero = recipe.parallel_config, recipe.deepspeed.zero_optimization
     if isinstance(parallel.expert_parallel, Open) and parallel.strategies is not None:
         what = f"is {AUTO}, beside strategies, whose layouts all have it"

@@ -30,8 +30,8 @@ def row_lengths(recipe: Recipe) -> tuple[int, ...]:
 
 
 def ranks_in_lockstep(recipe: Recipe) -> bool:
-    """Return whether all ranks run as many micro-batches, since each is a collective of all that
-    divide weights (ZeRO-2, 3) or experts."""
+    """Return whether all ranks run the same number of micro-batches: under ZeRO-2, ZeRO-3 and
+    divided experts every micro-batch contains a collective of all of them."""
     stage: int = recipe.deepspeed.zero_optimization.get("stage", 1)
     return stage > 1 or recipe.parallel_config.expert_parallel > 1
 
@@ -98,8 +98,8 @@ def rising(recipe: Recipe) -> Iterator[Finding]:
 
 @reads("parallel_config")
 def one_layout(recipe: Recipe) -> Iterator[Finding]:
-    """Degrees beside strategies are those of the longest rows, or left out, or written with their
-    defaults, which says the same; without strategies nothing switches."""
+    """Degrees written beside `strategies` repeat those of the strategy for the longest rows, or are
+    left at their defaults; `switching` is only written where there are strategies."""
     parallel, every = recipe.parallel_config, strategies_of(recipe)
     beside = [
         key
@@ -132,7 +132,7 @@ def _plain(value: object) -> str:
 
 
 def _open(*values: object) -> bool:
-    """Return whether one of two values leaves open what the other may say."""
+    """Return whether one of the values is left open: auto, null, or a number yet to be chosen."""
     return AUTO in values or None in values or any(isinstance(one, Open) for one in values)
 
 
@@ -154,7 +154,8 @@ def switchable(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
-    """Where weights stay in place, each strategy uses parts of what the least sharded one holds."""
+    """Where weights stay in place, ranks store the shards of the strategy with the least tensor
+    degree, so those of every other strategy have to be parts of them."""
     least = min(range(len(every)), key=lambda number: every[number].model_parallel, default=0)
     for number, one in enumerate(every):
         held, key = every[least], f"{KEY}[{number}]"
@@ -165,7 +166,7 @@ def _inside_one_another(every: Sequence[Strategy]) -> Iterator[Finding]:
         divides = not one.mesh_is_open and degree // one.mesh_rows % ways == 0
         if held.on_a_mesh or (one.on_a_mesh and not divides):
             if not (held.on_a_mesh and _same_mesh(one, held)):
-                yield _apart(key, one, there)
+                yield _not_nested(key, one, there)
         elif not divides:
             what = f"is {degree}: its parts do not lie inside those of {there}"
             yield f"{key}.model_parallel", what, f"write a multiple of {ways} here, or 1 there"
@@ -187,11 +188,11 @@ def _splits_tokens(one: Strategy) -> bool:
     return one.use_seq_parallel or one.on_a_mesh
 
 
-def _apart(key: str, one: Strategy, there: str) -> Finding:
-    """Return that a strategy and the one that holds matrices do not lie inside one another, one of
-    which is on a mesh.
+def _not_nested(key: str, one: Strategy, there: str) -> Finding:
+    """Return the finding that a strategy cannot use parts of the shards that ranks store, where the
+    strategy or the stored layout is a mesh.
 
-    there: the latter, and how many ways it holds them.
+    there: the stored layout in words, with the number of ways in which it splits matrices.
     """
     remedy = "write the same tensor_mesh in all, or let one strategy have model_parallel 1"
     if not one.on_a_mesh:
@@ -203,7 +204,8 @@ def _apart(key: str, one: Strategy, there: str) -> Finding:
 
 
 def _movable(recipe: Recipe) -> Iterator[Finding]:
-    """Weights that move are owned and updated in the way of ZeRO-1, by uspft itself."""
+    """Where weights move, uspft itself shards the optimizer as ZeRO-1 does, so DeepSpeed's ZeRO
+    settings have nothing to act on."""
     zero, key = recipe.deepspeed.zero_optimization, "deepspeed.zero_optimization"
     if (stage := zero.get("stage", 1)) > 1:
         what = f"is {stage}, and with switching: move weights belong to owners, as in stage 1"

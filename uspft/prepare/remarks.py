@@ -1,5 +1,5 @@
-"""On which side of the crossover a recipe is: whether dispatch to experts that ranks divide sends
-less than ZeRO saves."""
+"""What `check` remarks on a legal recipe: whether dispatching tokens to divided experts sends less
+than ZeRO saves, and which parts of a layout leave ranks without work or hide no transfers."""
 
 from __future__ import annotations
 

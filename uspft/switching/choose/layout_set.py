@@ -1,4 +1,4 @@
-"""A mix of layouts, one for each bucket of row lengths, and what a step takes under it."""
+"""A set of layouts, one for each bucket of row lengths, with the predicted seconds of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class LayoutSet:
     setting: Setting
     buckets: tuple[PricedLayout, ...]
     tensor: int
-    """The least tensor degree of all that may run: what ranks hold where weights stay in place."""
+    """The least tensor degree that may be used. Where weights stay in place, ranks store the shards
+    of this degree, and layouts of higher degrees use parts of them."""
     moves: bool = False
     """Whether weights move between layouts, which then run one after another."""
 
@@ -55,8 +56,8 @@ class LayoutSet:
 
     @cached_property
     def shares(self) -> list[float]:
-        """The share of a rank's memory, which differs where weights move, that a row of each bucket
-        takes; more than 1 where it does not fit."""
+        """The share of a rank's free memory that one row of each bucket takes; above 1 it does not
+        fit. Where weights move, the free memory depends on the bucket's layout."""
         return [
             one.row_bytes / free if (free := self.memory(one)) > 0 else float("inf")
             for one in self.buckets
@@ -64,8 +65,9 @@ class LayoutSet:
 
     @cached_property
     def portions(self) -> list[float]:
-        """The share that a row of each bucket is of what a group takes at once: by memory, or where
-        the rows at once are given by what so many of those that need most take, as in a run."""
+        """The share that one row of each bucket has of the rows that a group holds at once. What a
+        group may hold is its free memory or, where the number of rows is given as in a run, what so
+        many of the most expensive rows take."""
         if self.setting.rows_at_once is None:
             return self.shares
         largest = max(one.row_bytes for one in self.buckets)

@@ -26,31 +26,32 @@ if TYPE_CHECKING:
     from uspft.world import World
 
 IDLE_TOKENS = 1
-"""The row of a rank that has none while others have."""
+"""The tokens of the empty row that a rank computes while only other ranks have rows."""
 ROUNDED = 1 + 1e-6
-"""Rows that together take just the bound fit, however each is rounded."""
+"""How far the memory of rows may exceed the bound, so that rounding never refuses rows that fit."""
 
 
 @dataclass(frozen=True)
 class Strategies:
-    """The layouts of a run made live, those of shorter rows first."""
+    """The layouts between which a run switches, with their process groups, shortest rows first."""
 
     worlds: Sequence[World]
     row_lengths: Sequence[int]
     idle: Mapping[int, World]
-    """By tensor degree, the layout of a rank without a row: it shares none but over mesh rows. Of
-    one degree, that at which matrices are held, or where they move, of each degree that rows have.
-    """
+    """The layout that a rank without a row uses, by tensor degree. In it no row is shared, except
+    by the rows of a mesh. Where weights stay in place there is one, of the degree at which they are
+    stored; where they move there is one for each degree that a strategy has."""
     rows_at_once: int
-    """How many rows, of those that take most, are the bound of what a rank takes at once."""
+    """How many rows of the most expensive kind a rank may hold in memory at once."""
     lockstep: bool
-    """Whether all ranks run as many micro-batches, since each is a collective of all of them."""
+    """Whether all ranks run the same number of micro-batches, since every micro-batch contains a
+    collective of all of them (ZeRO-2 and 3, divided experts)."""
     moves: bool = False
-    """Whether weights move, so that all ranks have rows of one tensor degree at a time."""
+    """Whether weights move between layouts; all ranks then use the same tensor degree at a time."""
 
 
 class Phase(NamedTuple):
-    """The part of a step in which ranks need not wait for weights to move."""
+    """The part of a step during which all weights are laid out for one tensor degree."""
 
     tensor: int
     """The tensor degree of a rank that has no row in it."""
