@@ -24,6 +24,7 @@ from uspft.planner.in_flight import RING, KeyTransfer, Window
 from uspft.planner.layer_kinds import LAYER_KINDS, layer_kinds
 from uspft.planner.operations import WIDE
 from uspft.planner.products import head_projection, layer_projections
+from uspft.planner.router_memory import balance_bytes, router_bytes
 from uspft.planner.stage_memory import ROUNDS, PassBytes, rank_bytes
 from uspft.planner.stages import schedule_of, stage_layers, stages_of
 from uspft.planner.state import ADAM, State, Zero, state_of
@@ -383,8 +384,8 @@ def pass_bytes(
     trains = [bool(one.trained or one.adapted) for one in kinds]
     first = 0 if outside[EMBEDDING] or not any(trains) else trains.index(True)
     alone = kinds[: first + 1] if first else []
-    routers = _router_bytes(shape, kinds[0])
-    balanced = max(loss.most, _balance_bytes(head, [routers] * shape.layers))
+    routers = router_bytes(_full(shape), kinds[0])
+    balanced = max(loss.most, balance_bytes(head, [routers] * shape.layers))
     one = PassBytes(
         tuple(each),
         LayerBytes(loss.kept, balanced),
@@ -397,24 +398,6 @@ def pass_bytes(
         routers,
     )
     return one, float(BATCH_BYTES * tokens)
-
-
-def _router_bytes(shape: ModelShape, sizes: LayerSizes) -> float:
-    """Return the bytes of the logits of a layer's router, which are kept where their loss is asked
-    for; later their gradient's."""
-    of = sizes.experts
-    asked = of and _full(shape).get("output_router_logits", False)
-    return float(of.element * of.tokens * of.number) if of and asked else 0.0
-
-
-def _balance_bytes(head: HeadSizes, routers: Sequence[float]) -> float:
-    """Return what is alive at the most while routers' loss is made (model/router.py), beside their
-    logits: the gradients that came with the loss, probabilities, and of a layer what they choose
-    and its logits in float32."""
-    s, (first, *_) = head.layer, [*filter(None, routers), 0.0]
-    wide = WIDE / s.element
-    gradients = s.inside_bytes() + s.element * s.hidden * head.vocabulary * head.trains
-    return (gradients + wide * (sum(routers) + 2 * first)) if first else 0.0
 
 
 def _layers(
