@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from uspft.planner.activations import HeadSizes, LayerSizes
+from uspft.planner.activations import LayerSizes
+from uspft.planner.head_memory import HeadSizes
 from uspft.planner.operations import WIDE
 
 
